@@ -68,12 +68,17 @@ def test_narrowing_loses_nothing_and_halves_the_weights(decoder: Decoder) -> Non
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_what_takes_no_gradient_stays_float32(decoder: Decoder) -> None:
-    decoder.final_norm.weight.requires_grad_(False)
+def test_what_takes_no_gradient_is_rounded_and_nothing_else(decoder: Decoder) -> None:
+    weight = decoder.final_norm.weight.requires_grad_(False)
+    nn.init.normal_(weight)
+    before = weight.clone()
     masters = masters_of(decoder)
-    assert decoder.final_norm.weight.dtype == torch.float32
+    assert weight.dtype == torch.bfloat16
     assert "final_norm.weight" not in masters.parameters
-    assert "final_norm.weight" in masters.weights(decoder)
+    assert "final_norm.weight" not in masters.low_bits
+    assert torch.equal(masters.weights(decoder)["final_norm.weight"], before.bfloat16().float())
+    masters.places(decoder)["final_norm.weight"].copy_(before + 1)
+    assert torch.equal(weight, split(before + 1)[0])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -1,6 +1,8 @@
 """Passes of a team of processes that divide something, beside those of one process."""
 
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from tempfile import mkdtemp
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from tests.nn.grid import error, make, random_tokens
 from tests.parallel.forked import start
+from tests.train.preference import Preference
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.execute.checkpointing import checkpoint_activations
@@ -23,10 +26,11 @@ from workhorse.parallel.division.cuts import ModelPart
 from workhorse.parallel.division.divisible import check_divisible
 from workhorse.parallel.division.experts import ExpertTeam
 from workhorse.parallel.division.layers import divide_layers
+from workhorse.parallel.division.sequences import SequenceTeam
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
-from workhorse.train.objectives.divided import CountedOnce, Divided
+from workhorse.train.objectives.divided import CountedElsewhere, Divided, counts_here
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
 
@@ -39,7 +43,8 @@ def batch_of(config: DecoderConfig, documents: Tensor | None) -> Batch:
     rows = random_tokens(config, ROWS, COLUMNS + 1)
     targets = rows[:, 1:].clone()
     targets[0, 4] = targets[1, -1] = IGNORE
-    return Batch(rows[:, :-1], targets, documents, torch.zeros(ROWS, dtype=torch.int64))
+    one = torch.zeros(ROWS, dtype=torch.int64)
+    return Batch(rows[:, :-1], targets, documents, one, group=one)
 
 
 def pass_over(decoder: Decoder, objective: Objective, batch: Batch) -> list[Tensor]:
@@ -83,24 +88,30 @@ def worst_of_experts(world: World, chosen: list[int]) -> float:
     return max(error(ours, expected) for ours, expected in found)
 
 
-def worst_of_parts(teams: Teams, config: DecoderConfig, documents: Tensor | None) -> float:
+def worst_of_parts(
+    teams: Teams,
+    config: DecoderConfig,
+    documents: Tensor | None,
+    make_objective: Callable[[Decoder, SequenceTeam | None], Objective],
+) -> float:
     """Of the loss and any gradient, relative to its largest number, or to 1."""
     whole, batch = make(config), batch_of(config, documents)
-    alone = pass_over(whole, NextToken(whole), batch)
+    alone = pass_over(whole, make_objective(whole, None), batch)
     decoder = teams.build(config, "auto", "cpu").train(whole.training)
     part = ModelPart(config.build(device="meta"), {}, decoder, teams)
     weights = dict(whole.named_parameters())
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
             weight.copy_(part.cuts[name].of(weights[part.cuts[name].name]))
-    objective: Objective = NextToken(decoder, team=teams.sequences)
+    objective = make_objective(decoder, teams.sequences)
     if teams.stages is not None:
         divide_stages(objective, teams.stages, torch.float32)
     if teams.layers is not None:
         divide_layers(objective, config, teams.layers)
     if documents is None:
         checkpoint_activations(decoder)
-    objective = CountedOnce(objective, here=teams.has_loss)
+    if not counts_here(objective, teams):
+        objective = CountedElsewhere(objective)
     if teams.sequences is not None:
         objective = Divided(objective, teams.sequences)
     loss, count, *gradients = pass_over(decoder, objective, batch)
@@ -112,6 +123,10 @@ def worst_of_parts(teams: Teams, config: DecoderConfig, documents: Tensor | None
         dist.all_reduce(tensor)
     assert torch.equal(together[1], alone[1])
     return max(error(ours, expected) for ours, expected in zip(together, alone, strict=True))
+
+
+OBJECTIVES = (lambda decoder, team: NextToken(decoder, team=team), Preference)
+"""Sums over tokens, and over pairs of sequences."""
 
 
 def compare_parts(
@@ -143,7 +158,8 @@ def compare_parts(
                 except ConfigError:
                     continue
                 teams = make_teams(world, parallel, config.vocab_size)
-                worst = max(worst_of_parts(teams, config, documents) for documents in rows)
+                of = partial(worst_of_parts, teams, config)
+                worst = max(of(documents, OBJECTIVES[number % 2]) for documents in rows)
                 found[number] = max(worst, found.get(number, 0.0))
     finally:
         dist.destroy_process_group()

@@ -1,113 +1,176 @@
-"""Other things to make less than the next token's cross-entropy, trained by the same step."""
+"""The seam of objectives, by one that is not of next tokens: a preference between two texts."""
 
-from dataclasses import dataclass
-from typing import Any
+import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse.execute.native_training import train_natively
-from workhorse.native import resolve
-from workhorse.nn import Decoder, TokenLogprobs
+from tests.train.preference import Preference, PreferenceConfig
+from workhorse.config.base import ConfigError
+from workhorse.data import Batch
+from workhorse.memory.micro_batch import shares
+from workhorse.nn import IGNORE, Decoder
 from workhorse.optim.adamw import AdamWConfig
-from workhorse.optim.groups import build_optimizer
-from workhorse.train.objectives.objective import Objective, Outcome
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
+from workhorse.train import Recipe, TrainConfig
+from workhorse.train.assembly import _check_needs
+from workhorse.train.objectives.next_token import NextToken
+from workhorse.train.resume.resume import Resumption
+from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Texts of which the first of each two is preferred."""
-
-    chosen: Tensor
-    rejected: Tensor
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def rows(self, start: int, stop: int) -> "Pairs":
-        return Pairs(self.chosen[start:stop], self.rejected[start:stop])
-
-    def to(self, device: Any, *, non_blocking: bool = False) -> "Pairs":
-        return Pairs(*(text.to(device, non_blocking=non_blocking) for text in vars(self).values()))
+def pairs(n: int = 5) -> Batch:
+    texts = torch.randint(11, (2 * n, 9), generator=torch.Generator().manual_seed(1))
+    targets = texts[:, 1:].clone()
+    targets[1, 5:] = IGNORE
+    none = torch.zeros(2 * n, dtype=torch.int64)
+    return Batch(texts[:, :-1], targets, None, none, group=torch.arange(n).repeat_interleave(2))
 
 
-class Preference(Objective):
-    """`-log sigmoid(mean log p(chosen) - mean log p(rejected))`, summed over pairs."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.logprobs = TokenLogprobs()
-        self.ends: list[bool] = []
-
-    def count(self, batch: Pairs) -> Tensor:
-        return torch.tensor(len(batch))
-
-    def forward(self, batch: Pairs) -> Outcome:
-        texts = torch.cat((batch.chosen, batch.rejected))
-        x = self.decoder.hidden(texts[:, :-1])
-        scores = self.logprobs(x, texts[:, 1:], self.decoder.head).target.mean(dim=1)
-        chosen, rejected = scores.chunk(2)
-        margins = (chosen - rejected).detach()
-        figures = {"margin": margins.sum(), "accuracy": (margins > 0).float().sum()}
-        return Outcome(-F.logsigmoid(chosen - rejected).sum(), self.count(batch), figures)
-
-    def after_update(self, finite: bool) -> None:
-        self.ends.append(finite)
+def config_of(**fields: object) -> TrainConfig:
+    made = TrainConfig(steps=9, batch_size=10, seq_len=8, optimizer=AdamWConfig(), **fields)
+    return made.model_copy(update={"objective": PreferenceConfig()})
 
 
-def step_of(objective: Objective, decoder: Decoder, rows: int) -> TrainingStep:
-    return TrainingStep(
-        objective,
-        build_optimizer(decoder, AdamWConfig(learning_rate=1e-2)),
-        CPU,
-        precision=Precision(CPU, torch.float32),
-        scale=LossScale(enabled=False),
-        micro_batch_size=rows,
-        grad_clip=1.0,
-    )
+def step_of(decoder: Decoder, rows: int = 10, **fields: object) -> TrainingStep:
+    return build_step(decoder, config_of(micro_batch_size=rows, **fields), CPU)
 
 
-def pairs() -> Pairs:
-    return Pairs(*torch.randint(11, (2, 5, 9), generator=torch.Generator().manual_seed(1)))
-
-
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_preference_is_learned_by_the_step_that_knows_only_objectives(
-    decoder: Decoder, native: bool
+    decoder: Decoder, dtype: str
 ) -> None:
-    objective = Preference(decoder)
-    if native:
-        operators = resolve("training", wait=True)
-        if reason := operators.why_not.get("training"):
-            pytest.skip(reason)
-        train_natively(objective, operators)
-    step = step_of(objective, decoder, rows=2)
-    results = [step.update(*step.backward(pairs()), schedule=1.0) for _ in range(8)]
+    step = step_of(decoder, rows=4, dtype=dtype)
+    results = [step.update(*step.backward(pairs()), schedule=10.0) for _ in range(8)]
     assert results[0].loss == pytest.approx(0.69, abs=0.1)
     assert results[-1].loss < 0.5
     assert results[0].tokens == 5
     assert set(results[0].terms) == {"margin", "accuracy"}
     assert results[-1].terms["accuracy"] == 1
     assert results[-1].terms["margin"] > 0.5
-    assert objective.ends == [True] * 8
+    assert step.objective.ends == [True] * 8
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [2, 4, 6])
 def test_its_gradient_does_not_depend_on_the_micro_batches(decoder: Decoder, rows: int) -> None:
     """Five pairs: the last part of them is smaller, and counts as much a pair."""
-    found = []
-    for size in (5, rows):
+    found: list[list[Tensor]] = []
+    for size in (10, rows):
         decoder.zero_grad()
-        loss, counted = step_of(Preference(decoder), decoder, size).backward(pairs())
+        step = TrainingStep(
+            Preference(decoder),
+            (built := step_of(copy.deepcopy(decoder))).optimizer,
+            CPU,
+            precision=built.precision,
+            scale=built.scale,
+            micro_batch_size=size,
+            grad_clip=1.0,
+        )
+        loss, counted = step.backward(pairs())
         assert counted == 5
         found.append([loss, *(weight.grad for weight in decoder.parameters())])
     for whole, parts in zip(*found, strict=True):
         torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-4)
+
+
+def test_a_frozen_model_beside_the_trained_one_is_neither_trained_nor_moved(
+    decoder: Decoder,
+) -> None:
+    """DPO: where both agree the loss is log 2 for each pair, and the gradient is not zero."""
+    frozen = copy.deepcopy(decoder).requires_grad_(False)
+    before = {name: weight.clone() for name, weight in frozen.named_parameters()}
+    objective = Preference(decoder, reference=frozen)
+    assert set(objective.trainable()) == {name for name, _ in decoder.named_parameters()}
+    loss, count, _ = objective(pairs())
+    assert loss.item() / count == pytest.approx(0.6931, abs=1e-4)
+    loss.backward()
+    assert all(weight.grad is not None for weight in decoder.parameters())
+    for name, weight in frozen.named_parameters():
+        assert weight.grad is None
+        assert torch.equal(weight, before[name])
+
+
+def test_what_an_objective_has_beside_the_decoder_is_trained_too(decoder: Decoder) -> None:
+    class WithHead(NextToken):
+        def __init__(self, decoder: Decoder) -> None:
+            super().__init__(decoder)
+            self.value = torch.nn.Linear(16, 1)
+
+        def forward(self, batch):
+            outcome = super().forward(batch)
+            x = self.decoder.hidden(batch.tokens)
+            return outcome._replace(loss=outcome.loss + self.value(x).square().sum())
+
+    class Config(PreferenceConfig):
+        def build(self, decoder, team=None):
+            return WithHead(decoder)
+
+    config = config_of().model_copy(update={"objective": Config()})
+    step = build_step(decoder, config, CPU)
+    assert {"value.weight", "value.bias"} < set(step.objective.trainable())
+    before = step.objective.value.weight.clone()
+    step.update(*step.backward(pairs()), schedule=1.0)
+    assert not torch.equal(step.objective.value.weight, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_are_of_the_type_of_the_trained_ones(decoder: Decoder, dtype: str) -> None:
+    """So that an adapter can be trained beside them; they cost no memory of the optimizer."""
+    for name, weight in decoder.named_parameters():
+        weight.requires_grad_("attention" in name)
+    before = {name: weight.clone() for name, weight in decoder.named_parameters()}
+    step = step_of(decoder, dtype=dtype)
+    assert {weight.dtype for weight in decoder.parameters()} == {getattr(torch, dtype)}
+    step.update(*step.backward(pairs()), schedule=1.0)
+    kept = step.optimizer.masters.weights(decoder)
+    assert {weight.dtype for weight in kept.values()} == {torch.float32}
+    for name, weight in kept.items():
+        trained = "attention" in name
+        rounded = before[name].to(getattr(torch, dtype)).float()
+        assert torch.equal(weight, before[name] if trained else rounded) is not trained
+        assert any(held.startswith(name) for held in step.optimizer.tensors()) is trained
+
+
+def test_weights_of_targets_are_their_share_of_loss_and_denominator(decoder: Decoder) -> None:
+    batch = pairs()
+    twice = torch.ones(batch.targets.shape)
+    twice[0] = 2
+    objective = NextToken(decoder)
+    weighted = Batch(*batch.tensors[:2], None, batch.sources, weights=twice)
+    rows = [*range(10), 0]
+    repeated = Batch(batch.tokens[rows], batch.targets[rows], None, batch.sources[rows])
+    found, expected = objective(weighted), objective(repeated)
+    assert objective.count(weighted) == objective.count(repeated) == found.count == expected.count
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+def test_groups_are_never_divided(make_recipe) -> None:
+    assert shares(10, together=2) == [10, 6, 4, 2]
+    fields = make_recipe().to_dict()
+    TrainConfig.model_rebuild()
+    with pytest.raises(ConfigError, match="batch_size=9 divides groups of 2 rows"):
+        _fits(batch_size=9)
+    with pytest.raises(ConfigError, match="micro_batch_size=3 divides groups of 2 rows"):
+        _fits(batch_size=12, micro_batch_size=3)
+    assert Recipe.from_dict(fields).train.objective.rows_together == 1
+
+
+def _fits(**fields: int) -> None:
+    made = TrainConfig(steps=1, seq_len=8, **fields)
+    made.model_copy(update={"objective": PreferenceConfig()})._fits_together()
+
+
+def test_an_objective_without_what_it_needs_is_refused() -> None:
+    batches = {0: Batch(*pairs().tensors[:2], None, torch.zeros(10))}
+    with pytest.raises(ConfigError, match="objective preference needs group, which this data"):
+        _check_needs(config_of(), batches, Resumption())
+    _check_needs(config_of(), {0: pairs()}, Resumption())
+
+
+def test_a_recipe_of_before_names_its_z_loss_where_it_stood(make_recipe) -> None:
+    recipe = make_recipe(z_loss=0.5)
+    assert recipe.train.objective.z_loss == 0.5
+    assert "z_loss" not in recipe.to_dict()["train"]

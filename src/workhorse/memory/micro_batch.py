@@ -60,7 +60,8 @@ def fit_micro_batch(
         return step_bytes(config, tried, device, packed=packed, parallel=parallel)
 
     most = parallel.micro_batches(train.batch_size).size
-    rows = largest_share(needed, usable(free, device), most)
+    together = train.objective.rows_together
+    rows = largest_share(needed, usable(free, device), most, together)
     if not rows:
         raise WorkhorseError(
             f"one row of {train.seq_len} tokens needs {size(needed(1))} and {size(free)} are free "
@@ -119,9 +120,9 @@ def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:
     return train.replace(dtype="float32" if dtype == "float16" else dtype)
 
 
-def largest_share(needed: Callable[[int], int], room: int, rows: int) -> int:
+def largest_share(needed: Callable[[int], int], room: int, rows: int, together: int = 1) -> int:
     """The largest of `shares` for which `needed`, which grows, is at most `room`; 0 if none is."""
-    sizes = shares(rows)
+    sizes = shares(rows, together)
     first, last = 0, len(sizes)  # the whole is looked at first, then the middle of what is left
     while first < last:
         at = (first + last) // 2 if first else 0
@@ -129,7 +130,8 @@ def largest_share(needed: Callable[[int], int], room: int, rows: int) -> int:
     return sizes[first] if first < len(sizes) else 0
 
 
-def shares(rows: int) -> list[int]:
-    """All of the rows, half of them … one, rounded up."""
-    halvings = math.ceil(math.log2(rows))
-    return [math.ceil(rows / 2**count) for count in range(halvings + 1)]
+def shares(rows: int, together: int = 1) -> list[int]:
+    """All of the rows, half of them … one, rounded up; or of groups of so many rows."""
+    groups = rows // together
+    halvings = math.ceil(math.log2(groups))
+    return [together * math.ceil(groups / 2**count) for count in range(halvings + 1)]

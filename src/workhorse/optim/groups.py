@@ -89,6 +89,7 @@ def build_optimizer(
     uniform: bool = False,
     compiled: bool = False,
     part: "ModelPart | None" = None,
+    trained: Parameters | None = None,
 ) -> "Optimizer":
     """The optimizer of a decoder's trainable parameters, sharded or not.
 
@@ -100,13 +101,19 @@ def build_optimizer(
         uniform: see `AdamW`.
         compiled: see `AdamW`.
         part: of a model that the decoder is, where layers are divided.
+        trained: what an objective trains, by name, which may have parameters of its own; None:
+            those of the decoder.
     """
-    parameters = dict(decoder.named_parameters())
+    parameters = dict(decoder.named_parameters()) if trained is None else trained
     masters = MasterWeights(parameters, low_bits, operators=operators, part=part)
     roles = {
         role: {name: weight for name, weight in parameters.items() if name in masters.parameters}
         for role, parameters in parameters_by_role(decoder).items()
     }
+    of_decoder = {name for parameters in roles.values() for name in parameters}
+    for name, weight in masters.parameters.items():
+        if name not in of_decoder:
+            roles["head" if weight.ndim > 1 else "vector"][name] = weight
     parts: list[Part] = []
     if isinstance(config, MuonConfig):
         parts.append(Muon(roles["hidden"], config, masters=masters))

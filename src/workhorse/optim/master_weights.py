@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from workhorse.devices.destination import Destination, Elsewhere
 from workhorse.native import Training
+from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
 
 if TYPE_CHECKING:
@@ -46,16 +47,19 @@ def chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def round_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Round a module's trainable parameters to bfloat16, in place; returns their low bits by name.
+    """Round a module's parameters to bfloat16, in place; returns low bits by name.
 
-    A parameter without gradients stays as it is: a router's selection bias moves in steps too small
-    for bfloat16. To be called before sharding.
+    These are of parameters that are trained: one that is not needs no more than its rounding. A
+    router's selection bias stays as it is, for it moves in steps too small for bfloat16. To be
+    called before sharding.
     """
     low_bits: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and not name.endswith(ALWAYS_FLOAT32):
             assert not is_sharded(parameter), f"{name} is sharded; round it before"
-            parameter.data, low_bits[name] = split(parameter.data)
+            parameter.data, rest = split(parameter.data)
+            if parameter.requires_grad:
+                low_bits[name] = rest
     return low_bits
 
 
@@ -91,9 +95,10 @@ class OwnPart:
         source = source if self.cut is None else self.cut.of(source)
         part = local(sharded_like(source, self.weight))
         weight = local(self.weight).detach()
-        if self.low_bits is not None:
+        if weight.dtype == torch.bfloat16 and part.dtype == torch.float32:
             part, low_bits = split(part)
-            self.low_bits.copy_(low_bits)
+            if self.low_bits is not None:
+                self.low_bits.copy_(low_bits)
         weight.copy_(part)
 
 
@@ -146,7 +151,9 @@ class MasterWeights:
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Every weight of the module, trained or not, once, in float32, by name."""
         return {
-            name: placed_like(self.read(name), weight) if name in self.low_bits else weight.detach()
+            name: placed_like(self.read(name), weight)
+            if name in self.low_bits
+            else weight.detach().float()
             for name, weight in module.named_parameters()
         }
 

@@ -208,7 +208,8 @@ def _with_micro_batch(
         return device_memory(config, fixed, device, mesh, packed=packed).total
 
     most = mesh.micro_batches(train.batch_size).size
-    rows = largest_share(needed, usable(room, device), most)
+    together = train.objective.rows_together
+    rows = largest_share(needed, usable(room, device), most, together)
     return train.replace(micro_batch_size=max(1, rows))
 
 

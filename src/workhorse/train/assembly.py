@@ -17,6 +17,7 @@ from workhorse.checkpoints import (
     load_weights,
     weights_of,
 )
+from workhorse.config.base import ConfigError
 from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.memory.micro_batch import fit_micro_batch
@@ -76,6 +77,7 @@ def assemble(
             check_tokens(recipe.init, tokenizer)
         dataset = _dataset(recipe, tokenizer, run, on_event)
     batches = _batches(recipe, dataset, at)
+    _check_needs(config, batches, at)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
     constants = _constants(decoder_config, tokenizer, dataset)
     if checkpoint is not None:
@@ -205,6 +207,18 @@ def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
         packing=recipe.data.packing,
         offset=at.rows - at.step * config.batch_size,
     )
+
+
+def _check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
+    """Refuse an objective whose batches lack something."""
+    needs = config.objective.needs
+    missing = [name for name in needs if getattr(batches[at.step], name) is None]
+    if missing:
+        raise ConfigError(
+            f"the objective {config.objective.kind} needs {' and '.join(missing)}, which this data "
+            "does not have; choose data that does, or another objective",
+            "train.objective",
+        )
 
 
 def _constants(config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset) -> dict[str, Any]:

@@ -281,7 +281,7 @@ class Loop:
 
     def _count(self, result: StepResult) -> None:
         counters = self.counters
-        counters.tokens += result.tokens
+        counters.tokens += round(result.tokens)
         if result.finite:
             counters.bad_in_a_row = 0
             self._compare(result.loss)

@@ -87,7 +87,7 @@ def test_a_run_whose_metrics_are_removed_meanwhile_ends_as_it_should(
 
 
 def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):
-    recipe = recipe_of(make_recipe, MIXED, balance_loss=0.01, z_loss=1e-4)
+    recipe = recipe_of(make_recipe, MIXED, balance_loss=0.01, objective={"z_loss": 1e-4})
     train(recipe, tmp_path / "run")
     events = read_metrics(tmp_path / "run/metrics.jsonl")
     start = next(event for event in events if event["kind"] == "start")

@@ -7,7 +7,7 @@ processes take slices of the same global batch.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from workhorse.errors import WorkhorseError
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for training or validation; all tensors are int64."""
+    """Rows for training or validation; tensors are int64 unless another type is named."""
 
     tokens: Tensor
     """`(batch, seq)`; 0 on padding."""
@@ -34,6 +34,11 @@ class Batch:
     """`(batch, seq)`: numbers of documents within each row, -1 on padding; None: rows are whole."""
     sources: Tensor
     """`(batch,)`: the index of each row's source in `source_names`, -1 for a row of padding."""
+    weights: Tensor | None = None
+    """`(batch, seq)` float32: how much each target counts; None: 1 for each."""
+    group: Tensor | None = None
+    """`(batch,)`: the number of the group that each row belongs to, such as a pair of answers or
+    all answers to a prompt; None: each row is by itself. Rows of a group are neighbours."""
 
     def __len__(self) -> int:
         """How many rows."""
@@ -41,37 +46,28 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> "Batch":
         """The rows `start` to `stop`: a micro-batch."""
-        documents = None if self.documents is None else self.documents[start:stop]
-        return Batch(
-            self.tokens[start:stop], self.targets[start:stop], documents, self.sources[start:stop]
-        )
+        return self._each(lambda tensor: tensor[start:stop])
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its tensors; `documents` only if there are any."""
-        every = self.tokens, self.targets, self.documents, self.sources
-        return [one for one in every if one is not None]
+        """Those that there are."""
+        return [one for one in vars(self).values() if one is not None]
 
     def columns(self, own: slice) -> "Batch":
         """Those tokens of every row."""
-        documents = None if self.documents is None else self.documents[:, own]
-        return Batch(self.tokens[:, own], self.targets[:, own], documents, self.sources)
+        return self._each(lambda tensor: tensor if tensor.ndim == 1 else tensor[:, own])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """The same batch on another device."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
-
-        return self._each(moved)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pinned(self) -> "Batch":
         """The same batch in pinned memory, from which copies to CUDA are asynchronous."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.targets), documents, change(self.sources))
+        tensors = {name: one for name, one in vars(self).items() if one is not None}
+        return replace(self, **{name: change(one) for name, one in tensors.items()})
 
 
 class Batches:

@@ -35,6 +35,10 @@ class SequenceTeam:
         own = share_of(columns, self.group.size, self.group.rank)
         return slice(own.start, own.stop)
 
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of what all processes have; of what all make of it, each has the own gradient."""
+        return with_gradient(self.group.add, lambda above: above, x)
+
     def view(
         self, decoder: Decoder, tokens: Tokens, documents: Tokens | None
     ) -> "DividedSequences":

@@ -9,26 +9,26 @@ from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.sequences import SequenceTeam
+    from workhorse.parallel.division.teams import Teams
 
 
-class CountedOnce(Wrapped):
-    """Another objective, whose result all that divide a model see and one of them counts.
-
-    Args:
-        objective: of a model of which this process has a part.
-        here: whether this process counts.
-    """
-
-    def __init__(self, objective: Objective, *, here: bool) -> None:
-        super().__init__(objective)
-        self.here = here
+class CountedElsewhere(Wrapped):
+    """Another objective, whose result another process of a team counts; here it has gradients."""
 
     def forward(self, batch: Batch) -> Outcome:
         loss, count, figures = self.objective(batch)
-        if self.here:
-            return Outcome(loss, count, figures)
         none = {name: torch.zeros_like(figure) for name, figure in figures.items()}
         return Outcome(loss - loss.detach(), torch.zeros_like(count), none)
+
+
+def counts_here(objective: Objective, teams: "Teams") -> bool:
+    """Whether this process counts an objective's result, which all of a team see.
+
+    Predictions are counted by whoever has them, sequences and groups once for all their parts.
+    """
+    team = teams.sequences
+    first = team is None or team.group.is_first
+    return teams.has_loss and (first or objective.denominator == "tokens")
 
 
 class Divided(Wrapped):

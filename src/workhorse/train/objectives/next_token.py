@@ -1,19 +1,31 @@
 """The next token's cross-entropy."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from torch import Tensor
+from pydantic import Field
 
+from workhorse.config.on_resume import OnResume
 from workhorse.data import Batch
-from workhorse.nn import IGNORE, Decoder, HeadLoss
-from workhorse.nn.shapes import Hidden
-from workhorse.train.objectives.objective import Objective, Outcome
+from workhorse.nn import Decoder, HeadLoss
+from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.sequences import SequenceTeam
 
 
-class NextToken(Objective):
+class NextTokenConfig(ObjectiveConfig):
+    """The cross-entropy of the next token, weighted if the data has weights."""
+
+    kind: Literal["next_token"] = "next_token"
+    z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
+    """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), in what
+    training minimises. The reported loss is the cross-entropy without it."""
+
+    def build(self, decoder: Decoder, team: "SequenceTeam | None" = None) -> "NextToken":
+        return NextToken(decoder, self.z_loss, team)
+
+
+class NextToken(ModelObjective):
     """`Σ -log p(target)` over all targets, in nats, plus the z-loss during training.
 
     Args:
@@ -25,27 +37,12 @@ class NextToken(Objective):
     def __init__(
         self, decoder: Decoder, z_loss: float = 0.0, team: "SequenceTeam | None" = None
     ) -> None:
-        super().__init__()
-        self.team = team
-        self.decoder = decoder
+        super().__init__(decoder, HeadLoss(), team)
         self.z_loss = z_loss
-        self.logprobs = HeadLoss()
-
-    def count(self, batch: Batch) -> Tensor:
-        return (batch.targets != IGNORE).sum()
 
     def forward(self, batch: Batch) -> Outcome:
-        head = self.decoder.head
-        matrix = self.logprobs.matrix(head)
-        x = self._hidden(batch)
         z_loss = self.z_loss if self.training else 0.0
-        losses, count = self.logprobs(x, batch.targets, head, z_loss=z_loss, matrix=matrix)
+        losses, count = self.score(batch, z_loss=z_loss, weights=batch.weights)
         cross_entropy, z = losses.detach().unbind()
         figures = {"loss": cross_entropy} | ({"z_loss": z} if z_loss else {})
         return Outcome(losses.sum(), count, figures)
-
-    def _hidden(self, batch: Batch) -> Hidden:
-        if self.team is None:
-            return self.decoder.hidden(batch.tokens, documents=batch.documents)
-        view = self.team.view(self.decoder, batch.tokens, batch.documents)
-        return self.decoder.hidden(batch.tokens, cache=view)

@@ -18,10 +18,13 @@ from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
 from workhorse.parallel.division.divisible import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
+from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.recipe.jumps import JumpConfig
 from workhorse.train.report.trackers import TrackerName
 
 Count = Annotated[int, Field(ge=1)]
+AnyObjective = NextTokenConfig
+"""Of several, the union by their `kind`."""
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
 """Defaults: validations in a run, the fewest steps between two, and their cost as a fraction of the
 time of the training steps."""
@@ -69,15 +72,14 @@ class TrainConfig(Config):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data, and dropout."""
 
+    objective: AnyObjective = NextTokenConfig()
+    """What training minimises."""
     optimizer: Annotated[OptimizerConfig, OnResume.GOES_ON] = MuonConfig()
     """How a step updates the weights from the gradient."""
     schedule: Annotated[ScheduleConfig, OnResume.GOES_ON] = CosineConfig()
     """The factor on every learning rate at each step."""
     grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
     """The largest norm of the whole gradient; larger ones are scaled down. None: no clipping."""
-    z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
-    """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), in what
-    training minimises. The reported loss is the cross-entropy without it."""
     balance_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
     """Weight of the loss that balances the load of a mixture's experts within each sequence
     (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. It is computed per
@@ -144,7 +146,9 @@ class TrainConfig(Config):
         """Without a kind, `optimizer: {learning_rate: 3e-4}` changes the default optimizer."""
         if not isinstance(fields, dict):
             return fields
-        kinds = {name: cls.model_fields[name].default.kind for name in ("optimizer", "schedule")}
+        tagged = ("objective", "optimizer", "schedule")
+        kinds = {name: cls.model_fields[name].default.kind for name in tagged}
+        fields = _with_objective(fields)
         return {
             name: {"kind": kinds[name], **value}
             if name in kinds and isinstance(value, dict)
@@ -172,6 +176,14 @@ class TrainConfig(Config):
                 f"micro_batch_size={self.micro_batch_size} is more than "
                 f"batch_size={self.batch_size}; choose at most that"
             )
+        together = self.objective.rows_together
+        for name in ("batch_size", "micro_batch_size"):
+            rows = getattr(self, name)
+            if isinstance(rows, int) and rows % together:
+                raise ConfigError(
+                    f"{name}={rows} divides groups of {together} rows, which the objective "
+                    f"{self.objective.kind} needs whole; choose a multiple of {together}"
+                )
         if self.dtype == "float16" and self.device in ("cpu", "mps"):
             raise ConfigError(
                 f"float16 needs CUDA, and device is {self.device}; choose bfloat16 or float32",
@@ -209,6 +221,14 @@ class TrainConfig(Config):
             steps = VALIDATION_COST * (self.steps_between_validations or 1)
             batches = max(1, int(steps / FORWARD_PASS))
         return None if batches is None else batches * self.batch_size
+
+
+def _with_objective(fields: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which `z_loss` is the objective's, as it was not always."""
+    if "z_loss" not in fields or "objective" in fields:
+        return fields
+    rest = {name: value for name, value in fields.items() if name != "z_loss"}
+    return rest | {"objective": {"z_loss": fields["z_loss"]}}
 
 
 class Recipe(Config):
@@ -256,6 +276,14 @@ class Recipe(Config):
             self.parallel.check_batch(self.train.batch_size, self.train.seq_len)
         except ConfigError as error:
             raise error.below("parallel") from None
+        together = self.train.objective.rows_together
+        own = self.parallel.micro_batches(self.train.batch_size).size
+        if own % together:
+            raise ConfigError(
+                f"batch_size={self.train.batch_size} gives a process {own} rows, which divides "
+                f"groups of {together}; choose a multiple of {together} for each process",
+                "train",
+            )
         return self
 
     @model_validator(mode="after")

@@ -25,8 +25,7 @@ from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
-from workhorse.train.objectives.divided import CountedOnce, Divided
-from workhorse.train.objectives.next_token import NextToken
+from workhorse.train.objectives.divided import CountedElsewhere, Divided, counts_here
 from workhorse.train.objectives.objective import Objective
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
@@ -95,6 +94,7 @@ def build_step(
         uniform=parallel.is_exact,
         compiled=config.compile,
         part=part,
+        trained=objective.trainable(),
     )
     if device.type == "cpu":
         give_back_freed_memory()
@@ -200,9 +200,9 @@ def _objective(
     decoder: Decoder, config: TrainConfig, teams: Teams, whole: DecoderConfig
 ) -> Objective:
     team = teams.sequences
-    objective: Objective = NextToken(decoder, config.z_loss, team)
-    if teams.layers is not None or teams.stages is not None:
-        objective = CountedOnce(objective, here=teams.has_loss)
+    objective: Objective = config.objective.build(decoder, team)
+    if not counts_here(objective, teams):
+        objective = CountedElsewhere(objective)
     if has_mixtures(whole):
         balancer = Balancer(
             decoder,

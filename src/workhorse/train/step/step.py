@@ -28,7 +28,7 @@ class StepResult:
     """The objective's loss as shown, a mean: for next tokens the cross-entropy in nats."""
     grad_norm: float
     """Norm of the whole gradient, before clipping."""
-    tokens: int
+    tokens: float
     """The denominator of the mean: for next tokens the number of predictions."""
     terms: dict[str, float] = field(default_factory=dict)
     """The objective's other figures, also means: `z_loss` and `balance_loss` if these have a
@@ -86,7 +86,7 @@ class TrainingStep:
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""
 
-    def backward(self, batch: Rows, step: int = 0) -> tuple[Tensor, int]:
+    def backward(self, batch: Rows, step: int = 0) -> tuple[Tensor, float]:
         """Compute the gradient of the batch's mean loss, left on the parameters.
 
         The sum over micro-batches is divided by the count of the whole batch, so that the gradient
@@ -99,22 +99,22 @@ class TrainingStep:
         Returns:
             The mean loss as shown, still on the device, and the count.
         """
-        counted = int(self.objective.count(batch))
+        counted = self.objective.count(batch).item()
         passes = partial(self._passes, batch, counted)
         with self.precision.products():
             if self.reduction is None:
                 sums = passes(0, len(batch))
             else:
                 sums = self.reduction(step, len(batch), passes)
-        self._terms = {name: total / max(counted, 1) for name, total in sums.items()}
+        self._terms = {name: total / (counted or 1) for name, total in sums.items()}
         return self._terms.pop("loss"), counted
 
-    def _passes(self, batch: Rows, counted: int, begin: int, end: int) -> dict[str, Tensor]:
+    def _passes(self, batch: Rows, counted: float, begin: int, end: int) -> dict[str, Tensor]:
         """Leave the gradient of some rows, divided by the batch's count; returns sums to log."""
         started = time.perf_counter()
         sums: dict[str, Tensor] = {}
         starts = range(begin, end, self.micro_batch_size)
-        weight = self.scale.value / max(counted, 1)
+        weight = self.scale.value / (counted or 1)
         losses: dict[int, Tensor] = {}
         """Of micro-batches whose backward pass is still to come."""
         for number, forward in self.turns(len(starts)):
@@ -133,7 +133,7 @@ class TrainingStep:
         self.pass_seconds += time.perf_counter() - started
         return sums
 
-    def update(self, loss: Tensor, counted: int, schedule: float) -> StepResult:
+    def update(self, loss: Tensor, counted: float, schedule: float) -> StepResult:
         """Update the weights with the gradient that `backward` left, if all of it is finite.
 
         Args:

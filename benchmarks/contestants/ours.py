@@ -74,7 +74,7 @@ def train(
         mean_dtype=mean_dtype,
         batch_size=sizes.batch,
         matmul_precision=matmul_precision,
-        compile=compiled,
+        execution="compiled" if compiled else "auto",
     )
     keep_memory(torch.device(device))
     training = build_step(gpt(sizes).build(device=device), config, torch.device(device))
@@ -156,7 +156,7 @@ def generate(
     model = workhorse.load(
         huggingface_folder(shape, models),
         device=device,
-        compile=compiled,
+        execution="compiled" if compiled else "auto",
         tell=lambda _line: None,
         **LOAD_OPTIONS[precision],
     )

@@ -21,7 +21,6 @@ from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
 from benchmarks.harness.tokens import TokenClock, random_tokens
 from workhorse.execute.compiled.captured_step import capture_steps
 from workhorse.execute.compiled.compiled_step import compile_steps
-from workhorse.execute.inference import prepare_for_inference
 from workhorse.generate import GenerationConfig, generate, stream
 from workhorse.nn import Decoder
 from workhorse.transforms.quantization.codes import FormatName
@@ -121,7 +120,7 @@ def _model(shape: Shape, precision: Precision, device: torch.device) -> Decoder:
     decoder = decoder_config(shape).build(device=device, dtype=torch.bfloat16).eval()
     if precision != "bfloat16":
         quantize(decoder, precision)
-    return prepare_for_inference(decoder)
+    return decoder
 
 
 def _decode(subject: Subject, batch: int, setting: Setting, rates: Rates) -> Figures:

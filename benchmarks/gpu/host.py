@@ -62,7 +62,7 @@ def checks(setting: Setting) -> Iterator[Check]:
     rows = shape.batch if setting.tiny else ROWS
     for name, config, fields in (
         ("dense", decoder_config(shape), {}),
-        ("dense, compiled", decoder_config(shape), {"compile": True}),
+        ("dense, compiled", decoder_config(shape), {"execution": "compiled"}),
         ("mixture", mixture(shape), {"balance_rate": 0.001}),
     ):
         train = training(rows, shape.context, **fields)

@@ -81,10 +81,10 @@ class Variant:
     whole: bool = False
 
 
-COMPILED = Variant("compiled layers", {"compile": True})
+COMPILED = Variant("compiled layers", {"execution": "compiled"})
 OTHERS = (
-    Variant("eager", {"compile": False}),
-    Variant("compiled whole", {"compile": False}, whole=True),
+    Variant("eager", {"execution": "auto"}),
+    Variant("compiled whole", {"execution": "auto"}, whole=True),
     Variant("muon", {"optimizer": MUON}),
     Variant("sdpa, documents", {"kernel": "sdpa"}, packed=True),
     Variant("flex, documents", {"kernel": "flex"}, packed=True),
@@ -235,7 +235,7 @@ def _training(shape: Shape, variant: Variant, setting: Setting, rates: Rates) ->
 
 def _tokens_per_second(shape: Shape, variant: Variant, setting: Setting, rates: Rates) -> Figures:
     device, config = setting.device, decoder_config(shape)
-    fields = {"compile": not setting.tiny, **variant.train}
+    fields = {"execution": "auto" if setting.tiny else "compiled", **variant.train}
     train = training(shape.batch, shape.context, **fields)
     if shape.gated:
         train = _most_rows(config, train, device, packed=variant.packed)

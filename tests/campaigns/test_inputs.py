@@ -110,7 +110,10 @@ def test_what_is_wrong_is_seen() -> None:
         ({"stderr": "workhorse: a\x1b[31m\n"}, "not printable"),
     ):
         assert said in wrong_with(attempt, {**fine, **change})
-    compiling, headers = Attempt("name", ["generate", "--compile"]), ["tmp/torchinductor_me/x.h"]
+    compiling, headers = (
+        Attempt("name", ["generate", "--execution", "compiled"]),
+        ["tmp/torchinductor_me/x.h"],
+    )
     assert wrong_with(compiling, {**fine, "changed": headers}) == ""
     assert "changed tmp/x and 0" in wrong_with(compiling, {**fine, "changed": [*headers, "tmp/x"]})
 

@@ -53,7 +53,7 @@ def test_a_draft_guesses_in_a_chat(run_folder, capsys, piped):
 
 
 def test_a_draft_needs_no_tokenizer(run_folder, capsys, piped, tmp_path):
-    save(load(run_folder, as_stored=True).decoder, tmp_path / "bare")
+    save(load(run_folder, execution="reference").decoder, tmp_path / "bare")
     piped("ab\n")
     draft = ["--speculate", "2", "--draft", str(tmp_path / "bare")]
     out, err = chat(capsys, str(run_folder), "--max-new-tokens", "5", *draft)

@@ -35,10 +35,12 @@ def test_json_result(run_folder, capsys):
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(run_folder, capsys):
     arguments = [str(run_folder), "--prompt", "ab", "--seed", "3", "--max-new-tokens", "9"]
-    text = json.loads(generate(capsys, *arguments, "--json")[0])["text"]
+    result = json.loads(generate(capsys, *arguments, "--json")[0])
+    text = result["text"]
     out, err = generate(capsys, *arguments)
     assert out == text + "\n"
-    assert err.startswith("9 tokens, ")
+    assert err.startswith(f"{result['execution']}\n9 tokens, ")
+    assert result["execution"].startswith("decode: ")
     assert " tokens/s after 0." in err
     assert err.endswith(" s of reading the prompt, ended by length, seed 3\n")
     assert generate(capsys, *arguments, "--stream")[0] == text + "\n"
@@ -196,10 +198,10 @@ def test_bias_by_token_id(run_folder, capsys):
 def test_a_full_context_is_explained(run_folder, capsys):
     arguments = [str(run_folder), "--prompt", "x" * 30, "--ignore-eos"]
     _, err = generate(capsys, *arguments)
-    assert err.startswith("3 tokens, ")
+    assert "\n3 tokens, " in err
     assert "note: the context is full; --truncate left goes past it" in err
     _, err = generate(capsys, *arguments, "--truncate", "left")
-    assert err.startswith("128 tokens, ")
+    assert "\n128 tokens, " in err
 
 
 def test_an_empty_prompt_begins_a_text(run_folder, capsys):
@@ -265,7 +267,7 @@ def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
 
 
 def test_without_a_tokenizer_the_refusal_is_all_that_is_said(run_folder, capsys, tmp_path):
-    save(load(run_folder, as_stored=True).decoder, tmp_path / "bare")
+    save(load(run_folder, execution="reference").decoder, tmp_path / "bare")
     assert main(["generate", str(tmp_path / "bare"), "--prompt", "a"]) == 2
     line = f"workhorse: {tmp_path}/bare has no tokenizer; put its files beside the weights\n"
     assert capsys.readouterr().err == line

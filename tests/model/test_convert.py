@@ -78,7 +78,7 @@ def test_others_begin_a_text_where_training_did(
     """After the eos of the text before, though the tokenizer has a bos that nobody trained."""
     special = SpecialTokensConfig(pad=None, chat=("<|user|>", "<|end|>"))
     tokenizer = train_tokenizer(BytesConfig(special=special), [])
-    run = replace(workhorse.load(run_folder, as_stored=True), tokenizer=tokenizer)
+    run = replace(workhorse.load(run_folder, execution="reference"), tokenizer=tokenizer)
     convert(run, tmp_path / "out", to)
     written = workhorse.load(tmp_path / "out")
     assert written.start == run.start == tokenizer.eos_id == 257
@@ -150,7 +150,7 @@ def test_a_link_to_nothing_stays(to: Format, run_folder: Path, tmp_path: Path) -
 
 
 def test_a_decoder_trained_by_hand_is_saved_and_loaded(run_folder: Path, tmp_path: Path) -> None:
-    model = workhorse.load(run_folder, as_stored=True)
+    model = workhorse.load(run_folder, execution="reference")
     with torch.no_grad():
         model.decoder.final_norm.weight.add_(0.5)  # the training
     folder = workhorse.save(model.decoder, tmp_path / "mine", tokenizer=model.tokenizer)

@@ -16,7 +16,7 @@ from workhorse.model.convert import Format, convert
 from workhorse.model.describe import describe
 from workhorse.model.model import Model
 from workhorse.models import preset
-from workhorse.nn import DecoderConfig
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import quantize
@@ -202,9 +202,8 @@ def test_a_name_that_is_too_long_for_a_file(name: str, monkeypatch: pytest.Monke
         ("quantize", "int2"),
         ("quantize", None),
         ("kernel", None),
-        ("compile", "yes"),
-        ("as_stored", "x"),
-        ("as_stored", None),
+        ("execution", "fast"),
+        ("execution", None),
         ("device", "\n"),
         ("dtype", "\n"),
         ("dtype", numpy.ones((2, 2))),
@@ -267,20 +266,26 @@ def test_quantised_while_it_is_read(
         convert(run_folder, tmp_path / "model", format)
         run_folder = tmp_path / "model"
     loaded = workhorse.load(run_folder, quantize=quantized).decoder
-    expected = quantize(workhorse.load(run_folder, as_stored=True).decoder, quantized)
+    expected = quantize(workhorse.load(run_folder, execution="reference").decoder, quantized)
     found = loaded.state_dict()
     assert found.keys() == expected.state_dict().keys()
     for name, value in expected.state_dict().items():
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("option", [{"quantize": "int8"}, {"compile": True}])
-def test_what_changes_modules_and_as_stored_exclude_each_other(
-    run_folder: Path, option: dict[str, str | bool]
-) -> None:
-    ((name, value),) = option.items()
-    with pytest.raises(WorkhorseError, match=f"{name}={value} changes what as_stored keeps; leave"):
-        workhorse.load(run_folder, as_stored=True, **option)
+def test_a_model_can_be_executed_by_other_means(run_folder: Path) -> None:
+    """With the same parameters; what it was made from stays as its config builds it."""
+    model = workhorse.load(run_folder)
+    plain = model.executed("reference")
+    assert plain.decoder is plain.reference is model.reference
+    assert plain.announcement == "decode: reference"
+    assert type(plain.decoder) is Decoder
+    again = plain.executed()
+    for name, weight in model.reference.named_parameters():
+        assert dict(model.decoder.named_parameters())[name] is weight
+        assert dict(again.decoder.named_parameters())[name] is weight
+    options = {"max_new_tokens": 8, "temperature": 0}
+    assert plain.generate("a", **options).text == again.generate("a", **options).text
 
 
 def test_what_is_no_prompt(model) -> None:
@@ -368,7 +373,7 @@ def test_prompts_of_one_call_share_the_numbers_of_the_seed(model):
 
 
 def test_a_warning_points_at_the_line_that_loads(run_folder, tmp_path):
-    workhorse.save(workhorse.load(run_folder, as_stored=True).decoder, tmp_path / "bare")
+    workhorse.save(workhorse.load(run_folder, execution="reference").decoder, tmp_path / "bare")
     for warned in (
         lambda: workhorse.load(tmp_path / "bare"),
         lambda: convert(tmp_path / "bare", tmp_path / "ours", "workhorse"),

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.reference import VOCAB, float_buffers, quiet, randomised, their_config
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
-from workhorse.execute.inference import prepare_for_inference
+from workhorse.execute.choose import decoding_body
 from workhorse.nn import Decoder
 from workhorse.nn.positions.rope import RopeConfig
 
@@ -93,8 +93,8 @@ def measure(
         plain = _errors(ours, theirs)
         if not native or _depends_on_length(decoder):
             return plain, None
-        prepare_for_inference(decoder)
-        return plain, _errors((ours[0], _decoded(decoder, tokens)), theirs)
+        native_body = decoding_body(decoder, wait=True).decoder
+        return plain, _errors((ours[0], _decoded(native_body, tokens)), theirs)
 
 
 def _rounded(model: nn.Module) -> nn.Module:

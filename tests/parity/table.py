@@ -39,7 +39,7 @@ same checks run in the tests (`tests/parity/`), on the same shapes (`tests/parit
   all shapes; **×**: that error over transformers' own, in the shape where it is largest. All
   weights are numbers of bfloat16, so the error is that of computing; {seeds} random models of each
   shape, {tokens:,} tokens each, both sides on their plain path with their default attention
-  (`as_stored` here).
+  (`execution="reference"` here).
 - **near ties**: tokens left out of the last two, on both sides, because rounding made a router
   choose another expert for them or for a token before them, in their model or in ours.
 

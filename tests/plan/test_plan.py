@@ -195,7 +195,9 @@ def test_a_mesh_divides_the_work() -> None:
     assert eight["memory"]["peak"]["total"] < one["memory"]["peak"]["total"] / 4
 
 
-@pytest.mark.parametrize("setting", ["train.kernel=flex", "train.fp8=true", "train.compile=true"])
+@pytest.mark.parametrize(
+    "setting", ["train.kernel=flex", "train.fp8=true", "train.execution=compiled"]
+)
 def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setting: str) -> None:
     small = ["model.n_layers=1", "model.vocab_size=512", "train.kernel=sdpa"]
     plain = plan("smollm2-135m", small, device="h100")

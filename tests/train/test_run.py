@@ -317,7 +317,7 @@ def test_validation_and_evaluation_differ_by_the_ends_of_documents(
     fields = make_recipe().to_dict()
     fields["data"]["eos"] = eos
     result = train(Recipe.from_dict(fields), tmp_path / "run")
-    model = workhorse.load(tmp_path / "run", as_stored=True)
+    model = workhorse.load(tmp_path / "run", execution="reference")
     text = (tmp_path / "corpus.txt").read_text()
     held_out = text[int(0.9 * len(text)) :]
     found = evaluate(model.decoder, model.text, [Document("text", held_out)], start=None)

@@ -131,7 +131,7 @@ def test_transformers_computes_the_same_of_what_the_verb_wrote(
     assert theirs.config.num_key_value_heads == 1
     import workhorse
 
-    merged = group_heads(workhorse.load(run_folder, as_stored=True).decoder, 1)
+    merged = group_heads(workhorse.load(run_folder, execution="reference").decoder, 1)
     torch.testing.assert_close(theirs(TOKENS).logits, merged(TOKENS), atol=1e-5, rtol=1e-5)
     again = convert(target, tmp_path / "gguf.gguf", "gguf", n_kv_heads=1)
     assert again.parameters == sum(weight.numel() for weight in merged.parameters())

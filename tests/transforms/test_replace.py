@@ -15,8 +15,8 @@ from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
 from tests.nn.paged import paged
 from workhorse.data import Batch
 from workhorse.execute.checkpointing import checkpoint_activations
+from workhorse.execute.choose import decoding_body
 from workhorse.execute.compiled.compiled_step import CompiledDecoder
-from workhorse.execute.inference import prepare_for_inference
 from workhorse.execute.native_training import train_natively
 from workhorse.execute.native_training.embedding import replace_embeddings
 from workhorse.models.families.llama import llama
@@ -31,7 +31,6 @@ TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
     "embeddings": replace_embeddings,
     "trained natively": lambda module: train_natively(module, OPERATORS),
     "checkpointed": checkpoint_activations,
-    "made for inference": prepare_for_inference,
 }
 
 
@@ -129,12 +128,13 @@ def test_no_instance_has_a_method_of_its_own(how: str, config: DecoderConfig) ->
     decoder = make(config).eval()
     TRANSFORMS[how](decoder)
     assert_nothing_set_from_outside(decoder)
+    assert_nothing_set_from_outside(decoding_body(make(config)).decoder)
 
 
 def test_nor_has_one_that_is_quantised_and_compiled() -> None:
     decoder = llama(d_model=64, n_layers=1, n_heads=2, d_ff=64, vocab_size=64).build().eval()
     quantize(decoder, "int8")
-    decoder = prepare_for_inference(decoder, compile=True)
+    decoder = decoding_body(decoder, "compiled").decoder
     kinds = {kind for part in decoder.modules() for kind in type(part).__mro__}
     assert {CompiledDecoder, QuantizedLinear} <= kinds
     assert_nothing_set_from_outside(decoder)
@@ -180,7 +180,7 @@ def test_hooks_on_every_module_fire_in_native_decoding(
         return passes
 
     plain = make(config).to(dtype)
-    native = prepare_for_inference(copy.deepcopy(plain))
+    native = decoding_body(plain).decoder
     expected = called(plain)
     assert "head.proj" in expected[1]
     assert called(native) == expected

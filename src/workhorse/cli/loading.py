@@ -1,6 +1,7 @@
 """How verbs take a MODEL: the argument, its flags, and loading it; or a run's RECIPE."""
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from workhorse.cli.options import runtime_options
 from workhorse.cli.output import status, warn
 
 if TYPE_CHECKING:
+    from workhorse.execute.body import Execution
     from workhorse.model.load import Quantization
     from workhorse.model.model import Model
     from workhorse.nn.attention.kernels import KernelName
@@ -26,6 +28,7 @@ class Running:
     threads: int
     kernel: "KernelName"
     quantize: "Quantization"
+    execution: "Execution"
 
 
 DECODING = ("auto", "eager", "sdpa")
@@ -56,6 +59,13 @@ def model_options(
             help="Hold the weights of linear layers in 8 or 4 bits.",
         ),
         click.option(
+            "--execution",
+            type=click.Choice(["auto", "reference", "native", "compiled"]),
+            default="auto",
+            show_default=True,
+            help="By what the model runs; compiled takes tens of seconds the first time.",
+        ),
+        click.option(
             "--kernel",
             type=click.Choice(kernels),
             default="auto",
@@ -68,25 +78,12 @@ def model_options(
     return functools.reduce(lambda command, option: option(command), options, gathered)
 
 
-compile_option = click.option(
-    "--compile",
-    "compiled",
-    is_flag=True,
-    help="Compile decoding steps that are not native; the first time on a machine takes tens of"
-    " seconds.",
-)
-"""For verbs that decode; the parameter is `compiled`."""
-
-
-def open_model(
-    model: str, running: Running, *, compiled: bool = False, with_text: bool = True
-) -> "Model":
+def open_model(model: str, running: Running, *, with_text: bool = True) -> "Model":
     """Load MODEL according to the flags; random weights are announced on stderr.
 
     Args:
         model: the argument.
         running: how it runs.
-        compiled: compile decoding steps that are not native.
         with_text: refuse a model without a tokenizer; a draft needs none.
     """
     from workhorse.devices.names import use_threads
@@ -103,7 +100,7 @@ def open_model(
             dtype=running.dtype,
             kernel=running.kernel,
             quantize=running.quantize,
-            compile=compiled,
+            execution=running.execution,
             tell=remarks.append,
         )
     if with_text:
@@ -112,6 +109,11 @@ def open_model(
         if not remark.endswith(NO_TOKENIZER):  # a draft needs none
             warn(remark)
     return loaded
+
+
+def announce(model: "Model") -> None:
+    """Say on stderr by what a model runs."""
+    print(model.announcement, file=sys.stderr)
 
 
 def recipe_of_run(folder: Path) -> Path:

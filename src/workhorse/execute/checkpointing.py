@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workhorse.nn import Decoder
-from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, combined
 
 
@@ -19,8 +18,6 @@ class Checkpointed(nn.Module):
 
 def checkpoint_activations(decoder: Decoder) -> None:
     """Let every layer of a decoder compute its activations again in the backward pass."""
-    check(decoder, "checkpoint_activations")
     for name, layer in list(decoder.layers.named_children()):
         kind = combined("Checkpointed", Checkpointed, type(layer))
         decoder.layers.set_submodule(name, become(layer, kind))
-    record(decoder, "checkpoint_activations")

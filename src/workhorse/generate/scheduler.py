@@ -18,6 +18,7 @@ from functools import partial
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
+from workhorse.execute.native_decoding.stream import decoding_operators
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.interrupts import interrupts_held
 from workhorse.generate.prefixes import PIECE
@@ -39,7 +40,6 @@ from workhorse.generate.speculation.draft import Draft
 from workhorse.generate.speculation.lookup import PromptLookup
 from workhorse.generate.speculation.speculate import Proposer, slack_of
 from workhorse.nn import Decoder, evaluation_mode
-from workhorse.transforms.record import decoding_operators
 
 
 class Scheduler:

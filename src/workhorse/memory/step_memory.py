@@ -117,7 +117,8 @@ def step_memory(
             pass it holds one.
     """
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
-    train = train.replace(kernel=kernel, fp8=False, compile=False)
+    execution = "auto" if train.execution == "compiled" else train.execution
+    train = train.replace(kernel=kernel, fp8=False, execution=execution)
     rows = train.batch_size
     if not parallel.is_exact:
         own = train.micro_batches(parallel)
@@ -127,6 +128,7 @@ def step_memory(
         teams = absent_teams(parallel, config.vocab_size, stage)
         decoder = teams.build(config, train.kernel, here)
         step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
+        decoder = step.objective.decoder
         step.turns = one_forward_one_backward  # one after another, whichever the stage
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {

@@ -26,7 +26,7 @@ from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
-from workhorse.transforms.record import transforms_of
+from workhorse.transforms.record import is_body, transforms_of
 
 if TYPE_CHECKING:
     from workhorse.checkpoints.gguf import GgufType
@@ -94,7 +94,7 @@ def convert(
     if isinstance(source, Model):
         model = source
     else:
-        model = load(source, device="cpu", dtype=_held(dtype), as_stored=True, tell=tell)
+        model = load(source, device="cpu", dtype=_held(dtype), execution="reference", tell=tell)
     if n_kv_heads is not None:
         model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder
@@ -204,7 +204,7 @@ def _check_modules(decoder: Decoder) -> None:
         is_own = own is not None and type(own).__module__.startswith("workhorse.")
         if ".kernel." in name:  # inside how attention is computed, which nobody stores
             continue
-        if is_own and (name.endswith(".kernel") or transforms_of(decoder)):
+        if is_own and (name.endswith(".kernel") or transforms_of(decoder) or is_body(decoder)):
             continue
         there, wanted = (
             "nothing" if module is None else type(module).__name__ for module in (own, expected)

@@ -1,7 +1,6 @@
 """`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,7 +25,7 @@ from workhorse.config.base import ConfigError
 from workhorse.data import DataConfig
 from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
-from workhorse.execute.inference import prepare_for_inference
+from workhorse.execute.body import EXECUTIONS, Execution
 from workhorse.generate import GenerationConfig
 from workhorse.memory.loading_room import check_random, check_stored
 from workhorse.model.model import Model
@@ -49,14 +48,13 @@ def load(
     dtype: str | torch.dtype = "auto",
     kernel: KernelName = "auto",
     quantize: Quantization = "none",
-    compile: bool = False,
-    as_stored: bool = False,
+    execution: Execution = "auto",
     tell: Callable[[str], object] = warn_caller,
 ) -> Model:
     """A model from disk or the Hugging Face hub, or a preset with random weights.
 
-    It is made ready to generate: linear layers and attention use native operators on a CPU that
-    has them, and the environment variable WORKHORSE_NATIVE=0 does without.
+    It is made ready to generate: `Model.decoder` is a body of `Model.reference`, which has the same
+    parameters and the modules that its config builds; `Model.announcement` says what runs it.
 
     Args:
         model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
@@ -66,32 +64,26 @@ def load(
             Hugging Face the type that it was saved in.
         kernel: how attention is computed.
         quantize: hold the weights of linear layers in 8 or 4 bits, each from when it is read.
-        compile: compile decoding steps that are not native. The first such step on a machine
-            waits for the compiler (tens of seconds), later ones for the program to be read
-            (seconds).
-        as_stored: leave all modules as the config builds them: to write the model out, or to train.
+        execution: by what the decoder runs; see `Execution`. `compiled`: the first step on a
+            machine waits for the compiler (tens of seconds), later ones for the program to be read
+            (seconds). `reference`: to train, to write out, or to look inside.
         tell: called with what must not go unnoticed: that weights are random, or that something of
             a directory was not used.
 
     Raises:
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
-            there; its weights do not fit into memory; or `quantize` or `compile` with `as_stored`.
+            there; its weights do not fit into memory; or it cannot be executed so.
     """
     name = model_name(model)
     for option, value, known in (
         ("kernel", kernel, get_args(KernelName)),
         ("quantize", quantize, get_args(Quantization)),
-        ("compile", compile, (True, False)),
-        ("as_stored", as_stored, (True, False)),
+        ("execution", execution, EXECUTIONS),
     ):
-        if not isinstance(value, str | int) or value not in known:
+        if not isinstance(value, str) or value not in known:
             choices = ", ".join(map(str, known))
             raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
     check_tell(tell)
-    if as_stored and quantize != "none":
-        raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
-    if as_stored and compile:
-        raise WorkhorseError("compile=True changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
     if is_stored(name):
         places: Places = mapped_weights
@@ -111,10 +103,7 @@ def load(
         loaded = _random(name, where, type_of_weights or torch.float32, kernel, quantize)
     else:
         raise no_such_model(name)
-    if not as_stored:
-        quick = prepare_for_inference(loaded.decoder, compile=compile)
-        loaded = replace(loaded, decoder=quick)
-    return loaded
+    return loaded.executed(execution)
 
 
 def check_tell(tell: object) -> None:

@@ -1,11 +1,13 @@
 """A loaded model: a decoder, its tokenizer, and how texts go in and out."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.errors import WorkhorseError, shown
+from workhorse.execute.body import Execution
+from workhorse.execute.choose import DecodingBody, decoding_body
 from workhorse.generate import Completion, Delta, GenerationConfig, generate, stream
 from workhorse.generate.conversation import (
     ChatFormat,
@@ -26,6 +28,7 @@ class Model:
     name: str
     """What it was loaded from."""
     decoder: Decoder
+    """As it is executed: a body of `reference`, or that itself."""
     tokenizer: Tokenizer | None
     """None where a directory holds none: such a model reads and writes token ids."""
     trained: bool
@@ -41,6 +44,33 @@ class Model:
     """The model type of the Hugging Face directory or GGUF file it was loaded from."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of `generation_config.json` for sampling: the defaults of options given by name."""
+    body: DecodingBody | None = None
+    """What `executed` made; None: `decoder` is as its config builds it."""
+    built: Decoder | None = None
+    """What it was made from."""
+
+    @property
+    def reference(self) -> Decoder:
+        """The decoder as its config builds it, with the same parameters: every hook fires."""
+        return self.decoder if self.built is None else self.built
+
+    @property
+    def announcement(self) -> str:
+        """One line: by what the decoder runs; see `DecodingBody.announcement`."""
+        body = self.body or decoding_body(self.decoder, "reference")
+        return body.announcement
+
+    def executed(self, execution: Execution = "auto") -> "Model":
+        """The same model, run by other means.
+
+        Args:
+            execution: see `Execution`.
+
+        Raises:
+            WorkhorseError: it cannot be executed so.
+        """
+        body = decoding_body(self.reference, execution)
+        return replace(self, decoder=body.decoder, body=body, built=self.reference)
 
     @property
     def config(self) -> DecoderConfig:

@@ -20,6 +20,7 @@ from workhorse.checkpoints import (
 from workhorse.config.base import ConfigError
 from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices.names import name_of, training_dtype, use_threads
+from workhorse.execute.choose import decoding_body, training_announcement
 from workhorse.memory.micro_batch import fit_micro_batch
 from workhorse.memory.training_room import check_training
 from workhorse.models.flops import flops_per_token
@@ -107,7 +108,7 @@ def assemble(
     loop = Loop(
         config=config,
         step=step,
-        weights=lambda: step.optimizer.masters.weights(decoder),
+        weights=lambda: step.optimizer.masters.weights(step.objective.decoder),
         batches=batches,
         validate=together(_validator(recipe, step, dataset, world)),
         sample=together(_sampler(recipe, decoder, tokenizer, teams, world)),
@@ -131,9 +132,9 @@ def assemble(
     run.rewrite_recipe(recipe.to_yaml())  # last, since it says that all changes were accepted
     for change in at.changes:
         loop.tell("change", setting=change.setting, before=change.before, now=change.now)
-    operators = training_operators(device, training_dtype(config.dtype, device))
-    if reason := operators.why_not.get("training"):
-        tell(f"no native operators, so slower: {reason}")
+    operators = training_operators(device, training_dtype(config.dtype, device), config.execution)
+    compiled = config.execution == "compiled"
+    tell(training_announcement(step.objective, operators, compiled=compiled))
     _tell_start(loop, recipe, decoder_config, dataset, settings, minutes=minutes)
     return loop
 
@@ -157,6 +158,7 @@ def _built(
         decoder, train, device, parallel=parallel, world=world, teams=teams, whole=config
     )
     if divided:  # only its parts of the weights were allocated
+        decoder = step.objective.decoder
         other = give_weights(decoder, step.optimizer.masters.places)
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
@@ -348,10 +350,17 @@ def _validator(
 def _sampler(
     recipe: Recipe, decoder: Decoder, tokenizer: Tokenizer, teams: Teams, world: World
 ) -> Callable[[], list[dict[str, str]]] | None:
-    """What generates sample texts: the first process, or all where each has a part of the model."""
+    """What generates sample texts: the first process, or all where each has a part of the model.
+
+    A decoder of which each process has a part is the training body itself; any other generates by
+    a body of its own, with the weights that are being trained.
+    """
     samples = recipe.train.samples
     if samples is None or not (world.is_first or world.in_step):
         return None
+    if not world.in_step:
+        plain = recipe.train.execution == "reference"
+        decoder = decoding_body(decoder, "reference" if plain else "auto", wait=True).decoder
     sampler = Sampler(decoder, tokenizer, samples, beginning(tokenizer, recipe.data))
     return teams.of_texts()(sampler)
 

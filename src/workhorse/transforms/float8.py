@@ -11,7 +11,6 @@ from torch import nn
 
 from workhorse.errors import WorkhorseError, to_install
 from workhorse.nn import Decoder
-from workhorse.transforms.record import check, record
 
 FIRST_CAPABILITY = (8, 9)
 """The lowest compute capability that multiplies float8: Ada, Hopper and newer have it."""
@@ -56,14 +55,12 @@ def multiply_in_float8(decoder: Decoder, **options: Any) -> None:
         decoder: narrowed to bfloat16.
         options: of `torchao.float8.Float8LinearConfig`.
     """
-    check(decoder, "multiply_in_float8")
     float8 = _torchao()
     float8.convert_to_float8_training(
         decoder.layers,
         module_filter_fn=_is_suitable,
         config=float8.Float8LinearConfig(**options),
     )
-    record(decoder, "multiply_in_float8", **options)
 
 
 def _is_suitable(module: nn.Module, name: str) -> bool:

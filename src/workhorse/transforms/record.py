@@ -1,8 +1,8 @@
-"""The transforms that a model carries, in the order of application, and the orders allowed.
+"""The transforms that a model carries, in the order of application.
 
-A decoder holds its record, so it keeps it when it is copied, wrapped for training or sharded;
-saving, exporting and sharding ask `transforms_of`. Every transform calls `check` before it changes
-anything and `record` afterwards.
+A transform changes what the model is; how it is executed is a matter of its bodies
+(`workhorse.execute`). A decoder holds its record, so it keeps it when it is copied, wrapped or
+saved. Every transform calls `check` before it changes anything and `record` afterwards.
 """
 
 from dataclasses import dataclass, field
@@ -11,47 +11,20 @@ from typing import Any, Literal
 from torch import nn
 
 from workhorse.errors import WorkhorseError
-from workhorse.native import Decoding
 from workhorse.nn import Decoder
 
-TransformName = Literal[
-    "group_heads",
-    "quantize",
-    "stream_weights",
-    "attend_natively",
-    "step_natively",
-    "compile_steps",
-    "capture_steps",
-    "train_natively",
-    "multiply_in_float8",
-    "checkpoint_activations",
-    "compile_layers",
-]
+TransformName = Literal["group_heads", "quantize"]
 """The function that applies it."""
-
-_INFERENCE: tuple[TransformName, ...] = ("quantize", "stream_weights", "attend_natively")
-_TRAINING: tuple[TransformName, ...] = (
-    "train_natively",
-    "multiply_in_float8",
-    "checkpoint_activations",
-)
 MAY_FOLLOW: dict[TransformName, tuple[TransformName, ...]] = {
     "group_heads": ("group_heads",),
-    "quantize": ("group_heads", "stream_weights", "attend_natively"),
-    "stream_weights": ("group_heads", "quantize", "attend_natively"),
-    "attend_natively": ("group_heads", "quantize", "stream_weights"),
-    "step_natively": ("group_heads", *_INFERENCE, "compile_steps"),
-    "compile_steps": ("group_heads", *_INFERENCE),
-    "capture_steps": ("group_heads", *_INFERENCE, "compile_steps"),
-    "train_natively": ("group_heads",),
-    "multiply_in_float8": ("group_heads", *_TRAINING[:1]),
-    "checkpoint_activations": ("group_heads", *_TRAINING[:2]),
-    "compile_layers": ("group_heads", *_TRAINING),
+    "quantize": ("group_heads",),
 }
 """The transforms that a model may carry when each one is applied. After any other it would not find
-the modules that it looks for, or would change modules that a program was compiled from."""
+the modules that it looks for."""
 
 _ATTRIBUTE = "transforms"
+_BODY = "is_body"
+"""Of a decoder that `mark_body` marked."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +33,7 @@ class Transform:
 
     name: TransformName
     options: dict[str, Any] = field(default_factory=dict)
-    """The options that affect what the model computes, or how."""
+    """The options that affect what the model computes."""
 
 
 def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
@@ -71,20 +44,28 @@ def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
     return tuple(carried)
 
 
-def decoding_operators(decoder: Decoder) -> Decoding | None:
-    """The native operators that a decoder was prepared with, or None."""
-    for carried in transforms_of(decoder):
-        if carried.name == "stream_weights":
-            return carried.options["operators"].decoding
-    return None
+def mark_body(decoder: Decoder) -> None:
+    """Note that a decoder is a body of another, to be executed and not to be changed."""
+    setattr(decoder, _BODY, True)
+
+
+def is_body(root: nn.Module) -> bool:
+    """Whether a decoder, or one in a module, is a body."""
+    return any(vars(holder).get(_BODY, False) for holder in _holders(root))
 
 
 def check(root: nn.Module, name: TransformName) -> None:
     """Refuse a transform that a model cannot take after those it carries.
 
     Raises:
-        WorkhorseError: it already carries this one, or one that this cannot follow.
+        WorkhorseError: it is made to be executed, carries this transform already, or one that this
+            cannot follow.
     """
+    if is_body(root):
+        raise WorkhorseError(
+            f"{name} cannot change a decoder that is made ready to run; apply it to the reference, "
+            "as load(..., execution='reference') gives it"
+        )
     for carried in transforms_of(root):
         if carried.name in MAY_FOLLOW[name]:
             continue

@@ -175,8 +175,6 @@ def _flags() -> Iterator[Attempt]:
                     continue
                 flag = max(option.opts, key=len)
                 for more in ([flag], [flag, flag], [f"{flag}=1"], [flag, "stray"]):
-                    if "--compile" in more and len(more) == 1:
-                        continue  # legal, and waits for a compiler
                     arguments = spelled(words, line)
                     place = arguments.index("--")
                     yield Attempt(

@@ -59,7 +59,7 @@ def _wrong_files(attempt: Attempt, result: dict[str, Any]) -> str:
     """What was changed that the command does not name, or left half-written."""
     code = result["code"]
     changed = result["changed"]
-    if "--compile" in attempt.arguments:
+    if "compiled" in attempt.arguments:
         changed = [path for path in changed if not path.startswith(COMPILERS)]
     if code and STOPPED.search(result["stderr"]):
         code = 0  # it began, and what it made before is kept

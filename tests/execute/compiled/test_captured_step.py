@@ -172,7 +172,7 @@ def test_mixtures_are_refused() -> None:
     for block in config["blocks"].values():
         block["feed_forward"] = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
     decoder = DecoderConfig.from_dict(config).build()
-    with pytest.raises(WorkhorseError, match="cannot be recorded; leave capture_steps out"):
+    with pytest.raises(WorkhorseError, match="steps cannot be recorded; choose execution=auto"):
         capture_steps(decoder)
 
 

@@ -11,11 +11,11 @@ from workhorse.execute.native_decoding.stream import (
     DOT_ROWS,
     DOT_ROWS_BESIDE_GEMM,
     StreamedLinear,
+    decoding_operators,
     stream_weights,
 )
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.record import transforms_of
 
 CONFIG = {
     "vocab_size": 96,
@@ -137,7 +137,7 @@ def test_what_it_cannot_read_stays() -> None:
 def test_without_native_operators(decoder: Decoder) -> None:
     stream_weights(decoder, Operators())
     assert not any(isinstance(part, StreamedLinear) for part in decoder.modules())
-    assert not transforms_of(decoder)
+    assert decoding_operators(decoder) is None
 
 
 @needs("decoding")

@@ -251,5 +251,6 @@ def test_a_step_is_native_unless_it_is_switched_off(
     decoder = build(GPT)
     config = TrainConfig(steps=1, batch_size=2, seq_len=8, dtype=dtype)
     step = build_step(decoder, config, torch.device("cpu"))
-    assert isinstance(decoder.final_norm, NativeNorm) is native
+    assert isinstance(step.objective.decoder.final_norm, NativeNorm) is native
+    assert type(decoder.final_norm) is not NativeNorm
     assert (step.objective.logprobs.operators is not None) is native

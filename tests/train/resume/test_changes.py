@@ -58,9 +58,9 @@ def test_what_may_change_goes_on_and_is_recorded(make_recipe, run: Path) -> None
     train(again, run, resume=True, on_event=told.append)
     assert recorded(run) == [
         (12, "train.steps", 12, 16),
+        (12, "train.objective.z_loss", 0.0, 1e-4),
         (12, "train.optimizer.learning_rate", 1e-3, 5e-4),
         (12, "train.grad_clip", 1.0, 0.5),
-        (12, "train.objective.z_loss", 0.0, 1e-4),
     ]
     assert "train.grad_clip changes from 1.0 to 0.5" in notices(told)
     rates = {e["step"]: e["learning_rate"] for e in told if e["kind"] == "step"}

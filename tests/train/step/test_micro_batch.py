@@ -103,7 +103,7 @@ def test_recording_draws_no_random_numbers(decoder: Decoder) -> None:
 
 
 def test_what_cannot_be_recorded_is_bounded(decoder: Decoder) -> None:
-    flex = config(8, kernel="flex", dtype="float16", compile=True)
+    flex = config(8, kernel="flex", dtype="float16", execution="compiled")
     assert recordable(flex, CUDA) == flex.replace(dtype="float32")
     whole = step_bytes(decoder.config, config(8, dtype="float32"), CUDA)
     copies = 2 * sum(parameter.numel() for parameter in decoder.parameters())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import Running, compile_option, model_options, open_model
+from workhorse.cli.loading import Running, announce, model_options, open_model
 from workhorse.cli.options import json_option
 from workhorse.cli.output import for_terminal, print_result, warn
 from workhorse.cli.sampling import (
@@ -42,13 +42,11 @@ Ctrl-C ends a reply. Anything else is a message to the model."""
 )
 @sampling_options
 @draft_options
-@compile_option
 @json_option
 def command(
     *,
     model: str,
     running: Running,
-    compiled: bool,
     system: str,
     template: str,
     draft: str | None,
@@ -63,17 +61,18 @@ def command(
     config = with_seed(generation_config(**options))
     if config.samples:
         print(f"seed {config.seed}", file=sys.stderr)
-    loaded = open_model(model, running, compiled=compiled)
+    loaded = open_model(model, running)
     config = with_sampling(config, loaded, options)
     guesser = None
     if draft is not None:
-        guesser = open_model(draft, running, compiled=compiled, with_text=False)
+        guesser = open_model(draft, running, with_text=False)
     conversation = loaded.chat(config, system=system, template=template, draft=guesser)
     if not loaded.trained_to_chat:
         warn(
             f"{loaded.name} was never trained to chat; it continues a written dialogue of 'User:' "
             "and 'Assistant:'"
         )
+    announce(loaded)
     for line in _lines(as_json):
         if line in ("/quit", "/exit"):
             break

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import DECODING, Running, model_options, open_model
+from workhorse.cli.loading import DECODING, Running, announce, model_options, open_model
 from workhorse.cli.options import MOST_ROWS, json_option
 from workhorse.cli.output import counted, print_result, progress
 
@@ -101,8 +101,10 @@ def command(
         result = _score(opened, tasks.split(","), batch_size=batch_size, **of_tasks)
         print_result(result, as_json, text="" if as_json else _table(result))
     else:
-        result = _measure(opened(), batch_size=batch_size, **of_text)
+        loaded = opened()
+        result = _measure(loaded, batch_size=batch_size, **of_text)
         print_result(result, as_json, text=_page(result))
+        announce(loaded)
 
 
 def _check_pairs(options: Mapping[str, Any], with_tasks: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import Running, compile_option, model_options, open_model
+from workhorse.cli.loading import Running, announce, model_options, open_model
 from workhorse.cli.options import MOST_ROWS, PATH, json_option
 from workhorse.cli.output import for_terminal, print_result, status
 from workhorse.cli.prompts import read_prompts
@@ -46,7 +46,6 @@ SHOWN_PROMPT = 40
 )
 @sampling_options
 @draft_options
-@compile_option
 @click.option(
     "--n-samples", "--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]"
 )
@@ -72,7 +71,6 @@ def command(
     *,
     model: str,
     running: Running,
-    compiled: bool,
     prompts: tuple[str, ...],
     prompt_file: Path | None,
     draft: str | None,
@@ -102,12 +100,12 @@ def command(
             "--beams knows its text only at the end; leave out --stream, or --beams"
         )
     config = with_seed(config)
-    loaded = open_model(model, running, compiled=compiled)
+    loaded = open_model(model, running)
     config = with_sampling(config, loaded, options)
     guesser = None
     if draft is not None:
-        guesser = open_model(draft, running, compiled=compiled, with_text=False)
-    if compiled:  # so that compiling does not count in the tokens a second
+        guesser = open_model(draft, running, with_text=False)
+    if running.execution == "compiled":  # so that compiling does not count in the tokens a second
         with status() as show:
             show("preparing steps; compiling them takes tens of seconds, once on a machine")
             loaded.generate_batch(texts[:1], config.replace(max_new_tokens=2), draft=guesser)
@@ -120,6 +118,7 @@ def command(
     rates = speed([len(c.tokens) for c in completions], seconds, prompt_seconds(completions))
     result = _result(completions, texts, rates, config, loaded)
     print_result(result, as_json, text=for_terminal(_page(result["completions"])))
+    announce(loaded)
     _explain([(c.finish_reason, len(c.tokens)) for c in completions], rates, config)
 
 
@@ -140,6 +139,7 @@ def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Mod
         deltas.append(delta)
     print()
     rates = speed([len(deltas)], time.perf_counter() - started, prompt_seconds(deltas))
+    announce(model)
     _explain([(deltas[-1].finish_reason or "", len(deltas))], rates, config)
 
 
@@ -182,7 +182,7 @@ def _result(
         for index, completion in enumerate(completions)
     ]
     tokens = sum(len(completion.tokens) for completion in completions)
-    totals = {"tokens": tokens, **rates}
+    totals = {"tokens": tokens, **rates, "execution": model.announcement}
     return {**(listed[0] if len(listed) == 1 else {}), **totals, "completions": listed}
 
 

@@ -19,7 +19,6 @@ from workhorse.nn import Decoder
 from workhorse.nn.cache.blocks import EMPTY
 from workhorse.nn.cache.fixed import CacheTensors
 from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, combined
 
 log = logging.getLogger(__name__)
@@ -48,16 +47,12 @@ def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "Captur
 
     Raises:
         WorkhorseError: steps differ in shape or constants, because of a mixture of experts or of
-            angles that depend on the text's length; or the decoder carries a transform that this
-            cannot follow.
+            angles that depend on the text's length.
     """
-    check(decoder, "capture_steps")
-    check_fixed(decoder, "recorded; leave capture_steps out")
+    check_fixed(decoder, "recorded")
     kind = combined("Captured", CapturedDecoder, type(decoder))
     options = {"recorder": recorder or CudaGraphs(), "watch": Watch(decoder.modules())}
-    made = become(decoder, kind, **options)
-    record(made, "capture_steps")
-    return made
+    return become(decoder, kind, **options)
 
 
 class CudaGraphs:

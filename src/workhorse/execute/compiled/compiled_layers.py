@@ -1,7 +1,6 @@
 """Layers of a decoder that is trained, compiled by PyTorch: `train.compile: true`."""
 
 from workhorse.nn import Decoder
-from workhorse.transforms.record import check, record
 
 
 def compile_layers(decoder: Decoder) -> None:
@@ -10,7 +9,5 @@ def compile_layers(decoder: Decoder) -> None:
     Args:
         decoder: after every other transform.
     """
-    check(decoder, "compile_layers")
     for layer in decoder.layers:
         layer.compile()
-    record(decoder, "compile_layers")

@@ -27,7 +27,7 @@ from workhorse.execute.compiled.program_folder import ProgramFolder
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import CacheTensors
-from workhorse.transforms.record import check, record, transforms_of
+from workhorse.transforms.record import transforms_of
 from workhorse.transforms.replace import become
 
 if TYPE_CHECKING:
@@ -50,15 +50,12 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
 
     Raises:
         WorkhorseError: steps differ in shape or constants, because of a mixture of experts or of
-            angles that depend on the text's length; or the decoder carries a transform that this
-            cannot follow. At the first step: the compiler cannot translate it.
+            angles that depend on the text's length. At the first step: the compiler cannot
+            translate it.
     """
-    check(decoder, "compile_steps")
-    check_fixed(decoder, "compiled; leave compile out")
+    check_fixed(decoder, "compiled")
     kept = ProgramFolder(folder or cache_folder() / "programs")
-    compiled = become(decoder, CompiledDecoder, folder=kept, programs={})
-    record(compiled, "compile_steps")
-    return compiled
+    return become(decoder, CompiledDecoder, folder=kept, programs={})
 
 
 class CompiledDecoder(FixedStepDecoder):

@@ -33,21 +33,26 @@ def check_fixed(decoder: Decoder, what: str) -> None:
 
     Args:
         decoder: whose steps are to be fixed.
-        what: what cannot be done with them otherwise, as in "compiled; leave compile out".
+        what: what they are fixed for, as in "compiled".
 
     Raises:
-        WorkhorseError: it has a mixture of experts, or angles that depend on the text's length.
+        WorkhorseError: see `why_not_fixed`.
+    """
+    if reason := why_not_fixed(decoder):
+        raise WorkhorseError(f"{reason}, so steps cannot be {what}; choose execution=auto")
+
+
+def why_not_fixed(decoder: Decoder) -> str:
+    """Why steps of a decoder differ in shape or constants; empty: they do not.
+
+    It has a mixture of experts, or angles that depend on the text's length.
     """
     if any(isinstance(part, MixtureOfExperts) for part in decoder.modules()):
-        raise WorkhorseError(
-            f"a mixture of experts has other shapes at every token and cannot be {what}"
-        )
+        return "a mixture of experts has other shapes at every token"
     rotations = [part.rope for part in decoder.modules() if isinstance(part, Rotation)]
     if any(rope.depends_on_length for rope in rotations):
-        raise WorkhorseError(
-            "rope scaling dynamic_ntk and longrope depend on the text's length and cannot be "
-            f"{what}"
-        )
+        return "rope scaling dynamic_ntk and longrope depend on the text's length"
+    return ""
 
 
 def fixed_step(decoder: Decoder, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:

@@ -13,7 +13,6 @@ from workhorse.nn.attention.masks import AttentionPattern, Placement
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.cache.blocks import InBlocks
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
-from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 
@@ -26,7 +25,6 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
         decoder: on the CPU.
         decoding: the operators.
     """
-    check(decoder, "attend_natively")
     attentions = (part for part in decoder.modules() if isinstance(part, SelfAttention))
     served = {part.kernel for part in attentions if part.attends_to_stored}
 
@@ -35,7 +33,6 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
         return become(module, DecodingSdpa, decoding=decoding) if replaced else module
 
     replace_modules(decoder, choose)
-    record(decoder, "attend_natively")
 
 
 MOST_QUERIES = 32

@@ -8,7 +8,6 @@ has no instruction for, they do it themselves.
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up
 from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become
 
 MOST_ROWS = 256
@@ -48,7 +46,6 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
             returned takes its place.
         operators: `steps` among them.
     """
-    check(decoder, "step_natively")
     dtype = next(decoder.parameters()).dtype
     few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
     # Without our gemms, more rows are left to PyTorch's.
@@ -57,9 +54,7 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
         few = most = 1
     options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
-    made = become(decoder, kind, **options, watch=Watch(decoder.modules()))
-    record(made, "step_natively")
-    return made
+    return become(decoder, kind, **options, watch=Watch(decoder.modules()))
 
 
 class Angles:
@@ -97,6 +92,12 @@ class SteppingDecoder(Decoder):
     def rows_apart(self) -> int:
         stepping = not self.watch.sees_hooks and self._kept_program() is not None
         return self.few if stepping else super().rows_apart
+
+    def why_not_whole(self) -> str:
+        """What has no instruction, so that steps are not one call; empty: they are."""
+        if self.watch.sees_hooks or self._kept_program() is not None:
+            return "hooks" if self.watch.sees_hooks else ""
+        return "hooks" if self.translated is None else self.translated.why_not
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the program, which is of these weights."""
@@ -241,13 +242,18 @@ class Translated:
 
     Attributes:
         kept: None if it computes something that has no instruction.
+        why_not: what that is.
     """
 
     def __init__(self, decoder: SteppingDecoder) -> None:
         self.held = Held(decoder)
         self.kept: KeptProgram | None = None
-        with suppress(CannotTranslate):
+        self.why_not = ""
+        try:
             program = translate(decoder)
+        except CannotTranslate as error:
+            self.why_not = str(error)
+        else:
             self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
 
     def holds(self) -> bool:

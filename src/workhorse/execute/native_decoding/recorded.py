@@ -51,9 +51,12 @@ def record_modules(decoder: Decoder, kinds: Collection[type[nn.Module]]) -> list
     recorder.number(token)
     with torch.no_grad(), ExitStack() as hooks:
         for module in decoder.modules():
-            if type(module) in kinds:
-                hooks.callback(module.register_forward_pre_hook(recorder.enter).remove)
-                hooks.callback(module.register_forward_hook(recorder.leave).remove)
+            known = type(module) in kinds
+            enter, leave = (
+                (recorder.enter, recorder.leave) if known else (recorder.begin, recorder.end)
+            )
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
         hooks.enter_context(recorder)
         logits = decoder(token)
     if recorder.foreign is None and recorder.computed[-1].output != recorder.number(logits):
@@ -72,6 +75,7 @@ class _Recorder(TorchFunctionMode):
         self.foreign: str | None = None
         self._values: list[Tensor] = []  # alive, so that no two have one address
         self._inside = 0
+        self._wirings: list[nn.Module] = []
         self._thread = threading.get_ident()  # others may call the modules meanwhile
 
     def number(self, value: Tensor) -> int:
@@ -84,6 +88,16 @@ class _Recorder(TorchFunctionMode):
 
     def knows(self, value: Tensor) -> bool:
         return any(known is value for known in self._values)
+
+    def begin(self, module: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        """A module begins that is not recorded itself."""
+        if threading.get_ident() == self._thread:
+            self._wirings.append(module)
+
+    def end(self, _module: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
+        """It ends."""
+        if threading.get_ident() == self._thread:
+            self._wirings.pop()
 
     def enter(self, _module: nn.Module, _inputs: tuple[Any, ...]) -> None:
         self._inside += threading.get_ident() == self._thread
@@ -112,8 +126,9 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def refuse(self, what: str) -> None:
-        """Keep the first thing that cannot be translated."""
-        self.foreign = self.foreign or what
+        """Keep the first thing that cannot be translated: its module, or what it is."""
+        wiring = type(self._wirings[-1]).__name__ if self._wirings else ""
+        self.foreign = self.foreign or wiring or what
 
     def _add(self, module: nn.Module | None, inputs: Iterable[Tensor], output: Tensor) -> None:
         known = tuple(self.number(value) for value in inputs if self.knows(value))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from workhorse.devices.instructions import cpu_has, widens
 from workhorse.native import Decoding, Operators
-from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 DOT_ROWS = {torch.bfloat16: 64, torch.float32: 16}
@@ -56,11 +55,7 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
     Args:
         model: to change.
         operators: of decoding, without which nothing is replaced, and those of many rows.
-
-    Raises:
-        WorkhorseError: the model carries a transform that this cannot follow.
     """
-    check(model, "stream_weights")
     decoding = operators.decoding
     if decoding is None:
         return
@@ -82,7 +77,12 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
         )
 
     replace_modules(model, choose)
-    record(model, "stream_weights", operators=operators)
+
+
+def decoding_operators(decoder: nn.Module) -> Decoding | None:
+    """The native operators by which a decoder decodes; None: it has none."""
+    found = (getattr(module, "decoding", None) for module in decoder.modules())
+    return next((one for one in found if isinstance(one, Decoding)), None)
 
 
 def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:

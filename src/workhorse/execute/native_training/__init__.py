@@ -14,7 +14,6 @@ from workhorse.execute.native_training.linear import Gemm, replace_linear
 from workhorse.execute.native_training.logprobs import replace_logprobs
 from workhorse.execute.native_training.norms import replace_norms
 from workhorse.native import Operators
-from workhorse.transforms.record import check, record
 
 __all__ = ["Gemm", "replace_embeddings", "train_natively"]
 
@@ -26,11 +25,7 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
         root: on the CPU, in float32 or bfloat16.
         operators: of training, the matrix unit and vectors, as far as there are any.
         precision: of float32 gemms; see `Gemm`.
-
-    Raises:
-        WorkhorseError: the module carries a transform that this cannot follow.
     """
-    check(root, "train_natively")
     multiply = Gemm(operators, precision)
     if multiply.products:
         replace_linear(root, multiply)
@@ -42,4 +37,3 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
         replace_feed_forwards(root, multiply, operators.training)
         replace_attention(root, operators.training)
         replace_blocks(root, multiply)
-    record(root, "train_natively", operators=operators, precision=precision)

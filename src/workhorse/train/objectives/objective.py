@@ -76,6 +76,7 @@ class Objective(nn.Module, ABC):
     `forward` alone.
     """
 
+    decoder: Decoder
     denominator: ClassVar[Denominator] = "tokens"
 
     @abstractmethod
@@ -173,6 +174,11 @@ class Wrapped(Objective):
     def __init__(self, objective: Objective) -> None:
         super().__init__()
         self.objective = objective
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model to train."""
+        return self.objective.decoder
 
     def count(self, batch: Any) -> Tensor:
         return self.objective.count(batch)

@@ -9,6 +9,7 @@ from workhorse.config.base import Config, ConfigError
 from workhorse.config.on_resume import OnResume
 from workhorse.data import DataConfig
 from workhorse.errors import WorkhorseError
+from workhorse.execute.body import Execution
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import OptimizerConfig
@@ -112,13 +113,16 @@ class TrainConfig(Config):
     """The implementation of attention."""
     threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0)
     """CPU threads; 0 lets PyTorch decide. The number affects rounding."""
-    compile: Annotated[bool, OnResume.ROUNDED] = False
-    """Compile with `torch.compile`: the layers, identical ones once, and, where no native operator
+    execution: Annotated[Execution, OnResume.ROUNDED] = "auto"
+    """By what passes and updates are computed. `reference`: PyTorch, the modules as they stand.
+    `native`: our operators, on a CPU; the run is refused where there are none. `compiled`: as
+    `auto`, and with `torch.compile` the layers, identical ones once, and, where no native operator
     does them, the loss and AdamW's update of bfloat16 weights. Starting takes longer. On a GPU
-    training is much faster, on CPUs by at most 20 %."""
+    training is much faster, on CPUs by at most 20 %. `auto`: native as far as there is something.
+    A line says what was picked."""
     fp8: Annotated[bool, OnResume.ROUNDED] = False
     """Multiply in float8 inside the layers (torchao). Needs CUDA with compute capability 8.9 or
-    higher and `dtype: bfloat16`; pays off with `compile: true` and wide layers."""
+    higher and `dtype: bfloat16`; pays off with `execution: compiled` and wide layers."""
     activation_checkpointing: Annotated[bool, OnResume.ROUNDED] = False
     """Keep one activation per layer and recompute the rest in the backward pass."""
 
@@ -148,7 +152,7 @@ class TrainConfig(Config):
             return fields
         tagged = ("objective", "optimizer", "schedule")
         kinds = {name: cls.model_fields[name].default.kind for name in tagged}
-        fields = _with_objective(fields)
+        fields = _renamed(fields)
         return {
             name: {"kind": kinds[name], **value}
             if name in kinds and isinstance(value, dict)
@@ -223,12 +227,14 @@ class TrainConfig(Config):
         return None if batches is None else batches * self.batch_size
 
 
-def _with_objective(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings in which `z_loss` is the objective's, as it was not always."""
-    if "z_loss" not in fields or "objective" in fields:
-        return fields
-    rest = {name: value for name, value in fields.items() if name != "z_loss"}
-    return rest | {"objective": {"z_loss": fields["z_loss"]}}
+def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Settings of older runs by the names that they have now."""
+    fields = dict(fields)
+    if "z_loss" in fields and "objective" not in fields:
+        fields["objective"] = {"z_loss": fields.pop("z_loss")}
+    if isinstance(fields.get("compile"), bool) and "execution" not in fields:
+        fields["execution"] = "compiled" if fields.pop("compile") else "auto"
+    return fields
 
 
 class Recipe(Config):

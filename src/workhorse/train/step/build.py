@@ -8,6 +8,7 @@ from torch import nn
 
 from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
+from workhorse.execute.body import Execution, body_of
 from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.execute.compiled.compiled_layers import compile_layers
 from workhorse.execute.compiled.compiled_logprobs import compile_logprobs
@@ -61,38 +62,54 @@ def build_step(
         whole: the config of the model of which the decoder is this process's part; None: it has
             all.
 
+    Returns:
+        The step. Its objective's decoder is a body of the one given, with the same parameters
+        unless these are divided.
+
     Raises:
-        WorkhorseError: nothing is to be trained.
+        WorkhorseError: nothing is to be trained, or there are no native operators and
+            `execution=native` asks for them.
     """
     if not any(parameter.requires_grad for parameter in decoder.parameters()):
         raise WorkhorseError("no weight takes a gradient; give requires_grad to those to train")
     dtype = training_dtype(config.dtype, device)
-    operators = training_operators(device, dtype)
-    low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
+    operators = training_operators(device, dtype, config.execution)
+    compiled = config.execution == "compiled"
     whole = whole or decoder.config
-    objective = _objective(decoder, config, teams, whole)
-    objective.train()
-    if device.type == "cpu" and dtype != torch.float16:
-        if dtype == torch.bfloat16:
-            replace_embeddings(decoder, operators.training)
-        train_natively(objective, operators, precision=config.matmul_precision)
+    # A body fixes types and thresholds when it is built, so weights are rounded before.
+    low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
+    # All that follows replaces modules of a copy; the decoder that was given stays the reference.
+    body = body_of(decoder)
+    # The objective listens to routers, which must be those that run.
+    objective = _objective(body, config, teams, whole).train()
+    # Native modules know exact classes, so they come before what makes others of them.
+    if config.execution != "reference":
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            replace_embeddings(body, operators.training)
+        if device.type == "cpu" and dtype != torch.float16:
+            train_natively(objective, operators, precision=config.matmul_precision)
+    # The parts of a divided model exchange what native modules compute.
     between = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    part = _take_part(objective, decoder, config, teams, whole, dtype=between)
+    part = _take_part(objective, body, config, teams, whole, dtype=between)
+    # Products in float8 take the place of linear layers, whoever else has parts of them.
     if config.fp8:
-        multiply_in_float8(decoder)
+        multiply_in_float8(body)
+    # A layer that computes its activations again must contain all of the above.
     if config.activation_checkpointing:
-        checkpoint_activations(decoder)
+        checkpoint_activations(body)
+    # Sharding hooks the layers as they will be called, and replaces parameters.
     own = config.micro_batches(parallel)
     reduction = _divide(
-        objective, decoder, parallel, world, whole, device=device, part=part, micro_batches=own
+        objective, body, parallel, world, whole, device=device, part=part, micro_batches=own
     )
+    # The optimizer takes what is left of each parameter in this process.
     optimizer = build_optimizer(
-        decoder,
+        body,
         config.optimizer,
         low_bits,
         operators=operators.training,
         uniform=parallel.is_exact,
-        compiled=config.compile,
+        compiled=compiled,
         part=part,
         trained=objective.trainable(),
     )
@@ -115,10 +132,11 @@ def build_step(
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
         device_decides=device.type == "cuda",
     )
-    if config.compile:
-        compile_layers(decoder)
+    # A compiled layer stays bound to the modules that it has now.
+    if compiled:
+        compile_layers(body)
         compile_logprobs(objective)
-    decoder.config = whole  # to all who call it, it is the whole
+    body.config = whole  # to all who call it, it is the whole
     return step
 
 
@@ -219,13 +237,30 @@ def _objective(
 def measured_peak(config: TrainConfig, device: torch.device) -> float:
     """Floating-point operations per second of the gemms that training uses."""
     dtype = training_dtype(config.dtype, device)
-    multiply = Gemm(training_operators(device, dtype), config.matmul_precision)
+    operators = training_operators(device, dtype, config.execution)
+    multiply = Gemm(operators, config.matmul_precision)
     with Precision(device, dtype, config.matmul_precision).products():
         return peak_flops(device, dtype, multiply)
 
 
-def training_operators(device: torch.device, dtype: torch.dtype) -> Operators:
-    """The native operators that training in a dtype can use on a device; waits for the compiler."""
-    if device.type != "cpu" or dtype == torch.float16:
+def training_operators(
+    device: torch.device, dtype: torch.dtype, execution: Execution = "auto"
+) -> Operators:
+    """The native operators that training in a dtype can use on a device; waits for the compiler.
+
+    Raises:
+        WorkhorseError: `native` asks for them, and there are none.
+    """
+    if execution == "reference":
         return Operators()
-    return resolve("training", "matrix_unit", "vectors", wait=True)
+    if device.type != "cpu" or dtype == torch.float16:
+        found = Operators()
+        reason = f"none are for {dtype} on {device.type}".replace("torch.", "")
+    else:
+        found = resolve("training", "matrix_unit", "vectors", wait=True)
+        reason = found.why_not.get("training", "")
+    if execution == "native" and found.training is None:
+        raise WorkhorseError(
+            f"train.execution=native needs native operators: {reason}; set it to auto"
+        )
+    return found

@@ -1,0 +1,159 @@
+"""How a model is executed: the choice, and the line that announces it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from workhorse.devices.instructions import cpu_has
+from workhorse.errors import WorkhorseError
+from workhorse.execute.body import Execution, body_of
+from workhorse.execute.compiled.captured_step import CapturedDecoder, capture_steps
+from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
+from workhorse.execute.compiled.fixed_step import why_not_fixed
+from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_natively
+from workhorse.execute.native_decoding.stream import stream_weights
+from workhorse.native import Operators, resolve
+from workhorse.nn import Decoder
+from workhorse.nn.elementwise import Unchanged
+
+INSTRUCTIONS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX512-BF16",
+    "avx512_f": "AVX512",
+    "avx2": "AVX2",
+}
+NOTHING = (nn.Identity, nn.Dropout, Unchanged)
+"""Modules that compute nothing when a model decodes."""
+
+
+class DecodingBody(NamedTuple):
+    """A decoder as it is executed, which shares the parameters of the reference."""
+
+    decoder: Decoder
+    operators: Operators
+    reason: str = ""
+    """Why it is the reference itself; empty: it was asked for, or it is not."""
+
+    @property
+    def announcement(self) -> str:
+        """One line: what runs, and what falls back to the reference and why.
+
+        It runs the decoder once to see whether a whole step has a native form.
+        """
+        decoder = self.decoder
+        if isinstance(decoder, CapturedDecoder):
+            compiled = isinstance(decoder, CompiledDecoder)
+            return f"decode: {'compiled' if compiled else 'native'} (CUDA graphs), whole steps"
+        if self.operators.decoding is None and not isinstance(decoder, CompiledDecoder):
+            quantised = any(map(_is_native, decoder.modules()))
+            why = "quantised layers multiply natively" if quantised else self.reason
+            return "decode: reference" + (f"; {why}" if why else "")
+        why_not = "no such operator"
+        if isinstance(decoder, SteppingDecoder):
+            why_not = decoder.why_not_whole()
+            if not why_not:
+                return f"decode: native ({instructions()}), whole steps"
+        if isinstance(decoder, CompiledDecoder):
+            return f"decode: compiled, whole steps; {why_not} has no native step"
+        return f"decode: {_in_part(decoder)}"
+
+
+def decoding_body(
+    reference: Decoder, execution: Execution = "auto", *, wait: bool = False
+) -> DecodingBody:
+    """The body by which a decoder generates and is evaluated.
+
+    Args:
+        reference: on the device and in the dtype that it will run in, quantised if it is to be; it
+            stays as it is.
+        execution: how. What is compiled for the first time on a machine takes tens of seconds at
+            the first step.
+        wait: for native operators that were never compiled on this machine, as all but `auto` do.
+            Otherwise they are compiled in the background, and a model that is loaded later has
+            them.
+
+    Raises:
+        WorkhorseError: there are no native operators, or the decoder cannot be compiled.
+    """
+    if execution == "reference":
+        return DecodingBody(reference, Operators())
+    if reference.device.type != "cpu":
+        return _without_host(reference, execution)
+    libraries = "decoding", "steps", "matrix_unit", "vectors"
+    operators = resolve(*libraries, wait=wait or execution != "auto")
+    body = body_of(reference).eval()
+    if operators.decoding is not None:
+        stream_weights(body, operators)
+        attend_natively(body, operators.decoding)
+    elif execution != "compiled":
+        reason = operators.why_not["decoding"]
+        if execution == "native":
+            raise WorkhorseError(f"execution=native needs native operators: {reason}; choose auto")
+        return DecodingBody(reference, operators, reason)
+    if execution == "compiled":
+        body = compile_steps(body)
+    if operators.steps is not None:
+        body = step_natively(body, operators)
+    return DecodingBody(body, operators)
+
+
+def _without_host(reference: Decoder, execution: Execution) -> DecodingBody:
+    """On a GPU: steps as graphs, so that it never waits for the host to launch a kernel."""
+    body = body_of(reference).eval()
+    if execution == "compiled":
+        body = compile_steps(body)
+    reason = "no native steps" if reference.device.type != "cuda" else why_not_fixed(body)
+    if not reason:
+        return DecodingBody(capture_steps(body), Operators())
+    if execution == "native":
+        raise WorkhorseError(f"execution=native is not possible: {reason}; choose auto")
+    return DecodingBody(body if execution == "compiled" else reference, Operators(), reason)
+
+
+def training_announcement(objective: nn.Module, operators: Operators, compiled: bool) -> str:
+    """One line: by what an objective that `build_step` made is computed."""
+    by_objective = [part.decoder.head for part in objective.modules() if hasattr(part, "decoder")]
+    how = "reference" if operators.training is None else _in_part(objective, by_objective)
+    if operators.training is None and "training" in operators.why_not:
+        how += f"; {operators.why_not['training']}"
+    return f"train: {how}" + ("; layers compiled by PyTorch" if compiled else "")
+
+
+def instructions() -> str:
+    """The widest instructions of the CPU that operators use."""
+    return next((name for known, name in INSTRUCTIONS.items() if cpu_has(known)), "plain")
+
+
+def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
+    """How many of the modules that compute are native, or inside one, and which are not."""
+    native: list[nn.Module] = []
+    counted: list[nn.Module] = []
+    plain: dict[str, None] = {}
+
+    def look(module: nn.Module, inside: bool) -> None:
+        inside = inside or _is_native(module)
+        children = list(module.children())
+        if not children and not isinstance(module, NOTHING):
+            if inside:
+                native.append(module)
+            else:
+                plain[type(module).__name__] = None
+                counted.append(module)
+        for child in children:
+            if child not in without:
+                look(child, inside)
+
+    look(root, inside=False)
+    total = len(native) + len(counted)
+    rest = f"; {', '.join(plain)} {'have' if len(plain) > 1 else 'has'} no native form"
+    line = f"native ({instructions()}), {len(native)} of {total} modules"
+    return line + (rest if plain else "")
+
+
+def _is_native(module: nn.Module) -> bool:
+    """Whether a class of `execute`, or of quantised weights, computes it."""
+    ours = ("workhorse.execute.native", "workhorse.transforms.quantization")
+    classes = [one for one in type(module).__mro__ if not issubclass(Decoder, one)]
+    return any(one.__module__.startswith(ours) for one in classes)

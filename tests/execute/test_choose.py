@@ -1,0 +1,108 @@
+"""The line that announces how a model runs says what runs."""
+
+import re
+
+import pytest
+import torch
+
+from tests.native.machine import OPERATORS, needs
+from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
+from tests.nn.paged import paged
+from workhorse.errors import WorkhorseError
+from workhorse.execute.choose import decoding_body, training_announcement
+from workhorse.execute.native_decoding.attention import DecodingSdpa
+from workhorse.execute.native_decoding.native_step import SteppingDecoder
+from workhorse.execute.native_decoding.stream import StreamedLinear
+from workhorse.native import Operators
+from workhorse.native.steps import Steps
+from workhorse.nn import DecoderConfig
+from workhorse.train import TrainConfig
+from workhorse.train.step.build import build_step, training_operators
+
+# PyTorch's compiler imports what PyTorch itself calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+CPU = torch.device("cpu")
+LINE = re.compile(
+    r"decode: (?:reference(?:; .+)?|native \([A-Z0-9-]+\), "
+    r"(?:whole steps|(\d+) of (\d+) modules(?:; ([\w, ]+) ha(?:s|ve) no native form)?))"
+)
+EACH = pytest.mark.parametrize(
+    "config", CAUSAL, ids=[name(COVERING.index(config)) for config in CAUSAL]
+)
+
+
+@needs("steps")
+@EACH
+@torch.no_grad()
+def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole steps are calls of the operator; otherwise modules without a native form are told."""
+    body = decoding_body(make(config).eval(), wait=True)
+    line = body.announcement
+    calls: list[object] = []
+    run = Steps.run
+    monkeypatch.setattr(Steps, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
+    view = paged(body.decoder, 2, 8)
+    for tokens in random_tokens(config, 2, 8).split([7, 1], dim=1):
+        body.decoder.next_logits(tokens, cache=view)
+    found = LINE.fullmatch(line)
+    assert found, line
+    whole = line.endswith("whole steps")
+    assert whole is bool(calls)
+    if whole:
+        return
+    native, total, plain = int(found[1]), int(found[2]), found[3]
+    assert 0 < native <= total
+    assert (native < total) is bool(plain)
+    kinds = {type(module).__name__ for module in body.decoder.modules()}
+    assert set((plain or "").split(", ")) - {""} <= kinds
+
+
+@needs("decoding")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_a_decoder_on_the_cpu_gets_the_operators_of_one(device: str) -> None:
+    with torch.device(device):
+        reference = CAUSAL[0].build(kernel="sdpa").eval()
+    body = decoding_body(reference, wait=True)
+    kinds = StreamedLinear | DecodingSdpa | SteppingDecoder
+    ours = [part for part in body.decoder.modules() if isinstance(part, kinds)]
+    assert bool(ours) is (device == "cpu")
+    if device == "meta":
+        assert body.decoder is reference
+        assert body.announcement == "decode: reference; no native steps"
+
+
+def test_without_operators_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKHORSE_NATIVE", "0")
+    reference = make(CAUSAL[0]).eval()
+    body = decoding_body(reference)
+    assert body.decoder is reference
+    assert body.announcement == "decode: reference; WORKHORSE_NATIVE=0"
+    with pytest.raises(WorkhorseError, match=r"execution=native needs native .*; choose auto"):
+        decoding_body(reference, "native")
+    with pytest.raises(WorkhorseError, match=r"train.execution=native needs .*; set it to auto"):
+        training_operators(CPU, torch.float32, "native")
+
+
+@pytest.mark.parametrize("execution", ["auto", "reference", "compiled"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_announces_what_it_computes_by(execution: str, dtype: str) -> None:
+    config = TrainConfig(steps=1, batch_size=2, seq_len=8, execution=execution, dtype=dtype)
+    step = build_step(make(CAUSAL[0]), config, CPU)
+    operators = training_operators(CPU, getattr(torch, dtype), config.execution)
+    line = training_announcement(step.objective, operators, compiled=execution == "compiled")
+    kinds = {type(module).__module__ for module in step.objective.modules()}
+    native = any(kind.startswith("workhorse.execute.native") for kind in kinds)
+    assert line.startswith("train: native (") is native
+    assert native is (execution != "reference" and OPERATORS.training is not None)
+    assert line.endswith("layers compiled by PyTorch") is (execution == "compiled")
+
+
+def test_a_reference_step_uses_no_operator() -> None:
+    config = TrainConfig(steps=1, batch_size=2, seq_len=8, execution="reference")
+    step = build_step(make(CAUSAL[0]), config, CPU)
+    assert training_operators(CPU, torch.float32, "reference") == Operators()
+    assert all(
+        not type(part).__module__.startswith("workhorse.execute")
+        for part in step.objective.modules()
+    )
+    assert step.optimizer.masters.operators is None

@@ -24,6 +24,7 @@ import torch
 
 import workhorse
 from workhorse.execute.body import EXECUTIONS, Execution
+from workhorse.generate import GenerationConfig
 
 ROOT = Path(str(workhorse.__file__)).parent
 Lines = dict[str, dict[str, int]]
@@ -110,9 +111,9 @@ def batch(execution: Execution) -> Lines:
 def request(execution: Execution) -> Lines:
     """Of a text that a loaded model generates."""
     model = workhorse.load("gpt2", execution=execution, tell=lambda _: None)
-    options = {"max_new_tokens": 4, "temperature": 0}
-    model.generate("some words", **options)
-    return executed(lambda: model.generate("other words", **options))
+    config = GenerationConfig(max_new_tokens=4, temperature=0)
+    model.generate("some words", config)
+    return executed(lambda: model.generate("other words", config))
 
 
 def total(lines: Lines, within: str = "") -> int:

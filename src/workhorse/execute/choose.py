@@ -17,6 +17,7 @@ from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.elementwise import Unchanged
+from workhorse.nn.head import Head
 
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
@@ -114,8 +115,8 @@ def _without_host(reference: Decoder, execution: Execution) -> DecodingBody:
 
 def training_announcement(objective: nn.Module, operators: Operators, compiled: bool) -> str:
     """One line: by what an objective that `build_step` made is computed."""
-    by_objective = [part.decoder.head for part in objective.modules() if hasattr(part, "decoder")]
-    how = "reference" if operators.training is None else _in_part(objective, by_objective)
+    heads = [part for part in objective.modules() if isinstance(part, Head)]  # see `TokenLogprobs`
+    how = "reference" if operators.training is None else _in_part(objective, heads)
     if operators.training is None and "training" in operators.why_not:
         how += f"; {operators.why_not['training']}"
     return f"train: {how}" + ("; layers compiled by PyTorch" if compiled else "")

@@ -16,6 +16,7 @@ from typing import Any
 
 from workhorse.compare.trials import run_trial
 from workhorse.errors import WorkhorseError
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.train import Recipe
 
 Job = dict[str, Any]
@@ -43,7 +44,10 @@ def main() -> None:
     ended: dict[str, Any] = {"kind": "ended", "stopped_by": None, "error": None}
     try:
         recipe = Recipe.from_dict(job["recipe"])
-        ended["stopped_by"] = run_trial(recipe, Path(job["out"]), tell, contexts=job["contexts"])
+        with keep_freed_memory():  # of this process, which trains nothing else
+            ended["stopped_by"] = run_trial(
+                recipe, Path(job["out"]), tell, contexts=job["contexts"]
+            )
     except WorkhorseError as error:
         ended["error"] = str(error)
     say(ended)

@@ -12,7 +12,6 @@ import torch
 from workhorse.data.corpus.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.windows import Batch, Window, batches, padded_positions, windows
-from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import Decoder, TokenLogprobs, evaluation_mode
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
@@ -96,7 +95,7 @@ def evaluate(
     if batch_size is None:
         batch_size = max(1, _fitting(device, TOKENS_AT_ONCE) // context)
     tally = _Tally()
-    with evaluation_mode(decoder), torch.no_grad(), keep_freed_memory(device):
+    with evaluation_mode(decoder), torch.no_grad():
         cut = _windows(
             documents,
             tokenizer,

@@ -23,13 +23,17 @@ _USUAL = {_MMAP_MAX: 2**16, _MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _TOP
 """glibc's defaults, with the thresholds that it reaches once a block of 32 MiB was freed: after the
 first `mallopt` they no longer rise by themselves."""
 
+CPU = torch.device("cpu")
 _lock = threading.Lock()
 _users = 0
 
 
 @contextlib.contextmanager
-def keep_freed_memory(device: torch.device) -> Iterator[None]:
+def keep_freed_memory(device: torch.device = CPU) -> Iterator[None]:
     """On a CPU, keep freed memory for the next step or batch; elsewhere do nothing.
+
+    This concerns the whole process, so the library leaves it to programs; the command line does it
+    where it trains or evaluates.
 
     By default glibc returns every large block to the system and allocates it again, and the system
     clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. Where there is a

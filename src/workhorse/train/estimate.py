@@ -14,7 +14,6 @@ from workhorse.memory.micro_batch import fit_micro_batch, recordable
 from workhorse.models.describe import exports_as
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
-from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
@@ -120,11 +119,9 @@ def time_steps(
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
     times = []
-    with keep_freed_memory(device):
-        decoder = config.build(train.kernel, device=device)
-        step = build_step(decoder, train, device, parallel=parallel)
-        for _ in range(1 + TIMED_STEPS):
-            start = time.perf_counter()
-            step.update(*step.backward(batch), schedule=1.0)
-            times.append(time.perf_counter() - start)
+    step = build_step(config.build(train.kernel, device=device), train, device, parallel=parallel)
+    for _ in range(1 + TIMED_STEPS):
+        start = time.perf_counter()
+        step.update(*step.backward(batch), schedule=1.0)
+        times.append(time.perf_counter() - start)
     return min(times[1:])

@@ -13,7 +13,6 @@ from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import TAKES_NO_MORE, refusal
 from workhorse.models.parameters import count_parameters
-from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.group import Group
@@ -121,7 +120,7 @@ def _train(
     parallel = recipe.parallel
     world = World(group.rank, group.size, parallel)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
-    with lock, keep_freed_memory(device), _naming(run):
+    with lock, _naming(run):
         into = store or run.store(recipe.train.keep)
         if resume:
             recipe = as_begun(run, recipe)

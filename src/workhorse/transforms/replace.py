@@ -35,7 +35,7 @@ def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[M
     """The class that inherits from a mixin and `kind`.
 
     Its qualified name is its name: PyTorch 2.11 compiles no module of a class where they differ.
-    Pickle finds it in this module, and makes it anew for a module from another process.
+    This module has it as an attribute, for PyTorch's compiler; pickle makes it anew.
 
     Args:
         prefix: of its name, before the name of `kind`.
@@ -43,15 +43,26 @@ def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[M
         kind: the class to change.
     """
     name = f"{prefix}{kind.__name__}"
-    while name in globals():  # of a class of the same name from elsewhere
+    while name in _MADE:  # of a class of the same name from elsewhere
         name += "_"
 
     def reduce(self: nn.Module) -> tuple[object, ...]:
         return _unmade, (prefix, change, kind), self.__getstate__()
 
     made = type(name, (change, kind), {"__module__": __name__, "__reduce__": reduce})
-    globals()[name] = made
+    _MADE[name] = made
     return cast(type[Module], made)
+
+
+_MADE: dict[str, type[nn.Module]] = {}
+"""By name, what `combined` made."""
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """A combined class, as an attribute of this module."""
+    if name in _MADE:
+        return _MADE[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:

@@ -48,6 +48,7 @@ def command(
 
     read_yaml(study)  # first, so that a file that is none does not wait for torch
     from workhorse import compare as library
+    from workhorse.native.allocator import keep_freed_memory
 
     asked = library.read_study(study)
     if quick:
@@ -57,7 +58,8 @@ def command(
         asked = library.with_settings(asked, settings)
     folder = out or Path("runs") / (f"{asked.name}-quick" if quick else asked.name)
     if dry_run:
-        found = library.dry_run(asked, folder, jobs=jobs, threads=threads)
+        with keep_freed_memory():
+            found = library.dry_run(asked, folder, jobs=jobs, threads=threads)
         for line in found["notices"]:
             warn(line)
         print_result(found, as_json, text=_account(found, folder))
@@ -68,8 +70,9 @@ def command(
 def _compare(study: Any, out: Path, jobs: int, threads: int, as_json: bool) -> None:
     from workhorse.cli.compare_progress import show_study
     from workhorse.compare import compare
+    from workhorse.native.allocator import keep_freed_memory
 
-    with show_study() as show:
+    with show_study() as show, keep_freed_memory():
         found = compare(study, out, jobs=jobs, threads=threads, on_event=show)
     fields = {name: getattr(found, name) for name in ("folder", "done", "trials", "stopped_by")}
     result = {**(found.results or {}), **fields}

@@ -93,6 +93,8 @@ def command(
     `convert` wrote, or a preset's name (random weights). On text it measures loss, perplexity and
     bits per byte, every token predicted once.
     """
+    from workhorse.native.allocator import keep_freed_memory
+
     _check_pairs(options, tasks is not None)
     opened = partial(open_model, model, running)
     of_tasks = {name: options[name] for name in OF_TASKS}
@@ -102,7 +104,8 @@ def command(
         print_result(result, as_json, text="" if as_json else _table(result))
     else:
         loaded = opened()
-        result = _measure(loaded, batch_size=batch_size, **of_text)
+        with keep_freed_memory(loaded.decoder.device):
+            result = _measure(loaded, batch_size=batch_size, **of_text)
         print_result(result, as_json, text=_page(result))
         announce(loaded)
 

@@ -211,12 +211,16 @@ def _train(
     changes: list[str],
 ) -> None:
     from workhorse.cli.train_progress import show_training
+    from workhorse.devices.names import resolve_device
+    from workhorse.native.allocator import keep_freed_memory
     from workhorse.parallel.processes.world import LostError, ToldError
     from workhorse.train import train
 
+    device = resolve_device(settings.train.device)
     if environment.rank():
         try:
-            train(settings, out, resume=resume, settings=changes)
+            with keep_freed_memory(device):
+                train(settings, out, resume=resume, settings=changes)
         except LostError:  # the first process, or the one that has gone, says why
             click.get_current_context().exit(ExitCode.USAGE)
         return
@@ -224,7 +228,8 @@ def _train(
         for line in notices:
             show({"kind": "notice", "message": line})
         try:
-            result = train(settings, out, resume=resume, settings=changes, on_event=show)
+            with keep_freed_memory(device):
+                result = train(settings, out, resume=resume, settings=changes, on_event=show)
         except ToldError:
             click.get_current_context().exit(ExitCode.USAGE)
     print_result(result.to_dict(), as_json, text=_summary(result))
@@ -266,12 +271,15 @@ def _dry_run(
     *,
     show_recipe: bool,
 ) -> None:
+    from workhorse.devices.names import resolve_device
+    from workhorse.native.allocator import keep_freed_memory
     from workhorse.train import dry_run
 
     tell = partial(print, file=sys.stderr)
     for line in notices:
         tell(line)
-    found = dry_run(settings, out, resume=resume, tell=tell)
+    with keep_freed_memory(resolve_device(settings.train.device)):
+        found = dry_run(settings, out, resume=resume, tell=tell)
     lines = _figures(found)
     if show_recipe:  # the figures as comments, so that the whole is a recipe
         lines = [settings.written_out().to_yaml(), *(f"# {line}" for line in lines)]

@@ -1,5 +1,6 @@
 """What pyproject.toml promises."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -56,3 +57,21 @@ def test_the_text_that_a_mutation_replaces_stands_in_the_source_once():
         ):
             text = (ROOT / "src" / "workhorse" / change["file"]).read_text("utf-8")
             assert text.count(change["old"]) == 1, change
+
+
+def test_facts_live_with_the_class():
+    """What others need to know of a module or config of `nn` is asked of it, not of its class."""
+    looked = 0
+    source = ROOT / "src" / "workhorse"
+    for path in source.rglob("*.py"):
+        if path.is_relative_to(source / "nn"):
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        ours = [node for node in imports if (node.module or "").startswith("workhorse.nn")]
+        classes = {alias.asname or alias.name for node in ours for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                names = {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)}
+                looked += bool(names & classes)
+    assert looked <= 43  # it was 76

@@ -9,7 +9,6 @@ from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.models.preset import UNITS, Preset
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import WiringConfig
-from workhorse.nn.experts.mixture import MoEConfig
 
 WIDTH = 96
 
@@ -31,8 +30,7 @@ def shape(config: DecoderConfig) -> dict[str, int | None]:
     Those of a mixture are of the first one, None if there is none.
     """
     block, *_ = blocks = [config.blocks[name] for name in config.layer_names()]
-    parts = (block.feed_forward for block in blocks)
-    mixture = next((part for part in parts if isinstance(part, MoEConfig)), None)
+    mixture = next((block.mixture for block in blocks if block.mixture), None)
     return {
         "n_layers": config.n_layers,
         "d_model": config.d_model,
@@ -149,10 +147,9 @@ def _sees(block: WiringConfig) -> Iterator[str]:
 
 
 def _feed_forward(block: WiringConfig) -> str:
-    part = block.feed_forward
-    if isinstance(part, MoEConfig):
-        return f"{part.top_k} of {part.n_experts} experts of {part.d_ff}"
-    return f"feed-forward {part.d_ff}"
+    if mixture := block.mixture:
+        return f"{mixture.top_k} of {mixture.n_experts} experts of {mixture.d_ff}"
+    return f"feed-forward {block.feed_forward.d_ff}"
 
 
 def exports_as(config: DecoderConfig) -> str:

@@ -8,8 +8,7 @@ from torch import nn
 
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.norms import LayerNorm, RMSNorm
+from workhorse.nn.norms import norm_facts
 
 COMPONENTS = ("embedding", "attention", "feed_forward", "norms", "head")
 EXPERTS = ["feed_forward", "experts"]
@@ -35,8 +34,8 @@ def active_parameters(config: DecoderConfig) -> int:
     """
     total = Fraction(0)
     for path, _, block, number in _parameters(config):
-        mixture = block.feed_forward if block and _is_of_experts(path) else None
-        share = Fraction(mixture.top_k, mixture.n_experts) if isinstance(mixture, MoEConfig) else 1
+        mixture = block.mixture if block and _is_of_experts(path) else None
+        share = Fraction(mixture.top_k, mixture.n_experts) if mixture else 1
         total += number * share
     return int(total)
 
@@ -78,6 +77,6 @@ def _is_of_experts(path: list[str]) -> bool:
 
 def _component(path: list[str], owner: nn.Module) -> str:
     """The component that the parameter at a path belongs to."""
-    if isinstance(owner, LayerNorm | RMSNorm):
+    if norm_facts(owner) is not None:
         return "norms"
     return path[2].removesuffix("_convolution") if path[0] == "layers" else path[0]

@@ -18,6 +18,7 @@ from workhorse.nn.elementwise import Multiplier, Unchanged
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.feedforward import ClampedGatedMlpConfig, GatedMlpConfig, MlpConfig
 from workhorse.nn.norms import NormConfig
+from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Hidden
 
 Room = TypeVar("Room")
@@ -55,6 +56,22 @@ class WiringConfig(Config):
     """Factor on each sub-layer's output, before it is added (Granite)."""
     convolution: ShortConvolutionConfig | None = None
     """Short convolutions of the sub-layers' inputs; left out: none."""
+
+    @property
+    def mixture(self) -> MoEConfig | None:
+        """The feed-forward, if it is a mixture of experts."""
+        return self.feed_forward if isinstance(self.feed_forward, MoEConfig) else None
+
+    @property
+    def grouped(self) -> AttentionConfig | None:
+        """The attention, if it has heads of keys and values, as latent attention has not."""
+        return self.attention if isinstance(self.attention, AttentionConfig) else None
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rotation by position of queries and keys, if they are rotated."""
+        position = self.attention.position
+        return position if isinstance(position, RopeConfig) else None
 
     @abstractmethod
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "Block":

@@ -27,7 +27,6 @@ from workhorse.nn.init import (
 )
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions.absolute import OF_PARTS, LearnedPositionConfig
-from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
 
 Room = TypeVar("Room")
@@ -101,8 +100,8 @@ class DecoderConfig(Config):
 
         `max_seq_len`, or less with a rope scaling that depends on the length of the text.
         """
-        ropes = (block.attention.position for block in self.blocks.values())
-        limits = [rope.steady_length for rope in ropes if isinstance(rope, RopeConfig)]
+        ropes = (block.rope for block in self.blocks.values())
+        limits = [rope.steady_length for rope in ropes if rope is not None]
         return min([self.max_seq_len, *(limit for limit in limits if limit is not None)])
 
     def build(

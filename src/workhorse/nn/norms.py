@@ -1,6 +1,6 @@
 """Normalisation over the feature axis, the last one."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,40 @@ class LayerNormConfig(Config):
             raise ConfigError("offset=true needs a weight; set weight=true or offset=false")
 
 
-class LayerNorm(nn.Module):
+class NormFacts(NamedTuple):
+    """What other parts need to know of a norm to compute it: native operators, divided layers."""
+
+    centred: bool
+    """Whether it subtracts the mean."""
+    rounds_normal: bool = False
+    """Whether it rounds to the input's type before it multiplies by the weight."""
+    rounds_gain: bool = True
+    """Whether a weight with its offset is rounded to the input's type."""
+
+
+class Norm(nn.Module):
+    """`normalised(x) * (offset + weight) + bias` over the last axis.
+
+    A class that computes this as its `facts` say declares them; a subclass that does not is
+    executed as it stands.
+    """
+
+    facts: ClassVar[NormFacts]
+    eps: float
+    offset: float
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+
+def norm_facts(module: nn.Module) -> NormFacts | None:
+    """The facts that the class of a norm declares; None for other modules."""
+    return vars(type(module)).get("facts")
+
+
+class LayerNorm(Norm):
     """`(x - mean) / sqrt(var + eps) * weight + bias` over the last axis."""
+
+    facts = NormFacts(centred=True)
 
     def __init__(
         self,
@@ -75,6 +107,8 @@ class LayerNorm(nn.Module):
 class Float32LayerNorm(LayerNorm):
     """LayerNorm computed in float32 and cast back (OLMo, 2402.00838)."""
 
+    facts = LayerNorm.facts
+
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         weight = _gain(self.weight, self.offset)
         return F.layer_norm(
@@ -88,6 +122,8 @@ class Float32LayerNorm(LayerNorm):
 
 class LowPrecisionLayerNorm(LayerNorm):
     """LayerNorm in the autocast dtype rather than in float32 (MPT)."""
+
+    facts = LayerNorm.facts
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         low = autocast_dtype(x) or x.dtype
@@ -128,8 +164,10 @@ class RMSNormConfig(Config):
             raise ConfigError("offset=true needs a weight; set weight=true or offset=false")
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """`x / sqrt(mean(x²) + eps) * weight` over the last axis."""
+
+    facts = NormFacts(centred=False, rounds_normal=True)
 
     def __init__(
         self, width: int, *, eps: float = 1e-6, weight: bool = True, offset: bool = False
@@ -138,6 +176,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = float(offset)
         self.weight = nn.Parameter(torch.empty(width)) if weight else None
+        self.bias = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -157,6 +196,8 @@ class RMSNorm(nn.Module):
 
 class RMSNormMultipliedFirst(RMSNorm):
     """RMSNorm that multiplies in float32 and casts last (OLMo 2, Gemma)."""
+
+    facts = NormFacts(centred=False, rounds_gain=False)
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         return self.multiply(self.normalise(x)).to(x.dtype)

@@ -17,8 +17,6 @@ from workhorse.memory.device_memory import DeviceMemory, device_memory
 from workhorse.models.flops import SCORES, forward_flops
 from workhorse.models.parameters import components_of
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import AttentionConfig
-from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig, share_of
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.plan.devices import DeviceConfig
@@ -332,20 +330,20 @@ class _Work:
         """Of keys and values of a token together, on one device, in an average layer."""
         widths: list[float] = []
         for name in self.config.layer_names():
-            attention = self.config.blocks[name].attention
-            if isinstance(attention, AttentionConfig):
-                heads = attention.n_kv_heads or attention.n_heads
-                heads = max(1, heads // self.parallel.tensor)
-            else:
-                heads = attention.n_heads // self.parallel.tensor
+            block = self.config.blocks[name]
+            attention, grouped = block.attention, block.grouped
+            all_heads = attention.n_heads
+            if grouped is not None and grouped.n_kv_heads:
+                all_heads = grouped.n_kv_heads
+            heads = max(1, all_heads // self.parallel.tensor)
             widths.append(2 * heads * attention.key_dim(self.config.d_model))
         return sum(widths) / len(widths)
 
     @property
     def _chosen(self) -> float:
         """Experts of a token, in an average layer."""
-        parts = [self.config.blocks[name].feed_forward for name in self.config.layer_names()]
-        return sum(part.top_k for part in parts if isinstance(part, MoEConfig)) / len(parts)
+        parts = [self.config.blocks[name].mixture for name in self.config.layer_names()]
+        return sum(part.top_k for part in parts if part) / len(parts)
 
     def _own_weights(self) -> Iterator[tuple[Ring, float]]:
         """Numbers of the largest stage on one device, each with those that have the same."""

@@ -16,7 +16,6 @@ from workhorse.data import (
 from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
 from workhorse.memory.micro_batch import check_fitting
-from workhorse.nn.positions.absolute import NoPositionConfig
 from workhorse.optim.groups import check_base_width
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
@@ -87,15 +86,15 @@ def _positions_and_norm(recipe: Recipe) -> list[str]:
     blocks = config.blocks.values()
     added = config.embedding.position
     inside = [block.attention.position for block in blocks]
-    turned = [one for one in inside if not isinstance(one, NoPositionConfig)]
+    turned = [one for one in inside if one.kind != "none"]
     found: list[str] = []
-    if turned and not isinstance(added, NoPositionConfig) and "preset" in recipe.model:
+    if turned and added.kind != "none" and "preset" in recipe.model:
         if "position" not in (recipe.model.get("embedding") or {}):
             found.append(
                 f"preset {recipe.model['preset']} keeps its {added.kind} positions beside "
                 f"{turned[0].kind}; model.embedding.position={{kind: none}} removes them"
             )
-    elif not turned and isinstance(added, NoPositionConfig):
+    elif not turned and added.kind == "none":
         said = [config.embedding, *(block.attention for block in blocks)]
         if not any("position" in one.model_fields_set for one in said):
             found.append(

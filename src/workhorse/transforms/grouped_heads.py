@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.transforms.record import check, inherit, record
 
@@ -31,8 +31,8 @@ def grouped(config: DecoderConfig, n_kv_heads: int) -> DecoderConfig:
 
 
 def _grouped(block: BlockConfig, n_kv_heads: int) -> BlockConfig:
-    attention = block.attention
-    if not isinstance(attention, AttentionConfig):
+    attention = block.grouped
+    if attention is None:
         raise WorkhorseError(
             "latent attention makes the keys and values of every head from one vector; "
             "leave out n_kv_heads"

@@ -38,7 +38,7 @@ TIE, ATTENTION_BIASES = "head.tied", ("attention.qkv_bias", "attention.out_bias"
 
 def turns(block: BlockConfig) -> bool:
     """Whether a layer has rotary positions."""
-    return isinstance(getattr(block.attention, "position", None), RopeConfig)
+    return block.rope is not None
 
 
 def divided_logits(keys: Data) -> Data:

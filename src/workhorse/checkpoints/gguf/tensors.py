@@ -13,10 +13,8 @@ from workhorse.checkpoints.gguf.rotation import paired, rope_tensors
 from workhorse.checkpoints.tensors import weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
-from workhorse.nn.attention.grouped import AttentionConfig
-from workhorse.nn.attention.self_attention import SelfAttentionConfig
-from workhorse.nn.norms import LayerNorm, RMSNorm
-from workhorse.nn.positions.rope import RopeConfig
+from workhorse.nn.blocks import BlockConfig
+from workhorse.nn.norms import norm_facts
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -154,7 +152,7 @@ def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:
         make, take = partial(_values, weight, offset), partial(_less, offset)
         shape = tuple(weight.shape)
         if layer is not None and theirs in TURNING:
-            make, take = _turned(make, take, blocks[layer].attention, decoder, architecture)
+            make, take = _turned(make, take, blocks[layer], decoder, architecture)
         if head is not None:
             make, take, shape = partial(_as_row, make), partial(_as_vector, take), (1, *shape)
         if layer is not None and theirs in SHAPED:
@@ -193,15 +191,15 @@ def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str,
 def _turned(
     make: Make,
     take: Change,
-    attention: SelfAttentionConfig,
+    block: BlockConfig,
     decoder: Decoder,
     architecture: Architecture,
 ) -> tuple[Make, Change]:
     """Functions that put rows in the order of the architecture's rotation, and back in ours."""
-    if not isinstance(attention, AttentionConfig) or not isinstance(attention.position, RopeConfig):
+    rope = block.rope
+    if block.grouped is None or rope is None:
         return make, take
-    rope = attention.position
-    head_dim = attention.key_dim(decoder.config.d_model)
+    head_dim = block.grouped.key_dim(decoder.config.d_model)
     order = partial(paired, head_dim=head_dim, rotary_dim=rope.rotary_dim(head_dim))
     ours, theirs = rope.pairing, architecture.pairing
     return (
@@ -246,16 +244,16 @@ def _offset_weights(decoder: Decoder) -> set[str]:
     return {
         f"{name}.weight"
         for name, module in decoder.named_modules()
-        if isinstance(module, RMSNorm | LayerNorm) and module.offset
+        if norm_facts(module) is not None and module.offset
     }
 
 
 def _rope_factors(decoder: Decoder) -> dict[str, Tensor]:
     """Divisors of the first layer whose scaling needs them; those of the others are the same."""
     for name in decoder.config.layer_names():
-        attention = decoder.config.blocks[name].attention
-        if isinstance(attention, AttentionConfig) and isinstance(attention.position, RopeConfig):
-            found = rope_tensors(attention.position, attention.key_dim(decoder.config.d_model))
+        block = decoder.config.blocks[name]
+        if block.grouped is not None and block.rope is not None:
+            found = rope_tensors(block.rope, block.grouped.key_dim(decoder.config.d_model))
             if found:
                 return found
     return {}

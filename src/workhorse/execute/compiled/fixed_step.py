@@ -11,11 +11,9 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
-from workhorse.nn.attention.self_attention import Rotation
 from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
-from workhorse.nn.experts.mixture import MixtureOfExperts
 
 
 class Variant(NamedTuple):
@@ -47,10 +45,10 @@ def why_not_fixed(decoder: Decoder) -> str:
 
     It has a mixture of experts, or angles that depend on the text's length.
     """
-    if any(isinstance(part, MixtureOfExperts) for part in decoder.modules()):
+    blocks = decoder.config.blocks.values()
+    if any(block.mixture for block in blocks):
         return "a mixture of experts has other shapes at every token"
-    rotations = [part.rope for part in decoder.modules() if isinstance(part, Rotation)]
-    if any(rope.depends_on_length for rope in rotations):
+    if any(block.rope and block.rope.depends_on_length for block in blocks):
         return "rope scaling dynamic_ntk and longrope depend on the text's length"
     return ""
 

@@ -115,9 +115,8 @@ class SteppingDecoder(Decoder):
     def next_logits(
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:
-        if positions is None and (kept := self._kept_program_for(tokens, cache)):
-            assert isinstance(cache, PagedView)
-            logits = self._step(kept, tokens, cache, 1)
+        if positions is None and (found := self._kept_program_for(tokens, cache)):
+            logits = self._step(*found, tokens, 1)
             if logits is not None:
                 return logits[:, 0]
         return super().next_logits(tokens, positions=positions, cache=cache)
@@ -131,15 +130,16 @@ class SteppingDecoder(Decoder):
         cache: CacheView | None = None,
     ) -> Tensor:
         counted = positions is None and documents is None
-        if counted and (kept := self._kept_program_for(tokens, cache)):
-            assert isinstance(cache, PagedView)
-            logits = self._step(kept, tokens, cache, tokens.shape[1])
+        if counted and (found := self._kept_program_for(tokens, cache)):
+            logits = self._step(*found, tokens, tokens.shape[1])
             if logits is not None:
                 return logits
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
-    def _kept_program_for(self, tokens: Tensor, cache: CacheView | None) -> "KeptProgram | None":
-        """The program, if this pass is a step that it can take."""
+    def _kept_program_for(
+        self, tokens: Tensor, cache: CacheView | None
+    ) -> "tuple[KeptProgram, PagedView] | None":
+        """The program, and the cache, if this pass is a step that it can take."""
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
         if torch.is_autocast_enabled("cpu"):  # which decides the dtype of every operator
@@ -151,7 +151,8 @@ class SteppingDecoder(Decoder):
             fits = fits and cache.length + seq <= self.max_positions
         if not fits or not 0 < rows * seq <= self.most or rows != len(cache.lengths):
             return None
-        return None if self.watch.sees_hooks else self._kept_program()
+        kept = None if self.watch.sees_hooks else self._kept_program()
+        return None if kept is None else (kept, cache)
 
     def _kept_program(self) -> "KeptProgram | None":
         """The program of the modules and weights that it has now."""
@@ -168,7 +169,7 @@ class SteppingDecoder(Decoder):
         return known.kept
 
     def _step(
-        self, kept: "KeptProgram", tokens: Tensor, view: PagedView, wanted: int
+        self, kept: "KeptProgram", view: PagedView, tokens: Tensor, wanted: int
     ) -> Tensor | None:
         """The logits, or None if the weights lie in memory so that there is no program for them."""
         program, weights = kept

@@ -36,12 +36,12 @@ class Computed(NamedTuple):
     output: int
 
 
-def record_modules(decoder: Decoder, kinds: Collection[type[nn.Module]]) -> list[Computed]:
-    """What modules of these kinds, and sums, compute of a token in turn; value 0 is the token.
+def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list[Computed]:
+    """What modules that are known, and sums, compute of a token in turn; value 0 is the token.
 
     Args:
         decoder: to run once.
-        kinds: exact types of the modules to record; of any other its children are.
+        known: whether a module is to be recorded; of any other its children are.
 
     Raises:
         CannotTranslate: anything else happens between token and logits.
@@ -51,10 +51,8 @@ def record_modules(decoder: Decoder, kinds: Collection[type[nn.Module]]) -> list
     recorder.number(token)
     with torch.no_grad(), ExitStack() as hooks:
         for module in decoder.modules():
-            known = type(module) in kinds
-            enter, leave = (
-                (recorder.enter, recorder.leave) if known else (recorder.begin, recorder.end)
-            )
+            ours = recorder.enter, recorder.leave
+            enter, leave = ours if known(module) else (recorder.begin, recorder.end)
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
         hooks.enter_context(recorder)

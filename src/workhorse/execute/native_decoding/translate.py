@@ -1,7 +1,7 @@
 """The instructions of each kind of module, and of a whole decoder."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,13 +26,7 @@ from workhorse.nn.attention.qk_norm import AllHeadsNorm, rotate_then_norm
 from workhorse.nn.attention.self_attention import Float32Rotation, Rotation
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
 from workhorse.nn.feedforward import Gated
-from workhorse.nn.norms import (
-    Float32LayerNorm,
-    LayerNorm,
-    LowPrecisionLayerNorm,
-    RMSNorm,
-    RMSNormMultipliedFirst,
-)
+from workhorse.nn.norms import Norm, norm_facts
 from workhorse.nn.positions.absolute import LearnedPositions
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 
@@ -46,7 +40,7 @@ def translate(decoder: Decoder) -> Program:
     dtypes = {weight.dtype for weight in decoder.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(ATTENDED):
         raise CannotTranslate(f"weights of dtypes {dtypes}")
-    recorded = record_modules(decoder, TRANSLATIONS)
+    recorded = record_modules(decoder, lambda module: _translation(module) is not None)
     last_read = {n: place for place, one in enumerate(recorded) for n in one.inputs}
     writer = Writer(decoder.config.vocab_size, *dtypes)
     values: dict[int, Register] = {}
@@ -67,10 +61,15 @@ def translate(decoder: Decoder) -> Program:
 
 def _written(writer: Writer, module: nn.Module, *inputs: Register) -> Register:
     """The result of a module's instructions."""
-    write = TRANSLATIONS.get(type(module))
+    write = _translation(module)
     if write is None:
         raise CannotTranslate(type(module).__name__)
     return write(writer, module, *inputs)
+
+
+def _translation(module: nn.Module) -> Callable[..., Register] | None:
+    """What writes a module's instructions."""
+    return TRANSLATIONS.get(type(module)) if norm_facts(module) is None else norm
 
 
 def linear(writer: Writer, module: nn.Module, x: Register) -> Register:
@@ -104,11 +103,13 @@ def norm(
     width: int | None = None,
 ) -> Register:
     """A norm of each row, or of each part of a row that is `width` wide."""
-    how, part = NORMS.get(type(module)), cast(Any, module)
-    if how is None:
+    facts, part = norm_facts(module), cast(Norm, module)
+    if facts is None:
         raise CannotTranslate(type(module).__name__)
+    flags = zip(NormFlag, facts, strict=True)
+    how = sum(flag for flag, holds in flags if holds)
     width = width or x.width
-    gain, shift = part.weight, getattr(part, "bias", None)
+    gain, shift = part.weight, part.bias
     if any(one is not None and one.numel() != width for one in (gain, shift)):
         raise CannotTranslate("a norm whose weights are not as wide as it")
     return writer.write(
@@ -220,15 +221,6 @@ def _activate(writer: Writer, module: nn.Module, x: Register, up: Register = NOW
     return writer.write(Op.ACTIVATE, writer.reserve(x.width), x, up, options=options)
 
 
-_LAYER_NORM = NormFlag.CENTRED | NormFlag.ROUNDED_GAIN
-NORMS = {
-    LayerNorm: _LAYER_NORM,
-    LowPrecisionLayerNorm: _LAYER_NORM,
-    Float32LayerNorm: _LAYER_NORM,
-    RMSNorm: NormFlag.ROUNDED_NORMAL | NormFlag.ROUNDED_GAIN,
-    RMSNormMultipliedFirst: NormFlag(0),
-}
-"""How each norm rounds."""
 TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     nn.Embedding: _embed,
     LearnedPositions: _embed_positions,
@@ -237,7 +229,6 @@ TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     **dict.fromkeys((Gated, *NATIVE_ACTIVATIONS), _activate),
     StreamedLinear: linear,
     QuantizedLinear: packed_linear,
-    **dict.fromkeys(NORMS, norm),
     Attention: attention,
 }
 """The function that writes the instructions of each kind of module."""

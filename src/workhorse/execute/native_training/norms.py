@@ -8,25 +8,18 @@ from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.native.blocks import Norm, NormOptions
+from workhorse.nn import norms as plain
 from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.blocks import PreNorm
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
-from workhorse.nn.norms import (
-    Float32LayerNorm,
-    LayerNorm,
-    LowPrecisionLayerNorm,
-    RMSNorm,
-    RMSNormMultipliedFirst,
-)
 from workhorse.nn.watched import watched
 from workhorse.transforms.replace import become, combined, replace_modules
 
 TYPES = (torch.bfloat16, torch.float32)
-NORMS = (LayerNorm, Float32LayerNorm, LowPrecisionLayerNorm, RMSNorm, RMSNormMultipliedFirst)
 
 
-class NativeNorm(nn.Module):
+class NativeNorm(plain.Norm):
     """A mixin for a class of norms that computes by the operators what these accept."""
 
     operators: Training
@@ -67,7 +60,8 @@ def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is PreNorm:
             return become(module, NativePreNorm, operators=operators)
-        if type(module) in NORMS:
+        facts = plain.norm_facts(module)
+        if facts is not None and not (facts.centred and facts.rounds_normal):  # no operator has it
             kind = combined("Native", NativeNorm, type(module))
             return become(module, kind, operators=operators)
         return module
@@ -85,15 +79,13 @@ def norm_of(norm: nn.Module) -> Norm:
 
     A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
     """
-    assert isinstance(norm, LayerNorm | RMSNorm)
-    centred = isinstance(norm, LayerNorm)
-    multiplied_first = isinstance(norm, RMSNormMultipliedFirst)
+    assert isinstance(norm, plain.Norm)
+    facts = norm.facts
     weight, offset = norm.weight, norm.offset
-    if weight is not None and offset and not multiplied_first:
+    if weight is not None and offset and facts.rounds_gain:
         weight, offset = weight + offset, 0.0
-    bias = norm.bias if isinstance(norm, LayerNorm) else None
-    rounded = not centred and not multiplied_first
-    return Norm(weight, bias, NormOptions(offset, norm.eps, centred, rounded))
+    options = NormOptions(offset, norm.eps, facts.centred, facts.rounds_normal)
+    return Norm(weight, norm.bias, options)
 
 
 class _Norm(torch.autograd.Function):

@@ -108,8 +108,8 @@ def written(
 
 def kv_heads(block: BlockConfig) -> int:
     """Heads of keys and values."""
-    assert isinstance(block.attention, AttentionConfig)
-    return block.attention.n_kv_heads or block.attention.n_heads
+    assert block.grouped is not None
+    return block.grouped.n_kv_heads or block.grouped.n_heads
 
 
 def fused_qkv(theirs: str) -> Rule:

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig
 
 
@@ -32,7 +30,7 @@ def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: Paralle
                 "keys as queries; leave one of the two out",
                 "parallel",
             )
-    mixes = any(isinstance(block.feed_forward, MoEConfig) for block in blocks)
+    mixes = any(block.mixture for block in blocks)
     if parallel.expert > 1 and not mixes:
         raise ConfigError(
             f"expert={parallel.expert} divides routed experts, and this model has none; leave it "
@@ -66,14 +64,14 @@ def _divided(
 ) -> Iterator[tuple[str, int, str, int]]:
     """Into how many parts what is divided, each with its name."""
     for block in config.blocks.values():
-        attention, feed_forward = block.attention, block.feed_forward
-        yield "tensor", tensor, "n_heads", attention.n_heads
-        if isinstance(attention, AttentionConfig):
-            kv_heads = attention.n_kv_heads or attention.n_heads
+        mixture = block.mixture
+        yield "tensor", tensor, "n_heads", block.attention.n_heads
+        if block.grouped is not None:
+            kv_heads = block.grouped.n_kv_heads or block.grouped.n_heads
             if tensor % kv_heads:  # else each head is copied to as many processes
                 yield "tensor", tensor, "n_kv_heads", kv_heads
-        yield "tensor", tensor, "d_ff", feed_forward.d_ff
-        if isinstance(feed_forward, MoEConfig):
-            yield "expert", expert, "n_experts", feed_forward.n_experts
-            if feed_forward.shared is not None:
-                yield "tensor", tensor, "shared.d_ff", feed_forward.shared.d_ff
+        yield "tensor", tensor, "d_ff", block.feed_forward.d_ff
+        if mixture is not None:
+            yield "expert", expert, "n_experts", mixture.n_experts
+            if mixture.shared is not None:
+                yield "tensor", tensor, "shared.d_ff", mixture.shared.d_ff

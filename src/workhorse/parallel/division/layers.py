@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
-from workhorse.nn.attention.grouped import Attention, AttentionConfig
+from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.attention.masks import AttentionPattern
 from workhorse.nn.attention.qk_norm import AllHeadsNorm
@@ -28,7 +28,7 @@ from workhorse.nn.experts.mixture import Experts, MixtureOfExperts
 from workhorse.nn.feedforward import GatedMlp, Mlp
 from workhorse.nn.head import Head
 from workhorse.nn.logprobs import Vocabulary
-from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormMultipliedFirst
+from workhorse.nn.norms import Norm
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.optim.shards import is_sharded
 from workhorse.parallel.config import share_of
@@ -106,7 +106,7 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) 
         assert isinstance(block, Block)
         layer = int(number)
         name = config.layer_names()[layer]
-        mixes = isinstance(block.feed_forward, MixtureOfExperts)
+        mixes = config.blocks[name].mixture is not None
         changes |= {block: _Block, block.attention: _SubLayer}
         changes[block.feed_forward] = _Mixture if mixes else _SubLayer
         patterns[block.attention] = _pattern(block.attention, config, name, layer, team)
@@ -130,8 +130,8 @@ def _pattern(
     attention: SelfAttention, config: DecoderConfig, name: str, layer: int, team: LayerTeam
 ) -> AttentionPattern:
     """What the heads of this process see."""
-    whole = config.blocks[name].attention
-    if not isinstance(whole, AttentionConfig):
+    whole = config.blocks[name].grouped
+    if whole is None:
         return attention.pattern
     heads = slice(team.group.rank * attention.n_heads, (team.group.rank + 1) * attention.n_heads)
     slopes = whole.pattern(config.d_model, layer).alibi_slopes[heads]
@@ -205,21 +205,17 @@ class _LastProducts(_OfTeam, GroupedLinear):
         return super().product(x, groups, weight, bias if self.team.group.is_first else bias * 0)
 
 
-class _Norm(_OfTeam):
+class _Norm(_OfTeam, Norm):
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self, LayerNorm | RMSNorm)
         width = self.team.group.size * x.shape[-1]
         wide = x.float()
-        if isinstance(self, LayerNorm):
+        if self.facts.centred:
             wide = wide - self.team.sum(wide.sum(-1, keepdim=True)) / width
         square = self.team.sum(wide.square().sum(-1, keepdim=True)) / width
         y = wide * torch.rsqrt(square + self.eps)
-        if isinstance(self, LayerNorm):
-            y = y if self.weight is None else y * (self.weight.float() + self.offset)
-            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
-        if isinstance(self, RMSNormMultipliedFirst):
-            return self.multiply(y).to(x.dtype)
-        return self.multiply(y.to(x.dtype))
+        y = y.to(x.dtype) if self.facts.rounds_normal else y
+        y = y if self.weight is None else y * (self.weight.to(y.dtype) + self.offset)
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
 
 
 class _Embedding(_OfTeam):

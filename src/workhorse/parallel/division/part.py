@@ -6,9 +6,7 @@ vocabulary (1909.08053 §3). What is not divided, norms above all, is there whol
 
 from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import share_of
 
 
@@ -36,11 +34,10 @@ def part_of_model(config: DecoderConfig, ways: int, member: int = 0) -> DecoderC
 def _part_of(block: BlockConfig, d_model: int, ways: int) -> BlockConfig:
     attention, feed_forward = block.attention, block.feed_forward
     heads = {"n_heads": attention.n_heads // ways}
-    if isinstance(attention, AttentionConfig):
-        heads["n_kv_heads"] = max(1, (attention.n_kv_heads or attention.n_heads) // ways)
-        heads["head_dim"] = attention.key_dim(d_model)
+    if grouped := block.grouped:
+        heads["n_kv_heads"] = max(1, (grouped.n_kv_heads or grouped.n_heads) // ways)
+        heads["head_dim"] = grouped.key_dim(d_model)
     part = feed_forward.replace(d_ff=feed_forward.d_ff // ways)
-    if isinstance(feed_forward, MoEConfig) and feed_forward.shared is not None:
-        shared = feed_forward.shared
+    if block.mixture and (shared := block.mixture.shared):
         part = part.replace(shared=shared.replace(d_ff=shared.d_ff // ways).to_dict())
     return block.replace(attention=attention.replace(**heads), feed_forward=part)

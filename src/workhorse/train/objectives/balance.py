@@ -20,8 +20,7 @@ from torch import Tensor
 
 from workhorse.config.base import ConfigError
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import AdjustedRouter, Router, Routing
+from workhorse.nn.experts.router import Router, Routing
 from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class Balancer:
     def update(self, finite: bool) -> None:
         """Move the biases by the loads since the last update, unless that update was skipped."""
         for layer, router in self.routers.items():
-            bias = router.selection_bias if isinstance(router, AdjustedRouter) else None
+            bias: Tensor | None = getattr(router, "selection_bias", None)
             if finite and bias is not None:
                 load = self.loads[layer]
                 bias.add_(torch.sign(load.mean() - load), alpha=self.rate)
@@ -228,12 +227,8 @@ def has_mixtures(config: DecoderConfig) -> bool:
 
 def _mixtures(config: DecoderConfig) -> dict[int, int]:
     """The number of experts of each layer that is a mixture."""
-    feed_forwards = [config.blocks[name].feed_forward for name in config.layer_names()]
-    return {
-        layer: mixture.n_experts
-        for layer, mixture in enumerate(feed_forwards)
-        if isinstance(mixture, MoEConfig)
-    }
+    mixtures = [config.blocks[name].mixture for name in config.layer_names()]
+    return {layer: mixture.n_experts for layer, mixture in enumerate(mixtures) if mixture}
 
 
 def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:
@@ -242,8 +237,7 @@ def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:
     Raises:
         ConfigError: there is a weight but no mixture of experts, or a rate but no selection bias.
     """
-    blocks = config.blocks.values()
-    mixtures = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoEConfig)]
+    mixtures = [block.mixture for block in config.blocks.values() if block.mixture]
     if weight and not mixtures:
         raise ConfigError(
             f"balance_loss={weight} has no mixture of experts to balance; leave it out", "train"

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -75,3 +77,34 @@ def test_facts_live_with_the_class():
                 names = {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)}
                 looked += bool(names & classes)
     assert looked <= 43  # it was 76
+
+
+IMPORT_EACH = """
+import os, sys
+import numpy, pydantic, torch, yaml  # once for all
+for name in sys.argv[1:]:
+    if not os.fork():
+        __import__(name)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"{name} cannot be imported first")
+"""
+
+
+def import_each(modules: list[str]) -> None:
+    call = [sys.executable, "-c", IMPORT_EACH, *modules]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_packages_behind_verbs_can_be_imported_first():
+    import_each([f"workhorse.{name}" for name in ("plan", "compare", "scaling", "memory.account")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["execute", "memory", "model", "train"])
+def test_every_module_of_packages_that_import_each_other_can_be_first(package: str):
+    source = ROOT / "src"
+    found = (source / "workhorse" / package).rglob("*.py")
+    names = [".".join(path.relative_to(source).with_suffix("").parts) for path in found]
+    import_each([name.removesuffix(".__init__") for name in names])

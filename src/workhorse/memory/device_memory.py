@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,9 @@ from workhorse.memory.step_memory import Kind, Place, StepMemory, step_memory
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
 from workhorse.parallel.division.divisible import check_divisible
-from workhorse.train.recipe.recipe import TrainConfig
+
+if TYPE_CHECKING:  # which imports this package
+    from workhorse.train.recipe.recipe import TrainConfig
 
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}
@@ -62,7 +64,7 @@ class DeviceMemory:
 
 def device_memory(
     config: DecoderConfig,
-    train: TrainConfig,
+    train: "TrainConfig",
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
     *,
@@ -164,7 +166,7 @@ def _of_stage(
 
 def _recorded(
     config: DecoderConfig,
-    train: TrainConfig,
+    train: "TrainConfig",
     device: torch.device,
     parallel: ParallelismConfig,
     stage: int,
@@ -186,7 +188,7 @@ def _recorded(
     return found if updates else found.without_update
 
 
-def _as_recorded(train: TrainConfig) -> TrainConfig:
+def _as_recorded(train: "TrainConfig") -> "TrainConfig":
     """Settings with the same record are made equal: more than two micro-batches are like two."""
     size = train.micro_batch_size
     if not isinstance(size, int) or size >= train.batch_size:

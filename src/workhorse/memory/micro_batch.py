@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,9 @@ from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
-from workhorse.train.recipe.recipe import TrainConfig
+
+if TYPE_CHECKING:  # which imports this package
+    from workhorse.train.recipe.recipe import TrainConfig
 
 MARGIN, SCATTERED = 0.1, 0.3
 """Fraction of the free memory that is left for validation, samples, what operators need inside
@@ -25,12 +28,12 @@ themselves, and gaps; and where the C library's heap scatters the tensors of a C
 
 def fit_micro_batch(
     config: DecoderConfig,
-    train: TrainConfig,
+    train: "TrainConfig",
     device: torch.device,
     *,
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
-) -> TrainConfig:
+) -> "TrainConfig":
     """The settings with a number for `micro_batch_size: auto`; others as they are.
 
     Nothing is tried out: steps are recorded on tensors without data, before the model is made, and
@@ -93,7 +96,7 @@ def check_fitting(device: torch.device) -> None:
 
 def step_bytes(
     config: DecoderConfig,
-    train: TrainConfig,
+    train: "TrainConfig",
     device: torch.device,
     *,
     packed: bool = False,
@@ -114,7 +117,7 @@ def step_bytes(
     return found.total + copies
 
 
-def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:
+def recordable(train: "TrainConfig", device: torch.device) -> "TrainConfig":
     """Settings whose step can be recorded: float16's as float32's, without autocast's copies."""
     dtype = str(training_dtype(train.dtype, device)).removeprefix("torch.")
     return train.replace(dtype="float32" if dtype == "float16" else dtype)

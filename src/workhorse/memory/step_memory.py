@@ -4,7 +4,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
-from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.build import build_step
+
+if TYPE_CHECKING:  # which imports this package
+    from workhorse.train.recipe.recipe import TrainConfig
 
 Kind = Literal[
     "weights", "low_bits", "optimizer", "sums", "gradients", "activations", "loss", "temporary"
@@ -88,7 +89,7 @@ class StepMemory:
 
 def step_memory(
     config: DecoderConfig,
-    train: TrainConfig,
+    train: "TrainConfig",
     device: torch.device,
     *,
     packed: bool = False,
@@ -116,6 +117,8 @@ def step_memory(
         stage: of a pipeline; None for the last. Of all micro-batches that wait for their backward
             pass it holds one.
     """
+    from workhorse.train.step.build import build_step
+
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
     execution = "auto" if train.execution == "compiled" else train.execution
     train = train.replace(kernel=kernel, fp8=False, execution=execution)

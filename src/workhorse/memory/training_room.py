@@ -1,6 +1,7 @@
 """Whether training fits into memory, before anything is allocated."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
-from workhorse.train.recipe.recipe import TrainConfig
+
+if TYPE_CHECKING:  # which imports this package
+    from workhorse.train.recipe.recipe import TrainConfig
 
 LONG = 2e14
 """Floating-point operations of a run so long that recording a step delays it by less than 1 %."""
@@ -22,7 +25,7 @@ LONG = 2e14
 
 def check_training(
     config: DecoderConfig,
-    train: TrainConfig,
+    train: "TrainConfig",
     device: torch.device,
     *,
     packed: bool = False,
@@ -58,7 +61,7 @@ def check_training(
 
 def check_held(
     config: DecoderConfig,
-    train: TrainConfig,
+    train: "TrainConfig",
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> None:

@@ -51,13 +51,10 @@ class DecodingBody(NamedTuple):
             quantised = any(map(_is_native, decoder.modules()))
             why = "quantised layers multiply natively" if quantised else self.reason
             return "decode: reference" + (f"; {why}" if why else "")
-        why_not = "no such operator"
-        if isinstance(decoder, SteppingDecoder):
-            why_not = decoder.why_not_whole()
-            if not why_not:
-                return f"decode: native ({instructions()}), whole steps"
+        if isinstance(decoder, SteppingDecoder) and not decoder.why_not_whole():
+            return f"decode: native ({instructions()}), whole steps"
         if isinstance(decoder, CompiledDecoder):
-            return f"decode: compiled, whole steps; {why_not} has no native step"
+            return "decode: compiled, whole steps"
         return f"decode: {_in_part(decoder)}"
 
 

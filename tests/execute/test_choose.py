@@ -1,6 +1,7 @@
 """The line that announces how a model runs says what runs."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tests.native.machine import OPERATORS, needs
 from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
 from tests.nn.paged import paged
 from workhorse.errors import WorkhorseError
-from workhorse.execute.choose import decoding_body, training_announcement
+from workhorse.execute.choose import NOTHING, decoding_body, training_announcement
 from workhorse.execute.native_decoding.attention import DecodingSdpa
 from workhorse.execute.native_decoding.native_step import SteppingDecoder
 from workhorse.execute.native_decoding.stream import StreamedLinear
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"
 CPU = torch.device("cpu")
 LINE = re.compile(
     r"decode: (?:reference(?:; .+)?|native \([A-Z0-9-]+\), "
-    r"(?:whole steps|(\d+) of (\d+) modules(?:; ([\w, ]+) ha(?:s|ve) no native form)?))"
+    r"(?:whole steps|(\d+) of (\d+) modules(?:; by PyTorch: ([\w, ]+))?(?:; no whole steps: .+)?))"
 )
 EACH = pytest.mark.parametrize(
     "config", CAUSAL, ids=[name(COVERING.index(config)) for config in CAUSAL]
@@ -42,8 +43,14 @@ def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.Monkey
     run = Steps.run
     monkeypatch.setattr(Steps, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
     view = paged(body.decoder, 2, 8)
-    for tokens in random_tokens(config, 2, 8).split([7, 1], dim=1):
-        body.decoder.next_logits(tokens, cache=view)
+    prompt, token = random_tokens(config, 2, 8).split([7, 1], dim=1)
+    body.decoder.next_logits(prompt, cache=view)
+    executed: set[object] = set()
+    sys.setprofile(lambda frame, *_: executed.add(frame.f_code))
+    try:
+        body.decoder.next_logits(token, cache=view)
+    finally:
+        sys.setprofile(None)
     found = LINE.fullmatch(line)
     assert found, line
     whole = line.endswith("whole steps")
@@ -53,8 +60,12 @@ def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.Monkey
     native, total, plain = int(found[1]), int(found[2]), found[3]
     assert 0 < native <= total
     assert (native < total) is bool(plain)
-    kinds = {type(module).__name__ for module in body.decoder.modules()}
-    assert set((plain or "").split(", ")) - {""} <= kinds
+    named = set((plain or "").split(", ")) - {""}
+    leaves = [module for module in body.decoder.modules() if not list(module.children())]
+    assert named <= {type(module).__name__ for module in leaves}
+    ran = {type(one) for one in leaves if type(one).forward.__code__ in executed}
+    by_pytorch = {kind for kind in ran if kind.__module__.startswith(("workhorse.nn", "torch"))}
+    assert {kind.__name__ for kind in by_pytorch - {*NOTHING}} <= named
 
 
 @needs("decoding")

@@ -51,11 +51,12 @@ class DecodingBody(NamedTuple):
             quantised = any(map(_is_native, decoder.modules()))
             why = "quantised layers multiply natively" if quantised else self.reason
             return "decode: reference" + (f"; {why}" if why else "")
-        if isinstance(decoder, SteppingDecoder) and not decoder.why_not_whole():
+        why_not = "" if not isinstance(decoder, SteppingDecoder) else decoder.why_not_whole()
+        if isinstance(decoder, SteppingDecoder) and not why_not:
             return f"decode: native ({instructions()}), whole steps"
         if isinstance(decoder, CompiledDecoder):
             return "decode: compiled, whole steps"
-        return f"decode: {_in_part(decoder)}"
+        return f"decode: {_in_part(decoder)}" + (f"; no whole steps: {why_not}" if why_not else "")
 
 
 def decoding_body(
@@ -145,13 +146,13 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
 
     look(root, inside=False)
     total = len(native) + len(counted)
-    rest = f"; {', '.join(plain)} {'have' if len(plain) > 1 else 'has'} no native form"
+    rest = f"; by PyTorch: {', '.join(plain)}"
     line = f"native ({instructions()}), {len(native)} of {total} modules"
     return line + (rest if plain else "")
 
 
 def _is_native(module: nn.Module) -> bool:
-    """Whether a class of `execute`, or of quantised weights, computes it."""
+    """Whether a class of `execute`, or of quantised weights, computes it; no whole decoder."""
     ours = ("workhorse.execute.native", "workhorse.transforms.quantization")
-    classes = [one for one in type(module).__mro__ if not issubclass(Decoder, one)]
+    classes = () if isinstance(module, Decoder) else type(module).__mro__
     return any(one.__module__.startswith(ours) for one in classes)

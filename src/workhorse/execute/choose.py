@@ -132,7 +132,7 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
     plain: dict[str, None] = {}
 
     def look(module: nn.Module, inside: bool) -> None:
-        inside = inside or _is_native(module)
+        inside = inside or (module is not root and _is_native(module))
         children = list(module.children())
         if not children and not isinstance(module, NOTHING):
             if inside:
@@ -152,7 +152,6 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
 
 
 def _is_native(module: nn.Module) -> bool:
-    """Whether a class of `execute`, or of quantised weights, computes it; no whole decoder."""
+    """Whether a class of `execute`, or of quantised weights, computes it."""
     ours = ("workhorse.execute.native", "workhorse.transforms.quantization")
-    classes = () if isinstance(module, Decoder) else type(module).__mro__
-    return any(one.__module__.startswith(ours) for one in classes)
+    return any(one.__module__.startswith(ours) for one in type(module).__mro__)

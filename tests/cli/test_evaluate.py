@@ -14,7 +14,9 @@ from workhorse.cli.main import main
 
 def evaluate(capsys, *arguments: str) -> dict:
     assert main(["evaluate", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "decode: " in printed.err  # by what the model ran
+    return json.loads(printed.out)
 
 
 def test_a_folder(run_folder, capsys):

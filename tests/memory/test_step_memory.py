@@ -7,7 +7,7 @@ from tests.nn.grid import COVERING
 from tests.plan.families import small
 from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
 from workhorse.memory.step_memory import StepMemory, step_memory
-from workhorse.nn import DecoderConfig, logprobs
+from workhorse.nn import DecoderConfig, products
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
@@ -138,7 +138,7 @@ def test_like_parts_of_the_loss_are_recorded_once(
     config = small("llama", num_hidden_layers=1, vocab_size=20_000)
     train = training(dtype=dtype, batch_size=64, seq_len=512)
     short = step_memory(config, train, torch.device(device))
-    monkeypatch.setattr(logprobs, "recording", lambda: False)
+    monkeypatch.setattr(products, "recording", lambda: False)
     whole = step_memory(config, train, torch.device(device))
     assert len(short.totals) < len(whole.totals)
     assert (peak(short), short.held) == (peak(whole), whole.held)

@@ -13,9 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import workhorse
 from tests.nn.grid import COVERING, make, random_tokens
-from workhorse.nn import IGNORE, HeadLoss, Logprobs, TokenLogprobs, logprobs, next_token_loss
+from workhorse.nn import (
+    IGNORE,
+    HeadLoss,
+    Logprobs,
+    TokenLogprobs,
+    logprobs,
+    next_token_loss,
+    products,
+)
 from workhorse.nn.head import HeadConfig
-from workhorse.nn.logprobs import Vocabulary, is_linear, parts_of, product, score
+from workhorse.nn.logprobs import Vocabulary, is_linear, score
+from workhorse.nn.products import parts_of, product
 
 BATCH, SEQ, VOCAB, WIDTH = 3, 5, 11, 6
 HEADS = {
@@ -73,7 +82,7 @@ def test_they_and_their_gradients_are_those_of_all_logits(
     monkeypatch: pytest.MonkeyPatch, kind: str, max_logits: int, way: str
 ) -> None:
     """In float64, in one part and in many; linear or, where somebody listens, by the head."""
-    monkeypatch.setitem(logprobs.BLOCK, "cpu", 2 * VOCAB)
+    monkeypatch.setitem(products.BLOCK, "cpu", 2 * VOCAB)
     head = build(kind)
     x = torch.randn(BATCH, SEQ, WIDTH, dtype=torch.float64, requires_grad=True)
     expected = with_gradients(reference(head(x), targets()), x, head)
@@ -237,7 +246,7 @@ def test_the_loss_is_float32_from_bfloat16_logits() -> None:
 
 def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of them do; the result is the float32 one within bfloat16's rounding."""
-    monkeypatch.setitem(logprobs.BLOCK, "cpu", 2 * VOCAB)
+    monkeypatch.setitem(products.BLOCK, "cpu", 2 * VOCAB)
     head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
     torch.nn.init.normal_(head.proj.weight)
     x = torch.randn(BATCH, SEQ, WIDTH)
@@ -342,15 +351,15 @@ def test_what_is_frozen_costs_no_product(
     x = torch.randn(BATCH, SEQ, WIDTH, requires_grad=frozen != "x")
     for name, parameter in head.named_parameters():
         parameter.requires_grad_(name != frozen)
-    products: list[Tensor] = []
+    made: list[Tensor] = []
 
     def counted(*given: Tensor | None) -> Tensor:
-        products.append(product(*given))
-        return products[-1]
+        made.append(product(*given))
+        return made[-1]
 
     monkeypatch.setattr(logprobs, "product", counted)
     way()(x, targets(), head)[0].sum().backward()
-    assert len(products) - again == (3 if frozen == "proj.bias" else 2)
+    assert len(made) - again == (3 if frozen == "proj.bias" else 2)
     gradients = {"x": x.grad} | {name: p.grad for name, p in head.named_parameters()}
     assert [name for name, gradient in gradients.items() if gradient is None] == [frozen]
 
@@ -376,7 +385,7 @@ def test_a_batchs_logits_never_exist_at_once_and_blocks_alone_in_float32(
 ) -> None:
     """Forwards and backwards."""
     vocab, width, tokens, block, at_once = 256, 4, 192, 8 * 256, 16 * 256
-    monkeypatch.setitem(logprobs.BLOCK, "cpu", block)
+    monkeypatch.setitem(products.BLOCK, "cpu", block)
     head = HeadConfig().build(vocab, width, width).bfloat16()
     torch.nn.init.normal_(head.proj.weight)
     x = torch.randn(2, tokens // 2, width).bfloat16().requires_grad_()

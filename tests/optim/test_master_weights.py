@@ -15,7 +15,7 @@ from workhorse.devices.instructions import SWITCH
 from workhorse.execute.native_training import replace_embeddings, train_natively
 from workhorse.native import Operators, Training
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.logprobs import Multiply, product
+from workhorse.nn.products import Multiply, product
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, join, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig

@@ -79,7 +79,7 @@ def decoding_body(
     if execution == "reference":
         return DecodingBody(reference, Operators())
     if reference.device.type != "cpu":
-        return _without_host(reference, execution)
+        return _on_a_gpu(reference, execution)
     libraries = "decoding", "steps", "matrix_unit", "vectors"
     operators = resolve(*libraries, wait=wait or execution != "auto")
     body = body_of(reference).eval()
@@ -98,7 +98,7 @@ def decoding_body(
     return DecodingBody(body, operators)
 
 
-def _without_host(reference: Decoder, execution: Execution) -> DecodingBody:
+def _on_a_gpu(reference: Decoder, execution: Execution) -> DecodingBody:
     """On a GPU: steps as graphs, so that it never waits for the host to launch a kernel."""
     body = body_of(reference).eval()
     if execution == "compiled":

@@ -6,20 +6,28 @@ weighted sum of these. It has a native and a compiled form. `TokenLogprobs` appl
 logits, a part of the batch at a time, so that the logits of all positions never exist.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from workhorse.devices.tape import recording
 from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.elementwise import Multiplier, SoftCap
 from workhorse.nn.head import Head
+from workhorse.nn.products import (
+    Gradients,
+    ProductGradients,
+    parts_of,
+    product,
+    rows_at_once,
+    rows_of_block,
+    wide,
+    widened,
+)
 from workhorse.nn.shapes import Hidden, Logits, Tokens
 from workhorse.nn.watched import watched
 
@@ -31,10 +39,6 @@ and writes the gradient of the head's weight, so a GPU wants few parts."""
 MAX_LOGITS_ON_CPU = 2**26
 MOST_WIDE = 2**27
 """Logits of a head that is not linear, in float32: 512 MiB."""
-BLOCK = {"cpu": 2**20}
-"""Logits that are in float32 at once: on a CPU what its cache holds."""
-LARGE_BLOCK = 2**24
-"""The same on every other device."""
 FAR = -1e4
 """Added to the largest logit, has probability 0 in every type, and times 0 it is 0."""
 
@@ -47,10 +51,6 @@ Terms = Float[Tensor, "tokens 3"]
 if it is wanted; all 0 where the target is `IGNORE`."""
 Coefficients = Float[Tensor, "tokens 4"]
 """By which a loss multiplies the log-probability, the log of the sum, its square, the entropy."""
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of x, of the matrix and of the bias."""
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Multiplies two matrices and adds the third argument, unless it is None, to each row."""
 
 
 class Shaping(NamedTuple):
@@ -239,7 +239,7 @@ class TokenLogprobs(nn.Module):
     ) -> Terms:
         """As the function of that name, without a gradient of autograd."""
         found = logits.new_empty(len(logits), 3, dtype=wide(logits.dtype))
-        size = _rows_of_block(logits, self.vocabulary.most(logits.shape[1]))
+        size = rows_of_block(logits, self.vocabulary.most(logits.shape[1]))
         others = () if coefficients is None else (coefficients,)
         for block, wanted, into, *by in parts_of(size, logits, targets, found, *others):
             terms = score(
@@ -402,103 +402,9 @@ def unshape_gradient(gradient: Tensor, shaped: Tensor, shaping: Shaping) -> None
         gradient *= shaping.multiplier
 
 
-def widened(x: Tensor) -> Tensor:
-    """In float32 at least; it may be the tensor given."""
-    return x.to(wide(x.dtype))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Float32, or float64 where a type has as much."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def default_max_logits(device: torch.device) -> int:
     """How many logits exist at once on a device if `max_logits` is None."""
     return MAX_LOGITS_ON_CPU if device.type == "cpu" else MAX_LOGITS
-
-
-def rows_at_once(max_logits: int, vocab: int) -> int:
-    """How many rows of logits are no more than so many numbers, and one at least."""
-    return max(1, max_logits // vocab)
-
-
-def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of tensors, so many at a time.
-
-    While a step is recorded, what lies between the third part and the last is left out: it would
-    do what the third does, which is the first that meets a sum in float32.
-    """
-    begins = range(0, max(1, len(tensors[0])), size)
-    if recording():
-        begins = (*begins[:3], *begins[3:][-1:])
-    return (tuple(tensor[begin : begin + size] for tensor in tensors) for begin in begins)
-
-
-def blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of logits, few enough to be in float32 at once, with what belongs to them."""
-    return parts_of(_rows_of_block(logits, logits.shape[1]), logits, *others)
-
-
-def _rows_of_block(logits: Tensor, vocab: int) -> int:
-    return rows_at_once(BLOCK.get(logits.device.type, LARGE_BLOCK), vocab)
-
-
-class ProductGradients:
-    """Gradients of `x Wᵀ + bias`, from the gradient of the product in parts of its rows.
-
-    Args:
-        rows: of x.
-        wanted: of x, the weight and the bias; of what is not, nothing is computed.
-        multiply: gives the product of two matrices.
-    """
-
-    def __init__(self, rows: int, wanted: Sequence[bool], multiply: Multiply) -> None:
-        self._rows = rows
-        self._wanted = wanted
-        self._multiply = multiply
-        self._done = 0
-        self._of_x: Tensor | None = None
-        self._of_weight: Tensor | None = None
-        self._of_bias: Tensor | None = None
-
-    def add(self, above: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Take the gradient of the next rows of the product, whose rows of x these are."""
-        for_x, for_weight, for_bias = self._wanted
-        if for_x:
-            self._add_of_x(self._multiply(above, weight, None))
-        if for_weight:
-            self._of_weight = _sum(self._of_weight, self._multiply(above.t(), x, None))
-        if for_bias:
-            self._of_bias = _sum(self._of_bias, above.sum(dim=0, dtype=wide(above.dtype)))
-
-    def result(self, weight: Tensor, bias: Tensor | None) -> Gradients:
-        """Of x, of the weight and of the bias, each in the type of its own."""
-        return (
-            self._of_x,
-            None if self._of_weight is None else self._of_weight.to(weight.dtype),
-            None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype),
-        )
-
-    def _add_of_x(self, part: Tensor) -> None:
-        if len(part) == self._rows:
-            self._of_x = part
-            return
-        if self._of_x is None:
-            self._of_x = part.new_empty(self._rows, part.shape[1])
-        self._of_x[self._done : self._done + len(part)] = part
-        self._done += len(part)
-
-
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    """In float32 at least from the second part on."""
-    if total is None:
-        return part
-    total = widened(total)
-    if total.dtype == part.dtype:
-        return total.add_(part)
-    for rows, more in blocks(total, part):  # of all that it casts, a CPU makes a copy
-        rows.add_(more)
-    return total
 
 
 class _LinearTerms(torch.autograd.Function):
@@ -578,8 +484,3 @@ class _LinearLoss(torch.autograd.Function):
         of_sum = above[0][0]  # of both terms, which are always added up
         scaled = [None if gradient is None else gradient.mul_(of_sum) for gradient in gradients]
         return (*scaled, *[None] * 6)
-
-
-def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """`a b + bias` as `nn.Linear` computes it."""
-    return F.linear(a, b.t(), bias)

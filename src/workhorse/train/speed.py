@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from workhorse.nn.logprobs import Multiply, product
+from workhorse.nn.products import Multiply, product
 
 PROBE_SECONDS = 0.02
 """How long the probe multiplies matrices of one size; the very first gemm does not count."""

@@ -20,8 +20,9 @@ from workhorse.execute.native_training.norms import NativeNorm, replace_norms
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
-from workhorse.nn.logprobs import HeadLoss, Shaping, product, score
+from workhorse.nn.logprobs import HeadLoss, Shaping, score
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormConfig, RMSNormMultipliedFirst
+from workhorse.nn.products import product
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
 

@@ -166,10 +166,11 @@ def _score(
     tasks = load_tasks(names, include_path)
     from workhorse.evaluate.harness_model import HarnessModel
 
-    model = HarnessModel(
-        opened(), progress=partial(progress, unit="requests"), batch_size=batch_size
-    )
-    return tasks.run(model, limit=limit, fewshot=fewshot, chat=apply_chat_template)
+    loaded = opened()
+    model = HarnessModel(loaded, progress=partial(progress, unit="requests"), batch_size=batch_size)
+    result = tasks.run(model, limit=limit, fewshot=fewshot, chat=apply_chat_template)
+    announce(loaded)
+    return result
 
 
 def _documents(model: "Model", data: str | None) -> Iterator["Document"]:

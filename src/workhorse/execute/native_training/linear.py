@@ -11,7 +11,7 @@ from workhorse.native import Operators
 from workhorse.native.matrix_unit import Product, rows
 from workhorse.native.vectors import Sum
 from workhorse.nn.head import Head
-from workhorse.nn.logprobs import product
+from workhorse.nn.products import product
 from workhorse.transforms.replace import become, replace_modules
 
 ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}

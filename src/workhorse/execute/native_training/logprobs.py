@@ -8,7 +8,8 @@ from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.nn.head import Head
-from workhorse.nn.logprobs import WHOLE, HeadLoss, Multiply, Shaping, TokenLogprobs, product
+from workhorse.nn.logprobs import WHOLE, HeadLoss, Shaping, TokenLogprobs
+from workhorse.nn.products import Multiply, product
 from workhorse.transforms.replace import become, combined, replace_modules
 
 

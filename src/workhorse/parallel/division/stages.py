@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from workhorse.nn import Decoder, TokenLogprobs
 from workhorse.nn.head import Head
-from workhorse.nn.logprobs import Matrix, Terms, wide
+from workhorse.nn.logprobs import Matrix, Terms
+from workhorse.nn.products import wide
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.parallel.config import share_of
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward

@@ -59,6 +59,7 @@ class ObjectiveConfig(Config):
         """How many rows must pass together: batches and micro-batches are multiples of it."""
         return 1
 
+    @abstractmethod
     def build(self, decoder: Decoder, team: "SequenceTeam | None" = None) -> "Objective":
         """The objective of a decoder.
 
@@ -66,7 +67,6 @@ class ObjectiveConfig(Config):
             decoder: the model to train.
             team: has the other parts of the sequences, where these are divided.
         """
-        raise NotImplementedError
 
 
 class Objective(nn.Module, ABC):

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.native.machine import decode_natively
-from workhorse.generate import Completion, Delta, GenerationConfig, Scheduler, generate
-from workhorse.generate.prefixes import PIECE
+from workhorse.generate import Completion, Delta, Engine, GenerationConfig, generate
+from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.campaign
@@ -95,25 +95,25 @@ def requests(pick: random.Random, *, exact: bool) -> list[Asked]:
 def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
     """All of them, some cancelled on their way."""
     by_result: dict[int, Asked] = {}
-    scheduler = Scheduler(
+    engine = Engine(
         decoder,
-        max_rows=32,
+        max_sequences=32,
         max_tokens=4000,
         speculate=max(request.config.speculate for request in asked),
         prompt_chunk=24,
-        remembers=True,
+        prefix_caching=True,
     )
     waiting = list(asked)
-    while waiting or not scheduler.is_idle:
+    while waiting or not engine.is_idle:
         for _ in range(min(len(waiting), pick.choice([0, 0, 1, 2, 9]))):
             request = waiting.pop()
-            (result,) = scheduler.add(request.prompt, request.config)
+            (result,) = engine.add(request.prompt, request.config)
             by_result[result] = request
-        for delta in scheduler.step():
+        for delta in engine.step():
             by_result[delta.index].deltas.append(delta)
         if by_result and pick.random() < 0.05:
             result, request = pick.choice(list(by_result.items()))
-            scheduler.cancel(result)
+            engine.cancel(result)
             request.cancelled = True
 
 

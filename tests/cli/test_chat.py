@@ -106,17 +106,17 @@ def test_help_tells_the_commands_and_quit_ends(run_folder, capsys, piped):
 
 
 def test_an_interrupt_ends_the_reply_and_not_the_chat(run_folder, capsys, typed, monkeypatch):
-    from workhorse.generate.reader import Reader
+    from workhorse.generate.runner import Runner
 
-    read, passes = Reader.read, []
+    run, passes = Runner.run, []
 
     def interrupted(self, *arguments, **named):
         passes.append(1)
         if len(passes) == 3:
             raise KeyboardInterrupt
-        return read(self, *arguments, **named)
+        return run(self, *arguments, **named)
 
-    monkeypatch.setattr(Reader, "read", interrupted)
+    monkeypatch.setattr(Runner, "run", interrupted)
     typed("ab", KeyboardInterrupt(), "c")
     out, err = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5", "--json")
     first, second = (json.loads(line) for line in out.splitlines())

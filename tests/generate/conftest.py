@@ -112,8 +112,8 @@ def pieces() -> type[PieceTokenizer]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of four tokens, so that short texts share and lose some."""
+    """Blocks of four tokens, so that short sequences share and lose some."""
     for module in ("nn.cache.blocks", "nn.cache.paged", "nn.cache.paged_view"):
         monkeypatch.setattr(f"workhorse.{module}.BLOCK", 4)
-    for module in ("prefixes", "reader"):
+    for module in ("sequence", "scheduler"):
         monkeypatch.setattr(f"workhorse.generate.{module}.BLOCK", 4)

@@ -5,7 +5,7 @@ import pytest
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.generate.conversation import Conversation, TemplateFormat, TranscriptFormat
-from workhorse.generate.row import Row
+from workhorse.generate.request import Request
 from workhorse.tokenizers import BytesConfig, ChatTemplate, SpecialTokensConfig, train_tokenizer
 
 CONFIG = GenerationConfig(seed=1, max_new_tokens=8)
@@ -71,6 +71,7 @@ def test_a_reply_is_what_follows_the_template(decoder, tokenizer):
     assert conversation.messages == [*messages, {"role": "assistant", "content": second}]
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
     # Printable ASCII encodes to the very tokens that were generated.
     bias = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
@@ -82,10 +83,12 @@ def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
     read.clear()
     say(conversation, "again")
     # The last token of the reply, <|end|> <|user|> again <|end|> <|assistant|>.
-    assert len(read[0]) == 1 + 1 + 1 + len("again") + 2
+    new = 1 + 1 + 1 + len("again") + 2
+    assert new <= len(read[0]) < new + 4  # whole blocks of four tokens are shared
     assert len(tokens) == 8
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_a_reply_that_the_template_shows_otherwise_is_read_again_from_there(
     decoder, tokenizer, read
 ):
@@ -99,7 +102,7 @@ def test_a_reply_that_the_template_shows_otherwise_is_read_again_from_there(
     read.clear()
     second, _ = say(conversation, "agai")
     after = len(tokenizer.encode("\nuser\nagai\nassistant\n")) + 4  # and four control tokens
-    assert len(read[0]) == after
+    assert after <= len(read[0]) < after + 4
     expected = generate(
         decoder,
         [form.encode(conversation.messages[:-1])],
@@ -269,14 +272,14 @@ def test_after_an_interrupt_between_passes_the_conversation_goes_on(decoder, tok
         if count == last:
             signal.raise_signal(signal.SIGINT)
 
-    row_take = Row.take
+    plain_take = Request.take
 
-    def take(row, *given):
+    def take(*given, **named):
         interrupt()
-        return row_take(row, *given)
+        return plain_take(*given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Row, "take", take)
+        patch.setattr(Request, "take", take)
         with pytest.raises(KeyboardInterrupt):
             list(conversation.reply("Hi"))
     assert len(list(conversation.reply("And now?"))) > 0

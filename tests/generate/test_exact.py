@@ -7,10 +7,11 @@ import torch
 
 from tests.native.machine import decode_natively
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, Scheduler, generate
+from workhorse.generate import Engine, GenerationConfig, generate
 from workhorse.generate.beam import beam_search
-from workhorse.generate.prefixes import PIECE
+from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.cache.blocks import BLOCK
 
 VOCAB = 48
 GREEDY = GenerationConfig(temperature=0, max_new_tokens=6, logprobs=VOCAB, exact=True)
@@ -68,15 +69,17 @@ def test_every_bit_is_that_of_the_text_alone(kind):
     dtype, options = KINDS[kind]
     decoder = make(dtype, **options)
     asked = [(prompt, config) for prompt in prompts() for config in (GREEDY, SAMPLED)]
-    scheduler = Scheduler(decoder, max_rows=5, max_tokens=1500, prompt_chunk=100, remembers=True)
+    engine = Engine(
+        decoder, max_sequences=5, max_tokens=1500, token_budget=140, prefix_caching=True
+    )
     texts = {}
     for prompt, config in random.Random(1).sample(asked, len(asked)):
-        texts[scheduler.add(prompt, config)[0]] = (prompt, config)
+        texts[engine.add(prompt, config)[0]] = (prompt, config)
         beside = config.replace(exact=False, max_new_tokens=4)
-        scheduler.add(prompt[:-1] or prompt, beside)
+        engine.add(prompt[:-1] or prompt, beside)
     found = {index: [] for index in texts}
-    while not scheduler.is_idle:
-        for delta in scheduler.step():
+    while not engine.is_idle:
+        for delta in engine.step():
             if delta.index in found:
                 found[delta.index].append((delta.token, delta.logprob))
     for index, (prompt, config) in texts.items():
@@ -86,21 +89,21 @@ def test_every_bit_is_that_of_the_text_alone(kind):
 
 def test_exact_texts_share_whole_pieces_with_each_other_alone(consumed):
     decoder = make(torch.float32)
-    scheduler = Scheduler(decoder, max_rows=3, remembers=True)
+    engine = Engine(decoder, max_sequences=3, prefix_caching=True)
     prompt = prompts()[6]
     shapes = consumed(decoder)
 
     def read(config: GenerationConfig) -> list[int]:
         shapes.clear()
-        scheduler.add(prompt, config.replace(max_new_tokens=1))
-        while not scheduler.is_idle:
-            scheduler.step()
+        engine.add(prompt, config.replace(max_new_tokens=1))
+        while not engine.is_idle:
+            engine.step()
         return [seq for _, seq in shapes]
 
     assert read(GREEDY.replace(exact=False)) == [300]
     assert read(GREEDY) == [PIECE, PIECE, 300 - 2 * PIECE]
     assert read(GREEDY) == [300 - 2 * PIECE]
-    assert read(GREEDY.replace(exact=False)) == [1]
+    assert read(GREEDY.replace(exact=False)) == [300 % BLOCK]
 
 
 def test_a_text_that_forgets_its_beginning_stays_exact():
@@ -117,8 +120,8 @@ def test_after_a_step_that_was_broken_off_every_bit_is_the_same():
     decoder = make(torch.bfloat16)
     prompt = prompts()[4]
     (alone,) = generate(decoder, [prompt], SAMPLED)
-    scheduler = Scheduler(decoder, max_rows=2)
-    scheduler.add(prompt, SAMPLED)
+    engine = Engine(decoder, max_sequences=2)
+    engine.add(prompt, SAMPLED)
     hidden, calls, deltas = decoder.hidden, [], []
 
     def breaks(tokens, **arguments):
@@ -129,9 +132,9 @@ def test_after_a_step_that_was_broken_off_every_bit_is_the_same():
         return x
 
     decoder.hidden = breaks
-    while not scheduler.is_idle:
+    while not engine.is_idle:
         try:
-            deltas += scheduler.step()
+            deltas += engine.step()
         except KeyboardInterrupt:
             deltas += []
     assert len(calls) > 6
@@ -154,9 +157,9 @@ def test_beams_of_several_prompts_are_those_of_each():
 def test_exact_texts_are_not_guessed():
     with pytest.raises(WorkhorseError, match="exact and speculate=2: the same token would be read"):
         GenerationConfig(exact=True, speculate=2)
-    scheduler = Scheduler(make(torch.float32), max_rows=1, speculate=2)
-    with pytest.raises(WorkhorseError, match="exact: this scheduler guesses 2 tokens at a time"):
-        scheduler.add([1], GREEDY)
+    engine = Engine(make(torch.float32), max_sequences=1, speculate=2)
+    with pytest.raises(WorkhorseError, match="exact: this engine guesses 2 tokens at a time"):
+        engine.add([1], GREEDY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -173,5 +176,5 @@ def test_exact_texts_take_their_steps_together_where_that_changes_no_bit(dtype, 
     some = [[1, 2, 3], [4, 5, 6, 7], [8] * 40]
     together = generate(decoder, some, GREEDY)
     steps = rows[len(some) :]
-    assert steps == [(min(3, decoder.rows_apart), 1)] * len(steps)
+    assert steps == [(min(3, decoder.invariant_batch), 1)] * len(steps)
     assert [generate(decoder, [prompt], GREEDY)[0] for prompt in some] == together

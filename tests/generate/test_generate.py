@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from tests.generate.choosing import sampler
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate, samplers, stream
-from workhorse.generate.reader import to_choose_from
+from workhorse.generate.runner import to_choose_from
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
 
@@ -274,7 +274,7 @@ def test_finished_rows_leave_the_batch(make_decoder, consumed):
     shapes = consumed(decoder)
     generate(decoder, [[1] * 8, [1] * 6, [1] * 7], GenerationConfig(max_new_tokens=20))
     # A row ends with its context: after 1, 3 and 2 tokens.
-    assert shapes == [(3, 8), (2, 1), (1, 1)]
+    assert shapes == [(1, 8 + 6 + 7), (2, 1), (1, 1)]  # prompts are packed
 
 
 def test_samples_share_the_reading_of_their_prompt(make_decoder, consumed):

@@ -3,7 +3,7 @@
 import pytest
 
 from workhorse.generate import GenerationConfig
-from workhorse.generate.row import Guess, Request, Row
+from workhorse.generate.request import Guess, Request
 from workhorse.generate.sampling.choose import Chooser
 from workhorse.generate.speculation.lookup import PromptLookup
 
@@ -22,8 +22,7 @@ from workhorse.generate.speculation.lookup import PromptLookup
 )
 def test_lookup(text, n, guess):
     def row(tokens):
-        request = Request(tuple(tokens), GenerationConfig(), seed=0)
-        return Row(0, request, 0, 99, tokenizer=None)
+        return Request(0, tokens, GenerationConfig(), 0, 99, tokenizer=None)
 
     def guessed(lookup, rows, most):
         return lookup.propose(rows, most, Chooser(GenerationConfig(), 9, 9))

@@ -1,275 +1,212 @@
-"""Requests that come and leave at any time: each text is the one it would be alone."""
+"""The policy by itself: requests are integers, and no model runs."""
 
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from tests.generate.scheduling import ATTENTION, alone, run
-from workhorse.devices.to_host import ToHost
-from workhorse.generate import GenerationConfig, Scheduler, generate, prefixes, stream
-from workhorse.generate.reader import Reader
+from workhorse.generate.scheduler import Scheduler
+from workhorse.generate.sequence import PIECE, TokenSequence
+from workhorse.nn.cache.blocks import BLOCK, EMPTY
+from workhorse.nn.cache.paged import PagedCache
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+CONTEXT = 900
+WINDOW = 100
 
 
-def random_request(pick: random.Random, seed: int) -> tuple[list[int], GenerationConfig]:
-    """Prompts that often begin alike, and every way to choose."""
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9][: pick.randint(0, 9)]
-    prompt += [pick.randrange(17) for _ in range(pick.randint(1, 8))]
-    options = pick.choice(
-        [
-            {"temperature": 0},
-            {"temperature": 0.7, "top_k": 5},
-            {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
-            {"n_samples": 2, "top_p": 0.9},
-            {"temperature": 0, "speculate": 3},
-            {"temperature": 0.9, "truncate": "left", "max_new_tokens": 30},
-        ]
+@dataclass(eq=False)
+class Job:
+    """A request as far as the scheduler knows it: its arrival and the lengths of its tokens."""
+
+    index: int
+    sequence: TokenSequence
+    copies: "list[Job]"
+    left: int
+    guesses: int = 0
+
+
+def make(
+    tokens: int, *, budget: int, sequences: int, prefix_caching: bool = False, slack: int = 0
+) -> Scheduler:
+    cache = PagedCache(tokens, sequences, torch.device("cpu"), CONTEXT, slack)
+    for reach in (None, WINDOW):
+        cache.pool(reach)
+    return Scheduler(
+        cache, token_budget=budget, max_sequences=sequences, prefix_caching=prefix_caching
     )
-    asked = {"max_new_tokens": pick.randint(1, 12), "stop_tokens": (0,), "seed": seed, **options}
-    return prompt, GenerationConfig(**asked)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
-def test_texts_do_not_depend_on_what_comes_and_leaves(make_decoder, attention, chunk, ahead):
-    decoder = make_decoder(max_seq_len=24, **attention)
-    pick = random.Random(7)
-    scheduler = Scheduler(
-        decoder, max_rows=6, max_tokens=120, speculate=3, prompt_chunk=chunk, remembers=not ahead
+def job(
+    scheduler: Scheduler, index: int, prompt: int, new: int, *, first: int = 0, exact: bool = False
+) -> Job:
+    """A request whose first tokens are those of others with the same `first`."""
+    tokens = [first] * (prompt // 2) + [index] * (prompt - prompt // 2)
+    return Job(index, TokenSequence(tokens, scheduler.cache, exact=exact), [], new)
+
+
+def is_empty(scheduler: Scheduler) -> bool:
+    pools = scheduler.cache.pools.values()
+    return all(pool.available == pool.room and not any(pool.holders) for pool in pools)
+
+
+def read(scheduler: Scheduler, *, guessing: bool = False) -> list[Job]:
+    """A step, as the engine takes it; returns the jobs that have ended."""
+    for one in scheduler.running if guessing else ():
+        if one.sequence.pending == 1:
+            one.sequence.guessed = min(one.guesses, one.left - 1)
+            one.sequence.tokens += [one.index] * one.sequence.guessed
+    running = list(scheduler.running)
+    step = scheduler.schedule()
+    for one in set(running).difference(scheduler.running):  # preempted
+        drop_guesses(one)
+    assert sum(count for _, count in step) <= scheduler.token_budget
+    assert len(scheduler.running) + sum(len(one.copies) for one in scheduler.running) <= (
+        scheduler.max_sequences
     )
-    scheduler.looks_ahead = ahead
-    requests, cancelled = {}, set()
-    texts: dict[int, list[int]] = {}
-    for seed in range(20):
-        prompt, config = random_request(pick, seed)
-        for sample, result in enumerate(scheduler.add(prompt, config)):
-            requests[result] = prompt, config, sample
-        for _ in range(pick.randint(0, 4)):
-            for delta in scheduler.step():
-                texts.setdefault(delta.index, []).append(delta.token)
-        if pick.random() < 0.3:
-            scheduler.cancel(gone := pick.choice(list(requests)))
-            cancelled.add(gone)
-    for result, tokens in run(scheduler).items():
-        texts.setdefault(result, []).extend(tokens)
-    for result, (prompt, config, sample) in requests.items():
-        expected = alone(decoder, prompt, config)[sample]
-        found = texts.get(result, [])
-        assert found == expected[: len(found)]
-        assert len(found) == len(expected) or result in cancelled
+    for one, count in step:
+        assert count > 0
+        end = one.sequence.cached.length + count
+        for reach, table in one.sequence.cached.tables.items():  # blocks for all that is read now
+            assert len(table) >= -(-end // BLOCK)
+            assert EMPTY not in table[scheduler.cache.oldest(end, reach) :]
+        one.sequence.cached.length = end
+    for one, _ in step:
+        if one.sequence.pending == 0:
+            take(scheduler, one)
+    ended = [one for one, _ in step if one.left == 0]
+    for one in ended:
+        scheduler.remove(one)
+    return ended
 
 
-def test_a_token_is_read_before_the_host_knows_it(make_decoder, monkeypatch):
-    """But the first, after the prompt, and the last, after which nothing follows."""
-    seen: list[str] = []
-    plain_wait, plain_ahead = ToHost.wait, Reader.read_ahead
-    monkeypatch.setattr(ToHost, "wait", lambda self: seen.append("known") or plain_wait(self))
-    monkeypatch.setattr(
-        Reader, "read_ahead", lambda *given: seen.append("read") or plain_ahead(*given)
+def take(scheduler: Scheduler, one: Job) -> None:
+    """A new token for a job whose tokens were all read; its guesses were wrong."""
+    sequence = one.sequence
+    drop_guesses(one)
+    sequence.tokens.append(one.index)
+    scheduler.cache.truncate(sequence.cached, len(sequence.tokens) - 1)
+    one.left -= 1
+    for copy in one.copies:
+        copy.sequence = sequence.fork(scheduler.cache)
+        scheduler.join(copy)
+    one.copies = []
+    if scheduler.prefix_caching:
+        sequence.label_prefix(scheduler.cache)
+
+
+def drop_guesses(one: Job) -> None:
+    del one.sequence.tokens[len(one.sequence.tokens) - one.sequence.guessed :]
+    one.sequence.guessed = 0
+
+
+def arrivals(pick: random.Random, scheduler: Scheduler, count: int, slack: int) -> Iterator[Job]:
+    """Short and long prompts, exact ones, several samples, guesses."""
+    index = 0
+    while index < count:
+        prompt = pick.choice((1, 5, pick.randint(1, 60), pick.randint(200, 700)))
+        new = pick.choice((1, 3, pick.randint(1, 40)))
+        exact = slack == 0 and pick.random() < 0.2
+        one = job(scheduler, index, prompt, new, first=pick.randint(0, 3), exact=exact)
+        one.guesses = pick.randint(0, slack)
+        samples = pick.choice((1, 1, 1, 3))
+        for sample in range(1, samples):
+            one.copies.append(Job(index + sample, one.sequence, [], new, one.guesses))
+        index += samples
+        yield one
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("slack", [0, 3])
+@pytest.mark.parametrize("count", [2_000, pytest.param(25_000, marks=pytest.mark.slow)])
+def test_any_load_is_served_within_its_budgets(count, slack, prefix_caching):
+    """Random arrivals, lengths, cancellations, block and token budgets."""
+    pick = random.Random(f"{count} {slack} {prefix_caching}")
+    served = 0
+    while served < count:
+        sequences = pick.randint(4, 12)
+        scheduler = make(
+            pick.choice((1000, 1500, 4000)),
+            budget=pick.randint(PIECE + sequences * (1 + slack), 600),
+            sequences=sequences,
+            prefix_caching=prefix_caching,
+            slack=slack,
+        )
+        coming = arrivals(pick, scheduler, min(500, count - served), slack)
+        oldest, steps_of_oldest = None, 0
+        is_over = False
+        while not is_over or scheduler.waiting or scheduler.running:
+            for _ in range(pick.choice((0, 0, 1, 3, 30))):
+                one = next(coming, None)
+                is_over = is_over or one is None
+                if one is not None:
+                    scheduler.add(one)
+                    served += 1 + len(one.copies)
+            if not (scheduler.waiting or scheduler.running):
+                continue
+            ended = read(scheduler, guessing=slack > 0)
+            everyone = [*scheduler.waiting, *scheduler.running]
+            if everyone and pick.random() < 0.05:
+                scheduler.remove(pick.choice(everyone))
+            first = min(everyone, key=lambda one: one.index, default=None)
+            steps_of_oldest = steps_of_oldest + 1 if first is oldest and not ended else 0
+            oldest = first
+            # The oldest reads a block in every step at least, or a token if it decodes.
+            assert steps_of_oldest <= 700 + 40
+        assert is_empty(scheduler)
+
+
+def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
+    scheduler = make(4000, budget=100, sequences=8)
+    scheduler.add(job(scheduler, 0, 800, 1))
+    for index in range(1, 4):
+        scheduler.add(job(scheduler, index, 20, 1))
+    assert {one.index for one in read(scheduler)} == {1, 2, 3}
+
+
+def test_a_request_that_fits_passes_one_that_does_not() -> None:
+    """Until the one that waits is the oldest: then the newest gives way, and is read again."""
+    scheduler = make(1000, budget=600, sequences=8)
+    first, large, small = (
+        job(scheduler, index, prompt, new)
+        for index, (prompt, new) in enumerate(((500, 5), (850, 1), (200, 50)))
     )
-    decoder = make_decoder()
-    scheduler = Scheduler(decoder, max_rows=1)
-    scheduler.looks_ahead = True
-    config = GenerationConfig(temperature=0, max_new_tokens=4, stop_tokens=())
-    scheduler.add([1, 2, 3], config)
-    found = run(scheduler)
-    assert seen == ["known", *["read", "known"] * 2, "known"]
-    assert list(found.values()) == alone(decoder, [1, 2, 3], config)
+    for one in (first, large, small):
+        scheduler.add(one)
+    read(scheduler)
+    assert scheduler.running == [first, small]
+    assert scheduler.waiting == [large]
+    while first.left:
+        read(scheduler)
+    read(scheduler)
+    assert scheduler.running[0] is large
+    while small.left:
+        read(scheduler)
+    assert is_empty(scheduler)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_processor_may_cancel_its_own_text(make_decoder, rows):
-    """Which is closed before it could be read ahead."""
-    decoder = make_decoder(max_seq_len=24)
-    scheduler = Scheduler(decoder, max_rows=rows)
-    scheduler.looks_ahead = True
-    config = GenerationConfig(temperature=0, max_new_tokens=12, stop_tokens=())
-
-    def processor(logits, tokens):
-        if len(tokens) == 8:
-            scheduler.cancel(0)
-        return logits
-
-    scheduler.add([1, 2, 3], config, processors=[processor])
-    for number in range(1, rows):
-        scheduler.add([1, 2, number], config)
-    texts = run(scheduler)
-    assert not scheduler._reader._ahead
-    for number in range(1, rows):
-        assert [texts[number]] == alone(decoder, [1, 2, number], config)
+def test_a_preempted_request_keeps_its_tokens() -> None:
+    scheduler = make(300, budget=300, sequences=4)
+    older, newer = job(scheduler, 0, 100, 250), job(scheduler, 1, 150, 150)
+    scheduler.add(older)
+    scheduler.add(newer)
+    read(scheduler)
+    known = 0
+    while newer not in scheduler.waiting:
+        known = len(newer.sequence.tokens)
+        read(scheduler)
+    assert newer.sequence.cached.length == 0
+    assert len(newer.sequence.tokens) == known
+    while older.left or newer.left:
+        read(scheduler)
+    assert is_empty(scheduler)
 
 
-def test_nothing_is_left_of_those_that_ended(make_decoder):
-    scheduler = Scheduler(make_decoder(), max_rows=3)
-    for number in range(5):
-        scheduler.add([1, 2, number], GenerationConfig(max_new_tokens=9, n_samples=2))
-    scheduler.step()
-    scheduler.cancel(0)
-    scheduler.cancel(9)
-    run(scheduler)
-    for pool in scheduler._reader.cache.pools.values():
-        assert not pool.reserved
-        assert not any(pool.holders)
-
-
-def test_a_prompt_that_begins_alike_is_read_from_where_it_differs(make_decoder, consumed):
-    decoder = make_decoder(max_seq_len=40)
-    config = GenerationConfig(temperature=0, max_new_tokens=4, stop_tokens=())
-    scheduler = Scheduler(decoder, max_rows=1, remembers=True)
-    first = [1, 2, 3]
-    scheduler.add(first, config)
-    (answer,) = run(scheduler).values()
-    shapes = consumed(decoder)
-    for prompt, read in (
-        # The last token of an answer was never consumed, so it is read with the next turn.
-        ([*first, *answer, 9, 8], 3),
-        ([*first, *answer, 9, 7], 1),
-        ([1, 2, 3], 1),  # the last token's logits are wanted
-        ([4] * 20, 20),
-        ([9, 2, 3, 4], 4),
-    ):
-        shapes.clear()
-        scheduler.add(prompt, config)
-        (tokens,) = run(scheduler).values()
-        assert shapes[0] == (1, read)
-        assert tokens == alone(decoder, prompt, config)[0]
-
-
-def test_what_is_remembered_gives_way_to_what_is_needed(make_decoder):
-    decoder = make_decoder()
-    config = GenerationConfig(temperature=0, max_new_tokens=4, stop_tokens=())
-    scheduler = Scheduler(decoder, max_rows=1, max_tokens=24, remembers=True)
-    for number in range(9):
-        prompt = [number + 1] * 16
-        scheduler.add(prompt, config)
-        assert list(run(scheduler).values()) == alone(decoder, prompt, config)
-
-
-def test_what_a_window_let_go_of_does_not_keep_what_came_before_it(make_decoder):
-    """Nodes without blocks of a window stand behind nodes that hold some, and those fill it."""
-    decoder = make_decoder(max_seq_len=48, window=5)
-    config = GenerationConfig(temperature=0, max_new_tokens=2, stop_tokens=())
-    scheduler = Scheduler(decoder, max_rows=1, max_tokens=48, remembers=True)
-    for number in range(12):
-        for length in (4, 20):
-            prompt = [number + 1] * length
-            scheduler.add(prompt, config)
-            assert list(run(scheduler).values()) == alone(decoder, prompt, config)
-
-
-def test_finding_a_beginning_among_many_looks_at_few(make_decoder, monkeypatch):
-    scheduler = Scheduler(make_decoder(), max_rows=1, max_tokens=2000, remembers=True)
-    config = GenerationConfig(temperature=0, max_new_tokens=1, stop_tokens=())
-    looked: list[int] = []
-    agreed = prefixes._agreed
-    monkeypatch.setattr(prefixes, "_agreed", lambda *both: looked.append(0) or agreed(*both))
-    for number in range(150):
-        scheduler.add([1, number % 15, number // 15, 2, 3], config)
-        run(scheduler)
-    assert len(looked) <= 2 * 2 * 150
-
-
-def test_a_long_prompt_lets_the_others_go_on(make_decoder):
-    scheduler = Scheduler(make_decoder(), max_rows=2, prompt_chunk=4)
-    config = GenerationConfig(temperature=0, max_new_tokens=9, stop_tokens=())
-    (first,) = scheduler.add([1, 2], config)
-    scheduler.step()
-    (second,) = scheduler.add([3] * 14, config)
-    came = [[delta.index for delta in scheduler.step()] for _ in range(5)]
-    assert came == [[first]] * 3 + [[second, first], [first, second]]
-
-
-def test_those_beyond_the_rows_wait_their_turn(make_decoder):
-    scheduler = Scheduler(make_decoder(), max_rows=2)
-    config = GenerationConfig(temperature=0, max_new_tokens=2, stop_tokens=())
-    results = [scheduler.add([token], config)[0] for token in (1, 2, 3)]
-    first, second, third = ({delta.index for delta in scheduler.step()} for _ in range(3))
-    assert first == second == set(results[:2])
-    assert third == {results[2]}
-
-
-def test_processors_change_the_logits_of_their_own_request(make_decoder):
-    decoder = make_decoder()
-    config = GenerationConfig(temperature=0, max_new_tokens=6, stop_tokens=())
-    seen: list[tuple[int, ...]] = []
-
-    def only_even(logits, tokens):
-        seen.append(tuple(tokens))
-        return logits.index_fill(0, torch.arange(1, 17, 2), -torch.inf)
-
-    scheduler = Scheduler(decoder, max_rows=2)
-    (even,) = scheduler.add([1, 2], config, processors=[only_even])
-    (any_token,) = scheduler.add([1, 2], config)
-    texts = run(scheduler)
-    assert all(token % 2 == 0 for token in texts[even])
-    assert texts[any_token] == alone(decoder, [1, 2], config)[0]
-    assert seen[1] == (1, 2, texts[even][0])
-
-
-def test_a_processor_that_writes_in_place_leaves_the_log_probabilities(make_decoder):
-    decoder = make_decoder()
-    config = GenerationConfig(temperature=0, max_new_tokens=3, logprobs=1)
-    decoder.float()
-    scheduler = Scheduler(decoder)
-    scheduler.add([1], config, processors=[lambda logits, tokens: logits.zero_()])
-    (first,) = scheduler.step()
-    (known,) = generate(decoder, [[1]], config)
-    assert first.token == 0
-    assert first.logprob.top == known.logprobs[0].top
-
-
-def test_stop_conditions_end_a_text(make_decoder, letters):
-    decoder, tokenizer = make_decoder(), letters()
-    config = GenerationConfig(temperature=0, max_new_tokens=9)
-    whole = generate(decoder, [[1, 2]], config, tokenizer=tokenizer)[0]
-    scheduler = Scheduler(decoder, tokenizer=tokenizer, max_rows=1)
-    scheduler.add([1, 2], config, stop_conditions=[lambda tokens, text: text == whole.text[:3]])
-    deltas = []
-    while not scheduler.is_idle:
-        deltas += scheduler.step()
-    assert [delta.token for delta in deltas] == list(whole.tokens[:3])
-    assert deltas[-1].finish_reason == "stop"
-
-
-def test_dropout_is_off_during_a_step_alone(make_decoder):
-    decoder = make_decoder(dropout=0.5).train()
-    scheduler = Scheduler(decoder, max_rows=1)
-    config = GenerationConfig(temperature=0, max_new_tokens=3, stop_tokens=())
-    scheduler.add([1, 2, 3], config)
-    tokens = []
-    while not scheduler.is_idle:
-        tokens += [delta.token for delta in scheduler.step()]
-        assert decoder.training
-    assert tokens == alone(decoder.eval(), [1, 2, 3], config)[0]
-
-
-def test_a_draft_of_a_short_text_has_room(make_decoder):
-    decoder, draft = make_decoder(max_seq_len=60), make_decoder(max_seq_len=60, seed=1)
-    config = GenerationConfig(temperature=0, max_new_tokens=3)
-    prompts = [[1] * 5, [2] * 40, [3] * 58]
-    found = generate(decoder, prompts, config.replace(speculate=100), draft=draft)
-    expected = generate(decoder, prompts, config)
-    assert [one.tokens for one in found] == [one.tokens for one in expected]
-
-
-def test_no_prompts_give_no_texts(make_decoder):
-    decoder = make_decoder()
-    assert generate(decoder, []) == []
-    assert generate(decoder, iter([]), GenerationConfig(beams=2)) == []
-    assert list(stream(decoder, [])) == []
-
-
-@pytest.mark.cuda
-def test_a_gpu_that_looks_ahead_gives_the_same_texts(make_decoder):
-    decoder = make_decoder().to("cuda")
-    texts = []
-    for ahead in (False, True):
-        scheduler = Scheduler(decoder, max_rows=3)
-        scheduler.looks_ahead = ahead
-        for number in range(5):
-            scheduler.add([1, 2, number], GenerationConfig(max_new_tokens=9, seed=number))
-        texts.append(run(scheduler))
-    assert texts[0] == texts[1]
+def test_a_cancelled_request_has_no_blocks_in_the_next_step() -> None:
+    scheduler = make(1000, budget=600, sequences=4)
+    one = job(scheduler, 0, 500, 9)
+    scheduler.add(one)
+    read(scheduler)
+    scheduler.remove(one)
+    assert is_empty(scheduler)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, Scheduler, generate, stream
-from workhorse.generate import scheduler as scheduler_module
-from workhorse.generate.row import Guess
+from workhorse.generate import Engine, GenerationConfig, generate, stream
+from workhorse.generate import engine as scheduler_module
+from workhorse.generate.request import Guess
 
 # Repetitive enough to be looked up, and of different lengths.
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [6], [7, 8, 9, 7, 8], [10, 11, 12, 13, 10, 11, 12]]
@@ -289,7 +289,7 @@ def test_a_draft_of_a_shorter_context_goes_on_guessing(make_decoder, consumed):
     shapes = consumed(draft)
     plain = generate(decoder, PROMPTS, config.replace(speculate=0))
     assert_same(generate(decoder, PROMPTS, config, draft=draft), plain)
-    assert max(columns for _, columns in shapes) <= 8
+    assert max(columns for _, columns in shapes) <= 8 * len(PROMPTS)
     assert len(shapes) > 50
     # No more than it can take back after it has forgotten half of its context on the way.
     assert max(delta.proposed for delta in stream(decoder, PROMPTS, config, draft=draft)) == 4
@@ -345,26 +345,27 @@ def test_nothing_is_told_of_guesses_where_none_were_asked_for(make_decoder):
     assert (result.proposed, result.accepted) == (None, None)
 
 
-def answer(scheduler, prompt, config):
+def answer(engine, prompt, config):
     """The new tokens of one request."""
-    scheduler.add(prompt, config)
+    engine.add(prompt, config)
     tokens = []
-    while not scheduler.is_idle:
-        tokens += [delta.token for delta in scheduler.step()]
+    while not engine.is_idle:
+        tokens += [delta.token for delta in engine.step()]
     return tokens
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_a_conversation_s_draft_reads_only_what_is_new(make_decoder, consumed):
     decoder, draft = make_decoder(max_seq_len=64), make_decoder(max_seq_len=64, seed=1)
     config = GenerationConfig(temperature=0, max_new_tokens=8, speculate=3)
-    scheduler = Scheduler(decoder, draft=draft, max_rows=1, speculate=3, remembers=True)
-    first = answer(scheduler, [1, 2, 3], config)
+    engine = Engine(decoder, draft=draft, max_sequences=1, speculate=3, prefix_caching=True)
+    first = answer(engine, [1, 2, 3], config)
     prompt = [1, 2, 3, *first, 9, 8, 7]
     expected = generate(decoder, [prompt], config.replace(speculate=0))[0]
     shapes, of_draft = consumed(decoder), consumed(draft)
-    assert answer(scheduler, prompt, config) == list(expected.tokens)
-    assert shapes[0][1] <= 4 + 1
-    assert of_draft[0][1] <= 4 + 1 + 3
+    assert answer(engine, prompt, config) == list(expected.tokens)
+    assert shapes[0][1] <= 4 + 1 + 3  # and the rest of a block of four tokens
+    assert of_draft[0][1] <= 4 + 1 + 3 + 3
 
 
 def test_more_guesses_may_be_asked_for_than_tokens(make_decoder):
@@ -379,6 +380,6 @@ def test_more_guesses_may_be_asked_for_than_tokens(make_decoder):
 def test_a_draft_that_would_guess_nothing_is_refused(make_decoder):
     decoder, draft = make_decoder(), make_decoder(seed=1)
     with pytest.raises(WorkhorseError, match="a draft guesses nothing with speculate=0"):
-        Scheduler(decoder, draft=draft)
+        Engine(decoder, draft=draft)
     with pytest.raises(WorkhorseError, match="the draft has a vocabulary of 5 and the model one"):
-        Scheduler(decoder, draft=make_decoder(vocab_size=5), speculate=2)
+        Engine(decoder, draft=make_decoder(vocab_size=5), speculate=2)

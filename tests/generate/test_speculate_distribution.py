@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from workhorse.generate import GenerationConfig, generate, samplers
-from workhorse.generate.row import Row
+from workhorse.generate.request import Request
 from workhorse.generate.sampling import choose as choose_module
 from workhorse.generate.speculation import draft as draft_module
 from workhorse.generate.speculation.speculate import after_guess
@@ -139,7 +139,7 @@ def test_the_probability_of_every_text_is_the_target_s(make_decoder, monkeypatch
         uniform.paths = paths
         return uniform
 
-    monkeypatch.setattr(Row, "uniform", undecided)
+    monkeypatch.setattr(Request, "uniform", undecided)
     for module in (choose_module, draft_module, samplers):
         monkeypatch.setattr(module, "draw_from", paths.draw_from)
     found, accepted = Counter(), 0

@@ -16,8 +16,8 @@ SOME = CAUSAL[:8]
 def test_a_layers_bytes_are_those_allocated(number: int) -> None:
     config = SOME[number]
     decoder = make(config)
-    cache = decoder.new_paged_cache(tokens=64, texts=2)
-    view = PagedView(cache, [cache.open(4)])
+    cache = decoder.new_paged_cache(tokens=64, sequences=2)
+    view = PagedView(cache, [cache.new_sequence()])
     with torch.no_grad():
         decoder(random_tokens(config, 1, 4), cache=view)
     for store, layer in zip(cache.stores, cache_of_layers(config, torch.float32), strict=True):

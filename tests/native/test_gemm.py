@@ -105,7 +105,7 @@ def test_parts_of_threads_make_the_whole(dtype: torch.dtype, threads: int) -> No
 
 
 @pytest.mark.parametrize("dtype", BOTH)
-def test_rows_apart_and_expanded(dtype: torch.dtype) -> None:
+def test_invariant_batch_and_expanded(dtype: torch.dtype) -> None:
     wide = torch.randn(80, 200).to(dtype)
     assert_exact(wide[:70, 3:67], wide[5:69, 1:42])
     assert_exact(wide[:64, 7:77].t(), wide[3:43, 9:73].t())

@@ -151,7 +151,7 @@ def test_few_rows_take_no_longer_than_as_many_of_many(dtype: torch.dtype) -> Non
     assert min(seconds[len(few)]) / len(few) <= 2 * min(seconds[len(many)]) / len(many)
 
 
-def test_rows_apart_and_expanded() -> None:
+def test_invariant_batch_and_expanded() -> None:
     wide = torch.randn(80, 200)
     assert_right(wide[:70, 3:67], wide[5:69, 1:42])
     assert_right(wide[:64, 7:77].t(), wide[3:43, 9:73].t())

@@ -7,4 +7,4 @@ from workhorse.nn.cache.paged_view import PagedView
 def paged(decoder: Decoder, batch: int, capacity: int, slack: int = 0) -> PagedView:
     """`batch` empty texts of up to `capacity` tokens."""
     cache = decoder.new_paged_cache(batch * capacity, batch, slack)
-    return PagedView(cache, [cache.open(capacity) for _ in range(batch)])
+    return PagedView(cache, [cache.new_sequence() for _ in range(batch)])

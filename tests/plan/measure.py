@@ -159,8 +159,8 @@ def counted_by_pytorch(decoder: Decoder, batch: Batch) -> int:
 @torch.no_grad()
 def cache_bytes_per_token(decoder: Decoder) -> int:
     """What the paged cache allocates of all layers for a slot."""
-    cache = decoder.eval().new_paged_cache(tokens=64, texts=1)
-    decoder(torch.zeros(1, 2, dtype=torch.int64), cache=PagedView(cache, [cache.open(2)]))
+    cache = decoder.eval().new_paged_cache(tokens=64, sequences=1)
+    decoder(torch.zeros(1, 2, dtype=torch.int64), cache=PagedView(cache, [cache.new_sequence()]))
     return sum(
         (store.k.nbytes + store.v.nbytes) // (store.pool.count * BLOCK) for store in cache.stores
     )

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from workhorse.generate.checks import TextOfTokens, check_prompts, stop_tokens, usable_vocab
 from workhorse.generate.config import GenerationConfig
-from workhorse.generate.reader import Reader, room_for, wait
-from workhorse.generate.requests import TextOfTokens, check_prompts, stop_tokens, usable_vocab
 from workhorse.generate.result import Completion
+from workhorse.generate.runner import Chunk, Runner, room_for, wait
 from workhorse.generate.sampling.choose import check_finite
 from workhorse.generate.sampling.samplers import all_finite, below, logit_bias
+from workhorse.generate.sequence import TokenSequence
 from workhorse.generate.text import TextStream
 from workhorse.nn import Decoder
 from workhorse.nn.logprobs import log_probabilities
@@ -62,34 +63,45 @@ def beam_search(
     new = config.max_new_tokens - 1
     rows, longest = len(fitting) * config.beams, max(map(len, fitting))
     each_text = room_for(longest, new, decoder.max_seq_len)
-    reader = Reader(decoder, tokens=rows * each_text, texts=rows)
+    runner = Runner(decoder, tokens=rows * each_text, sequences=rows)
     started = time.perf_counter()
-    readings = [reader.open(prompt, new, exact=config.exact) for prompt in fitting]
-    logits = reader.read(readings, fitting)
+    sequences = [TokenSequence(prompt, runner.cache, exact=config.exact) for prompt in fitting]
+    logits = _read(runner, sequences)
     wait(logits)
     prompt_seconds = time.perf_counter() - started
     repeated = [row for row in range(len(fitting)) for _ in range(config.beams)]
-    readings, logits = reader.select(readings, repeated), logits[repeated]
+    sequences, logits = runner.select(sequences, repeated), logits[repeated]
     vocab = usable_vocab(decoder, tokenizer)
     while True:
-        _advance(running, _log_probabilities(logits[:, 0], vocab, config), stops)
+        _advance(running, _log_probabilities(logits, vocab, config), stops)
         parents: list[int] = []
-        tokens: list[list[int]] = []
+        tokens: list[int] = []
         for row, search in enumerate(running):
             if not search.done:
                 parents += [row * config.beams + parent for parent in search.parents]
-                tokens += [[hypothesis.tokens[-1]] for hypothesis in search.beams]
+                tokens += [hypothesis.tokens[-1] for hypothesis in search.beams]
         running = [search for search in running if not search.done]
         if not running:
             break
-        readings = reader.select(readings, parents)
-        logits = reader.read(readings, tokens)
+        sequences = runner.select(sequences, parents)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+        logits = _read(runner, sequences)
     completions = [
         [_completion(hypothesis, config, tokenizer, prompt) for hypothesis in search.finished]
         for search, prompt in zip(searches, prompts, strict=True)
     ]
     completions[0][0] = replace(completions[0][0], prompt_seconds=prompt_seconds)
     return completions
+
+
+def _read(runner: Runner, sequences: Sequence[TokenSequence]) -> Tensor:
+    """The logits after all tokens, (sequences, vocab)."""
+    found: dict[TokenSequence, Tensor] = {}
+    while left := [sequence for sequence in sequences if sequence.pending]:
+        logits = runner.run([Chunk(one, one.chunk(one.pending)) for one in left])
+        found |= {one: logits.of[last] for one, last in zip(left, logits.last, strict=True)}
+    return torch.stack([found[sequence] for sequence in sequences])
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
+from workhorse.generate.engine import Engine
 from workhorse.generate.result import Delta
-from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.speculation.speculate import slack_of
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
@@ -121,13 +121,13 @@ class Conversation:
             format.encode([*self._system, {"role": "user", "content": "a"}])
         self.messages = list(self._system)
         self.forgotten = 0
-        self._scheduler = Scheduler(
+        self._engine = Engine(
             decoder,
             tokenizer=tokenizer,
             draft=draft,
-            max_rows=1,
+            max_sequences=1,
             speculate=slack_of(config, decoder),
-            remembers=True,
+            prefix_caching=True,
         )
 
     def reply(self, text: str) -> Iterator[Delta]:
@@ -139,15 +139,15 @@ class Conversation:
         """
         if not isinstance(text, str):
             raise WorkhorseError(f"the message {shown(text)} is not text; give text")
-        if not self._scheduler.is_idle:
+        if not self._engine.is_idle:
             raise WorkhorseError("the last reply has not ended; read it to its end, or close() it")
         asked: TextMessage = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, asked])
-        (result,) = self._scheduler.add(prompt, self._config)
+        (result,) = self._engine.add(prompt, self._config)
         answer = ""
         try:
-            while not self._scheduler.is_idle:
-                for delta in self._scheduler.step():
+            while not self._engine.is_idle:
+                for delta in self._engine.step():
                     answer += delta.text
                     yield delta
         except (KeyboardInterrupt, GeneratorExit):
@@ -155,7 +155,7 @@ class Conversation:
                 self._remember(asked, answer)
             raise
         finally:
-            self._scheduler.cancel(result)
+            self._engine.cancel(result)
         self._remember(asked, answer)
 
     def _remember(self, asked: TextMessage, answer: str) -> None:

@@ -1,189 +1,477 @@
-"""Prompts in, completions out."""
+"""Continuous batching: requests arrive, advance together and leave, each at its own time.
+
+Apart from beam search's, this is the only decoding loop. In a step the `Scheduler` decides which
+tokens are read, the `Runner` reads them in one pass, and a token is chosen for each request whose
+known tokens were read, or several if guesses are accepted. A request has its own random generator
+and is computed independently, so its completion does not depend on other requests. One reservation:
+logits computed in batches of different shapes agree only up to rounding, so a choice can differ if
+two tokens are that close (see `GenerationConfig.exact`).
+"""
 
 import secrets
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 
-from workhorse.errors import WorkhorseError
-from workhorse.generate.beam import beam_search
-from workhorse.generate.config import GenerationConfig
-from workhorse.generate.reader import room_for
-from workhorse.generate.requests import (
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError, shown
+from workhorse.execute.native_decoding.stream import decoding_operators
+from workhorse.generate.checks import (
     TextOfTokens,
-    check_batch_size,
     check_draft,
+    check_functions,
     check_models,
     check_prompts,
     checked_config,
-    prompt_list,
+    usable_vocab,
+    whole,
 )
-from workhorse.generate.result import Completion, Delta
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondition
+from workhorse.generate.result import Delta
+from workhorse.generate.runner import Chunk, Logits, Runner, room_for, wait
+from workhorse.generate.sampling.choose import Chooser
 from workhorse.generate.scheduler import Scheduler
-from workhorse.generate.speculation.speculate import slack_of
+from workhorse.generate.sequence import PIECE, TokenSequence
+from workhorse.generate.speculation.draft import Draft
+from workhorse.generate.speculation.lookup import PromptLookup
+from workhorse.generate.speculation.speculate import Proposer, slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
+TOKEN_BUDGET = 4096
 
-def generate(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    config: GenerationConfig | None = None,
-    *,
-    tokenizer: TextOfTokens | None = None,
-    draft: Decoder | None = None,
-    batch_size: int = 32,
-) -> list[Completion]:
-    """Continue each prompt.
+
+class Engine:
+    """Generates completions of any number of prompts, which may be added and cancelled at any time.
 
     Args:
-        decoder: the model; dropout is off while it generates.
-        prompts: token ids, of any lengths.
-        config: how tokens are chosen; None: the defaults of `GenerationConfig`.
-        tokenizer: gives the text, the eos, and the number of ids in use; without one there is no
-            text, and only `config.stop_tokens` end a result.
-        draft: a smaller decoder of the same vocabulary, which guesses `config.speculate` tokens at
-            a time; without one, guesses are looked up in the text.
-        batch_size: the most rows decoded together; affects speed and memory, not the text.
-
-    Returns:
-        The completions in the order of the prompts, the samples of a prompt adjacent.
-
-    Raises:
-        WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits are not
-            finite.
-    """
-    config = checked_config(config)
-    check_batch_size(batch_size)
-    check_models(decoder, draft, tokenizer)
-    check_draft(decoder, draft, config.speculate, tokenizer)
-    prompts = prompt_list(prompts)
-    checked = check_prompts(decoder, prompts, config, tokenizer)
-    if config.beams > 1:
-        completions: list[Completion] = []
-        with evaluation_mode(decoder):
-            for part in _slices(prompts, batch_size // config.beams):
-                completions += [
-                    best for best, *_ in beam_search(decoder, part, config, tokenizer=tokenizer)
-                ]
-        return completions
-    seed = _seed(config)
-    results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
-    for delta in _deltas(
-        decoder,
-        checked,
-        config.replace(seed=seed) if config.samples else config,
-        tokenizer=tokenizer,
-        draft=draft,
-        batch_size=int(batch_size),
-    ):
-        results[delta.index].append(delta)
-    return [
-        _completion(
-            deltas,
-            prompt_tokens=len(prompts[index // config.n_samples]),
-            seed=seed + index % config.n_samples if config.samples else None,
-            speculated=config.speculate > 0,
-            decoded=tokenizer is not None,
-        )
-        for index, deltas in enumerate(results)
-    ]
-
-
-def stream(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    config: GenerationConfig | None = None,
-    *,
-    tokenizer: TextOfTokens | None = None,
-    draft: Decoder | None = None,
-    batch_size: int = 32,
-) -> Iterator[Delta]:
-    """`generate`, token by token: a result's text is the concatenation of its deltas' texts.
-
-    The decoder is in evaluation mode during each step, and in its former mode between steps.
+        decoder: the model; dropout is off during a step.
+        tokenizer: gives the string, the eos, and the number of ids in use. Without one there is no
+            string, and only `config.stop_tokens` end a completion.
+        draft: a smaller decoder with the same vocabulary, which guesses tokens for requests that
+            ask for guesses. Without one, guesses are looked up in the prompt and the completion.
+        max_sequences: the maximum number of completions that advance together; others wait.
+        max_tokens: the maximum number of tokens of all sequences in the cache; None: enough for
+            `max_sequences` full contexts. If requests need more, the newest wait, and are read
+            again later.
+        token_budget: the maximum number of tokens that a step reads, at least `max_sequences` times
+            `1 + speculate`. With a smaller one, long prompts delay other requests less. None: 4096.
+        speculate: the maximum number of tokens that a request may have guessed at a time.
+        prefix_caching: keep what was read in the cache while there is room, so that a prompt with
+            the same beginning is read only from where it differs.
 
     Raises:
-        WorkhorseError: as `generate`, at the call; or beam search is asked for, which cannot emit
-            tokens one by one.
+        WorkhorseError: an option has a wrong type or is out of range; or see `check_draft`.
     """
-    config = checked_config(config)
-    check_batch_size(batch_size)
-    check_models(decoder, draft, tokenizer)
-    if config.beams > 1:
-        raise WorkhorseError(
-            f"beams={config.beams} gives its text only at the end; leave out streaming, or beams"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        tokenizer: TextOfTokens | None = None,
+        draft: Decoder | None = None,
+        max_sequences: int = 32,
+        max_tokens: int | None = None,
+        token_budget: int | None = None,
+        speculate: int = 0,
+        prefix_caching: bool = False,
+    ) -> None:
+        check_models(decoder, draft, tokenizer)
+        if not isinstance(prefix_caching, bool):
+            raise WorkhorseError(
+                f"prefix_caching={shown(prefix_caching)} is not a bool; give True or False"
+            )
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.max_sequences = whole("max_sequences", max_sequences, 1)
+        self._draft = draft
+        self._speculate = speculate = whole("speculate", speculate, 0)
+        check_draft(decoder, draft, speculate, tokenizer)
+        least = self.max_sequences * (1 + speculate)
+        if token_budget is None:
+            token_budget = max(TOKEN_BUDGET, least)
+        budget = whole("token_budget", token_budget, 1)
+        if budget < least:
+            raise WorkhorseError(
+                f"token_budget={budget} is too small for a token and speculate={speculate} guesses "
+                f"of each of max_sequences={self.max_sequences}; give token_budget={least} or more"
+            )
+        tokens = self.max_sequences * (decoder.max_seq_len + speculate)
+        if max_tokens is not None:
+            tokens = whole("max_tokens", max_tokens, 1)
+        self._runner = Runner(decoder, tokens=tokens, sequences=self.max_sequences, slack=speculate)
+        self._scheduler = Scheduler(
+            self._runner.cache,
+            token_budget=budget,
+            max_sequences=self.max_sequences,
+            prefix_caching=prefix_caching,
         )
-    checked = check_prompts(decoder, prompt_list(prompts), config, tokenizer)
-    check_draft(decoder, draft, config.speculate, tokenizer)
-    return _deltas(
-        decoder,
-        checked,
-        config.replace(seed=_seed(config)) if config.samples else config,
-        tokenizer=tokenizer,
-        draft=draft,
-        batch_size=int(batch_size),
-    )
+        self.looks_ahead = decoder.device.type == "cuda"
+        """Whether tokens that a device chose may be read before the host knows them, so that the
+        device waits less for the host. What is read after the end of a completion is left unused;
+        weights that change between steps act a token later."""
+        self._proposer: Proposer = PromptLookup()
+        if draft is not None:
+            self._proposer = Draft(draft, self._runner, prefix_caching=prefix_caching)
+        self._vocab = usable_vocab(decoder, tokenizer)
+        # Dynamic NTK and LongRoPE choose the angles of a whole pass by the length at its end: past
+        # the original length, a guess would change the logits of the tokens before it.
+        self._steady = decoder.config.steady_length()
+        self._choosers: dict[str, Chooser] = {}
+        self._added = 0
+        self._requests: dict[int, Request] = {}
+        """All requests that have not ended, or whose last deltas no step has returned."""
+        self._returned: dict[int, int] = {}
+        """How many deltas of each were returned."""
+        self._step: list[Request] = []
+        self._is_stepping = False
+        self._cancelled: set[int] = set()
+        self._prompt_seconds = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request waits or runs, and every token was returned by a step."""
+        return not self._requests
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        config: GenerationConfig | None = None,
+        *,
+        processors: Sequence[LogitProcessor] = (),
+        stop_conditions: Sequence[StopCondition] = (),
+    ) -> range:
+        """Request completions of a prompt.
+
+        Args:
+            prompt: token ids.
+            config: how tokens are chosen; None: the defaults of `GenerationConfig`.
+            processors: applied to the logits, one after the other, before anything else.
+            stop_conditions: a completion ends when any of them holds.
+
+        Returns:
+            The indices of its `n_samples` completions; see `Delta.index`.
+
+        Raises:
+            WorkhorseError: see `check_prompts`; or the request asks for beam search, which has no
+                next token; for more guesses than the engine was made for, or for an exact
+                completion beside guesses; or for more than the engine can ever hold.
+        """
+        config = checked_config(config)
+        processors = check_functions("processors", processors)
+        stop_conditions = check_functions("stop_conditions", stop_conditions)
+        (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
+        self._check(config, len(fitting))
+        seed = secrets.randbits(32) if config.seed is None else config.seed
+        indices = range(self._added, self._added + config.n_samples)
+        requests = [
+            Request(
+                index,
+                fitting,
+                config,
+                seed + sample,
+                self.decoder.max_seq_len,
+                tokenizer=self.tokenizer,
+                processors=processors,
+                stop_conditions=stop_conditions,
+            )
+            for sample, index in enumerate(indices)
+        ]
+        for request in requests:
+            request.sequence = TokenSequence(fitting, self._runner.cache, exact=config.exact)
+        self._added = indices.stop
+        requests[0].copies = requests[1:]
+        with self._runner.changing():
+            self._scheduler.add(requests[0])
+            self._requests |= zip(indices, requests, strict=True)
+        return indices
+
+    def _check(self, config: GenerationConfig, prompt: int) -> None:
+        """Refuse what the engine can never do."""
+        if config.beams > 1:
+            raise WorkhorseError(
+                f"beams={config.beams} gives its text only at the end; leave beams out"
+            )
+        if slack_of(config, self.decoder) > self._speculate:
+            raise WorkhorseError(
+                f"speculate={config.speculate} is more than speculate={self._speculate} of this "
+                f"engine; make it with speculate={config.speculate}"
+            )
+        if config.exact and self._speculate:
+            raise WorkhorseError(
+                f"exact: this engine guesses {self._speculate} tokens at a time, and room for "
+                "them in its cache changes shapes; make one with speculate=0"
+            )
+        piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
+        if config.exact and self._scheduler.token_budget < piece:
+            raise WorkhorseError(
+                f"exact: token_budget={self._scheduler.token_budget} is too small for a piece of "
+                f"the prompt beside other sequences; make the engine with token_budget={piece}"
+            )
+        if config.n_samples > self.max_sequences:
+            raise WorkhorseError(
+                f"n_samples={config.n_samples} is more than max_sequences={self.max_sequences}; "
+                f"make the engine with max_sequences={config.n_samples}"
+            )
+        context, slack = self.decoder.max_seq_len, self._runner.slack
+        most = room_for(prompt, config.max_new_tokens - 1, context, slack)
+        if not self._runner.cache.holds(most):
+            raise WorkhorseError(
+                f"{most} tokens do not fit a cache of {self._runner.cache.tokens}; "
+                "ask for fewer, or make the engine with more max_tokens"
+            )
+
+    def cancel(self, index: int) -> None:
+        """Drop a completion, whether it waits or runs. One that has ended is not affected.
+
+        Raises:
+            WorkhorseError: no completion has this index.
+        """
+        if whole("index", index, 0) >= self._added:
+            raise WorkhorseError(
+                f"index={index} was never requested; give a number that `add` returned"
+            )
+        self._cancelled.add(index)
+        if not self._is_stepping:  # a processor may cancel
+            self._drop_cancelled()
+
+    def step(self) -> list[Delta]:
+        """Read some tokens of the requests, and choose the next ones.
+
+        If it raises, nothing is lost: the next step continues from there. Only requests that caused
+        the error, by their own processors, conditions or logits, are dropped.
+
+        Raises:
+            WorkhorseError: logits are not finite, or a processor does not return logits.
+        """
+        if self._runner.is_changing:
+            self._recover()
+        self._drop_cancelled()
+        with ExitStack() as around:
+            around.enter_context(evaluation_mode(self.decoder))
+            if self._draft is not None:
+                around.enter_context(evaluation_mode(self._draft))
+            try:
+                self._is_stepping = True
+                self._advance()
+            except BaseException:
+                self._recover()
+                raise
+            finally:
+                self._is_stepping = False
+        self._drop_cancelled()
+        kept = {n: one for n, one in self._requests.items() if one.finish_reason is None}
+        counts = {n: len(one.deltas) for n, one in kept.items()}
+        deltas = [
+            delta
+            for n, one in self._requests.items()
+            for delta in one.deltas[self._returned.get(n, 0) :]
+        ]
+        # Python handles no signal between these two statements, so deltas are never lost.
+        self._requests, self._returned = kept, counts
+        return deltas
+
+    def _advance(self) -> None:
+        """Plan a step, read its tokens and choose the next ones."""
+        self._step = []
+        with self._runner.changing():
+            for request in self._scheduler.running:
+                if len(request.sequence.tokens) > self.decoder.max_seq_len:
+                    request.sequence.drop_oldest(self.decoder.max_seq_len, self._runner.cache)
+        self._guess()
+        with self._runner.changing():
+            chunks = self._plan()
+        if not chunks:
+            return
+        logits, rows = self._read(chunks)
+        if rows:
+            self._choose(logits, rows)
+        with self._runner.changing():
+            for request in self._step:
+                self._settle(request)
+            for request in rows:
+                if request.finish_reason is not None:
+                    self._proposer.leave(request)
+                    self._scheduler.remove(request)
+
+    def _read(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Logits, list[Request]]:
+        """Read tokens; returns the requests to choose tokens for, and the logits for each."""
+        started = time.perf_counter()
+        reads_prompt = not all(request.sequence.is_decoding for request, _ in chunks)
+        logits = self._runner.run([_chunk(*both) for both in chunks])
+        rows: list[Request] = []
+        lasts: list[int] = []
+        with self._runner.changing():
+            for (request, _), last in zip(chunks, logits.last, strict=True):
+                if request.sequence.pending == 0:
+                    some = [request, *self._copies(request)]
+                    rows += some
+                    lasts += [last] * len(some)
+        if not all(request.deltas for request in rows):
+            reads_prompt = True
+            wait(logits.of)
+        if reads_prompt:
+            self._prompt_seconds += time.perf_counter() - started
+        return Logits(logits.of, lasts), rows
+
+    def _plan(self) -> list[tuple[Request, int]]:
+        """The requests of this step, and the number of tokens to read of each."""
+        running = list(self._scheduler.running)
+        chunks = self._scheduler.schedule()
+        self._step = [request for request, _ in chunks]
+        for request in set(running).difference(self._scheduler.running):  # preempted
+            request.restore()
+            self._proposer.leave(request)
+        return chunks
+
+    def _copies(self, request: Request) -> list[Request]:
+        """Let the other samples of a prompt that has been read run too."""
+        copies, request.copies = request.copies, []
+        for copy in copies:
+            copy.sequence = request.sequence.fork(self._runner.cache)
+            self._scheduler.join(copy)
+        self._step += copies
+        return copies
+
+    def _settle(self, request: Request) -> None:
+        """Take back what was read of guesses that were not chosen, and share what is certain."""
+        sequence = request.sequence
+        if sequence.ahead is None and request.deltas:
+            length = min(sequence.cached.length, len(sequence.tokens) - 1)
+            self._runner.cache.truncate(sequence.cached, length)
+        if self._scheduler.prefix_caching:
+            sequence.label_prefix(self._runner.cache)
+
+    def _recover(self) -> None:
+        """After an exception: the next step reads again what was left half read."""
+        starts_over, broken = self._runner.is_changing, self._runner.is_in_pass
+        with self._runner.changing():
+            self._choosers.clear()
+            self._proposer.reset()
+            for request in self._requests.values():
+                request.restore()
+            if starts_over:
+                self._start_over()
+            for request in self._step:
+                if request not in self._scheduler.running:
+                    continue
+                if request.is_at_fault or request.finish_reason is not None:
+                    self._scheduler.remove(request)
+                elif broken or request.sequence.pending <= 0:
+                    self._scheduler.preempt(request)
+            for request in [one for one in self._requests.values() if one.is_at_fault]:
+                del self._requests[request.index]
+            self._step = []
+            self._runner.is_in_pass = False
+
+    def _start_over(self) -> None:
+        """Release all blocks, and let all requests that have not ended wait."""
+        self._runner.reset()
+        self._runner.is_changing = True
+        self._scheduler.waiting, self._scheduler.running = [], []
+        for request in self._requests.values():
+            request.copies = []
+            request.sequence.forget_blocks(self._runner.cache)
+            if request.finish_reason is None and not request.is_at_fault:
+                self._scheduler.add(request)
+
+    def _drop_cancelled(self) -> None:
+        with self._runner.changing():
+            for index in list(self._cancelled):
+                request = self._requests.pop(index, None)
+                if request is not None:
+                    self._drop(request)
+            self._cancelled.clear()
+
+    def _drop(self, request: Request) -> None:
+        """Release the blocks of a request that is not among `_requests` any more."""
+        scheduler = self._scheduler
+        for queue in (scheduler.waiting, scheduler.running):
+            for n, other in enumerate(queue):
+                if request in other.copies:
+                    other.copies.remove(request)
+                    return
+                if request is other and request.copies:  # the next sample reads the prompt
+                    heir, *heir.copies = request.copies
+                    heir.sequence = request.sequence
+                    queue[n] = heir
+                    return
+        if request.finish_reason is None:
+            self._proposer.leave(request)
+            scheduler.remove(request)
+
+    def _choose(self, logits: Logits, rows: Sequence[Request]) -> None:
+        """Choose the next tokens, at once for requests with the same options."""
+        ahead: Callable[[Tensor], object] | None = None
+        if self._can_look_ahead(rows):
+            ahead = partial(self._runner.run_ahead, [request.sequence for request in rows])
+        for chooser, indices in self._groups(rows):
+            chosen = [rows[n] for n in indices]
+            last = [logits.last[n] for n in indices]
+            for request, token, logprob in chooser.choose(logits.of, last, chosen, ahead):
+                seconds = 0.0 if request.deltas else self._prompt_seconds
+                request.take(token, logprob, prompt_seconds=seconds)
+                if seconds:
+                    self._prompt_seconds = 0.0
+
+    def _can_look_ahead(self, rows: Sequence[Request]) -> bool:
+        """True if these are all requests, choose alike, and may be read a token each."""
+        if not self.looks_ahead or self._scheduler.waiting:
+            return False
+        if len(rows) < len(self._scheduler.running):
+            return False
+        context = self.decoder.max_seq_len
+        alike = all(
+            request.sampling_key == rows[0].sampling_key
+            and request.takes_one_more
+            and request.sequence.prompt is None
+            and len(request.sequence.tokens) < context
+            for request in rows
+        )
+        return alike and self._scheduler.has_room_for_one_more()
+
+    def _groups(self, rows: Sequence[Request]) -> list[tuple[Chooser, list[int]]]:
+        groups: dict[str, list[int]] = {}
+        for n, request in enumerate(rows):
+            groups.setdefault(request.sampling_key, []).append(n)
+        used = {request.sampling_key for request in self._scheduler.running}
+        self._choosers = {
+            key: chooser for key, chooser in self._choosers.items() if key in groups or key in used
+        }
+        for key, indices in groups.items():
+            if key not in self._choosers:
+                self._choosers[key] = self._chooser(rows[indices[0]].config)
+        return [(self._choosers[key], indices) for key, indices in groups.items()]
+
+    def _chooser(self, config: GenerationConfig) -> Chooser:
+        size, decoding = self.decoder.config.vocab_size, decoding_operators(self.decoder)
+        return Chooser(config, self._vocab, size, decoding)
+
+    def _guess(self) -> None:
+        """Guess tokens for the requests that decode. No guess goes past the steady length."""
+        for request in self._scheduler.running:
+            request.expect(Guess())
+        guessing = [
+            request
+            for request in self._scheduler.running
+            if request.config.speculate and request.sequence.pending == 1
+        ]
+        for chooser, indices in self._groups(guessing):
+            some = [guessing[n] for n in indices]
+            guesses = self._proposer.propose(some, list(map(self._most_guesses, some)), chooser)
+            for request, guess in zip(some, guesses, strict=True):
+                request.expect(guess)
+                request.sequence.tokens += guess.tokens
+                request.sequence.guessed = len(guess.tokens)
+
+    def _most_guesses(self, request: Request) -> int:
+        steady = self._steady - len(request.sequence.tokens)
+        return max(0, min(request.config.speculate, self._speculate, request.left - 1, steady))
 
 
-def _deltas(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    config: GenerationConfig,
-    *,
-    tokenizer: TextOfTokens | None,
-    draft: Decoder | None,
-    batch_size: int,
-) -> Iterator[Delta]:
-    """The deltas of all prompts; `Delta.index` counts results over all of them."""
-    if not prompts:
-        return
-    rows = max(batch_size // config.n_samples, 1) * config.n_samples
-    rows = min(rows, len(prompts) * config.n_samples)
-    slack, new = slack_of(config, decoder), config.max_new_tokens - 1
-    needs = sorted(room_for(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts)
-    needs = [need for need in needs for _ in range(config.n_samples)]
-    scheduler = Scheduler(
-        decoder,
-        tokenizer=tokenizer,
-        draft=draft,
-        max_rows=rows,
-        max_tokens=sum(needs[-rows:]),
-        speculate=slack,
-    )
-    for prompt in prompts:
-        scheduler.add(prompt, config)
-    while not scheduler.is_idle:
-        yield from scheduler.step()
-
-
-def _completion(
-    deltas: Sequence[Delta],
-    *,
-    prompt_tokens: int,
-    seed: int | None,
-    speculated: bool,
-    decoded: bool,
-) -> Completion:
-    reason = deltas[-1].finish_reason
-    assert reason is not None, "the loop ends when every row has"
-    logprobs = tuple(delta.logprob for delta in deltas if delta.logprob is not None)
-    return Completion(
-        text="".join(delta.text for delta in deltas),
-        tokens=tuple(delta.token for delta in deltas),
-        finish_reason=reason,
-        prompt_tokens=prompt_tokens,
-        seed=seed,
-        logprobs=logprobs or None,
-        proposed=sum(delta.proposed for delta in deltas) if speculated else None,
-        accepted=sum(delta.accepted for delta in deltas) if speculated else None,
-        prompt_seconds=sum(delta.prompt_seconds for delta in deltas),
-        decoded=decoded,
-    )
-
-
-def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
-    step = max(1, size)
-    return (prompts[start : start + step] for start in range(0, len(prompts), step))
-
-
-def _seed(config: GenerationConfig) -> int:
-    """The seed of the config, or one from the system's entropy, which the results report."""
-    return secrets.randbits(32) if config.seed is None else config.seed
+def _chunk(request: Request, count: int) -> Chunk:
+    """What to read of a request, and the logits to choose from."""
+    complete = count == request.sequence.pending
+    return Chunk(request.sequence, count, 1 + len(request.guess.tokens) if complete else 0)

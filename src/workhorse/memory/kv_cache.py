@@ -35,8 +35,8 @@ def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCach
     kinds = tuple(dict.fromkeys(names))  # layers of one name are alike
     with without_data(), torch.no_grad():
         decoder = config.replace(n_layers=len(kinds), pattern=kinds).build(dtype=dtype).eval()
-        cache = decoder.new_paged_cache(tokens=config.max_seq_len, texts=1)
-        view = PagedView(cache, [cache.open(1)])
+        cache = decoder.new_paged_cache(tokens=config.max_seq_len, sequences=1)
+        view = PagedView(cache, [cache.new_sequence()])
         decoder.hidden(torch.zeros(1, 1, dtype=torch.int64), cache=view)
         stores = iter(cache.stores)
         found: dict[str, list[LayerCache]] = {}

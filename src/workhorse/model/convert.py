@@ -17,7 +17,7 @@ from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.files.plain import to_path
-from workhorse.generate.requests import token_ids
+from workhorse.generate.checks import token_ids
 from workhorse.model.load import check_tell, load
 from workhorse.model.model import Model
 from workhorse.models import preset, preset_names

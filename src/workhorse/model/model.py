@@ -9,13 +9,13 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.execute.body import Execution
 from workhorse.execute.choose import DecodingBody, decoding_body
 from workhorse.generate import Completion, Delta, GenerationConfig, generate, stream
+from workhorse.generate.checks import token_ids
 from workhorse.generate.conversation import (
     ChatFormat,
     Conversation,
     TemplateFormat,
     TranscriptFormat,
 )
-from workhorse.generate.requests import token_ids
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import ChatTemplate, Tokenizer

@@ -50,6 +50,7 @@ class Context:
         max_positions: int | None = None,
     ) -> None:
         _check((batch, seq), positions, documents, cache)
+        self.batch, self.seq = batch, seq
         self.cache = cache
         runs = None if documents is None else number_runs(documents)
         if positions is not None:
@@ -63,9 +64,11 @@ class Context:
         plain = positions is None and documents is None
         self.uniform = plain and (cache is None or cache.uniform)
         self.length = seq if cache is None else cache.length + seq
-        # Positions of our own making stay below the length; others are looked up on the device.
-        if max_positions is not None and (positions is not None or self.length > max_positions):
-            self._check_positions(max_positions)
+        # Positions of our own making stay below the length; others are looked up on the device. The
+        # parts of a packed pass check theirs.
+        packed = cache is not None and bool(cache.parts)
+        if max_positions is not None and not packed:
+            self._check_positions(max_positions, given=positions is not None)
         if cache is not None:
             cache.begin(self.positions, uniform=plain)
         self.place = Placement(
@@ -75,6 +78,32 @@ class Context:
             aligned=self.uniform,
         )
         self._made: dict[Hashable, Any] = {}
+        self.parts = [
+            Context(len(view.lengths), new, device, cache=view, max_positions=max_positions)
+            for view, new in (() if cache is None else cache.parts)
+        ]
+
+    def by_part(self, mix: Callable[..., Tensor], *xs: Tensor, cache: CacheEntry | None) -> Tensor:
+        """`mix(*xs, context, cache)`, where `mix` lets the tokens of a sequence see each other.
+
+        The parts of a packed pass (see `CacheView.parts`) are computed one after the other.
+
+        Args:
+            mix: takes tensors (batch, seq, ...), a context and a cache entry; returns (batch, seq,
+                ...).
+            xs: its tensors.
+            cache: the layer's entry.
+        """
+        if not self.parts or cache is None:
+            return mix(*xs, self, cache)
+        sizes = [(part.batch, part.seq) for part in self.parts]
+        counts = [batch * seq for batch, seq in sizes]
+        pieces = [torch.split_with_sizes(x[0], counts) for x in xs]
+        mixed = [
+            mix(*(x.unflatten(0, size) for x in own), part, entry).flatten(0, 1)
+            for part, entry, size, *own in zip(self.parts, cache.parts, sizes, *pieces, strict=True)
+        ]
+        return torch.cat(mixed)[None]
 
     def rotation(
         self, name: str, rope: RopeConfig, head_dim: int, dtype: torch.dtype
@@ -119,7 +148,9 @@ class Context:
             return self.positions.amax(dim=1, keepdim=True) + 1
         return lengths_of_documents(self.positions, documents)
 
-    def _check_positions(self, limit: int) -> None:
+    def _check_positions(self, limit: int, *, given: bool) -> None:
+        if not given and self.length <= limit:
+            return
         used = self.length if self.uniform else int(self.positions.max()) + 1
         if used > limit:
             raise WorkhorseError(

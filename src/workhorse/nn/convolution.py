@@ -58,6 +58,10 @@ class ShortConvolution(nn.Module):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
+        return context.by_part(self.mix, x, cache=cache)
+
+    def mix(self, x: Hidden, context: Context, cache: CacheEntry | None) -> Hidden:
+        """The convolution of each row."""
         past = _past(x, self.width, context) if cache is None else _stored(x, context, cache, self)
         y = x + self.weight[0] * x
         for weight, earlier in zip(self.weight[1:], past, strict=True):

@@ -1,6 +1,6 @@
 """The decoder: token embedding, a stack of blocks, a final norm and a head."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -14,6 +14,7 @@ from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import Block, BlockConfig
 from workhorse.nn.cache.contiguous import Cache
 from workhorse.nn.cache.paged import PagedCache
+from workhorse.nn.cache.paged_view import PackedView
 from workhorse.nn.cache.view import CacheView, Layers
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig, batch_and_seq
@@ -159,10 +160,10 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     @property
-    def rows_apart(self) -> int:
-        """The most texts to which a pass can add a token each, and none changes another's bits.
+    def invariant_batch(self) -> int:
+        """The largest batch for which a decode step is batch-invariant (bitwise).
 
-        1 where the shape of a batch decides in what order numbers are added.
+        1 if the shape of a batch decides in which order numbers are added.
         """
         return 1
 
@@ -240,18 +241,31 @@ class Decoder(nn.Module):
         """The rooms of all layers in a cache; see `Block.rooms`."""
         return [room for layer in self._blocks() for room in layer.rooms(cache)]
 
-    def new_paged_cache(self, tokens: int, texts: int, slack: int = 0) -> PagedCache:
-        """An empty cache for texts that come and go.
+    def next_logits_packed(
+        self, tokens: Tokens, index: Sequence[int], cache: PackedView
+    ) -> NextLogits:
+        """Logits of the tokens after some of the tokens of a packed pass, `(len(index), vocab)`.
 
         Args:
-            tokens: that all texts together may hold.
-            texts: that there may be at a time.
-            slack: the newest tokens of a text that can be taken back, `PagedView.truncate`.
+            tokens: (1, seq), the tokens of all parts.
+            index: tokens to compute logits of, as indices into the sequence dimension.
+            cache: the parts.
+        """
+        x = self.hidden(tokens, cache=cache)
+        return self.unembed(x[:, torch.tensor(index, device=x.device)])[0]
+
+    def new_paged_cache(self, tokens: int, sequences: int, slack: int = 0) -> PagedCache:
+        """An empty cache for sequences that come and go.
+
+        Args:
+            tokens: the maximum number of tokens of all sequences together.
+            sequences: the maximum number of sequences at a time.
+            slack: how many of a sequence's newest tokens can be taken back, `PagedCache.truncate`.
 
         Raises:
             WorkhorseError: an empty cache, or attention that is not causal.
         """
-        cache = PagedCache(tokens, texts, self.device, self.max_seq_len, slack)
+        cache = PagedCache(tokens, sequences, self.device, self.max_seq_len, slack)
         cache.stores = self.rooms(cache)
         return cache
 

@@ -15,6 +15,7 @@ from workhorse.execute.compiled import compiled_step
 from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
 from workhorse.execute.native_decoding.native_step import step_natively
 from workhorse.nn import DecoderConfig
+from workhorse.nn.cache.blocks import BLOCK
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
 pytestmark = [
@@ -138,9 +139,9 @@ def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
 def test_too_many_tokens_are_refused_as_without_compilation(tmp_path: Path) -> None:
     decoder = compile_steps(make(), tmp_path)
     with torch.no_grad():
-        cache = paged(decoder, 1, 4)
-        decoder.next_logits(torch.tensor([[1, 2, 3, 4]]), cache=cache)
-        with pytest.raises(WorkhorseError, match="do not fit a text of 4"):
+        cache = paged(decoder, 1, 4)  # two blocks, since the last one may be partly used
+        decoder.next_logits(torch.ones(1, 2 * BLOCK, dtype=torch.int64), cache=cache)
+        with pytest.raises(WorkhorseError, match="a cache of 4 tokens has no room for 1 more"):
             decoder.next_logits(torch.tensor([[5]]), cache=cache)
 
 

@@ -87,7 +87,7 @@ def test_bits_depend_on_neither_rows_nor_threads(
     format: FormatName | None, dtype: torch.dtype
 ) -> None:
     decoder = quick(built(dtype=dtype, width=WIDE), format)
-    if decoder.rows_apart == 1:
+    if decoder.invariant_batch == 1:
         pytest.skip("several rows take the matrix unit's operators here")
     tokens = torch.randint(0, 61, (5, 12))
     prompts = tokens[:, :4].roll(1, dims=1)
@@ -186,7 +186,7 @@ def test_several_threads_may_be_the_first(calls: list[tuple[int, ...]]) -> None:
 def test_asking_how_rows_are_computed_calls_no_hook() -> None:
     decoder = quick(built())
     decoder.layers[0].register_forward_hook(lambda *_: pytest.fail("it was called"))
-    assert decoder.rows_apart == 1
+    assert decoder.invariant_batch == 1
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(1, 1), torch.zeros(2, 0)], ids=["rows", "none"])

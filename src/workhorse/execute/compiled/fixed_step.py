@@ -104,4 +104,4 @@ class FixedStepDecoder(Decoder):
 def _is_step(cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
     if not isinstance(cache, PagedView) or torch.is_grad_enabled():
         return False
-    return seq <= cache.slack + 1 and all(text.length for text in cache.texts)
+    return seq <= cache.slack + 1 and all(one.length for one in cache.sequences)

@@ -89,9 +89,9 @@ class SteppingDecoder(Decoder):
     translated: "Translated | None" = None
 
     @property
-    def rows_apart(self) -> int:
+    def invariant_batch(self) -> int:
         stepping = not self.watch.sees_hooks and self._kept_program() is not None
-        return self.few if stepping else super().rows_apart
+        return self.few if stepping else super().invariant_batch
 
     def why_not_whole(self) -> str:
         """What has no instruction, so that steps are not one call; empty: they are."""

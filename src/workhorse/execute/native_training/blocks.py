@@ -52,7 +52,7 @@ class NativeBlock(NativePreNorm):
         linears = attention.q_proj, attention.k_proj, attention.v_proj
         norm, feed_norm = norm_of(self.attention_norm), norm_of(self.feed_forward_norm)
         x, q, k, v = _NormProject.apply(x, *norm, *how, *weights_of(linears))
-        y = attention.mix(q, k, v, context, cache)
+        y = context.by_part(attention.mix, q, k, v, cache=cache)
         linears = attention.out_proj, *simple.linears
         return _Feed.apply(x, y, *feed_norm, simple.act, *how, *weights_of(linears))
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from workhorse.devices.to_host import ToHost
 from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
+from workhorse.generate.request import Request
 from workhorse.generate.result import TokenLogprob
-from workhorse.generate.row import Row
 from workhorse.generate.sampling.samplers import (
     History,
     all_finite,
@@ -44,15 +44,15 @@ class Chooser:
         self._vocab = vocab
         self._size = size
         self._decoding = decoding
-        self._rows: list[Row] = []
+        self._rows: list[Request] = []
         self._history: History | None = None
 
-    def history(self, rows: Sequence[Row], device: torch.device) -> History | None:
+    def history(self, rows: Sequence[Request], device: torch.device) -> History | None:
         """The tokens that penalties count; None without penalties."""
         if not has_penalties(self.config):
             return None
         if self._history is None or self._rows != list(rows):
-            prompts = [row.request.prompt for row in rows]
+            prompts = [row.prompt for row in rows]
             self._history, self._rows = History.of(prompts, self._size, device), list(rows)
             for n, row in enumerate(rows):
                 if row.new_tokens:
@@ -64,26 +64,25 @@ class Chooser:
     def choose(
         self,
         logits: Tensor,
-        rows: Sequence[Row],
+        last: Sequence[int],
+        rows: Sequence[Request],
         ahead: Callable[[Tensor], object] | None = None,
-    ) -> Iterator[tuple[Row, int, TokenLogprob | None]]:
-        """The tokens of one pass. The caller appends each to its row (`Row.take`) before the next.
+    ) -> Iterator[tuple[Request, int, TokenLogprob | None]]:
+        """The tokens of one pass. The caller takes each (`Request.take`) before the next.
 
         Args:
-            logits: `(batch, seq, vocab)`, after the last token and each guess of every row,
-                right-aligned.
-            rows: the rows of the batch.
-            ahead: called with the chosen tokens, int64 (rows,) where the logits are, before the
-                host waits for them.
+            logits: `(tokens, vocab)`, after the last token and each guess of every request.
+            last: for each request, the row of `logits` after its last guess.
+            rows: the requests.
+            ahead: called with the chosen tokens, int64 (rows,) on the device of the logits, before
+                the host waits for them.
         """
         history, indices = self.history(rows, logits.device), list(range(len(rows)))
         while indices:
             chosen = [rows[r] for r in indices]
             everyone = len(indices) == len(rows)
-            if logits.shape[1] == 1:
-                at = logits[:, 0]
-            else:
-                at = logits[indices, [-1 - row.unmet for row in chosen]]
+            wanted = [last[r] - rows[r].unmet for r in indices]
+            at = logits if wanted == list(range(len(logits))) else logits[wanted]
             past = history if history is None or everyone else history.copy(indices)
             tokens = self._choose(at, chosen, past)
             arriving = ToHost(tokens)
@@ -97,9 +96,9 @@ class Chooser:
             yield from zip(chosen, ids, logprobs, strict=True)
             indices = [r for r in indices if rows[r].is_ahead]
 
-    def _choose(self, logits: Tensor, rows: Sequence[Row], history: History | None) -> Tensor:
+    def _choose(self, logits: Tensor, rows: Sequence[Request], history: History | None) -> Tensor:
         """The next token of each row, int64 `(batch,)`, an id in use; -1 for logits not finite."""
-        processed = any(row.request.processors for row in rows)
+        processed = any(row.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
             return argmax(logits[:, : self._vocab], self._decoding)
         _check_rows(all_finite(logits), logits, rows)
@@ -127,15 +126,15 @@ def check_finite(finite: bool, whose: str = "the model") -> None:
         raise WorkhorseError(f"{whose}'s logits are not finite numbers; its weights are damaged")
 
 
-def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Row]) -> None:
+def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Request]) -> None:
     if not finite:
         for row, its_logits in zip(rows, logits, strict=True):
             row.is_at_fault = not all_finite(its_logits[None])
     check_finite(finite)
 
 
-def _processed(logits: Tensor, row: Row) -> Tensor:
-    if not row.request.processors:
+def _processed(logits: Tensor, row: Request) -> Tensor:
+    if not row.processors:
         return logits.float()
     try:
         return _by_processors(logits, row)
@@ -144,9 +143,9 @@ def _processed(logits: Tensor, row: Row) -> Tensor:
         raise
 
 
-def _by_processors(logits: Tensor, row: Row) -> Tensor:
+def _by_processors(logits: Tensor, row: Request) -> Tensor:
     changed = logits.to(torch.float32, copy=True)  # they may write to it
-    for processor in row.request.processors:
+    for processor in row.processors:
         gave: object = processor(changed, tuple(row.tokens))
         if not isinstance(gave, Tensor) or gave.shape != logits.shape:
             what = tuple(gave.shape) if isinstance(gave, Tensor) else shown(gave)
@@ -165,7 +164,7 @@ def _by_processors(logits: Tensor, row: Row) -> Tensor:
     return changed
 
 
-def _uniforms(rows: Sequence[Row]) -> Tensor:
+def _uniforms(rows: Sequence[Request]) -> Tensor:
     return torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
 
 

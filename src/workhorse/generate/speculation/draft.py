@@ -1,29 +1,28 @@
 """Guesses by a smaller model, for speculative decoding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse.generate.reader import Reader, Reading
-from workhorse.generate.row import Guess, Row
+from workhorse.generate.request import Guess, Request
+from workhorse.generate.runner import Chunk, Runner
 from workhorse.generate.sampling.choose import check_finite
 from workhorse.generate.sampling.samplers import History, all_finite, draw_from, greedy
+from workhorse.generate.sequence import TokenSequence
 from workhorse.generate.speculation.speculate import SamplingRule
 from workhorse.nn import Decoder
 
 
 @dataclass(eq=False)
 class _Followed:
-    """A row as the draft has read it."""
+    """A request as the draft has read it."""
 
-    reading: Reading
+    sequence: TokenSequence
     read: int = 0
-    """How many of the row's own tokens were read before the last guess."""
-    guessed: list[int] = field(default_factory=list)
-    """The guessed tokens that were read after them."""
+    """How many of the request's own tokens were read before the last guess."""
 
 
 class Draft:
@@ -31,28 +30,50 @@ class Draft:
 
     Args:
         decoder: in evaluation mode when it guesses.
-        of: the reader of the model's rows. A text that outgrows either context is read again from
+        of: the runner of the model. A sequence that outgrows the draft's context is read again from
             its newer half.
-        remembers: see `Reader`.
+        prefix_caching: see `Engine`.
     """
 
-    def __init__(self, decoder: Decoder, of: Reader, *, remembers: bool = False) -> None:
-        cache = of.cache
-        self._reader = Reader(
+    def __init__(self, decoder: Decoder, of: Runner, *, prefix_caching: bool = False) -> None:
+        cache, self._context = of.cache, decoder.max_seq_len
+        self._runner = Runner(
             decoder,
-            tokens=cache.tokens + cache.texts * (of.slack + 2),
-            texts=cache.texts,
-            context=min(decoder.max_seq_len, of.context),
+            tokens=cache.tokens + cache.sequences * (of.slack + 2),
+            sequences=cache.sequences,
             slack=of.slack,
-            remembers=remembers,
         )
+        self._prefix_caching = prefix_caching
         self._vocab_size = of.decoder.config.vocab_size
-        self._followed: dict[Row, _Followed] = {}
+        self._followed: dict[Request, _Followed] = {}
+
+    def propose(
+        self, rows: Sequence[Request], most: Sequence[int], rule: SamplingRule
+    ) -> list[Guess]:
+        if not self._holds([*rows, *self._followed]):
+            for row in set(self._followed).difference(rows):
+                self.leave(row)
+        if len(rows) == 1 or self._holds(rows):
+            return self._propose(rows, most, rule)
+        # They do not fit together: guesses may not depend on that.
+        half, guesses = len(rows) // 2, list[Guess]()
+        for part in (slice(half), slice(half, None)):
+            guesses += self.propose(rows[part], most[part], rule)
+        return guesses
+
+    def _holds(self, rows: Sequence[Request]) -> bool:
+        """True if the cache has room for all tokens and guesses of these rows."""
+        slack, context = self._runner.slack, self._context
+        return self._runner.cache.holds(
+            *(min(len(row.tokens) + slack, context) + slack for row in set(rows))
+        )
 
     @torch.no_grad()
-    def propose(self, rows: Sequence[Row], most: Sequence[int], rule: SamplingRule) -> list[Guess]:
+    def _propose(
+        self, rows: Sequence[Request], most: Sequence[int], rule: SamplingRule
+    ) -> list[Guess]:
         # A draft whose context is full starts again with half of it free: a guess must fit there.
-        most = [min(n, self._reader.context // 2) for n in most]
+        most = [min(n, self._context // 2) for n in most]
         guesses: list[list[int]] = [[] for _ in rows]
         drawn: list[list[Tensor]] = [[] for _ in rows]
         indices = [r for r, n in enumerate(most) if n]
@@ -77,47 +98,60 @@ class Draft:
             for r, token in zip(indices, tokens.tolist(), strict=True):
                 guesses[r].append(token)
             indices = [r for r in indices if len(guesses[r]) < most[r]]
+            for r in indices:
+                sequence = self._followed[rows[r]].sequence
+                sequence.tokens.append(guesses[r][-1])
+                sequence.guessed += 1
             if indices:
-                logits = self._read([rows[r] for r in indices], [guesses[r][-1:] for r in indices])
-        for row, guess in zip(rows, guesses, strict=True):
-            if guess:
-                self._followed[row].guessed = guess[:-1]
+                logits = self._read([rows[r] for r in indices])
         return [
             Guess(tuple(guess), torch.stack(probabilities) if probabilities else None)
             for guess, probabilities in zip(guesses, drawn, strict=True)
         ]
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: Request) -> None:
         if row in self._followed:
-            self._reader.close(self._followed.pop(row).reading)
+            with self._runner.changing():
+                self._followed.pop(row).sequence.clear(self._runner.cache)
 
-    def _caught_up(self, rows: Sequence[Row]) -> Tensor:
+    def reset(self) -> None:
+        self._followed.clear()
+        self._runner.reset()
+
+    def _caught_up(self, rows: Sequence[Request]) -> Tensor:
         """Read the rows that are guessed for to their ends; returns logits `(batch, vocab)`.
 
         What the draft has read of a row therefore never depends on the other rows.
         """
-        came: list[list[int]] = []
-        back: list[int] = []
-        for row in rows:
-            followed = self._followed.get(row)
-            if followed is None:
-                text = row.tokens[-self._reader.context :]
-                followed = _Followed(self._reader.open(text, row.left + self._reader.slack))
-                self._followed[row] = followed
-                came.append(text[len(followed.reading.tokens) :])
-                back.append(0)
-            else:
-                new = row.tokens[followed.read :]
-                agreed = _agreed(followed.guessed, new[:-1])  # the last token is always read again
-                came.append(new[agreed:])
-                back.append(len(followed.guessed) - agreed)
-            followed.read, followed.guessed = len(row.tokens), []
-        self._reader.forget([self._followed[row].reading for row in rows], back)
-        return self._read(rows, came)
+        cache = self._runner.cache
+        with self._runner.changing():
+            for row in rows:
+                followed = self._followed.get(row)
+                if followed is None:
+                    tokens = row.tokens[-self._context :]
+                    followed = self._followed[row] = _Followed(TokenSequence(tokens, cache))
+                    if self._prefix_caching:
+                        followed.sequence.adopt_prefix(cache)
+                else:
+                    sequence, new = followed.sequence, row.tokens[followed.read :]
+                    guessed = sequence.tokens[len(sequence.tokens) - sequence.guessed :]
+                    agreed = _agreed(guessed, new[:-1])  # the last token is always read again
+                    sequence.take_back(len(guessed) - agreed, cache)
+                    sequence.tokens += new[agreed:]
+                followed.read, followed.sequence.guessed = len(row.tokens), 0
+        return self._read(rows)
 
-    def _read(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """The logits after these tokens, `(batch, vocab)`."""
-        return self._reader.read([self._followed[row].reading for row in rows], tokens)[:, 0]
+    def _read(self, rows: Sequence[Request]) -> Tensor:
+        """The logits after all tokens, `(batch, vocab)`."""
+        sequences = [self._followed[row].sequence for row in rows]
+        with self._runner.changing():
+            for sequence in sequences:
+                if self._prefix_caching:
+                    sequence.label_prefix(self._runner.cache)
+                if len(sequence.tokens) > self._context:
+                    sequence.drop_oldest(self._context, self._runner.cache)
+        logits = self._runner.run([Chunk(sequence, sequence.pending) for sequence in sequences])
+        return logits.of[logits.last]
 
     def _shaped(self, logits: Tensor, rule: SamplingRule, history: History | None) -> Tensor:
         check_finite(all_finite(logits), "the draft")

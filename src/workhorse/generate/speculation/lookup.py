@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from workhorse.generate.row import Guess, Row
+from workhorse.generate.request import Guess, Request
 from workhorse.generate.speculation.speculate import SamplingRule
 
 LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to predict the next
@@ -15,17 +15,22 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._indices: dict[Row, _Index] = {}
+        self._indices: dict[Request, _Index] = {}
 
-    def propose(self, rows: Sequence[Row], most: Sequence[int], rule: SamplingRule) -> list[Guess]:
+    def propose(
+        self, rows: Sequence[Request], most: Sequence[int], rule: SamplingRule
+    ) -> list[Guess]:
         del rule
         return [
             Guess(self._indices.setdefault(row, _Index()).continuation(row.tokens, n))
             for row, n in zip(rows, most, strict=True)
         ]
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: Request) -> None:
         self._indices.pop(row, None)
+
+    def reset(self) -> None:
+        self._indices.clear()
 
 
 class _Index:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from workhorse.generate.config import GenerationConfig
-from workhorse.generate.row import Guess, Row
+from workhorse.generate.request import Guess, Request
 from workhorse.generate.sampling.samplers import History, Shaper
 from workhorse.nn import Decoder
 
@@ -30,7 +30,7 @@ class SamplingRule(Protocol):
     config: GenerationConfig
     shape: Shaper
 
-    def history(self, rows: Sequence[Row], device: torch.device) -> History | None:
+    def history(self, rows: Sequence[Request], device: torch.device) -> History | None:
         """The tokens that penalties count; None without penalties."""
         ...
 
@@ -38,12 +38,18 @@ class SamplingRule(Protocol):
 class Proposer(Protocol):
     """Guesses how rows continue."""
 
-    def propose(self, rows: Sequence[Row], most: Sequence[int], rule: SamplingRule) -> list[Guess]:
+    def propose(
+        self, rows: Sequence[Request], most: Sequence[int], rule: SamplingRule
+    ) -> list[Guess]:
         """Guesses for the next pass, at most `most[r]` tokens for row r."""
         ...
 
-    def leave(self, row: Row) -> None:
-        """Forget a row that has ended."""
+    def leave(self, row: Request) -> None:
+        """Forget a request that has ended or was preempted."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all requests, also after an exception at any moment."""
         ...
 
 

@@ -257,7 +257,7 @@ class Attention(SelfAttention):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
-        y = self.mix(*self.project(x), context, cache)
+        y = context.by_part(self.mix, *self.project(x), cache=cache)
         return self.out_proj(self.inner_norm(self.gate(y, x)))
 
     def project(self, x: Hidden) -> tuple[SideBySide, SideBySide, SideBySide]:

@@ -31,6 +31,7 @@ from workhorse.nn.shapes import (
     Queries,
     RotaryKeys,
     RotaryQueries,
+    SideBySide,
 )
 
 
@@ -131,19 +132,40 @@ class LatentAttention(SelfAttention):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
-        q = split_heads(self.queries(x), self.n_heads)
+        latent = self.kv_norm(self.kv_down_proj(x))
+        return self.out_proj(
+            context.by_part(self.mix, self.queries(x), latent, self.k_rope_proj(x), cache=cache)
+        )
+
+    def mix(
+        self,
+        q: SideBySide,
+        latent: SideBySide,
+        k_rope: SideBySide,
+        context: Context,
+        cache: CacheEntry | None,
+    ) -> HeadOutputs:
+        """What each position gathers from those it sees.
+
+        Args:
+            q: the queries of all heads, (batch, seq, heads · width).
+            latent: (batch, seq, kv_rank).
+            k_rope: the keys to rotate, (batch, seq, rope_dim).
+            context: of the pass.
+            cache: the layer's entry, if any.
+        """
+        q = split_heads(q, self.n_heads)
         q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]  # (batch, heads, seq, …)
         q_rope = self.q_rotation(q_rope, context)
-        latent = self.kv_norm(self.kv_down_proj(x)).unsqueeze(1)  # (batch, 1, seq, kv_rank)
-        k_rope = self.k_rope_proj(x).unsqueeze(1)  # (batch, 1, seq, rope_dim)
-        k_rope = self.k_rotation(k_rope, context)
+        latent = latent.unsqueeze(1)  # (batch, 1, seq, kv_rank)
+        k_rope = self.k_rotation(k_rope.unsqueeze(1), context)  # (batch, 1, seq, rope_dim)
         mask = context.mask(self.pattern, self.kernel, q.dtype)
         if cache is None:
             y = self.attend(q, q_rope, latent, k_rope, mask)
         else:
             latent, k_rope = cache.update(latent, k_rope)
             y = self.attend_to_latents(q, q_rope, latent, k_rope, mask)
-        return self.out_proj(y.transpose(1, 2).flatten(2))
+        return y.transpose(1, 2).flatten(2)
 
     def attend(
         self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any

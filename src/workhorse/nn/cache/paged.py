@@ -1,42 +1,43 @@
-"""A paged cache: texts are opened, forked and closed at any time, and share common prefixes.
+"""A paged cache: sequences come, fork and leave at any time, and share common prefixes.
 
-Keys and values are stored in blocks of `BLOCK` tokens, and a text has a block table
-(PagedAttention, 2309.06180). Several texts may share a block; it is copied on write. Layers of the
-same reach share their tables. A text releases blocks that have fallen out of a window.
+Keys and values are stored in blocks of `BLOCK` tokens, and a sequence has a block table
+(PagedAttention, 2309.06180). Several sequences may share a block; it is copied on write. Layers of
+the same reach share their tables. A sequence releases blocks that have left its window. Blocks are
+allocated when tokens need them; nothing is reserved.
 
-`PagedCache.open` reserves room for a text; a `PagedView` is a batch of texts in a forward pass.
+A `PagedView` is a batch of sequences in a forward pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.nn.cache.blocks import BLOCK, EMPTY, SPILL, CachedText, Pool, Reach
+from workhorse.nn.cache.blocks import BLOCK, EMPTY, SPILL, CachedSequence, Pool, Reach
 from workhorse.nn.shapes import NewKeys, NewValues
 
 
 class PagedCache:
-    """Keys and values of many texts; made by `Decoder.new_paged_cache`.
+    """Keys and values of many sequences; made by `Decoder.new_paged_cache`.
 
     Args:
-        tokens: the most tokens that all texts together may hold.
-        texts: the most texts that may be open at a time.
-        device: of the tensors.
-        context: the most tokens of one text; a window at least as wide never releases blocks.
-        slack: how many of a text's newest tokens can always be taken back.
+        tokens: the maximum number of tokens of all sequences together.
+        sequences: the maximum number of sequences that hold tokens at a time.
+        device: device of the tensors.
+        context: the maximum number of tokens of one sequence. A window at least as wide never
+            releases blocks.
+        slack: how many of a sequence's newest tokens can always be taken back.
 
     Attributes:
-        stores: of all layers, in the order of their `Block.rooms`.
-        reclaim: called when all blocks are held, to release some that no open text needs; returns
-            whether it dropped anything.
+        stores: stores of all layers, in the order of their `Block.rooms`.
+        pools: block pools, one for each reach.
     """
 
     def __init__(
-        self, tokens: int, texts: int, device: torch.device, context: int, slack: int = 0
+        self, tokens: int, sequences: int, device: torch.device, context: int, slack: int = 0
     ) -> None:
-        for name, size in (("tokens", tokens), ("texts", texts)):
+        for name, size in (("tokens", tokens), ("sequences", sequences)):
             if type(size) is not int or size < 1:
                 raise WorkhorseError(
                     f"{name}={size!r} is not a whole number above 0; give 1 or more"
@@ -44,158 +45,203 @@ class PagedCache:
         if type(slack) is not int or slack < 0:
             raise WorkhorseError(f"slack={slack!r} is not a number of tokens; give 0 or more")
         self.tokens = tokens
-        self.texts = texts
+        self.sequences = sequences
         self.device = device
         self.context = context
         self.slack = slack
         self.stores: list[Store] = []
         self.pools: dict[Reach, Pool] = {}
-        self.reclaim: Callable[[Reach], bool] = lambda _: False
 
     def layer(self, reach: Reach, *, in_blocks: bool = False) -> "Store":
         """A store for a layer of this reach, whose kernel reads `InBlocks` or gathered tensors."""
+        return Store(self.pool(reach), in_blocks)
+
+    def pool(self, reach: Reach) -> Pool:
+        """The pool of the layers of this reach."""
         if reach is not None and reach >= self.context:
             reach = None
         if reach not in self.pools:
-            count = self._blocks_for(self.tokens, None) + self.texts  # last blocks are partly used
-            if reach is not None:  # twice as many, to remember ended texts
-                count = min(count, 2 * self.texts * self._blocks_for(self.tokens, reach))
+            # The last block of a sequence is partly used.
+            count = self._blocks_for(self.tokens, None) + self.sequences
+            if reach is not None:  # twice what open sequences need, for the prefixes of others
+                count = min(count, 2 * self.sequences * self._blocks_for(self.tokens, reach))
             try:
                 self.pools[reach] = Pool(count + SPILL + 1, reach)
             except (MemoryError, OverflowError):
                 raise WorkhorseError(
                     f"a cache of {self.tokens} tokens does not fit into memory; make it smaller"
                 ) from None
-        return Store(self.pools[reach], in_blocks)
+        return self.pools[reach]
 
-    def fits(self, *most: int) -> bool:
-        """Whether there is room for more texts, text i of at most `most[i]` tokens."""
+    def new_sequence(self) -> CachedSequence:
+        """An empty sequence."""
+        return CachedSequence(0, {reach: [] for reach in self.pools})
+
+    def holds(self, *tokens: int) -> bool:
+        """Whether sequences of these numbers of tokens fit into the empty cache together."""
         return all(
-            pool.reserved + sum(self._blocks_for(tokens, reach) for tokens in most) <= pool.room
+            sum(self._blocks_for(count, reach) for count in tokens) <= pool.room
             for reach, pool in self.pools.items()
         )
 
-    def holds(self, *most: int) -> bool:
-        """Whether there would be room for these texts in an empty cache."""
-        return all(
-            sum(self._blocks_for(tokens, reach) for tokens in most) <= pool.room
-            for reach, pool in self.pools.items()
-        )
+    def needs(self, sequence: CachedSequence, count: int) -> list[int]:
+        """How many blocks of each pool `extend` would take for `count` more tokens."""
+        before, end = sequence.length, sequence.length + count
+        needs: list[int] = []
+        for reach, pool in self.pools.items():
+            table = sequence.tables[reach]
+            new = -(-end // BLOCK) - max(len(table), self.oldest(end, reach))
+            copies = bool(before % BLOCK) and pool.holders[table[-1]] > 1
+            needs.append(max(new, 0) + copies)
+        return needs
 
-    def open(self, most: int) -> CachedText:
-        """Open a text, with room reserved for up to `most` tokens.
+    def available(self) -> list[int]:
+        """Number of available blocks in each pool."""
+        return [pool.available for pool in self.pools.values()]
+
+    def has_room(self, sequence: CachedSequence, count: int) -> bool:
+        """Whether a sequence can be extended by `count` tokens."""
+        needs = self.needs(sequence, count)
+        return all(need <= free for need, free in zip(needs, self.available(), strict=True))
+
+    def extend(self, sequence: CachedSequence, count: int) -> None:
+        """Give a sequence blocks of its own for `count` more tokens.
 
         Raises:
-            WorkhorseError: there is no room.
+            WorkhorseError: too few blocks are available. The cache is then unchanged.
         """
-        if type(most) is not int or most < 1:
-            raise WorkhorseError(f"most={most!r} is not a number of tokens; give 1 or more")
-        if not self.fits(most):
+        if not self.has_room(sequence, count):
             raise WorkhorseError(
-                f"a text of {most} tokens does not fit a cache of {self.tokens} with the others "
-                "open; close one, or make the cache with more tokens"
+                f"a cache of {self.tokens} tokens has no room for {count} more; clear a sequence, "
+                "or make the cache with more tokens"
             )
-        for reach, pool in self.pools.items():
-            pool.reserved += self._blocks_for(most, reach)
-        return CachedText(most, 0, {reach: [] for reach in self.pools})
+        end = sequence.length + count
+        for reach, table in sequence.tables.items():
+            pool = self.pools[reach]
+            before = self.oldest(sequence.length, reach)  # earlier blocks are not visible
+            for number in range(min(before, len(table)) - 1, -1, -1):
+                if table[number] == EMPTY:
+                    break
+                pool.release(table[number])
+                table[number] = EMPTY
+                sequence.changes += 1
+            if sequence.length % BLOCK and pool.holders[table[-1]] > 1:
+                table[-1] = self._copy(pool, table[-1])
+                sequence.changes += 1
+            oldest = self.oldest(end, reach)
+            for number in range(len(table), -(-end // BLOCK)):
+                table.append(EMPTY if number < oldest else self._take(pool))
+                sequence.changes += 1
 
-    def close(self, text: CachedText) -> None:
-        """Close a text, if it is open. Blocks that it shares with others stay."""
-        if text.is_closed:
-            return
-        for reach, pool in self.pools.items():
-            pool.reserved -= self._blocks_for(text.most, reach)
-            for block in text.tables[reach]:
-                pool.release(block)
-        text.length, text.tables = 0, {}
-
-    def adopt(self, text: CachedText, length: int, tables: Mapping[Reach, Sequence[int]]) -> None:
-        """Replace the contents of a text by the first `length` tokens of these tables, shared."""
-        self.clear(text)
+    def adopt(
+        self, sequence: CachedSequence, length: int, tables: Mapping[Reach, Sequence[int]]
+    ) -> None:
+        """Replace a sequence by the first `length` tokens of these tables, which it then shares."""
+        self.clear(sequence)
         for reach, table in tables.items():
             oldest = self.oldest(length, reach)
             held = [EMPTY] * oldest + list(table[oldest : -(-length // BLOCK)])
-            text.tables[reach] = [self.pools[reach].share(block) for block in held]
-        text.length = length
+            sequence.tables[reach] = [self.pools[reach].share(block) for block in held]
+        sequence.length = length
+        sequence.changes += 1
 
-    def clear(self, text: CachedText) -> None:
-        """Empty a text, which keeps its reserved room."""
-        self.truncate(text, 0)
+    def label(self, sequence: CachedSequence, prefixes: Sequence[bytes]) -> None:
+        """Keep a sequence's first full blocks as prefixes that other sequences can share.
 
-    def truncate(self, text: CachedText, length: int) -> None:
-        """Keep the first `length` tokens of a text.
+        Args:
+            sequence: holds the blocks.
+            prefixes: a key for each of these blocks, which identifies its tokens and all before.
+        """
+        for reach, table in sequence.tables.items():
+            for block, prefix in zip(table, prefixes, strict=False):
+                self.pools[reach].label(block, prefix)
+
+    def adopt_prefix(
+        self, sequence: CachedSequence, prefixes: Sequence[bytes], multiple: int = 1
+    ) -> None:
+        """Give an empty sequence the longest of its prefixes that the cache still has.
+
+        Args:
+            sequence: the empty sequence.
+            prefixes: the keys of its full blocks; see `label`.
+            multiple: the number of blocks must be a multiple of this.
+        """
+        found = {
+            reach: [pool.find(prefix) for prefix in prefixes] for reach, pool in self.pools.items()
+        }
+        complete = dict.fromkeys(found, 0)  # length of the run of blocks that ends here
+        best = 0
+        for n in range(1, len(prefixes) + 1):
+            for reach, blocks in found.items():
+                complete[reach] = 0 if blocks[n - 1] is None else complete[reach] + 1
+            seen = {reach: n - self._first_seen(n * BLOCK, reach) for reach in found}
+            if n % multiple == 0 and all(complete[reach] >= seen[reach] for reach in found):
+                best = n
+        if best:
+            tables = {
+                reach: [EMPTY if block is None else block for block in blocks[:best]]
+                for reach, blocks in found.items()
+            }
+            self.adopt(sequence, best * BLOCK, tables)
+
+    def clear(self, sequence: CachedSequence) -> None:
+        """Release all blocks of a sequence."""
+        self.truncate(sequence, 0)
+
+    def reset(self) -> None:
+        """Release all blocks and forget all prefixes; sequences made before must not be used."""
+        for pool in self.pools.values():
+            pool.reset()
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Keep the first `length` tokens of a sequence.
 
         Raises:
             WorkhorseError: the length is invalid, or a window has released tokens that would be
                 visible again.
         """
-        self.check_shows(text, length)
-        for reach, table in text.tables.items():
+        self.check_shows(sequence, length)
+        for reach, table in sequence.tables.items():
             while len(table) > -(-length // BLOCK):
                 self.pools[reach].release(table.pop())
-        text.length = length
+                sequence.changes += 1
+        sequence.length = length
 
-    def check_shows(self, text: CachedText, length: int) -> None:
+    def check_shows(self, sequence: CachedSequence, length: int) -> None:
         """Refuse a length that `truncate` cannot go back to."""
         if type(length) is not int or length < 0:
             raise WorkhorseError(f"length={length!r} is not a number of tokens; give 0 or more")
-        for reach, table in text.tables.items():
-            if EMPTY in table[self.first_seen(length, reach) : -(-length // BLOCK)]:
+        for reach, table in sequence.tables.items():
+            if EMPTY in table[self._first_seen(length, reach) : -(-length // BLOCK)]:
                 raise WorkhorseError(
-                    f"a window has moved past what it saw after {length} tokens; read the text "
+                    f"a window has moved past what it saw after {length} tokens; read the sequence "
                     "again, or make the cache with more slack"
                 )
 
-    def extend(self, text: CachedText, count: int) -> bool:
-        """Give a text unshared blocks for `count` more tokens; returns whether a table changed."""
-        changed, end = False, text.length + count
-        for reach, table in text.tables.items():
-            pool = self.pools[reach]
-            before = self.oldest(text.length, reach)  # earlier blocks are not visible
-            for number in range(min(before, len(table)) - 1, -1, -1):
-                if table[number] == EMPTY:
-                    break
-                pool.release(table[number])
-                table[number], changed = EMPTY, True
-            if text.length % BLOCK and pool.holders[table[-1]] > 1:
-                table[-1], changed = self._copy(reach, table[-1]), True
-            oldest = self.oldest(end, reach)
-            for number in range(len(table), -(-end // BLOCK)):
-                table.append(EMPTY if number < oldest else self._take(reach))
-                changed = True
-        return changed
+    def oldest(self, length: int, reach: Reach) -> int:
+        """The first block that a sequence of `length` tokens may see, even without `slack`."""
+        return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
 
-    def first_seen(self, length: int, reach: Reach) -> int:
+    def _first_seen(self, length: int, reach: Reach) -> int:
         """The first block that the token after `length` tokens sees."""
         return 0 if reach is None else max(0, length + 1 - reach) // BLOCK
 
-    def oldest(self, length: int, reach: Reach) -> int:
-        """The first block that a text of `length` tokens may see, even with `slack` taken back."""
-        return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
-
     def _blocks_for(self, tokens: int, reach: Reach) -> int:
-        """The most blocks that a text of `tokens` tokens needs at a time."""
+        """The maximum number of blocks that a sequence of `tokens` tokens holds at a time."""
         whole = -(-tokens // BLOCK)
         # Those that a window shows before a long pass, and those that it shows after.
         return whole if reach is None else min(whole, 2 * -(-(reach + self.slack) // BLOCK) + 3)
 
-    def _take(self, reach: Reach) -> int:
-        pool = self.pools[reach]
-        while pool.is_full and self.reclaim(reach):
-            pass
-        if pool.is_full:
-            raise WorkhorseError(
-                f"every block of a cache of {self.tokens} tokens is in use; close a text"
-            )
+    def _take(self, pool: Pool) -> int:
         block, again = pool.take()
         if again:  # old values must not enter a sum, not even times zero: they may be NaN
             for tensor in self._stored(pool):
                 tensor[:, block].zero_()
         return block
 
-    def _copy(self, reach: Reach, block: int) -> int:
+    def _copy(self, pool: Pool, block: int) -> int:
         """An unshared copy of a shared block."""
-        pool, copy = self.pools[reach], self._take(reach)
+        copy = self._take(pool)
         for tensor in self._stored(pool):
             tensor[:, copy] = tensor[:, block]
         pool.release(block)

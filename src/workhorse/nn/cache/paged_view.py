@@ -1,13 +1,19 @@
-"""A batch of texts in a `PagedCache`, as a forward pass sees it."""
+"""Sequences of a `PagedCache`, as a forward pass sees them.
+
+A `PagedView` is a batch: the same number of new tokens for each sequence. A `PackedView` is several
+batches in one pass, with all their tokens in one row: linear layers read their weights once, and
+only the parts that mix positions compute each batch by itself.
+"""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn.attention.masks import Placement
-from workhorse.nn.cache.blocks import BLOCK, EMPTY, SPILL, CachedText, InBlocks, Reach
+from workhorse.nn.cache.blocks import BLOCK, EMPTY, SPILL, CachedSequence, InBlocks, Reach
 from workhorse.nn.cache.paged import PagedCache, Store
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.shapes import NewKeys, NewValues, Positions
@@ -31,8 +37,8 @@ class Pages:
         self._reach = reach
         self.table = torch.empty(0)
 
-    def set_table(self, texts: Sequence[CachedText]) -> None:
-        tables = [text.tables[self._reach] for text in texts]
+    def set_table(self, sequences: Sequence[CachedSequence]) -> None:
+        tables = [sequence.tables[self._reach] for sequence in sequences]
         widest = max(2, *map(len, tables))  # a compiler would specialise on a width of 1
         rows = [table + [EMPTY] * (widest - len(table)) for table in tables]
         self.table = torch.tensor(rows, device=self._cache.device)
@@ -115,56 +121,53 @@ class PagedEntry(CacheEntry):
 
 
 class PagedView(CacheView):
-    """A batch of texts, one per row. Valid until one of them is changed by other means."""
+    """A batch of sequences, one per row.
 
-    def __init__(self, cache: PagedCache, texts: Sequence[CachedText]) -> None:
+    The sequences and the cache may be changed between passes; `reserve` and `begin` follow.
+    """
+
+    def __init__(self, cache: PagedCache, sequences: Sequence[CachedSequence]) -> None:
         self.cache = cache
-        self.texts = list(texts)
-        if not self.texts or len(set(self.texts)) < len(self.texts):
+        self.sequences = list(sequences)
+        if not self.sequences or len(set(self.sequences)) < len(self.sequences):
             raise WorkhorseError(
-                "a view needs at least one text, and none of them twice; open others"
+                "a view needs at least one sequence, and none of them twice; give others"
             )
-        if any(text.is_closed for text in self.texts):
-            raise WorkhorseError("a text of this view was closed; open one in its place")
         self.slack = cache.slack
         self.pages = {reach: Pages(cache, reach) for reach in cache.pools}
         self.entries = [PagedEntry(store, self.pages[store.pool.reach]) for store in cache.stores]
-        self._set_tables()
-        self._count()
+        self._changes: list[int] = []
+        self._lengths: list[int] = []
+        self._follow()
 
     def begin(self, positions: Positions, *, uniform: bool) -> None:
-        rows, seq = len(self.texts), positions.shape[1]
+        rows, seq = len(self.sequences), positions.shape[1]
         counts = [seq] * rows
         if not uniform:
             counts = [int(count) for count in (positions >= 0).sum(dim=1).expand(rows)]
-        before, alike = [text.length for text in self.texts], uniform and self.uniform
         self.reserve(counts)
-        for text, count in zip(self.texts, counts, strict=True):
-            text.length += count
-        self._count()
+        before, alike = self._lengths, uniform and self.uniform
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            sequence.length += count
+        self._follow()
         for pages in self.pages.values():
             pages.begin(positions, self.lengths, self.length, before, uniform=alike)
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Reserve blocks for `counts[r]` more tokens of each row r.
+        """Give each row r blocks for `counts[r]` more tokens.
 
         Raises:
-            WorkhorseError: a text would outgrow its reserved room. The cache is then unchanged.
+            WorkhorseError: the cache has too few blocks.
         """
-        for text, count in zip(self.texts, counts, strict=True):
-            if text.length + count > text.most:
-                raise WorkhorseError(
-                    f"{text.length} + {count} tokens do not fit a text of {text.most}; "
-                    "open it with more"
-                )
-        pairs = zip(self.texts, counts, strict=True)
-        if sum(self.cache.extend(text, count) for text, count in pairs):
-            self._set_tables()
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            self.cache.extend(sequence, count)
+        self._follow()
 
     def advance(self, seq: int) -> None:
         """Count `seq` tokens of each row that a step over a `FixedCache` has stored."""
-        for text in self.texts:
-            text.length += seq
+        for sequence in self.sequences:
+            sequence.length += seq
+        self._lengths = [length + seq for length in self._lengths]
         self.length += seq
 
     def place(self, reach: Reach) -> Placement:
@@ -177,20 +180,63 @@ class PagedView(CacheView):
             WorkhorseError: see `PagedCache.truncate`. The cache is then unchanged.
         """
         shorter = [
-            pair for pair in zip(self.texts, lengths, strict=True) if pair[1] < pair[0].length
+            pair for pair in zip(self.sequences, lengths, strict=True) if pair[1] < pair[0].length
         ]
-        for text, length in shorter:
-            self.cache.check_shows(text, length)
-        for text, length in shorter:
-            self.cache.truncate(text, length)
-        self._set_tables()
-        self._count()
+        for sequence, length in shorter:
+            self.cache.check_shows(sequence, length)
+        for sequence, length in shorter:
+            self.cache.truncate(sequence, length)
+        self._follow()
 
-    def _set_tables(self) -> None:
-        for pages in self.pages.values():
-            pages.set_table(self.texts)
+    def _follow(self) -> None:
+        """Bring tables and lengths up to date with the sequences."""
+        changes = [sequence.changes for sequence in self.sequences]
+        if changes != self._changes:
+            self._changes = changes
+            for pages in self.pages.values():
+                pages.set_table(self.sequences)
+        lengths = [sequence.length for sequence in self.sequences]
+        if lengths != self._lengths:
+            self._lengths = lengths
+            self.lengths = torch.tensor(lengths, device=self.cache.device)
+            self.length, self.uniform = max(lengths), len(set(lengths)) == 1
 
-    def _count(self) -> None:
-        lengths = [text.length for text in self.texts]
-        self.lengths = torch.tensor(lengths, device=self.cache.device)
-        self.length, self.uniform = max(lengths), len(set(lengths)) == 1
+
+class PackedEntry(CacheEntry):
+    """One layer's entries in the parts of a packed pass."""
+
+    def __init__(self, parts: Sequence[CacheEntry]) -> None:
+        self.parts = parts
+
+    def update(self, k: NewKeys, v: NewValues) -> NoReturn:
+        raise AssertionError("the parts of a packed pass store keys and values, each its own")
+
+
+class PackedView(CacheView):
+    """Several batches in one row of tokens: those of the first batch, row by row, then the next.
+
+    Args:
+        parts: the batches, and the number of new tokens of each of their rows.
+    """
+
+    slack = 0
+    uniform = False
+
+    def __init__(self, parts: Sequence[tuple[PagedView, int]]) -> None:
+        self.parts = parts
+        self.lengths = parts[0][0].lengths.new_zeros(1)
+        self.length = max(view.length for view, _ in parts)
+        self.entries = [
+            PackedEntry(entries)
+            for entries in zip(*(view.entries for view, _ in parts), strict=True)
+        ]
+
+    def next_positions(self, seq: int) -> Positions:
+        del seq
+        return torch.cat([view.next_positions(new).flatten() for view, new in self.parts])[None]
+
+    def begin(self, positions: Positions, *, uniform: bool) -> None:
+        """Nothing: each part begins with a context of its own."""
+
+    def place(self, reach: Reach) -> NoReturn:
+        raise AssertionError("the parts of a packed pass have placements, each its own")

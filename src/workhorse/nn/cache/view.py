@@ -6,7 +6,7 @@ and values and returns all that may be attended to. Masks are computed from posi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -21,9 +21,11 @@ class CacheEntry(ABC):
 
     Attributes:
         inputs: entries of the layer's convolutions, by sub-layer.
+        parts: the entries of the parts of a packed pass; see `CacheView.parts`.
     """
 
     inputs: Mapping[str, "CacheEntry"] = {}
+    parts: "Sequence[CacheEntry]" = ()
 
     @abstractmethod
     def update(self, k: NewKeys, v: NewValues) -> tuple[Any, Any]:
@@ -45,6 +47,7 @@ class LayerEntry(CacheEntry):
     def __init__(self, attention: CacheEntry, inputs: Mapping[str, CacheEntry]) -> None:
         self.attention = attention
         self.inputs = inputs
+        self.parts = attention.parts
 
     def update(self, k: NewKeys, v: NewValues) -> tuple[Any, Any]:
         return self.attention.update(k, v)
@@ -59,9 +62,12 @@ class CacheView(ABC):
         lengths: tokens in each row, int64 `(batch,)`.
         uniform: whether all rows hold the positions 0, 1, 2 … to the same length, without padding.
         slack: how many of the newest tokens can always be taken back.
+        parts: if the pass packs several batches into one row of tokens, their views and the number
+            of new tokens of each of their rows; otherwise empty.
     """
 
     entries: list[Any]
+    parts: "Sequence[tuple[CacheView, int]]" = ()
     length: int
     lengths: Tensor
     uniform: bool

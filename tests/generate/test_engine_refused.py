@@ -1,4 +1,4 @@
-"""What the scheduler cannot do is told in one line, and changes nothing else."""
+"""What the engine cannot do is told in one line, and changes nothing else."""
 
 import re
 
@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.generate.scheduling import alone, is_empty, run
+from tests.generate.serving import alone, is_empty, run
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, Scheduler, generate, stream
+from workhorse.generate import Engine, GenerationConfig, generate, stream
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def test_a_processor_that_forbids_everything_is_told(make_decoder):
-    scheduler = Scheduler(make_decoder(), max_rows=1)
-    scheduler.add([1], processors=[lambda logits, tokens: logits - torch.inf])
+    engine = Engine(make_decoder(), max_sequences=1)
+    engine.add([1], processors=[lambda logits, tokens: logits - torch.inf])
     with pytest.raises(WorkhorseError, match="a logit processor forbids every token"):
-        scheduler.step()
+        engine.step()
 
 
 @pytest.mark.parametrize(
@@ -31,37 +31,41 @@ def test_a_processor_that_forbids_everything_is_told(make_decoder):
 )
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_processors_that_give_no_logits_are_told(make_decoder, processor, message, temperature):
-    scheduler = Scheduler(make_decoder())
-    scheduler.add([1], GenerationConfig(temperature=temperature), processors=[processor])
+    engine = Engine(make_decoder())
+    engine.add([1], GenerationConfig(temperature=temperature), processors=[processor])
     with pytest.raises(WorkhorseError, match=message):
-        scheduler.step()
-    assert scheduler.is_idle
-    assert is_empty(scheduler)
+        engine.step()
+    assert engine.is_idle
+    assert is_empty(engine)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"beams": 2}, "beams=2 gives its text only at the end"),
-        ({"speculate": 2, "temperature": 0}, "speculate=2 is more than this scheduler guesses, 0"),
-        ({"n_samples": 3}, "n_samples=3 is more than the 2 rows of this scheduler"),
-        ({"max_new_tokens": 20}, "1 × 22 tokens do not fit a cache of 8; ask for fewer"),
+        ({"speculate": 2, "temperature": 0}, "speculate=2 is more than speculate=0 of this engine"),
+        ({"n_samples": 3}, "n_samples=3 is more than max_sequences=2"),
+        ({"max_new_tokens": 20}, "22 tokens do not fit a cache of 8; ask for fewer"),
     ],
 )
 def test_what_can_never_be_done_is_refused_when_asked(make_decoder, options, message):
-    scheduler = Scheduler(make_decoder(), max_rows=2, max_tokens=8)
+    engine = Engine(make_decoder(), max_sequences=2, max_tokens=8)
     with pytest.raises(WorkhorseError, match=message):
-        scheduler.add([1, 2, 3], GenerationConfig(**options))
-    assert scheduler.is_idle
+        engine.add([1, 2, 3], GenerationConfig(**options))
+    assert engine.is_idle
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *[(size, value) for size in ("max_rows", "max_tokens") for value in (0, True, 1.5, "3")],
-        *[("prompt_chunk", value) for value in (0, -1, False, 2.0)],
+        *[
+            (size, value)
+            for size in ("max_sequences", "max_tokens")
+            for value in (0, True, 1.5, "3")
+        ],
+        *[("token_budget", value) for value in (0, -1, False, 2.0)],
         *[("speculate", value) for value in (-1, True, None)],
-        *[("max_rows", 2**40), ("max_tokens", 2**70), ("remembers", 1)],
+        *[("max_sequences", 2**40), ("max_tokens", 2**70), ("prefix_caching", 1)],
         *[("draft", "a model"), ("tokenizer", "a folder"), ("decoder", None)],
     ],
 )
@@ -70,18 +74,18 @@ def test_options_that_mean_nothing_are_refused_by_name(make_decoder, option, val
         "does not fit into memory" if value in (2**40, 2**70) else rf"{option}=.* (is|are) .*; give"
     )
     with pytest.raises(WorkhorseError, match=fact):
-        Scheduler(**{"decoder": make_decoder(), option: value})
+        Engine(**{"decoder": make_decoder(), option: value})
 
 
 @pytest.mark.parametrize("size", [np.int64(3), 3])
 def test_sizes_may_be_of_numpy(make_decoder, size):
     decoder = make_decoder()
     config = GenerationConfig(temperature=0, max_new_tokens=3, stop_tokens=())
-    scheduler = Scheduler(
-        decoder, max_rows=size, max_tokens=size * 16, prompt_chunk=size, speculate=size
+    engine = Engine(
+        decoder, max_sequences=size, max_tokens=size * 16, token_budget=size * 4, speculate=size
     )
-    (result,) = scheduler.add(np.array([1, 2, 3, 4]), config)
-    assert run(scheduler)[result] == alone(decoder, [1, 2, 3, 4], config)[0]
+    (result,) = engine.add(np.array([1, 2, 3, 4]), config)
+    assert run(engine)[result] == alone(decoder, [1, 2, 3, 4], config)[0]
 
 
 @pytest.mark.parametrize(
@@ -95,27 +99,35 @@ def test_sizes_may_be_of_numpy(make_decoder, size):
     ],
 )
 def test_a_request_of_other_types_is_refused_and_changes_nothing(make_decoder, prompt, options):
-    scheduler = Scheduler(make_decoder())
+    engine = Engine(make_decoder())
     with pytest.raises(WorkhorseError, match=r"^[^\n]+; [^\n]+$"):
-        scheduler.add(prompt, **options)
-    assert scheduler.is_idle
-    assert scheduler.add([1]) == range(1)
+        engine.add(prompt, **options)
+    assert engine.is_idle
+    assert engine.add([1]) == range(1)
 
 
 @pytest.mark.parametrize("result", [1, -1, None, True, "0", 0.0, range(1)])
 def test_what_was_never_asked_for_cannot_be_cancelled(make_decoder, result):
-    scheduler = Scheduler(make_decoder())
-    scheduler.add([1])
-    with pytest.raises(WorkhorseError, match="result="):
-        scheduler.cancel(result)
-    scheduler.cancel(0)
-    scheduler.cancel(0)
-    assert scheduler.is_idle
+    engine = Engine(make_decoder())
+    engine.add([1])
+    with pytest.raises(WorkhorseError, match="index="):
+        engine.cancel(result)
+    engine.cancel(0)
+    engine.cancel(0)
+    assert engine.is_idle
+
+
+def test_budgets_too_small_for_a_step_are_refused(make_decoder):
+    with pytest.raises(WorkhorseError, match=r"token_budget=7 is too small .* give token_budget=8"):
+        Engine(make_decoder(), max_sequences=4, token_budget=7, speculate=1)
+    engine = Engine(make_decoder(), max_sequences=4, token_budget=8)
+    with pytest.raises(WorkhorseError, match="token_budget=8 is too small for a piece"):
+        engine.add([1], GenerationConfig(exact=True))
 
 
 def test_a_decoder_without_weights_is_refused(make_decoder):
     with pytest.raises(WorkhorseError, match="a decoder on the device meta has no weights"):
-        Scheduler(make_decoder().to("meta"))
+        Engine(make_decoder().to("meta"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""Prompts in, completions out."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate.beam import beam_search
+from workhorse.generate.checks import (
+    TextOfTokens,
+    check_batch_size,
+    check_draft,
+    check_models,
+    check_prompts,
+    checked_config,
+    prompt_list,
+)
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.engine import Engine
+from workhorse.generate.result import Completion, Delta
+from workhorse.generate.runner import room_for
+from workhorse.generate.speculation.speculate import slack_of
+from workhorse.nn import Decoder, evaluation_mode
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig | None = None,
+    *,
+    tokenizer: TextOfTokens | None = None,
+    draft: Decoder | None = None,
+    batch_size: int = 32,
+) -> list[Completion]:
+    """Continue each prompt.
+
+    Args:
+        decoder: the model; dropout is off while it generates.
+        prompts: token ids, of any lengths.
+        config: how tokens are chosen; None: the defaults of `GenerationConfig`.
+        tokenizer: gives the text, the eos, and the number of ids in use; without one there is no
+            text, and only `config.stop_tokens` end a result.
+        draft: a smaller decoder of the same vocabulary, which guesses `config.speculate` tokens at
+            a time; without one, guesses are looked up in the text.
+        batch_size: the most rows decoded together; affects speed and memory, not the text.
+
+    Returns:
+        The completions in the order of the prompts, the samples of a prompt adjacent.
+
+    Raises:
+        WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits are not
+            finite.
+    """
+    config = checked_config(config)
+    check_batch_size(batch_size)
+    check_models(decoder, draft, tokenizer)
+    check_draft(decoder, draft, config.speculate, tokenizer)
+    prompts = prompt_list(prompts)
+    checked = check_prompts(decoder, prompts, config, tokenizer)
+    if config.beams > 1:
+        completions: list[Completion] = []
+        with evaluation_mode(decoder):
+            for part in _slices(prompts, batch_size // config.beams):
+                completions += [
+                    best for best, *_ in beam_search(decoder, part, config, tokenizer=tokenizer)
+                ]
+        return completions
+    seed = _seed(config)
+    results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
+    for delta in _deltas(
+        decoder,
+        checked,
+        config.replace(seed=seed) if config.samples else config,
+        tokenizer=tokenizer,
+        draft=draft,
+        batch_size=int(batch_size),
+    ):
+        results[delta.index].append(delta)
+    return [
+        _completion(
+            deltas,
+            prompt_tokens=len(prompts[index // config.n_samples]),
+            seed=seed + index % config.n_samples if config.samples else None,
+            speculated=config.speculate > 0,
+            decoded=tokenizer is not None,
+        )
+        for index, deltas in enumerate(results)
+    ]
+
+
+def stream(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig | None = None,
+    *,
+    tokenizer: TextOfTokens | None = None,
+    draft: Decoder | None = None,
+    batch_size: int = 32,
+) -> Iterator[Delta]:
+    """`generate`, token by token: a result's text is the concatenation of its deltas' texts.
+
+    The decoder is in evaluation mode during each step, and in its former mode between steps.
+
+    Raises:
+        WorkhorseError: as `generate`, at the call; or beam search is asked for, which cannot emit
+            tokens one by one.
+    """
+    config = checked_config(config)
+    check_batch_size(batch_size)
+    check_models(decoder, draft, tokenizer)
+    if config.beams > 1:
+        raise WorkhorseError(
+            f"beams={config.beams} gives its text only at the end; leave out streaming, or beams"
+        )
+    checked = check_prompts(decoder, prompt_list(prompts), config, tokenizer)
+    check_draft(decoder, draft, config.speculate, tokenizer)
+    return _deltas(
+        decoder,
+        checked,
+        config.replace(seed=_seed(config)) if config.samples else config,
+        tokenizer=tokenizer,
+        draft=draft,
+        batch_size=int(batch_size),
+    )
+
+
+def _deltas(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    *,
+    tokenizer: TextOfTokens | None,
+    draft: Decoder | None,
+    batch_size: int,
+) -> Iterator[Delta]:
+    """The deltas of all prompts; `Delta.index` counts results over all of them."""
+    if not prompts:
+        return
+    rows = max(batch_size // config.n_samples, 1) * config.n_samples
+    rows = min(rows, len(prompts) * config.n_samples)
+    slack, new = slack_of(config, decoder), config.max_new_tokens - 1
+    needs = sorted(room_for(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts)
+    needs = [need for need in needs for _ in range(config.n_samples)]
+    engine = Engine(
+        decoder,
+        tokenizer=tokenizer,
+        draft=draft,
+        max_sequences=rows,
+        max_tokens=sum(needs[-rows:]),
+        speculate=slack,
+    )
+    for prompt in prompts:
+        engine.add(prompt, config)
+    while not engine.is_idle:
+        yield from engine.step()
+
+
+def _completion(
+    deltas: Sequence[Delta],
+    *,
+    prompt_tokens: int,
+    seed: int | None,
+    speculated: bool,
+    decoded: bool,
+) -> Completion:
+    reason = deltas[-1].finish_reason
+    assert reason is not None, "the loop ends when every row has"
+    logprobs = tuple(delta.logprob for delta in deltas if delta.logprob is not None)
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(delta.token for delta in deltas),
+        finish_reason=reason,
+        prompt_tokens=prompt_tokens,
+        seed=seed,
+        logprobs=logprobs or None,
+        proposed=sum(delta.proposed for delta in deltas) if speculated else None,
+        accepted=sum(delta.accepted for delta in deltas) if speculated else None,
+        prompt_seconds=sum(delta.prompt_seconds for delta in deltas),
+        decoded=decoded,
+    )
+
+
+def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
+    step = max(1, size)
+    return (prompts[start : start + step] for start in range(0, len(prompts), step))
+
+
+def _seed(config: GenerationConfig) -> int:
+    """The seed of the config, or one from the system's entropy, which the results report."""
+    return secrets.randbits(32) if config.seed is None else config.seed

@@ -1,0 +1,253 @@
+"""One completion that is being generated: its tokens, string, random numbers and guesses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workhorse.generate.checks import TextOfTokens, stop_tokens
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.result import Delta, FinishReason, TokenLogprob
+from workhorse.generate.sequence import TokenSequence
+from workhorse.generate.text import TextStream
+
+LogitProcessor = Callable[[Tensor, Sequence[int]], Tensor]
+"""`(logits float32 (vocab,), token ids of prompt and completion) -> logits (vocab,)`, before
+penalties and filters. -inf forbids a token."""
+StopCondition = Callable[[Sequence[int], str], bool]
+"""`(token ids of the completion, its string) -> True if the completion ends here`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Guessed next tokens; see `workhorse.generate.speculation.speculate`."""
+
+    tokens: tuple[int, ...] = ()
+    drawn_from: Tensor | None = None
+    """The probabilities that the tokens were drawn from, float64 `(len(tokens), vocab)`; None if
+    they were not drawn."""
+
+
+_SAMPLING = {
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "logprobs"),
+}
+
+
+def sampling_key(config: GenerationConfig) -> str:
+    """The sampling options as a key: requests with equal keys share a `Chooser`."""
+    return config.model_dump_json(include=_SAMPLING)
+
+
+class Request:
+    """A prompt, and the completion that is generated for it.
+
+    Everything that follows from the deltas can be restored from them, so an exception at any moment
+    loses no token; see `restore`.
+
+    Args:
+        index: number of the completion, in the order of arrival.
+        prompt: token ids, no more than the context; see `checks.check_prompts`.
+        config: how tokens are chosen.
+        seed: of the random generator.
+        context: the decoder's maximum sequence length.
+        tokenizer: gives the string and the eos.
+        processors: applied to the logits.
+        stop_conditions: end the completion.
+
+    Attributes:
+        sequence: the tokens that the decoder reads.
+        copies: other samples of the same prompt, which begin when it has been read.
+        sampling_key: equal for requests that choose tokens by the same options.
+        deltas: one for each new token.
+        tokens: the prompt and all new tokens.
+        guess: the guess for this pass.
+        agreed: how many of the guessed tokens were chosen so far.
+        is_ahead: True if the last chosen token was guessed, so that this pass has the logits after
+            it as well.
+        is_at_fault: True if it caused an error itself and cannot continue.
+    """
+
+    sequence: TokenSequence
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        config: GenerationConfig,
+        seed: int,
+        context: int,
+        *,
+        tokenizer: TextOfTokens | None,
+        processors: Sequence[LogitProcessor] = (),
+        stop_conditions: Sequence[StopCondition] = (),
+    ) -> None:
+        self.index = index
+        self.prompt = tuple(prompt)
+        self.config = config
+        self.processors = processors
+        self.stop_conditions = stop_conditions
+        self.copies: list[Request] = []
+        key = sampling_key(config)
+        self.sampling_key = f"{index} {key}" if config.exact else key
+        self.is_at_fault = False
+        self.deltas: list[Delta] = []
+        self.tokens = list(prompt)
+        self._limit = config.max_new_tokens
+        if config.truncate == "refuse":
+            # The last token is predicted but never read: it may be one past the context.
+            self._limit = min(self._limit, context + 1 - len(prompt))
+        self._stop_tokens = stop_tokens(config, tokenizer)
+        self._tokenizer = tokenizer
+        self._stream = self._new_stream()
+        self._is_taking = False
+        self._seed = seed
+        self._generator = torch.Generator()
+        if config.samples:
+            self._generator.manual_seed(seed)
+        self._numbers: list[float] = []
+        self._used = 0
+        self._used_before = [0]
+        """Random numbers used before each delta and the next one."""
+        self.expect(Guess())
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def left(self) -> int:
+        """The maximum number of tokens that may follow."""
+        return self._limit - len(self.deltas)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the completion ended; None while it continues."""
+        return self.deltas[-1].finish_reason if self.deltas else None
+
+    def expect(self, guess: Guess) -> None:
+        """Begin a pass over the last token and a guess."""
+        self.guess = guess
+        self.agreed = 0
+        self.is_ahead = False
+
+    @property
+    def takes_one_more(self) -> bool:
+        """True if its next token, unless that ends it, is read by itself in the next pass.
+
+        Not with log-probabilities, which are taken after the choice and would wait for that pass.
+        """
+        return self.left > 1 and not self.config.speculate and self.config.logprobs is None
+
+    @property
+    def unmet(self) -> int:
+        """Number of guessed tokens that were not chosen."""
+        return len(self.guess.tokens) - self.agreed
+
+    def uniform(self) -> float:
+        """The next number of its random generator, which is on the CPU for every device."""
+        if self._used == len(self._numbers):
+            self._draw()
+        self._used += 1
+        return self._numbers[self._used - 1]
+
+    def _draw(self) -> None:
+        number = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+        self._numbers.append(number)
+
+    def take(
+        self, token: int, logprob: TokenLogprob | None, *, prompt_seconds: float = 0.0
+    ) -> None:
+        """Append the chosen token, and end the completion if it is the last.
+
+        Raises:
+            Exception: a stop condition or the tokenizer raised it; the request is then at fault.
+        """
+        begins = self.agreed == 0
+        guessed = self.unmet > 0 and token == self.guess.tokens[self.agreed]
+        self._is_taking = True
+        try:
+            text, reason = self._text_and_reason(token)
+        except Exception:
+            self.is_at_fault = True
+            raise
+        delta = Delta(
+            self.index,
+            token,
+            text,
+            logprob,
+            reason,
+            proposed=len(self.guess.tokens) if begins else 0,
+            accepted=guessed,
+            prompt_seconds=prompt_seconds,
+        )
+        self._used_before.append(self._used)
+        self.deltas.append(delta)  # from here on the token is taken, even if an exception follows
+        self.tokens.append(token)
+        if guessed:
+            self.agreed += 1
+            self.is_ahead = reason is None
+            self.sequence.guessed -= 1
+        else:
+            self.is_ahead = False
+            self._replace_guesses(token)
+        self._is_taking = False
+
+    def _replace_guesses(self, token: int) -> None:
+        """The token that was chosen instead of the first of the guesses left."""
+        end = len(self.sequence.tokens) - self.sequence.guessed
+        self.sequence.tokens[end:] = [token]
+        self.sequence.guessed = 0
+
+    def _text_and_reason(self, token: int) -> tuple[str, FinishReason | None]:
+        text, reason = "", None
+        if token in self._stop_tokens:
+            reason = "eos"
+        elif self._stream is not None:
+            text = self._stream.push(token)
+            if self._stream.stopped:
+                reason = "stop"
+        if reason is None and self._meets_a_condition(token, text):
+            reason = "stop"
+        if reason is None and self.left == 1:
+            reason = "length"
+        if reason is not None and self._stream is not None:
+            text += self._stream.finish()
+        return text, reason
+
+    def _meets_a_condition(self, token: int, text: str) -> bool:
+        if not self.stop_conditions:
+            return False
+        tokens = [*self.new_tokens, token]
+        text = "".join(delta.text for delta in self.deltas) + text
+        return any(bool(stops(tokens, text)) for stops in self.stop_conditions)
+
+    def restore(self) -> None:
+        """Return to the state after the last delta, following an exception."""
+        count = len(self.deltas)
+        self.tokens[len(self.prompt) :] = [delta.token for delta in self.deltas]
+        self.sequence.tokens = self.tokens[self.sequence.dropped :]
+        self.sequence.guessed = 0
+        del self._used_before[count + 1 :]
+        self._used = self._used_before[count]
+        if self.config.samples:  # a number may have been drawn and not kept
+            self._generator.manual_seed(self._seed)
+            self._numbers = []
+            for _ in range(self._used):
+                self._draw()
+        self.expect(Guess())
+        if self._is_taking:
+            self._stream = self._new_stream()
+            self._is_taking = False
+
+    def _new_stream(self) -> TextStream | None:
+        """A stream after the tokens that were taken."""
+        if self._tokenizer is None:
+            return None
+        tokens = self._tokenizer.stream(skip_special=True, after=self.prompt)
+        stream = TextStream(tokens, self.config.stop)
+        for delta in self.deltas:
+            stream.push(delta.token)
+        return stream

@@ -1,0 +1,146 @@
+"""The tokens of one sequence, and the part of them that is in the cache."""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from torch import Tensor
+
+from workhorse.nn.cache.blocks import BLOCK, CachedSequence
+from workhorse.nn.cache.paged import PagedCache
+
+PIECE = 4 * BLOCK
+"""Tokens of an exact sequence's prompt that are read in one pass."""
+
+
+class TokenSequence:
+    """Tokens that a decoder reads, and the blocks of its cache that hold the first of them.
+
+    The results of an exact sequence depend on its tokens alone, to the bit. Its prompt is read by
+    itself, in pieces that end at multiples of `PIECE`, and all later tokens one by one. They are
+    read beside those of other sequences only if that changes no bit (`Decoder.invariant_batch`).
+
+    Args:
+        tokens: the tokens known so far.
+        cache: the cache that will hold them.
+        exact: True if the sequence is exact. Then `tokens` is its prompt.
+        namespace: sequences share prefixes only with those of the same namespace, such as those
+            that are read with the same adapter. Exact sequences share only with exact ones.
+
+    Attributes:
+        tokens: the tokens known so far, those dropped by `drop_oldest` excepted.
+        cached: the part that is in the cache.
+        prompt: length of an exact sequence's prompt; None if the sequence is not exact.
+        dropped: number of tokens dropped because the context was full.
+        guessed: how many of the last tokens are guesses.
+        ahead: logits of the token after the last one, read before the host knew that one.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        cache: PagedCache,
+        *,
+        exact: bool = False,
+        namespace: bytes = b"",
+    ) -> None:
+        self.tokens = list(tokens)
+        self.cached: CachedSequence = cache.new_sequence()
+        self.prompt = len(self.tokens) if exact else None
+        self.dropped = 0
+        self.guessed = 0
+        self.ahead: Tensor | None = None
+        self._namespace = blake2b(namespace, digest_size=16, person=b"exact" * exact).digest()
+        self._prefixes: list[bytes] = []
+        self._labelled = 0
+
+    @property
+    def pending(self) -> int:
+        """Number of tokens that are not in the cache yet."""
+        return len(self.tokens) - self.cached.length
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if at most one token, and guesses after it, are pending."""
+        return self.pending - self.guessed <= 1
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The first `count` pending tokens."""
+        return self.tokens[self.cached.length : self.cached.length + count]
+
+    def chunk(self, most: int) -> int:
+        """How many of the pending tokens to read in a pass if at most `most` may be read."""
+        if self.prompt is None:
+            return max(0, min(self.pending, most))
+        at = self.cached.length
+        piece = min(at // PIECE * PIECE + PIECE, self.prompt) - at if at < self.prompt else 1
+        piece = min(piece, self.pending)
+        return piece if piece <= most else 0
+
+    @property
+    def is_step(self) -> bool:
+        """True if the next token comes after the prompt of an exact sequence."""
+        return self.prompt is not None and self.cached.length >= self.prompt
+
+    def adopt_prefix(self, cache: PagedCache) -> None:
+        """Take what the cache still has of the beginning, except the last token."""
+        if not self.cached.length:
+            exact = self.prompt is not None
+            end = min(len(self.tokens) - 1, self.prompt or len(self.tokens))
+            prefixes = self._keys(end // BLOCK)
+            cache.adopt_prefix(self.cached, prefixes, PIECE // BLOCK if exact else 1)
+            self._labelled = self.cached.length // BLOCK
+
+    def label_prefix(self, cache: PagedCache) -> None:
+        """Let other sequences share the full blocks; an exact sequence's whole pieces."""
+        length = min(self.cached.length, len(self.tokens) - self.guessed)
+        if self.prompt is not None:
+            length = min(length, self.prompt) // PIECE * PIECE
+        if length // BLOCK > self._labelled:
+            self._labelled = length // BLOCK
+            cache.label(self.cached, self._keys(self._labelled))
+
+    def _keys(self, count: int) -> list[bytes]:
+        """A key for each of the first `count` blocks: a digest of all tokens up to its end."""
+        while len(self._prefixes) < count:
+            start = len(self._prefixes) * BLOCK
+            before = self._prefixes[-1] if self._prefixes else self._namespace
+            tokens = array("q", self.tokens[start : start + BLOCK]).tobytes()
+            self._prefixes.append(blake2b(before + tokens, digest_size=16).digest())
+        return self._prefixes[:count]
+
+    def fork(self, cache: PagedCache) -> "TokenSequence":
+        """A copy that shares the blocks."""
+        other = TokenSequence(self.tokens, cache)
+        cache.adopt(other.cached, self.cached.length, self.cached.tables)
+        other.prompt, other.dropped = self.prompt, self.dropped
+        other._namespace, other._prefixes = self._namespace, list(self._prefixes)
+        other._labelled = self._labelled
+        return other
+
+    def clear(self, cache: PagedCache) -> None:
+        """Release all blocks. The tokens stay, to be read again."""
+        self.ahead = None
+        self._labelled = 0
+        cache.clear(self.cached)
+
+    def forget_blocks(self, cache: PagedCache) -> None:
+        """Follow a reset of the cache."""
+        self.ahead = None
+        self._labelled = 0
+        self.cached = cache.new_sequence()
+
+    def take_back(self, count: int, cache: PagedCache) -> None:
+        """Remove the newest `count` tokens."""
+        del self.tokens[len(self.tokens) - count :]
+        cache.truncate(self.cached, min(self.cached.length, len(self.tokens)))
+
+    def drop_oldest(self, context: int, cache: PagedCache) -> None:
+        """Keep the newest tokens, half a context of them, as if the sequence began there."""
+        self.clear(cache)
+        kept = max(1, context // 2)
+        tokens = self.tokens[-kept:]
+        dropped = self.dropped + len(self.tokens) - kept
+        prompt = None if self.prompt is None else kept
+        # In one statement, so that an interrupt cannot separate them.
+        self.tokens, self.dropped, self.prompt, self._prefixes = tokens, dropped, prompt, []

@@ -1,0 +1,28 @@
+"""Requests of an engine, and their completions."""
+
+from workhorse.generate import Engine, generate
+
+ATTENTION = {
+    "rope": {},
+    "alibi": {"position": {"kind": "alibi"}},
+    "window": {"window": 5},
+    "chunk": {"chunk": 4},
+}
+
+
+def run(engine: Engine) -> dict[int, list[int]]:
+    """Step until nothing is left; the tokens of each completion."""
+    texts: dict[int, list[int]] = {}
+    while not engine.is_idle:
+        for delta in engine.step():
+            texts.setdefault(delta.index, []).append(delta.token)
+    return texts
+
+
+def alone(decoder, prompt, config) -> list[list[int]]:
+    return [list(done.tokens) for done in generate(decoder, [prompt], config)]
+
+
+def is_empty(engine: Engine) -> bool:
+    pools = engine._runner.cache.pools.values()
+    return all(pool.available == pool.room and not any(pool.holders) for pool in pools)

@@ -98,9 +98,9 @@ def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
     engine = Engine(
         decoder,
         max_sequences=32,
-        max_tokens=4000,
+        max_tokens=3000,  # so that some are preempted
         speculate=max(request.config.speculate for request in asked),
-        prompt_chunk=24,
+        token_budget=PIECE + 32,
         prefix_caching=True,
     )
     waiting = list(asked)

@@ -338,9 +338,9 @@ class Engine:
     def _settle(self, request: Request) -> None:
         """Take back what was read of guesses that were not chosen, and share what is certain."""
         sequence = request.sequence
-        if sequence.ahead is None and request.deltas:
-            length = min(sequence.cached.length, len(sequence.tokens) - 1)
-            self._runner.cache.truncate(sequence.cached, length)
+        certain = len(sequence.tokens) - 1
+        if request.deltas and sequence.ahead is None and sequence.cached.length > certain:
+            self._runner.cache.truncate(sequence.cached, certain)
         if self._scheduler.prefix_caching:
             sequence.label_prefix(self._runner.cache)
 

@@ -89,17 +89,18 @@ class Steps:
         weights: KeptWeights,
         *,
         angles: Sequence[Tensor],
-        tokens: Int64[Tensor, "batch seq"],
+        tokens: Int64[Tensor, " tokens"],
+        counts: Int64[Tensor, " batch"],
         lengths: Int64[Tensor, " batch"],
-        tables: Sequence[Int64[Tensor, "batch blocks_of_a_text"]],
+        tables: Sequence[Int64[Tensor, "batch blocks_of_a_sequence"]],
         keys: Sequence[Float[Tensor, "kv_heads blocks block width"]],
         values: Sequence[Float[Tensor, "kv_heads blocks block width"]],
         reaches: Int64[Tensor, "reaches 2"],
         few: int,
-        wanted: int,
+        wanted: Int64[Tensor, " wanted"],
         vocab: int,
-    ) -> Float[Tensor, "batch wanted vocab"]:
-        """The logits of the last `wanted` tokens of each text; their keys and values are stored.
+    ) -> Float[Tensor, "wanted vocab"]:
+        """The logits after some tokens; the keys and values of all tokens are stored.
 
         Args:
             program: the instructions, each with its op, whether it waits, whether it joins the one
@@ -108,16 +109,17 @@ class Steps:
             registers: the width of each, and whether it is packed; the first one is the logits.
             weights: what instructions name by number.
             angles: cosines and sines of each rotation, one after the other, (positions, pairs).
-            tokens: to read.
-            lengths: tokens that each text holds already.
-            tables: the blocks of each text, for each reach of the cache, with room for the tokens.
+            tokens: the new tokens of each sequence, one sequence after the other.
+            counts: number of new tokens of each sequence.
+            lengths: number of tokens of each sequence in the cache.
+            tables: blocks of each sequence, for each reach of the cache, with room for the tokens.
             keys: of each layer, bfloat16 or float32 like the model.
             values: likewise.
             reaches: a window and a chunk for each reach of a layer, 0 where there is none.
             few: rows up to which linear layers are dot products, and no row changes another's bits;
                 for more they are gemms.
-            wanted: at most `seq`.
-            vocab: logits of a token.
+            wanted: indices of the tokens to compute the logits after.
+            vocab: number of logits of a token.
         """
         return torch.ops.workhorse.decode_step.default(
             program,
@@ -126,6 +128,7 @@ class Steps:
             weights.number,
             list(angles),
             tokens,
+            counts,
             lengths,
             list(tables),
             list(keys),
@@ -157,5 +160,5 @@ def _load(library: Path) -> Steps:
 
 def _logits_shape(*arguments: Any) -> Tensor:
     """Of `decode_step`; see `Steps.run`."""
-    tokens, keys, (wanted, vocab) = arguments[5], arguments[8], arguments[-2:]
-    return keys[0].new_empty(tokens.shape[0], wanted, vocab)
+    keys, (wanted, vocab) = arguments[9], arguments[-2:]
+    return keys[0].new_empty(wanted.shape[0], vocab)

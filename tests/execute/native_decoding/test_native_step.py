@@ -19,6 +19,7 @@ from workhorse.generate import GenerationConfig, generate
 from workhorse.models.huggingface import Fields, family
 from workhorse.native import Steps
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.transforms.quantization.codes import FormatName
 
 pytestmark = [needs("steps"), needs("decoding")]
@@ -38,13 +39,13 @@ WIDE = 256
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the tokens of every call of the operator."""
+    """The numbers of new tokens of each sequence, for every call of the operator."""
     seen: list[tuple[int, ...]] = []
     run = Steps.run
 
-    def counting(steps: Steps, *program: Any, tokens: Tensor, **rest: Any) -> Tensor:
-        seen.append(tuple(tokens.shape))
-        return run(steps, *program, tokens=tokens, **rest)
+    def counting(steps: Steps, *program: Any, counts: Tensor, **rest: Any) -> Tensor:
+        seen.append(tuple(counts.tolist()))
+        return run(steps, *program, counts=counts, **rest)
 
     monkeypatch.setattr(Steps, "run", counting)
     return seen
@@ -78,7 +79,7 @@ def test_windows_and_whole_contexts_along_a_text(length: int, calls: list[tuple[
     tokens = torch.randint(0, 61, (1, length))
     expected = along(built(), tokens[:, :3], tokens)
     assert error(along(quick(built()), tokens[:, :3], tokens), expected) <= 1e-5
-    assert calls == [(1, 1)] * length
+    assert calls == [(1,)] * length
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -122,7 +123,7 @@ def test_many_rows_are_multiplied_by_gemms(
     prompts, tokens = torch.randint(0, 61, (rows, 3)), torch.randint(0, 61, (rows, 2))
     exact = _rows_along(built(dtype=dtype).double(), prompts, tokens)
     found = _rows_along(decoder, prompts, tokens)
-    assert calls == [(rows, 1)] * 2
+    assert calls == [(1,) * rows] * 2
     expected = _rows_along(built(dtype=dtype), prompts, tokens)
     assert (found - exact).norm() <= 2 * (expected - exact).norm()
 
@@ -143,13 +144,38 @@ def test_packed_weights_are_multiplied_as_by_their_modules(format: FormatName) -
     assert error(stepping, along(without_steps(built(), format), tokens[:, :4], tokens)) <= 1e-5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: name(COVERING.index(config)))
+def test_a_packed_step_is_one_call_with_the_logits_of_the_modules(
+    config: DecoderConfig, calls: list[tuple[int, ...]]
+) -> None:
+    """Sequences of several lengths, with one to three new tokens each."""
+    decoder, found = make(config), []
+    for one in (decoder, quick(make(config))):
+        cache = one.new_paged_cache(tokens=200, sequences=4, slack=2)
+        sequences = [cache.new_sequence() for _ in range(4)]
+        tokens = random_tokens(config, 1, 60)
+        for n, sequence in enumerate(sequences):
+            one(tokens[:, : 2 + n], cache=PagedView(cache, [sequence]))
+        calls.clear()
+        parts = [
+            (PagedView(cache, sequences[begin:end]), seq)
+            for begin, end, seq in ((0, 2, 1), (2, 3, 3), (3, 4, 2))
+        ]
+        found.append(one.next_logits_packed(tokens[:, 20:27], [0, 3, 4, 6], PackedView(parts)))
+        assert [sequence.length for sequence in sequences] == [3, 4, 7, 7]
+    assert error(found[1], found[0]) <= 1e-5
+    assert calls in ([], [(1, 1, 3, 2)])
+    assert bool(calls) == (quick(make(config)).why_not_whole() == "")
+
+
 def test_guesses_are_checked_in_one_call(calls: list[tuple[int, ...]]) -> None:
     decoder = quick(built())
     if decoder.most == 1:
         pytest.skip("several rows take the matrix unit's operators here")
     for rows in (1, 3):
         assert texts(decoder, rows, 30, guesses=3) == texts(built(), rows, 30)
-    assert any(seq > 1 for _, seq in calls)
+    assert any(max(counts) > 1 for counts in calls)
 
 
 def test_a_head_is_normalised_alone_also_without_weights() -> None:

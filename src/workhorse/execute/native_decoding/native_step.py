@@ -6,6 +6,7 @@ region. What it computes follows from the modules (`program.py`); where they com
 has no instruction for, they do it themselves.
 """
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from workhorse.native import Operators, Steps
 from workhorse.native.steps import KeptWeights
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
-from workhorse.nn.cache.paged_view import PagedView
+from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up
 from workhorse.nn.watched import Held, Watch
@@ -116,9 +117,9 @@ class SteppingDecoder(Decoder):
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:
         if positions is None and (found := self._kept_program_for(tokens, cache)):
-            logits = self._step(*found, tokens, 1)
+            logits = self._step_of_batch(*found, tokens, last_only=True)
             if logits is not None:
-                return logits[:, 0]
+                return logits
         return super().next_logits(tokens, positions=positions, cache=cache)
 
     def forward(
@@ -131,28 +132,49 @@ class SteppingDecoder(Decoder):
     ) -> Tensor:
         counted = positions is None and documents is None
         if counted and (found := self._kept_program_for(tokens, cache)):
-            logits = self._step(*found, tokens, tokens.shape[1])
+            logits = self._step_of_batch(*found, tokens, last_only=False)
             if logits is not None:
-                return logits
+                return logits.view(*tokens.shape, -1)
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
+
+    def next_logits_packed(self, tokens: Tensor, index: Sequence[int], cache: PackedView) -> Tensor:
+        views = [view for view, _ in cache.parts]
+        if self._takes(cache.parts) and (kept := self._kept_program_unwatched()):
+            counts = torch.tensor([seq for view, seq in cache.parts for _ in view.sequences])
+            all_rows = PagedView(views[0].cache, [one for view in views for one in view.sequences])
+            all_rows.reserve(counts.tolist())
+            logits = self._step(kept, all_rows, tokens.flatten(), counts, torch.tensor(index))
+            if logits is not None:
+                for sequence, count in zip(all_rows.sequences, counts.tolist(), strict=True):
+                    sequence.length += count
+                return logits
+        return super().next_logits_packed(tokens, index, cache)
 
     def _kept_program_for(
         self, tokens: Tensor, cache: CacheView | None
     ) -> "tuple[KeptProgram, PagedView] | None":
         """The program, and the cache, if this pass is a step that it can take."""
-        if not isinstance(cache, PagedView) or torch.is_grad_enabled():
-            return None
-        if torch.is_autocast_enabled("cpu"):  # which decides the dtype of every operator
-            return None
         rows, seq = batch_and_seq(tokens)
-        # A windowed cache takes `slack` + 1 new tokens before it must evict any.
-        fits = seq <= cache.slack + 1 or not any(cache.cache.pools)
-        if self.max_positions is not None:
-            fits = fits and cache.length + seq <= self.max_positions
-        if not fits or not 0 < rows * seq <= self.most or rows != len(cache.lengths):
+        if not isinstance(cache, PagedView) or rows != len(cache.lengths):
             return None
-        kept = None if self.watch.sees_hooks else self._kept_program()
+        kept = self._kept_program_unwatched() if self._takes([(cache, seq)]) else None
         return None if kept is None else (kept, cache)
+
+    def _kept_program_unwatched(self) -> "KeptProgram | None":
+        return None if self.watch.sees_hooks else self._kept_program()
+
+    def _takes(self, batches: Sequence[tuple[PagedView, int]]) -> bool:
+        """True if a step may read these numbers of tokens of each row of these views."""
+        # Autocast decides the dtype of every operator.
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        for view, seq in batches:
+            # A windowed cache takes `slack` + 1 new tokens before it must evict any.
+            if seq > view.slack + 1 and any(view.cache.pools):
+                return False
+            if self.max_positions is not None and view.length + seq > self.max_positions:
+                return False
+        return 0 < sum(len(view.sequences) * seq for view, seq in batches) <= self.most
 
     def _kept_program(self) -> "KeptProgram | None":
         """The program of the modules and weights that it has now."""
@@ -168,13 +190,37 @@ class SteppingDecoder(Decoder):
                 known = self.translated = Translated(self)
         return known.kept
 
-    def _step(
-        self, kept: "KeptProgram", view: PagedView, tokens: Tensor, wanted: int
+    def _step_of_batch(
+        self, kept: "KeptProgram", view: PagedView, tokens: Tensor, *, last_only: bool
     ) -> Tensor | None:
-        """The logits, or None if the weights lie in memory so that there is no program for them."""
-        program, weights = kept
+        """`_step` for equally many tokens of each row, with the logits after the last or all."""
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
+        counts, index = _shape_of_batch(rows, seq, last_only=last_only)
+        logits = self._step(kept, view, tokens.flatten(), counts, index)
+        if logits is not None:
+            view.lengths = view.lengths + seq
+            view.advance(seq)
+        return logits
+
+    def _step(
+        self,
+        kept: "KeptProgram",
+        view: PagedView,
+        tokens: Tensor,
+        counts: Tensor,
+        index: Tensor,
+    ) -> Tensor | None:
+        """The logits, or None if the weights lie in memory so that there is no program for them.
+
+        Args:
+            kept: the program.
+            view: the sequences, with room for the new tokens.
+            tokens: of all sequences, one after the other.
+            counts: number of new tokens of each sequence.
+            index: the tokens to compute the logits after.
+        """
+        program, weights = kept
         for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
             if store.k is None:
                 dtype = program.dtype
@@ -191,15 +237,16 @@ class SteppingDecoder(Decoder):
                 program.numbers,
                 program.registers,
                 weights,
-                angles=self.angles.upto(view.length + seq, program.rotations),
+                angles=self.angles.upto(view.length + int(counts.max()), program.rotations),
                 tokens=tokens.long().contiguous(),
+                counts=counts,
                 lengths=tensors.lengths,
                 tables=[tensors.tables[place] for place in places],
                 keys=tensors.keys,
                 values=tensors.values,
                 reaches=program.reaches,
                 few=self.few,
-                wanted=wanted,
+                wanted=index,
                 vocab=self.config.vocab_size,
             )
         except RuntimeError:
@@ -212,9 +259,14 @@ class SteppingDecoder(Decoder):
                 raise
             self.translated = None
             return None
-        view.lengths = view.lengths + seq
-        view.advance(seq)
         return logits
+
+
+@functools.lru_cache(256)
+def _shape_of_batch(rows: int, seq: int, *, last_only: bool) -> tuple[Tensor, Tensor]:
+    """The number of tokens of each row, and the tokens to compute the logits after."""
+    index = torch.arange(rows * seq)
+    return torch.full((rows,), seq), index[seq - 1 :: seq].contiguous() if last_only else index
 
 
 _TRANSLATING = threading.Lock()

@@ -74,9 +74,9 @@ template <class T>
 class Prepared {
  public:
   Prepared(const Tensor& program, const Tensor& numbers, const Tensor& registers, const Weights& weights,
-           const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& lengths,
+           const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& counts, const Tensor& lengths,
            const std::vector<Tensor>& tables, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
-           const Tensor& reaches, int64_t few, int64_t wanted, const Tensor& logits, ScalarType type)
+           const Tensor& reaches, int64_t few, const Tensor& wanted, const Tensor& logits, ScalarType type)
       : weights_(weights), angles_(angles), type_(type) {
     pass_.instructions = reinterpret_cast<const Instruction*>(whole(program, 2, "program"));
     pass_.count = program.size(0);
@@ -85,15 +85,20 @@ class Prepared {
                     "workhorse: a program has ", sizeof(Instruction) / sizeof(int64_t),
                     " integers and two numbers for each instruction");
     pass_.numbers = static_cast<const double*>(numbers.const_data_ptr());
-    pass_.tokens = whole(tokens, 2, "tokens");
-    pass_.batch = tokens.size(0);
-    pass_.seq = tokens.size(1);
+    pass_.tokens = whole(tokens, 1, "tokens");
+    pass_.total = tokens.size(0);
     pass_.few = few;
-    pass_.wanted = wanted;
+    pass_.wanted = whole(wanted, 1, "wanted");
+    pass_.wanted_count = wanted.size(0);
+    for (int64_t i = 0; i < pass_.wanted_count; i++)
+      WORKHORSE_CHECK(pass_.wanted[i] >= 0 && pass_.wanted[i] < pass_.total, "workhorse: there is no token ",
+                      pass_.wanted[i]);
     WORKHORSE_CHECK(keys.size() == values.size() && !keys.empty() && keys[0].dim() == 4,
                     "workhorse: every layer needs keys and values");
     pass_.block = keys[0].size(2);
-    place(whole(lengths, 1, "lengths"), tables, reaches);
+    WORKHORSE_CHECK(counts.dim() == 1 && lengths.dim() == 1 && counts.size(0) == lengths.size(0),
+                    "workhorse: every sequence needs a length and a number of new tokens");
+    place(whole(counts, 1, "counts"), whole(lengths, 1, "lengths"), lengths.size(0), tables, reaches);
     for (size_t layer = 0; layer < keys.size(); layer++) {
       blocks_.push_back(std::min(keys[layer].size(1), values[layer].size(1)));
       pass_.keys.push_back(stored(keys[layer]));
@@ -106,7 +111,7 @@ class Prepared {
       WORKHORSE_CHECK(pass_.weights.back() || weight.numel() == 0, "workhorse: the storage of a weight was freed");
       numbers_of_weights += weight.numel();
     }
-    const int64_t worth = numbers_of_weights * pass_.batch * pass_.seq / kThreadNumbers;
+    const int64_t worth = numbers_of_weights * pass_.total / kThreadNumbers;
     pass_.shares = std::clamp<int64_t>(worth, 1, torch::stable::get_num_threads());
     keep_angles(angles);
     allocate(whole(registers, 2, "registers"), registers.size(0), logits);
@@ -130,20 +135,33 @@ class Prepared {
   const Weights& weights_;
   const std::vector<Tensor>& angles_;
   ScalarType type_;
-  std::vector<int64_t> positions_, blocks_;
+  std::vector<int64_t> positions_, sequences_, blocks_;
   std::unique_ptr<std::byte[]> scratch_;
-  int64_t longest_ = 0;
+  int64_t longest_ = 0, batch_ = 0;
 
   // Positions of the tokens, and what each sees.
-  void place(const int64_t* lengths, const std::vector<Tensor>& tables, const Tensor& reaches) {
-    for (int64_t b = 0; b < pass_.batch; b++)
-      for (int64_t s = 0; s < pass_.seq; s++) positions_.push_back(lengths[b] + s);
+  void place(const int64_t* counts, const int64_t* lengths, int64_t batch, const std::vector<Tensor>& tables,
+             const Tensor& reaches) {
+    batch_ = batch;
+    for (int64_t b = 0; b < batch; b++) {
+      WORKHORSE_CHECK(counts[b] > 0, "workhorse: every sequence needs a new token");
+      if (pass_.batches.empty() || pass_.batches.back().seq != counts[b])
+        pass_.batches.push_back({b, 0, counts[b], int64_t(positions_.size())});
+      pass_.batches.back().sequences++;
+      for (int64_t s = 0; s < counts[b]; s++) {
+        positions_.push_back(lengths[b] + s);
+        sequences_.push_back(b);
+      }
+    }
+    WORKHORSE_CHECK(int64_t(positions_.size()) == pass_.total, "workhorse: there are ", pass_.total,
+                    " tokens for sequences of ", positions_.size());
     pass_.positions = positions_.data();
+    pass_.sequences = sequences_.data();
     for (int64_t p : positions_) longest_ = std::max(longest_, p + 1);
     for (const Tensor& table : tables) {
       pass_.tables.push_back({whole(table, 2, "table"), table.size(1)});
-      WORKHORSE_CHECK(table.size(0) == pass_.batch && table.size(1) * pass_.block >= longest_,
-                      "workhorse: a table must have the blocks of every text");
+      WORKHORSE_CHECK(table.size(0) == batch && table.size(1) * pass_.block >= longest_,
+                      "workhorse: a table must have the blocks of every sequence");
     }
     // (reaches, 2): a window, and a chunk, or 0.
     const int64_t* reach = whole(reaches, 2, "reaches");
@@ -178,7 +196,7 @@ class Prepared {
 
   // Registers (width, whether packed); the first one is the logits.
   void allocate(const int64_t* registers, int64_t count, const Tensor& logits) {
-    const int64_t rows = pass_.batch * pass_.seq;
+    const int64_t rows = pass_.total;
     std::vector<int64_t> begins;
     int64_t bytes = kLine;
     for (int64_t i = 0; i < count; i++) {
@@ -197,7 +215,7 @@ class Prepared {
     WORKHORSE_CHECK(layer < int64_t(blocks_.size()) && table < int64_t(pass_.tables.size()),
                     "workhorse: an instruction names a layer or table that there is not");
     const step::BlockTable& blocks = pass_.tables[table];
-    for (int64_t i = 0; i < pass_.batch * blocks.blocks; i++)
+    for (int64_t i = 0; i < batch_ * blocks.blocks; i++)
       WORKHORSE_CHECK(blocks.at[i] >= 0 && blocks.at[i] < blocks_[layer], "workhorse: there is no block ",
                       blocks.at[i], " in layer ", layer);
   }
@@ -221,7 +239,7 @@ class Prepared {
         const Tensor& table = weights_[now.weight];
         columns(now.weight, width(now.to));
         size(now.weight, type_, table.numel());
-        for (int64_t i = 0; i < pass_.batch * pass_.seq; i++)
+        for (int64_t i = 0; i < pass_.total; i++)
           WORKHORSE_CHECK(pass_.tokens[i] >= 0 && pass_.tokens[i] < table.size(0), "workhorse: token ",
                           pass_.tokens[i], " is not in the vocabulary of ", table.size(0));
         return;
@@ -267,20 +285,20 @@ class Prepared {
 };
 
 Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers, int64_t weights,
-                   const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& lengths,
-                   const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
-                   const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, int64_t wanted,
+                   const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& counts,
+                   const Tensor& lengths, const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
+                   const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, const Tensor& wanted,
                    int64_t vocab) {
-  WORKHORSE_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 2 && wanted > 0 && wanted <= tokens.size(1),
-                  "workhorse: a step needs tokens (batch, seq), and keys and values");
+  WORKHORSE_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 1 && wanted.dim() == 1,
+                  "workhorse: a step needs tokens, and keys and values");
   const ScalarType type = keys[0].scalar_type();
   WORKHORSE_CHECK(registers.size(0) > 0 && whole(registers, 2, "registers")[0] == vocab,
                   "workhorse: the first register is for ", vocab, " logits");
-  Tensor logits = torch::stable::new_empty(keys[0], {tokens.size(0), wanted, vocab});
+  Tensor logits = torch::stable::new_empty(keys[0], {wanted.size(0), vocab});
   const std::shared_ptr<const Weights> kept = kept_weights().at(weights);
   const auto run = [&]<class T>(T) {
-    Prepared<T>(program, numbers, registers, *kept, angles, tokens, lengths, tables, keys, values, reaches, few,
-                wanted, logits, type)
+    Prepared<T>(program, numbers, registers, *kept, angles, tokens, counts, lengths, tables, keys, values, reaches,
+                few, wanted, logits, type)
         .run();
   };
   if (type == ScalarType::BFloat16) run(BFloat16{});
@@ -295,8 +313,8 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
 STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
   m.def(
       "decode_step(Tensor program, Tensor numbers, Tensor registers, int weights, Tensor[] angles, Tensor "
-      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int few, "
-      "int wanted, int vocab) -> Tensor");
+      "tokens, Tensor counts, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor "
+      "reaches, int few, Tensor wanted, int vocab) -> Tensor");
   m.def("keep_weights(Tensor[] weights) -> int");
   m.def("drop_weights(int number) -> ()");
 }

@@ -101,6 +101,8 @@ class PagedCache:
 
     def has_room(self, sequence: CachedSequence, count: int) -> bool:
         """Whether a sequence can be extended by `count` tokens."""
+        if self._has_blocks(sequence, count):
+            return True
         needs = self.needs(sequence, count)
         return all(need <= free for need, free in zip(needs, self.available(), strict=True))
 
@@ -110,6 +112,8 @@ class PagedCache:
         Raises:
             WorkhorseError: too few blocks are available. The cache is then unchanged.
         """
+        if self._has_blocks(sequence, count):
+            return
         if not self.has_room(sequence, count):
             raise WorkhorseError(
                 f"a cache of {self.tokens} tokens has no room for {count} more; clear a sequence, "
@@ -132,6 +136,15 @@ class PagedCache:
             for number in range(len(table), -(-end // BLOCK)):
                 table.append(EMPTY if number < oldest else self._take(pool))
                 sequence.changes += 1
+
+    def _has_blocks(self, sequence: CachedSequence, count: int) -> bool:
+        """Whether the blocks that a sequence holds alone have room for `count` more tokens."""
+        for reach, table in sequence.tables.items():
+            if len(table) * BLOCK < sequence.length + count:
+                return False
+            if sequence.length % BLOCK and self.pools[reach].holders[table[-1]] > 1:
+                return False
+        return True
 
     def adopt(
         self, sequence: CachedSequence, length: int, tables: Mapping[Reach, Sequence[int]]

@@ -221,6 +221,7 @@ class PackedView(CacheView):
 
     slack = 0
     uniform = False
+    parts: Sequence[tuple[PagedView, int]]
 
     def __init__(self, parts: Sequence[tuple[PagedView, int]]) -> None:
         self.parts = parts

@@ -67,7 +67,7 @@ class CacheView(ABC):
     """
 
     entries: list[Any]
-    parts: "Sequence[tuple[CacheView, int]]" = ()
+    parts: Sequence[tuple[Any, int]] = ()
     length: int
     lengths: Tensor
     uniform: bool

@@ -65,7 +65,7 @@ struct Stored {
   int64_t head_stride, block_stride, slot_stride, heads, width;
 };
 
-// The blocks of each text, (batch, blocks).
+// The blocks of each sequence, (batch, blocks).
 struct BlockTable {
   const int64_t* at;
   int64_t blocks;
@@ -75,6 +75,11 @@ struct BlockTable {
 struct Angles {
   const void *cos, *sin;
   int64_t pairs;
+};
+
+// Consecutive sequences with equally many new tokens.
+struct Batch {
+  int64_t sequence, sequences, seq, token;  // the first sequence, their number, tokens of each, the first token
 };
 
 // The slots that the tokens of a pass see in layers of one reach.
@@ -93,21 +98,23 @@ struct Pass {
   std::vector<Stored<T>> keys, values;
   std::vector<BlockTable> tables;
   std::vector<Seen> seen;
-  const int64_t *tokens, *positions;  // (batch, seq)
-  int64_t batch, seq, block;          // `block`: slots of one
+  std::vector<Batch> batches;
+  const int64_t *tokens, *positions, *sequences;  // of each token; which sequence it belongs to
+  int64_t total, block;                           // number of tokens; slots of a block
   int64_t few;                        // up to so many rows linear layers are dot products, for more they are gemms
-  int64_t wanted;                     // tokens of each text that logits are wanted of, the last ones
+  const int64_t* wanted;  // the tokens that logits are wanted of
+  int64_t wanted_count;
   int64_t shares;
 
   // What one thread does; [from, to) are its shares.
   void run(Team& team, int64_t from, int64_t to) const {
-    int64_t rows = batch * seq;
+    int64_t rows = total;
     int64_t in_order = -1;
     for (int64_t i = 0, next; i < count; i = next) {
       const Instruction& now = instructions[i];
       for (next = i + 1; next < count && instructions[next].joins;) next++;
       if (now.waits) team.wait(to - from);
-      if (now.op == Op::kLast) rows = batch * wanted;
+      if (now.op == Op::kLast) rows = wanted_count;
       const auto divide = [&](int64_t units, const auto& unit) { team.divide(i, from, units, unit); };
       if (rowwise(now.op))
         divide(rows, [&](int64_t r) {
@@ -159,10 +166,8 @@ struct Pass {
         return now.options[2] < 0 ? packed<8>(now, rows, divide) : packed<4>(now, rows, divide);
       case Op::kAttend: return attend(now, number, divide);
       case Op::kLast:
-        return divide(rows, [&](int64_t r) {
-          const int64_t of = r / wanted * seq + seq - wanted + r % wanted;
-          std::copy_n(row(now.from, of), width(now.to), row(now.to, r));
-        });
+        return divide(rows,
+                      [&](int64_t r) { std::copy_n(row(now.from, wanted[r]), width(now.to), row(now.to, r)); });
       default: return;
     }
   }
@@ -312,42 +317,58 @@ struct Pass {
   }
 
   void store(const Stored<T>& to, int64_t table, int64_t r, const T* from) const {
-    const int64_t position = positions[r], number = tables[table].at[r / seq * tables[table].blocks + position / block];
+    const int64_t position = positions[r], number = tables[table].at[sequences[r] * tables[table].blocks + position / block];
     T* const slot = to.data + number * to.block_stride + position % block * to.slot_stride;
     for (int64_t h = 0; h < to.heads; h++) std::copy_n(from + h * to.width, to.width, slot + h * to.head_stride);
   }
 
   template <class Divide>
   void attend(const Instruction& now, float scale, const Divide& divide) const {
-    const int64_t heads = now.options[0];
+    const int64_t kv_heads = keys[now.options[1]].heads;
+    std::vector<attend::Attend<T>> parts;
+    std::vector<int64_t> ends;  // units of all batches up to each
+    int64_t units = 0, in_all = 0;
+    for (const Batch& batch : batches) in_all += batch.sequences * kv_heads;
+    for (const Batch& batch : batches) {
+      parts.push_back(attention(now, scale, batch, in_all));
+      ends.push_back(units += batch.sequences * kv_heads * parts.back().splits);
+    }
+    divide(units, [&](int64_t unit) {
+      size_t n = 0;
+      while (unit >= ends[n]) n++;
+      const int64_t own = unit - (n ? ends[n - 1] : 0);
+      parts[n].run(own, own + 1);
+    });
+  }
+
+  // The attention of a batch; `in_all`: key heads of all sequences.
+  attend::Attend<T> attention(const Instruction& now, float scale, const Batch& batch, int64_t in_all) const {
+    const int64_t heads = now.options[0], seq = batch.seq;
     const Stored<T>&k = keys[now.options[1]], &v = values[now.options[1]];
     const BlockTable& table = tables[now.options[2]];
     const Seen& slots = seen[now.options[3]];
-    const int64_t units = batch * k.heads;
-    const int64_t splits = attend::splits_of(shares, units, heads / k.heads * seq);
     const auto heads_of = [&](auto* data, int64_t width) {
       return attend::Heads<std::remove_pointer_t<decltype(data)>>{data, seq * heads * width, width, heads * width};
     };
     const auto blocks_of = [](const Stored<T>& of) {
       return attend::Blocks<T>{of.data, of.head_stride, of.block_stride, of.slot_stride};
     };
-    const attend::Attend<T> all{heads_of((const T*)row(now.from, 0), k.width),
-                                blocks_of(k),
-                                blocks_of(v),
-                                heads_of(row(now.to, 0), v.width),
-                                table.at,
-                                slots.first.data(),
-                                slots.last.data(),
-                                heads,
-                                k.heads,
-                                seq,
-                                table.blocks,
-                                block,
-                                k.width,
-                                v.width,
-                                splits,
-                                scale};
-    divide(units * splits, [&](int64_t unit) { all.run(unit, unit + 1); });
+    return {heads_of((const T*)row(now.from, batch.token), k.width),
+            blocks_of(k),
+            blocks_of(v),
+            heads_of(row(now.to, batch.token), v.width),
+            table.at + batch.sequence * table.blocks,
+            slots.first.data() + batch.token,
+            slots.last.data() + batch.token,
+            heads,
+            k.heads,
+            seq,
+            table.blocks,
+            block,
+            k.width,
+            v.width,
+            attend::splits_of(shares, in_all, heads / k.heads * seq),
+            scale};
   }
 };
 

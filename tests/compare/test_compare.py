@@ -23,7 +23,7 @@ from workhorse.data import read_documents
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.model.load import load
-from workhorse.train import Event, Recipe, read_metrics, train
+from workhorse.train import Event, Recipe, StopSignals, read_metrics, train
 
 Finished = tuple[Study, Comparison]
 
@@ -299,7 +299,7 @@ def test_an_interrupted_study_saves_and_goes_on(finished: Finished, tmp_path: Pa
         if event["kind"] == "step" and event["step"] == 5 and event["trial"] == "gated, seed 2":
             os.kill(os.getpid(), signal.SIGINT)
 
-    found = compare(study, tmp_path / "out", on_event=interrupt)
+    found = compare(study, tmp_path / "out", on_event=interrupt, signals=StopSignals())
     assert (found.stopped_by, found.results, found.done) == ("SIGINT", None, 6)
     found = compare(study, tmp_path / "out")
     assert without_costs(found.results) == without_costs(whole.results)
@@ -326,7 +326,7 @@ def test_a_signal_between_trials_stops_the_study(make_study: MakeStudy, tmp_path
             os.kill(os.getpid(), signal.SIGTERM)
 
     study = make_study()
-    stopped = compare(study, tmp_path / "out", on_event=stop_after_one)
+    stopped = compare(study, tmp_path / "out", on_event=stop_after_one, signals=StopSignals())
     assert (stopped.stopped_by, stopped.done) == ("SIGTERM", 1)
     assert compare(study, tmp_path / "out").done == stopped.trials
 

@@ -17,7 +17,7 @@ from workhorse.checkpoints import CheckpointStore, RunDirectory
 from workhorse.data import Batch, Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.train import Recipe, StopSignals, read_metrics, train
 from workhorse.train.loop import Loop
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Outcome
@@ -126,7 +126,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
 
     before = signal.getsignal(number)
     train(make_recipe(), tmp_path / "whole")
-    result = train(make_recipe(), tmp_path / "run", on_event=stop_at_six)
+    result = train(make_recipe(), tmp_path / "run", on_event=stop_at_six, signals=StopSignals())
     assert (result.stopped_by, result.step) == (number.name, 6)
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [6, 4]
     assert signal.getsignal(number) == before
@@ -160,7 +160,7 @@ def test_a_second_interrupt_acts_at_once(make_recipe, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(make_recipe(), tmp_path / "run", on_event=stop_twice)
+            train(make_recipe(), tmp_path / "run", on_event=stop_twice, signals=StopSignals())
     finally:
         signal.signal(signal.SIGINT, before)
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [4]
@@ -279,10 +279,13 @@ def test_a_hang_up_saves_unless_it_is_ignored(make_recipe, tmp_path: Path) -> No
 
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        result = train(make_recipe(), tmp_path / "run", on_event=hang_up)
+        result = train(make_recipe(), tmp_path / "run", on_event=hang_up, signals=StopSignals())
         assert (result.stopped_by, result.step) == ("SIGHUP", 6)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
-        assert train(make_recipe(), tmp_path / "other", on_event=hang_up).step == 12
+        assert (
+            train(make_recipe(), tmp_path / "other", on_event=hang_up, signals=StopSignals()).step
+            == 12
+        )
     finally:
         signal.signal(signal.SIGHUP, before)
 

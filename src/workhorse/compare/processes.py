@@ -73,8 +73,10 @@ def run_in_processes(
     trials: Iterable[tuple[Trial, Recipe, Path]],
     jobs: int,
     contexts: Sequence[int],
+    *,
     on_event: Callable[[Trial, Event], None],
     on_end: Callable[[Trial], None],
+    signals: StopSignals,
 ) -> str | None:
     """Run trials, `jobs` at once.
 
@@ -84,6 +86,7 @@ def run_in_processes(
         contexts: at which final models are measured too, in tokens.
         on_event: called with the events of every trial.
         on_end: called when one is finished.
+        signals: are passed on to the processes, which save and stop.
 
     Returns:
         The name of the signal that stopped them after saving; None: all are finished.
@@ -97,7 +100,7 @@ def run_in_processes(
     ]
     pool = _Pool(jobs_of, jobs, on_event, on_end)
     try:
-        with StopSignals() as signals:
+        with signals:
             while pool.running or (pool.waiting and signals.received is None):
                 if signals.received is None:
                     pool.fill()

@@ -47,11 +47,11 @@ def compare(
     jobs: int = 1,
     threads: int = 0,
     on_event: Listener = lambda event: None,
+    signals: StopSignals | None = None,
 ) -> Comparison:
     """Train every variant of a study on every seed, and compare them.
 
     The same call goes on with a study that was stopped or killed; finished trials are not repeated.
-    In the main thread, a first SIGINT, SIGTERM or SIGHUP stops it after saving.
 
     Args:
         study: with the fields of its base, as `read_study` gives it.
@@ -62,6 +62,7 @@ def compare(
         on_event: called with events: `plan` (`trials`, `done`, `steps` of all and `steps_done`),
             `begin` and `end_of_trial` of each, `notice` (`message`), and those of training. What
             belongs to a trial has `trial`, its name.
+        signals: the first of these stops the study after saving; see `workhorse.train.train`.
 
     Raises:
         WorkhorseError: the study cannot be run, `out` is not its folder, or SciPy is missing.
@@ -83,7 +84,8 @@ def compare(
             plan = _real_plan(study, folder, on_event)
             for line in plan.notices:
                 on_event({"kind": "notice", "message": line})
-            return _Run(plan, folder, jobs, share, on_event).run()
+            signals = signals or StopSignals(())
+            return _Run(plan, folder, jobs, share, on_event, signals=signals).run()
     finally:
         torch.set_num_threads(before)
 
@@ -123,10 +125,17 @@ class _Run:
     """The trials of a plan in its folder."""
 
     def __init__(
-        self, plan: Plan, folder: StudyFolder, jobs: int, threads: int, on_event: Listener
+        self,
+        plan: Plan,
+        folder: StudyFolder,
+        jobs: int,
+        threads: int,
+        on_event: Listener,
+        *,
+        signals: StopSignals,
     ) -> None:
         self.plan, self.folder, self.jobs, self.on_event = plan, folder, jobs, on_event
-        self.threads = threads
+        self.threads, self.signals = threads, signals
 
     def run(self) -> Comparison:
         """All trials that are not finished, the search first; then the reports."""
@@ -141,11 +150,11 @@ class _Run:
                 "steps_done": sum(map(self._steps, done)),
             }
         )
-        with StopSignals() as signals:
-            stopped = self._train(self.plan.searching, signals)
+        with self.signals:
+            stopped = self._train(self.plan.searching)
             if stopped is None:
                 chosen = self.plan.trials(chosen_factors(self.plan, self.folder))
-                stopped = self._train(chosen, signals)
+                stopped = self._train(chosen)
         results = None
         if stopped is None:
             results = collect(self.plan, self.folder)
@@ -153,20 +162,27 @@ class _Run:
         finished = sum(map(self._is_done, everything))
         return Comparison(self.folder.path, finished, len(everything), results, stopped)
 
-    def _train(self, trials: list[Trial], signals: StopSignals) -> str | None:
+    def _train(self, trials: list[Trial]) -> str | None:
         """Run those that are not finished; returns the name of the signal that stopped them."""
         left = [trial for trial in trials if not self._is_done(trial)]
         work = [(trial, self._recipe(trial), self.folder.trial(trial)) for trial in left]
         if self.jobs > 1:
             return run_in_processes(
-                work, self.jobs, self.plan.study.contexts, self._tell, self._end
+                work,
+                self.jobs,
+                self.plan.study.contexts,
+                on_event=self._tell,
+                on_end=self._end,
+                signals=self.signals,
             )
         for trial, recipe, out in work:
-            if signals.received:  # between the steps of two trials
-                return signals.received.name
+            if self.signals.received:  # between the steps of two trials
+                return self.signals.received.name
             self._tell(trial, {"kind": "begin"})
             tell = partial(self._tell, trial)
-            if stopped := run_trial(recipe, out, tell, contexts=self.plan.study.contexts):
+            contexts = self.plan.study.contexts
+            stopped = run_trial(recipe, out, tell, contexts=contexts, signals=self.signals)
+            if stopped:
                 return stopped
             self._end(trial)
         return None

@@ -20,7 +20,7 @@ from workhorse.evaluate import evaluate
 from workhorse.files.writing import write_atomically
 from workhorse.model.load import load
 from workhorse.native.allocator import give_back_freed_memory
-from workhorse.train import DivergedError, Event, Recipe, read_metrics, train
+from workhorse.train import DivergedError, Event, Recipe, StopSignals, read_metrics, train
 
 PATIENCE = 60.0
 """Seconds that a trial waits for another process to finish saving it, after a study was killed."""
@@ -32,6 +32,7 @@ def run_trial(
     on_event: Callable[[Event], None],
     *,
     contexts: Sequence[int] = (),
+    signals: StopSignals | None = None,
 ) -> str | None:
     """Train a trial to its end, from where it stands, and write its outcome into its folder.
 
@@ -40,6 +41,7 @@ def run_trial(
         out: its run directory, new or begun.
         on_event: called with the events of training.
         contexts: at which the final model is measured too, in tokens.
+        signals: see `workhorse.train.train`.
 
     Returns:
         The name of the signal that stopped it after saving; None: it is finished.
@@ -53,7 +55,7 @@ def run_trial(
     before = _watch_memory(device)
     run, diverged = RunDirectory(out), None
     try:
-        result = train(recipe, out, resume=run.exists, on_event=on_event)
+        result = train(recipe, out, resume=run.exists, on_event=on_event, signals=signals)
         if result.stopped_by is not None:
             return result.stopped_by
         _check_validated(run, result.step)

@@ -17,7 +17,7 @@ from typing import Any
 from workhorse.compare.trials import run_trial
 from workhorse.errors import WorkhorseError
 from workhorse.native.allocator import keep_freed_memory
-from workhorse.train import Recipe
+from workhorse.train import Recipe, StopSignals
 
 Job = dict[str, Any]
 """What a process is to do: a `recipe`, where (`out`), and the `contexts` to measure it at."""
@@ -46,7 +46,11 @@ def main() -> None:
         recipe = Recipe.from_dict(job["recipe"])
         with keep_freed_memory():  # of this process, which trains nothing else
             ended["stopped_by"] = run_trial(
-                recipe, Path(job["out"]), tell, contexts=job["contexts"]
+                recipe,
+                Path(job["out"]),
+                tell,
+                contexts=job["contexts"],
+                signals=StopSignals(),
             )
     except WorkhorseError as error:
         ended["error"] = str(error)

@@ -10,6 +10,7 @@ from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.resume.resume import Change, Resumption, resumed_recipe
 from workhorse.train.run import TrainResult, rehearse, train, why_taken
+from workhorse.train.signals import StopSignals
 
 __all__ = [
     "Change",
@@ -17,6 +18,7 @@ __all__ = [
     "Event",
     "Recipe",
     "Resumption",
+    "StopSignals",
     "TrainConfig",
     "TrainResult",
     "dry_run",

@@ -71,11 +71,9 @@ def train(
     settings: Sequence[str] = (),
     on_event: Callable[[Event], None] = lambda event: None,
     store: Store | None = None,
+    signals: StopSignals | None = None,
 ) -> TrainResult:
     """Train a recipe's model, or continue training it.
-
-    In the main thread, a first SIGINT, SIGTERM or SIGHUP ends the run after the current step, with
-    a checkpoint; the result names it. A second one takes effect at once.
 
     Args:
         recipe: everything that determines the run.
@@ -88,6 +86,9 @@ def train(
             also `notice` (`message`) and `data` (`done` and `total` bytes, total None while
             unknown).
         store: writes checkpoints; None for the run directory's own.
+        signals: while the run trains, the first of these ends it after the current step, with a
+            checkpoint; the result names it. A second one takes effect at once. None: no signal is
+            handled, so Ctrl-C raises KeyboardInterrupt and the last checkpoint stays the newest.
 
     Raises:
         WorkhorseError: the recipe cannot be run here, text cannot be read, the run directory is
@@ -97,7 +98,16 @@ def train(
     """
     run = RunDirectory(out)
     with join_processes() as group:
-        return _train(recipe, run, group, resume, settings=settings, on_event=on_event, store=store)
+        return _train(
+            recipe,
+            run,
+            group,
+            resume,
+            settings=settings,
+            on_event=on_event,
+            store=store,
+            signals=signals or StopSignals(()),
+        )
 
 
 def _train(
@@ -109,6 +119,7 @@ def _train(
     settings: Sequence[str],
     on_event: Callable[[Event], None],
     store: Store | None,
+    signals: StopSignals,
 ) -> TrainResult:
     resume = bool(group.most(resume))  # where one was started again, all were
     with group.first_before_others():
@@ -147,7 +158,6 @@ def _train(
             if fresh:
                 run.undo()
             raise
-        signals = StopSignals()
         while not _get_through(loop, signals, parallel.patience):
             jumped = loop.counters
             recipe = Recipe.from_dict(loop.constants["recipe"])  # with the steps of its minutes

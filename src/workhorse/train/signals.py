@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -14,25 +15,40 @@ class StopSignals:
 
     SIGHUP means that the terminal is gone; it stays ignored under `nohup`. The first signal
     restores the former handlers, so a second one acts at once. Outside the main thread, where
-    Python delivers no signals, none is recorded.
+    Python delivers no signals, none is recorded. The context may be entered again inside itself.
+
+    Args:
+        numbers: the signals to record.
+
+    Attributes:
+        received: the first of them, also after the context.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Sequence[signal.Signals] = STOPPING) -> None:
         self.received: signal.Signals | None = None
+        self._numbers = numbers
+        self._depth = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
                 if number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        self._depth -= 1
+        if self._depth == 0:
+            self._restore()
+
+    def _restore(self) -> None:
+        before, self._before = self._before, {}
+        for number, handler in before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        self.__exit__()
+        self._restore()

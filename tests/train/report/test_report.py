@@ -9,7 +9,7 @@ import pytest
 from tests.train.runs import weights
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
-from workhorse.train import read_metrics, train
+from workhorse.train import StopSignals, read_metrics, train
 from workhorse.train.report.metrics import Event
 from workhorse.train.report.page import (
     duration,
@@ -74,7 +74,7 @@ def test_a_run_whose_metrics_are_removed_meanwhile_ends_as_it_should(
             emptied(tmp_path / "run/metrics.jsonl")
             signal.raise_signal(signal.SIGTERM)
 
-    result = train(make_recipe(), tmp_path / "run", on_event=stop_at_six)
+    result = train(make_recipe(), tmp_path / "run", on_event=stop_at_six, signals=StopSignals())
     assert (result.stopped_by, result.step) == ("SIGTERM", 6)
     assert result.parameters == sum(
         weight.numel() for weight in weights(tmp_path / "run", 6).values()

@@ -16,7 +16,7 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.data import Batch
 from workhorse.devices.instructions import SWITCH
 from workhorse.nn import DecoderConfig
-from workhorse.train import train
+from workhorse.train import StopSignals, train
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.precision import Precision
@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_was(make_recipe, tmp_path: Path) ->
     recipe = make_recipe(matmul_precision="high")
     train(make_recipe(), tmp_path / "highest")
     train(recipe, tmp_path / "whole")
-    train(recipe, tmp_path / "run", on_event=stop_at_six)
+    train(recipe, tmp_path / "run", on_event=stop_at_six, signals=StopSignals())
     train(recipe, tmp_path / "run", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
     assert step_losses(tmp_path / "whole") != step_losses(tmp_path / "highest")

@@ -71,9 +71,12 @@ def _compare(study: Any, out: Path, jobs: int, threads: int, as_json: bool) -> N
     from workhorse.cli.compare_progress import show_study
     from workhorse.compare import compare
     from workhorse.native.allocator import keep_freed_memory
+    from workhorse.train import StopSignals
 
     with show_study() as show, keep_freed_memory():
-        found = compare(study, out, jobs=jobs, threads=threads, on_event=show)
+        found = compare(
+            study, out, jobs=jobs, threads=threads, on_event=show, signals=StopSignals()
+        )
     fields = {name: getattr(found, name) for name in ("folder", "done", "trials", "stopped_by")}
     result = {**(found.results or {}), **fields}
     print_result(result, as_json, text=_summary(found))

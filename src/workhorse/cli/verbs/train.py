@@ -214,13 +214,14 @@ def _train(
     from workhorse.devices.names import resolve_device
     from workhorse.native.allocator import keep_freed_memory
     from workhorse.parallel.processes.world import LostError, ToldError
-    from workhorse.train import train
+    from workhorse.train import StopSignals, train
 
     device = resolve_device(settings.train.device)
+    begin = partial(train, settings, out, resume=resume, settings=changes, signals=StopSignals())
     if environment.rank():
         try:
             with keep_freed_memory(device):
-                train(settings, out, resume=resume, settings=changes)
+                begin()
         except LostError:  # the first process, or the one that has gone, says why
             click.get_current_context().exit(ExitCode.USAGE)
         return
@@ -229,7 +230,7 @@ def _train(
             show({"kind": "notice", "message": line})
         try:
             with keep_freed_memory(device):
-                result = train(settings, out, resume=resume, settings=changes, on_event=show)
+                result = begin(on_event=show)
         except ToldError:
             click.get_current_context().exit(ExitCode.USAGE)
     print_result(result.to_dict(), as_json, text=_summary(result))

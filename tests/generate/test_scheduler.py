@@ -165,6 +165,15 @@ def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
     assert {one.index for one in read(scheduler)} == {1, 2, 3}
 
 
+def test_a_piece_of_an_exact_prompt_is_read_beside_short_ones() -> None:
+    scheduler = make(4000, budget=PIECE + 7, sequences=8)
+    scheduler.add(job(scheduler, 0, 400, 1, exact=True))
+    for index in range(1, 8):
+        scheduler.add(job(scheduler, index, 90, 1))
+    read(scheduler)
+    assert scheduler.running[0].sequence.cached.length == PIECE
+
+
 def test_a_request_that_fits_passes_one_that_does_not() -> None:
     """Until the one that waits is the oldest: then the newest gives way, and is read again."""
     scheduler = make(1000, budget=600, sequences=8)

@@ -68,7 +68,7 @@ def adamw(dtype: torch.dtype) -> Arguments:
 
 
 def decode_step(dtype: torch.dtype) -> Arguments:
-    """Two texts of 3 and 17 tokens, two more of each."""
+    """Two sequences of 3 and 17 tokens, one and three more of them."""
     attention = {"n_heads": 2, "n_kv_heads": 1, "position": {"kind": "rope"}}
     block = {
         "kind": "pre_norm",
@@ -86,13 +86,14 @@ def decode_step(dtype: torch.dtype) -> Arguments:
     weights = torch.ops.workhorse.keep_weights.default(list(program.weights))
     code = program.instructions, program.numbers, program.registers, weights
     angles = Angles().upto(19, program.rotations)
-    tokens, lengths = torch.tensor([[1, 2], [3, 4]]), torch.tensor([3, 17])
+    tokens, counts = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 3])
+    lengths, wanted = torch.tensor([3, 17]), torch.tensor([0, 2, 3])
     cache = (
         [torch.tensor([[4, 0], [2, 3]])],
         [randn(1, 5, 16, 8)(dtype)],
         [randn(1, 5, 16, 8)(dtype)],
     )
-    return *code, angles, tokens, lengths, *cache, program.reaches, 3, 2, 11
+    return *code, angles, tokens, counts, lengths, *cache, program.reaches, 3, wanted, 11
 
 
 def feed(dtype: torch.dtype) -> Arguments:

@@ -7,13 +7,12 @@ recorded is what it does: no formula is involved. What operators need inside the
 
 import logging
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -124,7 +123,7 @@ def without_data(device: torch.device = CPU) -> Generator[Tape]:
         device: that the program makes tensors on, a `stand_in`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else None
-    with fake or _fused(), Tape(ShapeCache(fake)) as tape, _without_log():
+    with fake or nullcontext(), Tape(ShapeCache(fake)) as tape, _without_log():
         yield tape
 
 
@@ -137,65 +136,6 @@ def _without_log() -> Generator[None]:
         yield
     finally:
         log.disabled = before
-
-
-@contextmanager
-def _fused() -> Generator[None]:
-    """Use the kernels of attention and dropout that a GPU would, which PyTorch does not on `meta`.
-
-    PyTorch's modes for this are off while a backward pass computes activations again.
-    """
-    before = {name: getattr(F, name) for name in _FUSED}
-
-    def chosen(name: str) -> Callable[..., Any]:
-        def call(x: Tensor, *args: Any, **options: Any) -> Any:
-            function = _FUSED[name] if x.device.type == "meta" else before[name]
-            return function(x, *args, **options)
-
-        return call
-
-    try:
-        for name in _FUSED:
-            setattr(F, name, chosen(name))
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(F, name, function)
-
-
-def _fused_dropout(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
-    """Keeps a mask of a byte for each number."""
-    return aten.native_dropout(x, p, training)[0] if training else x
-
-
-def _fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Flash attention where there is no mask and 16 bits are given, otherwise the one of xFormers.
-
-    Both keep queries, keys, values and output, and a number for each query and head.
-    """
-    if enable_gqa:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if attn_mask is None and q.element_size() == 2 and q.shape[-1] == v.shape[-1]:  # noqa: PLR2004
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
-            0
-        ]
-    mask = attn_mask
-    if mask is not None:
-        mask = torch.zeros_like(mask, dtype=q.dtype) if mask.dtype == torch.bool else mask
-        mask = mask.expand(*q.shape[:-1], k.shape[-2])
-    return aten._scaled_dot_product_efficient_attention(
-        q, k, v, mask, True, dropout_p, is_causal, scale=scale
-    )[0]
 
 
 def _dense(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -253,10 +193,6 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any, **__: Any) -> Tenso
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
-_FUSED: dict[str, Callable[..., Any]] = {
-    "dropout": _fused_dropout,
-    "scaled_dot_product_attention": _fused_attention,
-}
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": _number,
     "aten::_to_copy": _read,

@@ -122,9 +122,11 @@ class Engine:
         self._choosers: dict[str, Chooser] = {}
         self._added = 0
         self._requests: dict[int, Request] = {}
-        """All requests that have not ended, or whose last deltas no step has returned."""
+        """All requests that have not ended."""
+        self._taken: dict[int, Request] = {}
+        """Requests with deltas that no step has returned."""
         self._returned: dict[int, int] = {}
-        """How many deltas of each were returned."""
+        """How many deltas were returned of each request that has begun and not ended."""
         self._step: list[Request] = []
         self._is_stepping = False
         self._cancelled: set[int] = set()
@@ -133,7 +135,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if no request waits or runs, and every token was returned by a step."""
-        return not self._requests
+        return not (self._requests or self._taken)
 
     def add(
         self,
@@ -262,15 +264,12 @@ class Engine:
             finally:
                 self._is_stepping = False
         self._drop_cancelled()
-        kept = {n: one for n, one in self._requests.items() if one.finish_reason is None}
-        counts = {n: len(one.deltas) for n, one in kept.items()}
-        deltas = [
-            delta
-            for n, one in self._requests.items()
-            for delta in one.deltas[self._returned.get(n, 0) :]
-        ]
+        taken, before = self._taken, self._returned
+        deltas = [delta for n, one in taken.items() for delta in one.deltas[before.get(n, 0) :]]
+        counts = before | {n: len(one.deltas) for n, one in taken.items()}
+        counts = {n: count for n, count in counts.items() if n in self._requests}
         # Python handles no signal between these two statements, so deltas are never lost.
-        self._requests, self._returned = kept, counts
+        self._taken, self._returned = {}, counts
         return deltas
 
     def _advance(self) -> None:
@@ -293,8 +292,7 @@ class Engine:
                 self._settle(request)
             for request in rows:
                 if request.finish_reason is not None:
-                    self._proposer.leave(request)
-                    self._scheduler.remove(request)
+                    self._end(request)
 
     def _read(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Logits, list[Request]]:
         """Read tokens; returns the requests to choose tokens for, and the logits for each."""
@@ -350,7 +348,7 @@ class Engine:
         with self._runner.changing():
             self._choosers.clear()
             self._proposer.reset()
-            for request in self._requests.values():
+            for request in (self._requests | self._taken).values():
                 request.restore()
             if starts_over:
                 self._start_over()
@@ -358,11 +356,9 @@ class Engine:
                 if request not in self._scheduler.running:
                     continue
                 if request.is_at_fault or request.finish_reason is not None:
-                    self._scheduler.remove(request)
+                    self._end(request)
                 elif broken or request.sequence.pending <= 0:
                     self._scheduler.preempt(request)
-            for request in [one for one in self._requests.values() if one.is_at_fault]:
-                del self._requests[request.index]
             self._step = []
             self._runner.is_in_pass = False
 
@@ -371,22 +367,32 @@ class Engine:
         self._runner.reset()
         self._runner.is_changing = True
         self._scheduler.waiting, self._scheduler.running = [], []
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             request.copies = []
             request.sequence.forget_blocks(self._runner.cache)
             if request.finish_reason is None and not request.is_at_fault:
                 self._scheduler.add(request)
+            else:
+                del self._requests[request.index]
+
+    def _end(self, request: Request) -> None:
+        """Forget a running request and release its blocks."""
+        self._proposer.leave(request)
+        self._scheduler.remove(request)
+        del self._requests[request.index]
 
     def _drop_cancelled(self) -> None:
         with self._runner.changing():
             for index in list(self._cancelled):
-                request = self._requests.pop(index, None)
-                if request is not None:
-                    self._drop(request)
+                self._taken.pop(index, None)
+                self._returned.pop(index, None)
+                if index in self._requests:
+                    self._drop(self._requests[index])
             self._cancelled.clear()
 
     def _drop(self, request: Request) -> None:
-        """Release the blocks of a request that is not among `_requests` any more."""
+        """Forget a request that waits or runs, and release its blocks."""
+        del self._requests[request.index]
         scheduler = self._scheduler
         for queue in (scheduler.waiting, scheduler.running):
             for n, other in enumerate(queue):
@@ -398,9 +404,8 @@ class Engine:
                     heir.sequence = request.sequence
                     queue[n] = heir
                     return
-        if request.finish_reason is None:
-            self._proposer.leave(request)
-            scheduler.remove(request)
+        self._proposer.leave(request)
+        scheduler.remove(request)
 
     def _choose(self, logits: Logits, rows: Sequence[Request]) -> None:
         """Choose the next tokens, at once for requests with the same options."""
@@ -411,6 +416,7 @@ class Engine:
             chosen = [rows[n] for n in indices]
             last = [logits.last[n] for n in indices]
             for request, token, logprob in chooser.choose(logits.of, last, chosen, ahead):
+                self._taken[request.index] = request
                 seconds = 0.0 if request.deltas else self._prompt_seconds
                 request.take(token, logprob, prompt_seconds=seconds)
                 if seconds:

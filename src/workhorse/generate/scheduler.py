@@ -135,7 +135,11 @@ class Scheduler:
                 left -= shares[request]
             else:
                 prompts.append(request)
-        prompts.sort(key=lambda request: request.sequence.pending)
+        for request in prompts[:1]:  # the oldest, which is never left out
+            sequence = request.sequence
+            shares[request] = sequence.chunk(max(sequence.piece, left // len(prompts)))
+            left -= shares[request]
+        prompts = sorted(prompts[1:], key=lambda request: request.sequence.pending)
         for n, request in enumerate(prompts):
             shares[request] = request.sequence.chunk(left // (len(prompts) - n))
             left -= shares[request]

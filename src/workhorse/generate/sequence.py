@@ -72,10 +72,15 @@ class TokenSequence:
         """How many of the pending tokens to read in a pass if at most `most` may be read."""
         if self.prompt is None:
             return max(0, min(self.pending, most))
+        return self.piece if self.piece <= most else 0
+
+    @property
+    def piece(self) -> int:
+        """The smallest number of tokens that a pass may read next."""
         at = self.cached.length
-        piece = min(at // PIECE * PIECE + PIECE, self.prompt) - at if at < self.prompt else 1
-        piece = min(piece, self.pending)
-        return piece if piece <= most else 0
+        if self.prompt is None or at >= self.prompt:
+            return min(1, self.pending)
+        return min(at // PIECE * PIECE + PIECE, self.prompt) - at
 
     @property
     def is_step(self) -> bool:

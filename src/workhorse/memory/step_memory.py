@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from workhorse.data import Batch
 from workhorse.devices.tape import Tape, stand_in, without_data
 from workhorse.errors import WorkhorseError
+from workhorse.memory.gpu_kernels import with_gpu_kernels
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
@@ -130,6 +131,8 @@ def step_memory(
     with without_data(here) as tape:
         teams = absent_teams(parallel, config.vocab_size, stage)
         decoder = teams.build(config, train.kernel, here)
+        if here.type == "meta":
+            decoder = with_gpu_kernels(decoder)
         step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
         decoder = step.objective.decoder
         step.turns = one_forward_one_backward  # one after another, whichever the stage

@@ -25,4 +25,4 @@ def alone(decoder, prompt, config) -> list[list[int]]:
 
 def is_empty(engine: Engine) -> bool:
     pools = engine._runner.cache.pools.values()
-    return all(pool.available == pool.room and not any(pool.holders) for pool in pools)
+    return all(pool.available == pool.capacity and not any(pool.holders) for pool in pools)

@@ -42,7 +42,7 @@ def test_processors_that_give_no_logits_are_told(make_decoder, processor, messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beams": 2}, "beams=2 gives its text only at the end"),
+        ({"beams": 2}, "beams=2: beam search returns no tokens"),
         ({"speculate": 2, "temperature": 0}, "speculate=2 is more than speculate=0 of this engine"),
         ({"n_samples": 3}, "n_samples=3 is more than max_sequences=2"),
         ({"max_new_tokens": 20}, "22 tokens do not fit a cache of 8; ask for fewer"),

@@ -158,7 +158,7 @@ def test_exact_texts_are_not_guessed():
     with pytest.raises(WorkhorseError, match="exact and speculate=2: the same token would be read"):
         GenerationConfig(exact=True, speculate=2)
     engine = Engine(make(torch.float32), max_sequences=1, speculate=2)
-    with pytest.raises(WorkhorseError, match="exact: this engine guesses 2 tokens at a time"):
+    with pytest.raises(WorkhorseError, match="exact: not possible in an engine with speculate=2"):
         engine.add([1], GREEDY)
 
 

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from tests.generate.choosing import sampler
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate, samplers, stream
-from workhorse.generate.runner import to_choose_from
+from workhorse.generate.runner import on_sampling_device
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
 
@@ -302,8 +302,8 @@ def test_tokens_are_chosen_on_the_cpu_where_the_device_has_no_float64():
             return self.as_subclass(torch.Tensor)
 
     logits = torch.rand(2, 3)
-    assert to_choose_from(logits) is logits
-    moved = to_choose_from(logits.as_subclass(OnMps))
+    assert on_sampling_device(logits) is logits
+    moved = on_sampling_device(logits.as_subclass(OnMps))
     assert moved.device.type == "cpu"
     assert torch.equal(moved, logits)
 

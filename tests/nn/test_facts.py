@@ -1,4 +1,4 @@
-"""A norm that declares its facts is known to all parts that compute norms by other means."""
+"""A new norm or attention that declares its facts works in every part of the project."""
 
 import copy
 
@@ -11,10 +11,19 @@ from tests.nn.paged import paged
 from workhorse.execute.choose import decoding_body
 from workhorse.execute.native_training import train_natively
 from workhorse.execute.native_training.norms import NativeNorm
+from workhorse.generate import GenerationConfig, generate
 from workhorse.models.families.llama import llama
+from workhorse.models.flops import forward_flops
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder
+from workhorse.nn.attention.kernels import Scoring, make_kernel
+from workhorse.nn.attention.masks import AttentionPattern
+from workhorse.nn.attention.self_attention import SelfAttention, split_heads
+from workhorse.nn.cache.paged_view import PackedView, PagedView
+from workhorse.nn.context import context_alone
 from workhorse.nn.norms import NormFacts, RMSNorm, RMSNormMultipliedFirst
+from workhorse.transforms.quantization.quantize import quantize
+from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 from workhorse.transforms.replace import become, replace_modules
 
 
@@ -79,3 +88,83 @@ def test_it_trains_natively(kind: type[RMSNorm], native: bool) -> None:
 def test_its_weights_are_counted_as_those_of_norms() -> None:
     found = components_of(decoder_with(CentredRMSNorm))
     assert found["layers.0.attention_norm.weight"] == found["final_norm.weight"] == "norms"
+
+
+class SharedKeyAttention(SelfAttention):
+    """Heads that share one key, whose queries are multiplied by its matrix: a new attention.
+
+    It keeps the inputs of that matrix in the cache, and multiplies its weight itself.
+    """
+
+    multiplied_here = ("k_proj",)
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.d_model, self.n_heads = d_model, n_heads
+        self.head_dim = self.value_dim = d_model
+        self.pattern = AttentionPattern()
+        self.kernel = make_kernel("auto", self.pattern, Scoring(scale=d_model**-0.5), n_heads)
+        self.q_proj = nn.Linear(d_model, n_heads * d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = nn.Linear(n_heads * d_model, d_model, bias=False)
+
+    def forward(self, x, context=None, cache=None):
+        context = context or context_alone(x, self.d_model, cache)
+        return self.out_proj(context.by_part(self.mix, self.q_proj(x), x, cache=cache))
+
+    def mix(self, q, x, context, cache):
+        q = split_heads(q, self.n_heads) @ self.k_proj.weight
+        k = v = x[:, None]
+        if cache is not None:
+            k, v = cache.update(k, v)
+        y = self.kernel(q, k, v, context.mask(self.pattern, self.kernel, q.dtype))
+        return y.transpose(1, 2).flatten(2)
+
+
+def with_new_attention() -> Decoder:
+    decoder = decoder_with(RMSNorm)
+    for layer in decoder.layers:
+        layer.attention = SharedKeyAttention(64, 2)
+        for part in layer.attention.children():
+            if isinstance(part, nn.Linear):
+                nn.init.normal_(part.weight, std=0.1)
+    return decoder.eval()
+
+
+@torch.no_grad()
+def test_a_new_attention_decodes_in_every_body():
+    """Its class is all that is added."""
+    reference = with_new_attention()
+    tokens = torch.randint(64, (1, 12))
+    expected = reference(tokens)[0, [3, 11]]
+    for decoder in (reference, decoding_body(reference, wait=True).decoder):
+        cache = decoder.new_paged_cache(tokens=64, sequences=2)
+        first, second = cache.new_sequence(), cache.new_sequence()
+        decoder(tokens[:, :11], cache=PagedView(cache, [first]))
+        view = PackedView([(PagedView(cache, [second]), 4), (PagedView(cache, [first]), 1)])
+        packed = torch.cat((tokens[:, :4], tokens[:, 11:]), dim=1)
+        found = decoder.next_logits_packed(packed, [3, 4], view)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    completions = generate(reference, [tokens[0].tolist()], GenerationConfig(max_new_tokens=3))
+    assert len(completions[0].tokens) == 3
+
+
+def test_a_new_attention_is_counted_and_quantised():
+    decoder = with_new_attention()
+    assert forward_flops(decoder, 10)["scores"] == 2 * 2 * 2 * (64 + 64) * 10
+    assert components_of(decoder)["layers.0.attention.q_proj.weight"] == "attention"
+    quantised = quantize(decoder, "int8")
+    assert isinstance(quantised.layers[0].attention.q_proj, QuantizedLinear)
+    assert type(quantised.layers[0].attention.k_proj) is nn.Linear
+
+
+@needs("training")
+def test_a_new_attention_trains_natively():
+    plain = with_new_attention()
+    quick = copy.deepcopy(plain)
+    train_natively(quick, OPERATORS)
+    tokens = torch.randint(64, (2, 6))
+    for decoder in (plain, quick):
+        decoder(tokens).square().mean().backward()
+    for one, other in zip(plain.parameters(), quick.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-5)

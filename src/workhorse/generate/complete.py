@@ -135,17 +135,15 @@ def _deltas(
     """The deltas of all prompts; `Delta.index` counts results over all of them."""
     if not prompts:
         return
-    rows = max(batch_size // config.n_samples, 1) * config.n_samples
-    rows = min(rows, len(prompts) * config.n_samples)
+    at_once = min(max(batch_size // config.n_samples, 1), len(prompts))
     slack, new = slack_of(config, decoder), config.max_new_tokens - 1
     needs = sorted(room_for(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts)
-    needs = [need for need in needs for _ in range(config.n_samples)]
     engine = Engine(
         decoder,
         tokenizer=tokenizer,
         draft=draft,
-        max_sequences=rows,
-        max_tokens=sum(needs[-rows:]),
+        max_sequences=at_once * config.n_samples,
+        max_tokens=sum(needs[-at_once:]) * config.n_samples,
         speculate=slack,
     )
     for prompt in prompts:
@@ -163,7 +161,7 @@ def _completion(
     decoded: bool,
 ) -> Completion:
     reason = deltas[-1].finish_reason
-    assert reason is not None, "the loop ends when every row has"
+    assert reason is not None, "every completion ends with a reason"
     logprobs = tuple(delta.logprob for delta in deltas if delta.logprob is not None)
     return Completion(
         text="".join(delta.text for delta in deltas),

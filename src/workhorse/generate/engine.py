@@ -48,8 +48,8 @@ class Engine:
 
     Args:
         decoder: the model; dropout is off during a step.
-        tokenizer: gives the string, the eos, and the number of ids in use. Without one there is no
-            string, and only `config.stop_tokens` end a completion.
+        tokenizer: gives the string, the eos, and the number of ids in use. Without one, deltas have
+            no string and there is no eos.
         draft: a smaller decoder with the same vocabulary, which guesses tokens for requests that
             ask for guesses. Without one, guesses are looked up in the prompt and the completion.
         max_sequences: the maximum number of completions that advance together; others wait.
@@ -109,7 +109,7 @@ class Engine:
             prefix_caching=prefix_caching,
         )
         self.looks_ahead = decoder.device.type == "cuda"
-        """Whether tokens that a device chose may be read before the host knows them, so that the
+        """True if tokens that a device chose may be read before the host knows them, so that the
         device waits less for the host. What is read after the end of a completion is left unused;
         weights that change between steps act a token later."""
         self._proposer: Proposer = PromptLookup()
@@ -190,11 +190,12 @@ class Engine:
             self._requests |= zip(indices, requests, strict=True)
         return indices
 
-    def _check(self, config: GenerationConfig, prompt: int) -> None:
+    def _check(self, config: GenerationConfig, prompt_tokens: int) -> None:
         """Refuse what the engine can never do."""
         if config.beams > 1:
             raise WorkhorseError(
-                f"beams={config.beams} gives its text only at the end; leave beams out"
+                f"beams={config.beams}: beam search returns no tokens before its end; "
+                "leave beams out"
             )
         if slack_of(config, self.decoder) > self._speculate:
             raise WorkhorseError(
@@ -203,8 +204,8 @@ class Engine:
             )
         if config.exact and self._speculate:
             raise WorkhorseError(
-                f"exact: this engine guesses {self._speculate} tokens at a time, and room for "
-                "them in its cache changes shapes; make one with speculate=0"
+                f"exact: not possible in an engine with speculate={self._speculate}; "
+                "make one with speculate=0"
             )
         piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
         if config.exact and self._scheduler.token_budget < piece:
@@ -218,7 +219,7 @@ class Engine:
                 f"make the engine with max_sequences={config.n_samples}"
             )
         context, slack = self.decoder.max_seq_len, self._runner.slack
-        most = room_for(prompt, config.max_new_tokens - 1, context, slack)
+        most = room_for(prompt_tokens, config.max_new_tokens - 1, context, slack)
         if not self._runner.cache.holds(most):
             raise WorkhorseError(
                 f"{most} tokens do not fit a cache of {self._runner.cache.tokens}; "
@@ -233,7 +234,7 @@ class Engine:
         """
         if whole("index", index, 0) >= self._added:
             raise WorkhorseError(
-                f"index={index} was never requested; give a number that `add` returned"
+                f"index={index} was never requested; give an index that `add` returned"
             )
         self._cancelled.add(index)
         if not self._is_stepping:  # a processor may cancel
@@ -247,6 +248,7 @@ class Engine:
 
         Raises:
             WorkhorseError: logits are not finite, or a processor does not return logits.
+            Exception: a processor, a stop condition or the tokenizer raised it.
         """
         if self._runner.is_changing:
             self._recover()
@@ -284,35 +286,35 @@ class Engine:
             chunks = self._plan()
         if not chunks:
             return
-        logits, rows = self._read(chunks)
-        if rows:
-            self._choose(logits, rows)
+        logits, requests = self._read(chunks)
+        if requests:
+            self._choose(logits, requests)
         with self._runner.changing():
             for request in self._step:
                 self._settle(request)
-            for request in rows:
+            for request in requests:
                 if request.finish_reason is not None:
                     self._end(request)
 
     def _read(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Logits, list[Request]]:
-        """Read tokens; returns the requests to choose tokens for, and the logits for each."""
+        """Read tokens; returns logits, and the requests to choose tokens for."""
         started = time.perf_counter()
         reads_prompt = not all(request.sequence.is_decoding for request, _ in chunks)
         logits = self._runner.run([_chunk(*both) for both in chunks])
-        rows: list[Request] = []
+        requests: list[Request] = []
         lasts: list[int] = []
         with self._runner.changing():
             for (request, _), last in zip(chunks, logits.last, strict=True):
                 if request.sequence.pending == 0:
-                    some = [request, *self._copies(request)]
-                    rows += some
+                    some = [request, *self._start_copies(request)]
+                    requests += some
                     lasts += [last] * len(some)
-        if not all(request.deltas for request in rows):
+        if not all(request.deltas for request in requests):
             reads_prompt = True
             wait(logits.of)
         if reads_prompt:
             self._prompt_seconds += time.perf_counter() - started
-        return Logits(logits.of, lasts), rows
+        return Logits(logits.of, lasts), requests
 
     def _plan(self) -> list[tuple[Request, int]]:
         """The requests of this step, and the number of tokens to read of each."""
@@ -324,7 +326,7 @@ class Engine:
             self._proposer.leave(request)
         return chunks
 
-    def _copies(self, request: Request) -> list[Request]:
+    def _start_copies(self, request: Request) -> list[Request]:
         """Let the other samples of a prompt that has been read run too."""
         copies, request.copies = request.copies, []
         for copy in copies:
@@ -334,7 +336,7 @@ class Engine:
         return copies
 
     def _settle(self, request: Request) -> None:
-        """Take back what was read of guesses that were not chosen, and share what is certain."""
+        """Remove rejected guesses from the cache, and label the blocks that are certain."""
         sequence = request.sequence
         certain = len(sequence.tokens) - 1
         if request.deltas and sequence.ahead is None and sequence.cached.length > certain:
@@ -343,7 +345,7 @@ class Engine:
             sequence.label_prefix(self._runner.cache)
 
     def _recover(self) -> None:
-        """After an exception: the next step reads again what was left half read."""
+        """Recover from an exception: the next step reads half-read tokens again."""
         starts_over, broken = self._runner.is_changing, self._runner.is_in_pass
         with self._runner.changing():
             self._choosers.clear()
@@ -365,7 +367,6 @@ class Engine:
     def _start_over(self) -> None:
         """Release all blocks, and let all requests that have not ended wait."""
         self._runner.reset()
-        self._runner.is_changing = True
         self._scheduler.waiting, self._scheduler.running = [], []
         for request in list(self._requests.values()):
             request.copies = []
@@ -407,13 +408,13 @@ class Engine:
         self._proposer.leave(request)
         scheduler.remove(request)
 
-    def _choose(self, logits: Logits, rows: Sequence[Request]) -> None:
+    def _choose(self, logits: Logits, requests: Sequence[Request]) -> None:
         """Choose the next tokens, at once for requests with the same options."""
         ahead: Callable[[Tensor], object] | None = None
-        if self._can_look_ahead(rows):
-            ahead = partial(self._runner.run_ahead, [request.sequence for request in rows])
-        for chooser, indices in self._groups(rows):
-            chosen = [rows[n] for n in indices]
+        if self._can_look_ahead(requests):
+            ahead = partial(self._runner.run_ahead, [request.sequence for request in requests])
+        for chooser, indices in self._groups(requests):
+            chosen = [requests[n] for n in indices]
             last = [logits.last[n] for n in indices]
             for request, token, logprob in chooser.choose(logits.of, last, chosen, ahead):
                 self._taken[request.index] = request
@@ -422,33 +423,31 @@ class Engine:
                 if seconds:
                     self._prompt_seconds = 0.0
 
-    def _can_look_ahead(self, rows: Sequence[Request]) -> bool:
+    def _can_look_ahead(self, requests: Sequence[Request]) -> bool:
         """True if these are all requests, choose alike, and may be read a token each."""
         if not self.looks_ahead or self._scheduler.waiting:
             return False
-        if len(rows) < len(self._scheduler.running):
+        if len(requests) < len(self._scheduler.running):
             return False
         context = self.decoder.max_seq_len
         alike = all(
-            request.sampling_key == rows[0].sampling_key
-            and request.takes_one_more
+            request.sampling_key == requests[0].sampling_key
+            and request.may_look_ahead
             and request.sequence.prompt is None
             and len(request.sequence.tokens) < context
-            for request in rows
+            for request in requests
         )
         return alike and self._scheduler.has_room_for_one_more()
 
-    def _groups(self, rows: Sequence[Request]) -> list[tuple[Chooser, list[int]]]:
+    def _groups(self, requests: Sequence[Request]) -> list[tuple[Chooser, list[int]]]:
         groups: dict[str, list[int]] = {}
-        for n, request in enumerate(rows):
+        for n, request in enumerate(requests):
             groups.setdefault(request.sampling_key, []).append(n)
         used = {request.sampling_key for request in self._scheduler.running}
-        self._choosers = {
-            key: chooser for key, chooser in self._choosers.items() if key in groups or key in used
-        }
+        self._choosers = {key: chooser for key, chooser in self._choosers.items() if key in used}
         for key, indices in groups.items():
             if key not in self._choosers:
-                self._choosers[key] = self._chooser(rows[indices[0]].config)
+                self._choosers[key] = self._chooser(requests[indices[0]].config)
         return [(self._choosers[key], indices) for key, indices in groups.items()]
 
     def _chooser(self, config: GenerationConfig) -> Chooser:

@@ -33,11 +33,7 @@ _SAMPLING = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "logprobs"),
 }
-
-
-def sampling_key(config: GenerationConfig) -> str:
-    """The sampling options as a key: requests with equal keys share a `Chooser`."""
-    return config.model_dump_json(include=_SAMPLING)
+"""Requests with equal values of these options share a `Chooser`."""
 
 
 class Request:
@@ -47,10 +43,10 @@ class Request:
     loses no token; see `restore`.
 
     Args:
-        index: number of the completion, in the order of arrival.
+        index: index of the completion, in the order of arrival.
         prompt: token ids, no more than the context; see `checks.check_prompts`.
         config: how tokens are chosen.
-        seed: of the random generator.
+        seed: seed of the random generator.
         context: the decoder's maximum sequence length.
         tokenizer: gives the string and the eos.
         processors: applied to the logits.
@@ -59,13 +55,14 @@ class Request:
     Attributes:
         sequence: the tokens that the decoder reads.
         copies: other samples of the same prompt, which begin when it has been read.
-        sampling_key: equal for requests that choose tokens by the same options.
+        sampling_key: equal for requests that choose tokens by the same options; an exact request
+            shares its key with no other, since the shape of a batch could change its choice.
         deltas: one for each new token.
         tokens: the prompt and all new tokens.
         guess: the guess for this pass.
         agreed: how many of the guessed tokens were chosen so far.
-        is_ahead: True if the last chosen token was guessed, so that this pass has the logits after
-            it as well.
+        has_more_logits: True if the last chosen token was guessed, so that this pass has the logits
+            after it as well.
         is_at_fault: True if it caused an error itself and cannot continue.
     """
 
@@ -89,7 +86,7 @@ class Request:
         self.processors = processors
         self.stop_conditions = stop_conditions
         self.copies: list[Request] = []
-        key = sampling_key(config)
+        key = config.model_dump_json(include=_SAMPLING)
         self.sampling_key = f"{index} {key}" if config.exact else key
         self.is_at_fault = False
         self.deltas: list[Delta] = []
@@ -131,11 +128,11 @@ class Request:
         """Begin a pass over the last token and a guess."""
         self.guess = guess
         self.agreed = 0
-        self.is_ahead = False
+        self.has_more_logits = False
 
     @property
-    def takes_one_more(self) -> bool:
-        """True if its next token, unless that ends it, is read by itself in the next pass.
+    def may_look_ahead(self) -> bool:
+        """True if its next token may be read before the host knows it.
 
         Not with log-probabilities, which are taken after the choice and would wait for that pass.
         """
@@ -143,7 +140,7 @@ class Request:
 
     @property
     def unmet(self) -> int:
-        """Number of guessed tokens that were not chosen."""
+        """Number of guessed tokens that were not chosen yet."""
         return len(self.guess.tokens) - self.agreed
 
     def uniform(self) -> float:
@@ -188,15 +185,15 @@ class Request:
         self.tokens.append(token)
         if guessed:
             self.agreed += 1
-            self.is_ahead = reason is None
+            self.has_more_logits = reason is None
             self.sequence.guessed -= 1
         else:
-            self.is_ahead = False
+            self.has_more_logits = False
             self._replace_guesses(token)
         self._is_taking = False
 
     def _replace_guesses(self, token: int) -> None:
-        """The token that was chosen instead of the first of the guesses left."""
+        """Replace the remaining guesses by the chosen token."""
         end = len(self.sequence.tokens) - self.sequence.guessed
         self.sequence.tokens[end:] = [token]
         self.sequence.guessed = 0

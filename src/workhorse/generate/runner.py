@@ -32,7 +32,7 @@ class Logits(NamedTuple):
     """For each chunk, the row of the logits after its last token; meaningless if none is wanted."""
 
 
-def to_choose_from(logits: Tensor) -> Tensor:
+def on_sampling_device(logits: Tensor) -> Tensor:
     """The logits on the device where tokens are chosen: the CPU for MPS, which has no float64."""
     return logits.cpu() if logits.device.type == "mps" else logits
 
@@ -76,7 +76,7 @@ class Runner:
 
     @contextmanager
     def changing(self) -> Generator[None]:
-        """A block in which tables change."""
+        """A block in which tables change. After an exception `is_changing` stays True."""
         self.is_changing = True
         yield
         self.is_changing = False
@@ -85,7 +85,6 @@ class Runner:
         """Release all blocks and forget all prefixes; no sequence may be used afterwards."""
         self.cache.reset()
         self._views = {}
-        self.is_changing = self.is_in_pass = False
 
     def select(
         self, sequences: Sequence[TokenSequence], index: Sequence[int]
@@ -146,7 +145,7 @@ class Runner:
             view.reserve([1] * len(sequences))
         read = tokens.to(self._device).clamp(min=0)[:, None]
         self.is_in_pass = True
-        logits = to_choose_from(self.decoder.next_logits(read, cache=view))
+        logits = on_sampling_device(self.decoder.next_logits(read, cache=view))
         self.is_in_pass = False
         for sequence, row in zip(sequences, logits.split(1), strict=True):
             sequence.ahead = row
@@ -179,7 +178,7 @@ class Runner:
             logits = self.decoder.next_logits_packed(flat, index or [start - 1], view)
         self.is_in_pass = False
         lasts = dict(zip(order, ends, strict=True))
-        return Logits(to_choose_from(logits), [lasts[n] for n in range(len(chunks))])
+        return Logits(on_sampling_device(logits), [lasts[n] for n in range(len(chunks))])
 
     def _views_of(self, batches: Sequence[Sequence[Chunk]]) -> list[tuple[PagedView, int]]:
         """A view of each batch, with blocks for its new tokens, and their number per sequence."""

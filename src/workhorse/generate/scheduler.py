@@ -1,6 +1,6 @@
 """Which tokens of which sequences are read next: a policy over integers.
 
-Requests come first in the order of their arrival. A step has a budget of tokens: each request that
+Requests are ordered by arrival. A step has a budget of tokens: each request that
 is decoding gets one and its guesses, and prompts share the rest evenly. Blocks of the
 cache are allocated when tokens need them. If there are too few, the newest running request is
 preempted: it releases its blocks, waits, and its tokens are read again later.
@@ -17,8 +17,8 @@ from workhorse.generate.request import Request
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged import PagedCache
 
-LOOKED_AT = 16
-"""The number of waiting requests that are considered in a step, at most."""
+MAX_CONSIDERED = 16
+"""The maximum number of waiting requests that are considered in a step."""
 
 
 class Scheduler:
@@ -29,7 +29,7 @@ class Scheduler:
         token_budget: the maximum number of tokens in a step, enough for `max_sequences` requests
             that decode.
         max_sequences: the maximum number of sequences that run at a time.
-        prefix_caching: whether a request takes what the cache still has of its beginning.
+        prefix_caching: True if a request takes what the cache still has of its beginning.
 
     Attributes:
         waiting: requests without blocks, oldest first.
@@ -83,8 +83,7 @@ class Scheduler:
     def has_room_for_one_more(self) -> bool:
         """True if each running sequence can be extended by a token."""
         needs = [self.cache.needs(request.sequence.cached, 1) for request in self.running]
-        total = map(sum, zip(*needs, strict=True))
-        return all(a <= b for a, b in zip(total, self.cache.available(), strict=True))
+        return self.cache.has_blocks([sum(pool) for pool in zip(*needs, strict=True)])
 
     def _start_waiting(self) -> None:
         oldest = min([*self.running[:1], *self.waiting[:1]], key=_arrival, default=None)
@@ -98,7 +97,7 @@ class Scheduler:
             if request.sequence.pending > 1:
                 needs = self.cache.needs(request.sequence.cached, request.sequence.pending)
                 taken = [a + b for a, b in zip(taken, needs, strict=True)]
-        for request in list(islice(self.waiting, LOOKED_AT)):
+        for request in list(islice(self.waiting, MAX_CONSIDERED)):
             if not self._free_sequences():
                 return
             if _sequences(request) > self._free_sequences():
@@ -107,7 +106,7 @@ class Scheduler:
             sequence = request.sequence
             needs = self.cache.needs(sequence.cached, sequence.pending + 1)
             total = [a + b for a, b in zip(taken, needs, strict=True)]
-            if all(a <= b for a, b in zip(total, self.cache.available(), strict=True)):
+            if self.cache.has_blocks(total):
                 self._start(request)
                 taken = total
             else:

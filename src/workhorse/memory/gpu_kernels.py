@@ -4,7 +4,7 @@ On the device `meta` PyTorch writes whole matrices of scores, and keeps dropout'
 of its input. A GPU does neither.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def with_gpu_kernels(module: Module) -> Module:
-    """Let a module on the device `meta` allocate what it would on a GPU."""
+    """Change a module on the device `meta`, in place, to allocate what it would on a GPU."""
 
     def choose(part: nn.Module) -> nn.Module:
         if type(part) is Sdpa:
@@ -37,12 +37,15 @@ class FusedDropout(nn.Dropout):
 
 
 class FusedSdpa(Sdpa):
-    """Flash attention without a mask and in 16 bits, otherwise the kernel of xFormers.
+    """Flash attention without a mask, in 16 bits and with equal widths of queries and values.
 
-    Both keep queries, keys, values and output, and a number for each query and head.
+    Otherwise the kernel of xFormers. Both keep queries, keys, values, the output, and a log-sum-exp
+    for each query and head.
     """
 
-    def forward(self, q: Queries, k: Keys, v: Values, mask: Any) -> AttentionOutput:
+    def forward(
+        self, q: Queries, k: Keys, v: Values, mask: tuple[Tensor | None, bool]
+    ) -> AttentionOutput:
         attn_mask, is_causal = mask
         dropout = self.scoring.dropout if self.training else 0.0
         scale = self.scoring.scale

@@ -130,7 +130,7 @@ def test_sequences_that_come_fork_go_back_and_leave(config: DecoderConfig) -> No
         sequences.clear()
     for pool in sequences.cache.pools.values():
         assert not any(pool.holders)
-        assert pool.available == pool.room
+        assert pool.available == pool.capacity
 
 
 @torch.no_grad()

@@ -30,13 +30,13 @@ from workhorse.nn.embedding import batch_and_seq, look_up
 from workhorse.nn.watched import Held, Watch
 from workhorse.transforms.replace import become
 
-MOST_ROWS = 256
-"""Tokens of a pass, of all texts together. For more, attention that computes whole blocks of scores
-is faster."""
+MAX_TOKENS = 256
+"""Maximum number of tokens of a step, over all sequences. For more, attention that computes whole
+blocks of scores is faster."""
 
 
 def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
-    """A decoder that adds a few tokens to a `PagedView` by one native call.
+    """A decoder that adds a few tokens to a `PagedView` or `PackedView` by one native call.
 
     Long prompts and everything else run as before. So does a decoder with hooks, and one that
     computes what the operator does not, by compiled steps if it has them. If weights or modules are
@@ -50,7 +50,7 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
     dtype = next(decoder.parameters()).dtype
     few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
     # Without our gemms, more rows are left to PyTorch's.
-    most = few if operators.vectors is None else MOST_ROWS
+    most = few if operators.vectors is None else MAX_TOKENS
     if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster for more than one
         few = most = 1
     options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
@@ -91,14 +91,15 @@ class SteppingDecoder(Decoder):
 
     @property
     def invariant_batch(self) -> int:
-        stepping = not self.watch.sees_hooks and self._kept_program() is not None
-        return self.few if stepping else super().invariant_batch
+        return super().invariant_batch if self._kept_program() is None else self.few
 
     def why_not_whole(self) -> str:
         """What has no instruction, so that steps are not one call; empty: they are."""
-        if self.watch.sees_hooks or self._kept_program() is not None:
-            return "hooks" if self.watch.sees_hooks else ""
-        return "hooks" if self.translated is None else self.translated.why_not
+        if self._kept_program() is not None:
+            return ""
+        if self.watch.sees_hooks or self.translated is None:
+            return "hooks"
+        return self.translated.why_not
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the program, which is of these weights."""
@@ -139,13 +140,15 @@ class SteppingDecoder(Decoder):
 
     def next_logits_packed(self, tokens: Tensor, index: Sequence[int], cache: PackedView) -> Tensor:
         views = [view for view, _ in cache.parts]
-        if self._takes(cache.parts) and (kept := self._kept_program_unwatched()):
-            counts = torch.tensor([seq for view, seq in cache.parts for _ in view.sequences])
-            all_rows = PagedView(views[0].cache, [one for view in views for one in view.sequences])
-            all_rows.reserve(counts.tolist())
-            logits = self._step(kept, all_rows, tokens.flatten(), counts, torch.tensor(index))
+        if self._takes(cache.parts) and (kept := self._kept_program()):
+            counts = [seq for view, seq in cache.parts for _ in view.sequences]
+            whole = PagedView(views[0].cache, [one for view in views for one in view.sequences])
+            whole.reserve(counts)
+            logits = self._step(
+                kept, whole, tokens.flatten(), torch.tensor(counts), torch.tensor(index)
+            )
             if logits is not None:
-                for sequence, count in zip(all_rows.sequences, counts.tolist(), strict=True):
+                for sequence, count in zip(whole.sequences, counts, strict=True):
                     sequence.length += count
                 return logits
         return super().next_logits_packed(tokens, index, cache)
@@ -157,11 +160,8 @@ class SteppingDecoder(Decoder):
         rows, seq = batch_and_seq(tokens)
         if not isinstance(cache, PagedView) or rows != len(cache.lengths):
             return None
-        kept = self._kept_program_unwatched() if self._takes([(cache, seq)]) else None
+        kept = self._kept_program() if self._takes([(cache, seq)]) else None
         return None if kept is None else (kept, cache)
-
-    def _kept_program_unwatched(self) -> "KeptProgram | None":
-        return None if self.watch.sees_hooks else self._kept_program()
 
     def _takes(self, batches: Sequence[tuple[PagedView, int]]) -> bool:
         """True if a step may read these numbers of tokens of each row of these views."""
@@ -170,14 +170,16 @@ class SteppingDecoder(Decoder):
             return False
         for view, seq in batches:
             # A windowed cache takes `slack` + 1 new tokens before it must evict any.
-            if seq > view.slack + 1 and any(view.cache.pools):
+            if seq > view.slack + 1 and any(reach is not None for reach in view.cache.pools):
                 return False
             if self.max_positions is not None and view.length + seq > self.max_positions:
                 return False
         return 0 < sum(len(view.sequences) * seq for view, seq in batches) <= self.most
 
     def _kept_program(self) -> "KeptProgram | None":
-        """The program of the modules and weights that it has now."""
+        """The program of the modules and weights that it has now; None if there are hooks."""
+        if self.watch.sees_hooks:
+            return None
         known = self.translated
         if known is None or not known.holds():
             with _TRANSLATING:  # the decoder runs with hooks, which other threads do not mind
@@ -211,7 +213,7 @@ class SteppingDecoder(Decoder):
         counts: Tensor,
         index: Tensor,
     ) -> Tensor | None:
-        """The logits, or None if the weights lie in memory so that there is no program for them.
+        """The logits; None if weights are no longer contiguous, and the decoder must be translated.
 
         Args:
             kept: the program.

@@ -94,7 +94,7 @@ class Chooser:
             if history is not None:
                 history.add(tokens, indices)
             yield from zip(chosen, ids, logprobs, strict=True)
-            indices = [r for r in indices if rows[r].is_ahead]
+            indices = [r for r in indices if rows[r].has_more_logits]
 
     def _choose(self, logits: Tensor, rows: Sequence[Request], history: History | None) -> Tensor:
         """The next token of each row, int64 `(batch,)`, an id in use; -1 for logits not finite."""

@@ -39,6 +39,7 @@ class Draft:
         cache, self._context = of.cache, decoder.max_seq_len
         self._runner = Runner(
             decoder,
+            # Guesses, and up to two tokens that the model has not read.
             tokens=cache.tokens + cache.sequences * (of.slack + 2),
             sequences=cache.sequences,
             slack=of.slack,
@@ -79,7 +80,7 @@ class Draft:
         indices = [r for r, n in enumerate(most) if n]
         if not indices:
             return [Guess()] * len(rows)
-        logits = self._caught_up([rows[r] for r in indices])
+        logits = self._catch_up([rows[r] for r in indices])
         history = rule.history(rows, logits.device)
         history = None if history is None else history.copy(range(len(rows)))
         while indices:
@@ -111,45 +112,42 @@ class Draft:
 
     def leave(self, row: Request) -> None:
         if row in self._followed:
-            with self._runner.changing():
-                self._followed.pop(row).sequence.clear(self._runner.cache)
+            self._followed.pop(row).sequence.clear(self._runner.cache)
 
     def reset(self) -> None:
         self._followed.clear()
         self._runner.reset()
 
-    def _caught_up(self, rows: Sequence[Request]) -> Tensor:
+    def _catch_up(self, rows: Sequence[Request]) -> Tensor:
         """Read the rows that are guessed for to their ends; returns logits `(batch, vocab)`.
 
         What the draft has read of a row therefore never depends on the other rows.
         """
         cache = self._runner.cache
-        with self._runner.changing():
-            for row in rows:
-                followed = self._followed.get(row)
-                if followed is None:
-                    tokens = row.tokens[-self._context :]
-                    followed = self._followed[row] = _Followed(TokenSequence(tokens, cache))
-                    if self._prefix_caching:
-                        followed.sequence.adopt_prefix(cache)
-                else:
-                    sequence, new = followed.sequence, row.tokens[followed.read :]
-                    guessed = sequence.tokens[len(sequence.tokens) - sequence.guessed :]
-                    agreed = _agreed(guessed, new[:-1])  # the last token is always read again
-                    sequence.take_back(len(guessed) - agreed, cache)
-                    sequence.tokens += new[agreed:]
-                followed.read, followed.sequence.guessed = len(row.tokens), 0
+        for row in rows:
+            followed = self._followed.get(row)
+            if followed is None:
+                tokens = row.tokens[-self._context :]
+                followed = self._followed[row] = _Followed(TokenSequence(tokens, cache))
+                if self._prefix_caching:
+                    followed.sequence.adopt_prefix(cache)
+            else:
+                sequence, new = followed.sequence, row.tokens[followed.read :]
+                guessed = sequence.tokens[len(sequence.tokens) - sequence.guessed :]
+                agreed = _agreed(guessed, new[:-1])  # the last token is always read again
+                sequence.take_back(len(guessed) - agreed, cache)
+                sequence.tokens += new[agreed:]
+            followed.read, followed.sequence.guessed = len(row.tokens), 0
         return self._read(rows)
 
     def _read(self, rows: Sequence[Request]) -> Tensor:
         """The logits after all tokens, `(batch, vocab)`."""
         sequences = [self._followed[row].sequence for row in rows]
-        with self._runner.changing():
-            for sequence in sequences:
-                if self._prefix_caching:
-                    sequence.label_prefix(self._runner.cache)
-                if len(sequence.tokens) > self._context:
-                    sequence.drop_oldest(self._context, self._runner.cache)
+        for sequence in sequences:
+            if self._prefix_caching:
+                sequence.label_prefix(self._runner.cache)
+            if len(sequence.tokens) > self._context:
+                sequence.drop_oldest(self._context, self._runner.cache)
         logits = self._runner.run([Chunk(sequence, sequence.pending) for sequence in sequences])
         return logits.of[logits.last]
 

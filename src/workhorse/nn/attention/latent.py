@@ -104,6 +104,7 @@ class LatentAttention(SelfAttention):
         kernel: how attention is computed.
     """
 
+    multiplied_here = ("k_up_proj", "v_up_proj")
     attends_to_stored = False
 
     def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:

@@ -73,6 +73,8 @@ class SelfAttention(nn.Module, ABC):
     value_dim: int
     pattern: AttentionPattern
     kernel: Kernel
+    multiplied_here: tuple[str, ...] = ()
+    """Names of the linear layers whose weights this module multiplies itself."""
     attends_to_stored = True
     """Whether the kernel is given keys and values as the cache holds them."""
 

@@ -73,7 +73,7 @@ class Pool:
         self._labels: dict[int, bytes] = {}
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Number of blocks that can hold tokens."""
         return self.count - SPILL - 1
 
@@ -114,7 +114,7 @@ class Pool:
             heappush(self._unused, block)
 
     def label(self, block: int, prefix: bytes) -> None:
-        """Remember that a block ends a prefix, unless another block already does."""
+        """Label a block with the prefix it ends, unless the block or the prefix has a label."""
         if block != EMPTY and block not in self._labels and prefix not in self._blocks:
             self._labels[block] = prefix
             self._blocks[prefix] = block

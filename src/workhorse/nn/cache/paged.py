@@ -78,43 +78,39 @@ class PagedCache:
         return CachedSequence(0, {reach: [] for reach in self.pools})
 
     def holds(self, *tokens: int) -> bool:
-        """Whether sequences of these numbers of tokens fit into the empty cache together."""
+        """True if sequences of these numbers of tokens fit into the empty cache together."""
         return all(
-            sum(self._blocks_for(count, reach) for count in tokens) <= pool.room
+            sum(self._blocks_for(count, reach) for count in tokens) <= pool.capacity
             for reach, pool in self.pools.items()
         )
 
+    def has_blocks(self, needs: Sequence[int]) -> bool:
+        """True if each pool has this number of available blocks."""
+        pools = self.pools.values()
+        return all(need <= pool.available for need, pool in zip(needs, pools, strict=True))
+
     def needs(self, sequence: CachedSequence, count: int) -> list[int]:
         """How many blocks of each pool `extend` would take for `count` more tokens."""
-        before, end = sequence.length, sequence.length + count
+        end = sequence.length + count
         needs: list[int] = []
-        for reach, pool in self.pools.items():
-            table = sequence.tables[reach]
+        for reach, table in sequence.tables.items():
             new = -(-end // BLOCK) - max(len(table), self.oldest(end, reach))
-            copies = bool(before % BLOCK) and pool.holders[table[-1]] > 1
-            needs.append(max(new, 0) + copies)
+            needs.append(max(new, 0) + self._must_copy(sequence, reach))
         return needs
 
-    def available(self) -> list[int]:
-        """Number of available blocks in each pool."""
-        return [pool.available for pool in self.pools.values()]
-
     def has_room(self, sequence: CachedSequence, count: int) -> bool:
-        """Whether a sequence can be extended by `count` tokens."""
-        if self._has_blocks(sequence, count):
-            return True
-        needs = self.needs(sequence, count)
-        return all(need <= free for need, free in zip(needs, self.available(), strict=True))
+        """True if a sequence can be extended by `count` tokens."""
+        return self._is_extended(sequence, count) or self.has_blocks(self.needs(sequence, count))
 
     def extend(self, sequence: CachedSequence, count: int) -> None:
-        """Give a sequence blocks of its own for `count` more tokens.
+        """Allocate unshared blocks for `count` more tokens of a sequence.
 
         Raises:
             WorkhorseError: too few blocks are available. The cache is then unchanged.
         """
-        if self._has_blocks(sequence, count):
+        if self._is_extended(sequence, count):
             return
-        if not self.has_room(sequence, count):
+        if not self.has_blocks(self.needs(sequence, count)):
             raise WorkhorseError(
                 f"a cache of {self.tokens} tokens has no room for {count} more; clear a sequence, "
                 "or make the cache with more tokens"
@@ -122,29 +118,32 @@ class PagedCache:
         end = sequence.length + count
         for reach, table in sequence.tables.items():
             pool = self.pools[reach]
-            before = self.oldest(sequence.length, reach)  # earlier blocks are not visible
-            for number in range(min(before, len(table)) - 1, -1, -1):
-                if table[number] == EMPTY:
+            visible = self.oldest(sequence.length, reach)
+            for index in range(min(visible, len(table)) - 1, -1, -1):
+                if table[index] == EMPTY:
                     break
-                pool.release(table[number])
-                table[number] = EMPTY
+                pool.release(table[index])
+                table[index] = EMPTY
                 sequence.changes += 1
-            if sequence.length % BLOCK and pool.holders[table[-1]] > 1:
+            if self._must_copy(sequence, reach):
                 table[-1] = self._copy(pool, table[-1])
                 sequence.changes += 1
             oldest = self.oldest(end, reach)
-            for number in range(len(table), -(-end // BLOCK)):
-                table.append(EMPTY if number < oldest else self._take(pool))
+            for index in range(len(table), -(-end // BLOCK)):
+                table.append(EMPTY if index < oldest else self._take(pool))
                 sequence.changes += 1
 
-    def _has_blocks(self, sequence: CachedSequence, count: int) -> bool:
-        """Whether the blocks that a sequence holds alone have room for `count` more tokens."""
-        for reach, table in sequence.tables.items():
-            if len(table) * BLOCK < sequence.length + count:
-                return False
-            if sequence.length % BLOCK and self.pools[reach].holders[table[-1]] > 1:
-                return False
-        return True
+    def _is_extended(self, sequence: CachedSequence, count: int) -> bool:
+        """True if a sequence has unshared blocks for `count` more tokens."""
+        return not any(
+            len(table) * BLOCK < sequence.length + count or self._must_copy(sequence, reach)
+            for reach, table in sequence.tables.items()
+        )
+
+    def _must_copy(self, sequence: CachedSequence, reach: Reach) -> bool:
+        """True if the next token goes into a block that others hold too."""
+        last = sequence.tables[reach][-1:]
+        return bool(sequence.length % BLOCK) and self.pools[reach].holders[last[0]] > 1
 
     def adopt(
         self, sequence: CachedSequence, length: int, tables: Mapping[Reach, Sequence[int]]
@@ -213,14 +212,14 @@ class PagedCache:
             WorkhorseError: the length is invalid, or a window has released tokens that would be
                 visible again.
         """
-        self.check_shows(sequence, length)
+        self.check_can_truncate(sequence, length)
         for reach, table in sequence.tables.items():
             while len(table) > -(-length // BLOCK):
                 self.pools[reach].release(table.pop())
                 sequence.changes += 1
         sequence.length = length
 
-    def check_shows(self, sequence: CachedSequence, length: int) -> None:
+    def check_can_truncate(self, sequence: CachedSequence, length: int) -> None:
         """Refuse a length that `truncate` cannot go back to."""
         if type(length) is not int or length < 0:
             raise WorkhorseError(f"length={length!r} is not a number of tokens; give 0 or more")
@@ -284,10 +283,10 @@ class Store:
     def tensors(self, k: NewKeys, v: NewValues) -> tuple[Tensor, Tensor]:
         """The blocks of keys and of values, each (kv_heads, blocks, block, width)."""
         if self.k is None or self.v is None:
-            self.k, self.v = self._room_for(k), self._room_for(v)
+            self.k, self.v = self._allocate(k), self._allocate(v)
         return self.k, self.v
 
-    def _room_for(self, new: Tensor) -> Tensor:
+    def _allocate(self, new: Tensor) -> Tensor:
         shape = new.shape[1], self.pool.count, BLOCK, new.shape[3]
         try:
             with torch.inference_mode(False):  # they may be written outside of that mode

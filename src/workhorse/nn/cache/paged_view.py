@@ -97,7 +97,7 @@ class Pages:
 
 
 class PagedEntry(CacheEntry):
-    """One layer's keys and values, for the texts of a view."""
+    """One layer's keys and values, for the sequences of a view."""
 
     def __init__(self, store: Store, pages: Pages) -> None:
         self._store = store
@@ -164,7 +164,10 @@ class PagedView(CacheView):
         self._follow()
 
     def advance(self, seq: int) -> None:
-        """Count `seq` tokens of each row that a step over a `FixedCache` has stored."""
+        """Count `seq` tokens of each sequence that a step has stored.
+
+        The step has updated the tensor `lengths`.
+        """
         for sequence in self.sequences:
             sequence.length += seq
         self._lengths = [length + seq for length in self._lengths]
@@ -183,7 +186,7 @@ class PagedView(CacheView):
             pair for pair in zip(self.sequences, lengths, strict=True) if pair[1] < pair[0].length
         ]
         for sequence, length in shorter:
-            self.cache.check_shows(sequence, length)
+            self.cache.check_can_truncate(sequence, length)
         for sequence, length in shorter:
             self.cache.truncate(sequence, length)
         self._follow()

@@ -13,7 +13,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.execute.native_decoding.stream import StreamedLinear
 from workhorse.native import Decoding, resolve
 from workhorse.native.decoding import GROUP, LANES
-from workhorse.nn.attention.latent import LatentAttention
+from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.experts.grouped_linear import GroupedLinear
 from workhorse.transforms.quantization.codes import FORMATS, FormatName
 from workhorse.transforms.quantization.quantized_linear import (
@@ -106,8 +106,8 @@ def _layers(
     kept = {
         layer
         for _, part in parts
-        if isinstance(part, LatentAttention)
-        for layer in (part.k_up_proj, part.v_up_proj)
+        if isinstance(part, SelfAttention)
+        for layer in map(part.get_submodule, part.multiplied_here)
     }
     found: list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]] = []
     for name, part in parts:

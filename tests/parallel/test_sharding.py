@@ -10,7 +10,7 @@ import yaml
 from tests.parallel import forked
 from tests.parallel.runs import GATED, MIXTURE, fields, run, state_of, steps_of
 from workhorse.checkpoints import RunDirectory
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe, read_metrics, train
 
 
 def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -42,6 +42,14 @@ def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None
         said = forked.train(words, workers, tmp_path / "said")
         assert "rounded differently" not in said
     assert state_of(walk) == state_of(tmp_path / "one")
+    decoded = samples_of(walk)  # with gathered weights, and once more where the first leg ended
+    assert {**decoded, **samples_of(tmp_path / "one")} == decoded
+
+
+def samples_of(folder: Path) -> dict[int, Any]:
+    """The samples of a run, by step."""
+    events = read_metrics(folder / "metrics.jsonl")
+    return {event["step"]: event["samples"] for event in events if event["kind"] == "samples"}
 
 
 def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:

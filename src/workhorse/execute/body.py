@@ -44,6 +44,27 @@ def body_of(reference: Root) -> Root:
         reference: as built; not a body, whose modules may be bound to what replaced them.
     """
     assert not is_body(reference), "a body is made from the reference"
+    body = _copy(reference)
+    for module in body.modules():
+        if isinstance(module, Decoder):
+            mark_body(module)
+    return body
+
+
+def with_parameters_of(reference: Root, other: nn.Module) -> Root:
+    """A copy of a module tree that has the parameters of another one, and no hooks.
+
+    Args:
+        reference: as built; its own parameters may be without data.
+        other: a body of it, whose parameters were replaced, such as one that FSDP shards.
+    """
+    made = _copy(reference)
+    for name, module in made.named_modules():
+        module._parameters = other.get_submodule(name)._parameters.copy()
+    return made
+
+
+def _copy(root: Root) -> Root:
     copies: dict[nn.Module, nn.Module] = {}
 
     def copy(module: nn.Module) -> nn.Module:
@@ -56,8 +77,6 @@ def body_of(reference: Root) -> Root:
             made._buffers = module._buffers.copy()
             children = module._modules.items()
             made._modules = {name: child and copy(child) for name, child in children}
-            if isinstance(made, Decoder):
-                mark_body(made)
         return copies[module]
 
-    return cast(Root, copy(reference))
+    return cast(Root, copy(root))

@@ -92,6 +92,22 @@ def gathered(root: nn.Module) -> Generator[None]:
         reshard(root)
 
 
+@contextmanager
+def whole_weights(root: nn.Module) -> Generator[None]:
+    """Hold all weights of a sharded module whole, for bodies that share them and have no hooks.
+
+    All processes of the shard group must enter. Each holds a copy of all weights, in the dtype of
+    the passes, until the context ends; whatever shares them must not be used afterwards.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    try:
+        yield
+    finally:
+        reshard(root)
+
+
 def reshard(root: nn.Module) -> None:
     """Free what is gathered of a sharded module, so that its parameters are this process's rows."""
     for module in root.modules():

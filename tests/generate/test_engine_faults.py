@@ -1,5 +1,6 @@
 """Steps that fail or are interrupted: every text goes on as if nothing had happened."""
 
+import contextlib
 import linecache
 import signal
 import sys
@@ -7,8 +8,10 @@ from collections.abc import Sequence
 from types import FrameType
 
 import pytest
+import torch
 
 from tests.generate.serving import ATTENTION, alone, is_empty
+from workhorse.errors import WorkhorseError
 from workhorse.generate import Engine, GenerationConfig, generate
 from workhorse.nn import Decoder
 
@@ -240,3 +243,128 @@ def test_an_interrupt_ends_a_pass_at_once(make_decoder):
     while not engine.is_idle:
         count += len(engine.step())
     assert count == 3
+
+
+def drain(engine: Engine, result: int, *expected: type[BaseException]) -> list[int]:
+    """The tokens of a completion, whatever steps raise of what is expected."""
+    tokens: list[int] = []
+    for _ in range(200):
+        if engine.is_idle:
+            break
+        with contextlib.suppress(*expected):
+            tokens += [delta.token for delta in engine.step() if delta.index == result]
+    assert engine.is_idle
+    assert is_empty(engine)
+    return tokens
+
+
+@pytest.mark.parametrize("prompt", [24, 28, 40])
+def test_guesses_are_dropped_when_a_request_is_preempted_and_starts_again_at_once(
+    make_decoder, prompt
+):
+    decoder = make_decoder(max_seq_len=256)
+    plain = GenerationConfig(seed=7, stop_tokens=())
+    guessing = plain.replace(temperature=0, speculate=3, max_new_tokens=18)
+    tokens = ([7, 8, 9] * 14)[:prompt]
+    for new in range(5, 14):
+        engine = Engine(decoder, max_sequences=5, token_budget=20, speculate=3)
+        engine.add([1, 2], plain.replace(n_samples=2, max_new_tokens=new))
+        engine.add([3, 4, 5], plain.replace(n_samples=4, max_new_tokens=5))
+        engine.add([6] * 240, plain.replace(n_samples=2, max_new_tokens=3))
+        (result,) = engine.add(tokens, guessing)
+        assert drain(engine, result) == alone(decoder, tokens, guessing)[0]
+
+
+@pytest.mark.parametrize("truncate", ["refuse", "left"])
+def test_an_error_of_another_request_changes_no_draw_of_a_draft(make_decoder, truncate):
+    decoder, draft = make_decoder(max_seq_len=24), make_decoder(max_seq_len=24, seed=1)
+
+    def breaks(logits, tokens):
+        if len(tokens) == 6:
+            raise ValueError
+        return logits
+
+    for seed in range(5):
+        config = GenerationConfig(
+            max_new_tokens=20, speculate=2, seed=seed, stop_tokens=(), truncate=truncate
+        )
+        engine = Engine(decoder, draft=draft, max_sequences=3, speculate=2)
+        engine.add([1, 2], GenerationConfig(seed=3), processors=[breaks])
+        (result,) = engine.add([4, 5, 6], config)
+        (expected,) = generate(decoder, [[4, 5, 6]], config, draft=draft)
+        assert drain(engine, result, ValueError) == list(expected.tokens)
+
+
+@pytest.mark.parametrize("at", range(5, 60, 9))
+def test_requests_survive_an_interrupt_of_add_and_of_cancel(make_decoder, at):
+    decoder = make_decoder(max_seq_len=8)
+    config = GenerationConfig(max_new_tokens=9, temperature=0, stop_tokens=(), truncate="left")
+    for operation in ("add", "cancel"):
+        engine = Engine(decoder, max_sequences=4)
+        (first,) = engine.add([1, 2, 3], config)
+        engine.add([3], config)
+        tokens = [delta.token for _ in range(6) for delta in engine.step() if delta.index == first]
+        try:
+            sys.settrace(Interrupts(at))
+            engine.add([5, 6, 7], config) if operation == "add" else engine.cancel(1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        engine.add([9], config)
+        assert tokens + drain(engine, first) == alone(decoder, [1, 2, 3], config)[0]
+
+
+def test_an_interrupt_of_a_recovery_is_recovered_from(make_decoder, monkeypatch):
+    decoder, raised = make_decoder(), []
+    config = GenerationConfig(max_new_tokens=8, temperature=0, stop_tokens=())
+    engine = Engine(decoder, max_sequences=4)
+    engine.looks_ahead = True
+    (result,) = engine.add([1, 2, 3], config)
+
+    def breaks(new, _):
+        if len(new) == 3 and not raised:
+            raised.append("condition")
+            raise ValueError
+        return False
+
+    engine.add([8], config, stop_conditions=[breaks])
+    recover = Engine._recover
+
+    def interrupted(self):
+        if raised == ["condition"]:
+            raised.append("recovery")
+            raise KeyboardInterrupt
+        recover(self)
+
+    monkeypatch.setattr(Engine, "_recover", interrupted)
+    found = drain(engine, result, ValueError, KeyboardInterrupt)
+    assert raised == ["condition", "recovery"]
+    assert found == alone(decoder, [1, 2, 3], config)[0]
+
+
+@pytest.mark.parametrize("broken", ["processor", "draft"])
+def test_logits_that_give_no_token_drop_their_own_request(make_decoder, broken):
+    decoder, draft = make_decoder(), make_decoder(seed=1)
+    if broken == "draft":
+        draft.head.proj.weight.data.fill_(torch.nan)
+    engine = Engine(decoder, draft=draft, max_sequences=3, speculate=2)
+
+    def enlarges(logits, tokens):
+        logits[5] = torch.finfo(torch.float32).max
+        return logits
+
+    config = GenerationConfig(max_new_tokens=6, temperature=0.7, seed=1, stop_tokens=())
+    (result,) = engine.add([1, 2, 3], config)
+    if broken == "draft":
+        engine.add([4, 5], config.replace(speculate=2))
+    else:
+        engine.add([4, 5], config, processors=[enlarges])
+    assert drain(engine, result, WorkhorseError) == alone(decoder, [1, 2, 3], config)[0]
+
+
+def test_a_draft_with_a_longer_context_than_the_model(make_decoder):
+    decoder, draft = make_decoder(max_seq_len=16), make_decoder(max_seq_len=256, seed=1)
+    config = GenerationConfig(max_new_tokens=90, truncate="left", speculate=2, stop_tokens=())
+    (found,) = generate(decoder, [[1, 2, 3]], config, draft=draft)
+    assert len(found.tokens) == 90

@@ -60,7 +60,7 @@ class Engine:
             `1 + speculate`. With a smaller one, long prompts delay other requests less. None: 4096.
         speculate: the maximum number of tokens that a request may have guessed at a time.
         prefix_caching: keep what was read in the cache while there is room, so that a prompt with
-            the same beginning is read only from where it differs.
+            the same beginning is read only from where it differs. For weights that do not change.
 
     Raises:
         WorkhorseError: an option has a wrong type or is out of range; or see `check_draft`.
@@ -129,6 +129,8 @@ class Engine:
         """How many deltas were returned of each request that has begun and not ended."""
         self._step: list[Request] = []
         self._is_stepping = False
+        self._is_dirty = False
+        """True if a step began and neither ended nor was recovered from."""
         self._cancelled: set[int] = set()
         self._prompt_seconds = 0.0
 
@@ -161,6 +163,7 @@ class Engine:
                 next token; for more guesses than the engine was made for, or for an exact
                 completion beside guesses; or for more than the engine can ever hold.
         """
+        self._repair()
         config = checked_config(config)
         processors = check_functions("processors", processors)
         stop_conditions = check_functions("stop_conditions", stop_conditions)
@@ -236,6 +239,7 @@ class Engine:
             raise WorkhorseError(
                 f"index={index} was never requested; give an index that `add` returned"
             )
+        self._repair()
         self._cancelled.add(index)
         if not self._is_stepping:  # a processor may cancel
             self._drop_cancelled()
@@ -250,16 +254,16 @@ class Engine:
             WorkhorseError: logits are not finite, or a processor does not return logits.
             Exception: a processor, a stop condition or the tokenizer raised it.
         """
-        if self._runner.is_changing:
-            self._recover()
+        self._repair()
         self._drop_cancelled()
         with ExitStack() as around:
             around.enter_context(evaluation_mode(self.decoder))
             if self._draft is not None:
                 around.enter_context(evaluation_mode(self._draft))
             try:
-                self._is_stepping = True
+                self._is_stepping = self._is_dirty = True
                 self._advance()
+                self._is_dirty = False
             except BaseException:
                 self._recover()
                 raise
@@ -274,13 +278,15 @@ class Engine:
         self._taken, self._returned = {}, counts
         return deltas
 
+    def _repair(self) -> None:
+        """Recover from an exception that came while tables changed, or during a recovery."""
+        if self._runner.is_changing or (self._is_dirty and not self._is_stepping):
+            self._runner.is_changing = True
+            self._recover()
+
     def _advance(self) -> None:
         """Plan a step, read its tokens and choose the next ones."""
         self._step = []
-        with self._runner.changing():
-            for request in self._scheduler.running:
-                if len(request.sequence.tokens) > self.decoder.max_seq_len:
-                    request.sequence.drop_oldest(self.decoder.max_seq_len, self._runner.cache)
         self._guess()
         with self._runner.changing():
             chunks = self._plan()
@@ -318,10 +324,9 @@ class Engine:
 
     def _plan(self) -> list[tuple[Request, int]]:
         """The requests of this step, and the number of tokens to read of each."""
-        running = list(self._scheduler.running)
         chunks = self._scheduler.schedule()
         self._step = [request for request, _ in chunks]
-        for request in set(running).difference(self._scheduler.running):  # preempted
+        for request in self._scheduler.preempted:
             request.restore()
             self._proposer.leave(request)
         return chunks
@@ -343,6 +348,12 @@ class Engine:
             self._runner.cache.truncate(sequence.cached, certain)
         if self._scheduler.prefix_caching:
             sequence.label_prefix(self._runner.cache)
+        self._fit(request)
+
+    def _fit(self, request: Request) -> None:
+        """Drop a sequence's oldest tokens if it has outgrown the context."""
+        if len(request.sequence.tokens) > self.decoder.max_seq_len:
+            request.sequence.drop_oldest(self.decoder.max_seq_len, self._runner.cache)
 
     def _recover(self) -> None:
         """Recover from an exception: the next step reads half-read tokens again."""
@@ -354,14 +365,15 @@ class Engine:
                 request.restore()
             if starts_over:
                 self._start_over()
-            for request in self._step:
-                if request not in self._scheduler.running:
-                    continue
+            for request in list(self._scheduler.running):
                 if request.is_at_fault or request.finish_reason is not None:
                     self._end(request)
-                elif broken or request.sequence.pending <= 0:
+                elif request in self._step and (broken or request.sequence.pending <= 0):
                     self._scheduler.preempt(request)
+            for request in self._requests.values():
+                self._fit(request)
             self._step = []
+            self._is_dirty = False
             self._runner.is_in_pass = False
 
     def _start_over(self) -> None:

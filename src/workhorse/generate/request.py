@@ -183,6 +183,7 @@ class Request:
         self._used_before.append(self._used)
         self.deltas.append(delta)  # from here on the token is taken, even if an exception follows
         self.tokens.append(token)
+        self.sequence.keeps_last = self.config.speculate > 0
         if guessed:
             self.agreed += 1
             self.has_more_logits = reason is None

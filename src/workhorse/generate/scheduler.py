@@ -34,6 +34,7 @@ class Scheduler:
     Attributes:
         waiting: requests without blocks, oldest first.
         running: requests that have, or will get, blocks; oldest first.
+        preempted: requests that the last `schedule` preempted; they may run again.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.preempted: list[Request] = []
 
     def add(self, request: Request) -> None:
         """Let a request wait."""
@@ -60,9 +62,11 @@ class Scheduler:
         request.sequence.clear(self.cache)
 
     def preempt(self, request: Request) -> None:
-        """Release a running request's blocks and let it wait."""
+        """Release a running request's blocks, drop its guesses and let it wait."""
         self.running.remove(request)
+        request.sequence.drop_guesses()
         request.sequence.clear(self.cache)
+        self.preempted.append(request)
         self.add(request)
 
     def schedule(self) -> list[tuple[Request, int]]:
@@ -70,6 +74,7 @@ class Scheduler:
 
         Blocks for these tokens are allocated. The number is 0 if the logits are known already.
         """
+        self.preempted = []
         self._start_waiting()
         shares = self._shares()
         step: list[tuple[Request, int]] = []

@@ -33,6 +33,8 @@ class TokenSequence:
         prompt: length of an exact sequence's prompt; None if the sequence is not exact.
         dropped: number of tokens dropped because the context was full.
         guessed: how many of the last tokens are guesses.
+        keeps_last: True if the last known token is read in a pass of its own, with guesses after
+            it, also when all tokens are read again.
         ahead: logits of the token after the last one, read before the host knew that one.
     """
 
@@ -49,6 +51,7 @@ class TokenSequence:
         self.prompt = len(self.tokens) if exact else None
         self.dropped = 0
         self.guessed = 0
+        self.keeps_last = False
         self.ahead: Tensor | None = None
         self._namespace = blake2b(namespace, digest_size=16, person=b"exact" * exact).digest()
         self._prefixes: list[bytes] = []
@@ -71,7 +74,8 @@ class TokenSequence:
     def chunk(self, most: int) -> int:
         """How many of the pending tokens to read in a pass if at most `most` may be read."""
         if self.prompt is None:
-            return max(0, min(self.pending, most))
+            kept = self.keeps_last and not self.is_decoding
+            return max(0, min(self.pending - kept, most))
         return self.piece if self.piece <= most else 0
 
     @property
@@ -129,6 +133,11 @@ class TokenSequence:
         self._labelled = 0
         cache.clear(self.cached)
 
+    def drop_guesses(self) -> None:
+        """Remove the guesses, which have not been read."""
+        del self.tokens[len(self.tokens) - self.guessed :]
+        self.guessed = 0
+
     def forget_blocks(self, cache: PagedCache) -> None:
         """Follow a reset of the cache."""
         self.ahead = None
@@ -147,5 +156,6 @@ class TokenSequence:
         tokens = self.tokens[-kept:]
         dropped = self.dropped + len(self.tokens) - kept
         prompt = None if self.prompt is None else kept
+        self.keeps_last = False  # what is left is read at once
         # In one statement, so that an interrupt cannot separate them.
         self.tokens, self.dropped, self.prompt, self._prefixes = tokens, dropped, prompt, []

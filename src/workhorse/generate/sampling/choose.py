@@ -1,5 +1,6 @@
 """The next tokens of rows with the same options: from logits to tokens and log-probabilities."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -105,6 +106,8 @@ class Chooser:
         if processed:
             logits = torch.stack([_processed(*both) for both in zip(logits, rows, strict=True)])
         logits = self.shape(logits, history)
+        if processed:
+            _check_shaped(logits, rows)
         if not self.config.samples:
             return greedy(logits)
         drawn = [r for r, row in enumerate(rows) if row.unmet and row.guess.drawn_from is not None]
@@ -131,6 +134,17 @@ def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Request]) -> None:
         for row, its_logits in zip(rows, logits, strict=True):
             row.is_at_fault = not all_finite(its_logits[None])
     check_finite(finite)
+
+
+def _check_shaped(logits: Tensor, rows: Sequence[Request]) -> None:
+    """Refuse processed logits from which no token can be chosen."""
+    for row, largest in zip(rows, logits.amax(dim=-1).tolist(), strict=True):
+        if row.processors and not math.isfinite(largest):
+            row.is_at_fault = True
+            raise WorkhorseError(
+                f"the largest logit after a processor, penalties and temperature is {largest}; "
+                "allow at least one token, with smaller numbers"
+            )
 
 
 def _processed(logits: Tensor, row: Request) -> Tensor:

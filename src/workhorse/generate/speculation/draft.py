@@ -30,13 +30,14 @@ class Draft:
 
     Args:
         decoder: in evaluation mode when it guesses.
-        of: the runner of the model. A sequence that outgrows the draft's context is read again from
-            its newer half.
+        of: the runner of the model. A sequence that outgrows either context is read again from its
+            newer half.
         prefix_caching: see `Engine`.
     """
 
     def __init__(self, decoder: Decoder, of: Runner, *, prefix_caching: bool = False) -> None:
-        cache, self._context = of.cache, decoder.max_seq_len
+        cache = of.cache
+        self._context = min(decoder.max_seq_len, of.decoder.max_seq_len)
         self._runner = Runner(
             decoder,
             # Guesses, and up to two tokens that the model has not read.
@@ -84,7 +85,8 @@ class Draft:
         history = rule.history(rows, logits.device)
         history = None if history is None else history.copy(range(len(rows)))
         while indices:
-            shaped = self._shaped(logits, rule, None if history is None else history.copy(indices))
+            past = None if history is None else history.copy(indices)
+            shaped = self._shaped(logits, [rows[r] for r in indices], rule, past)
             if rule.config.samples:
                 # A row's generator serves that row's own guesses only.
                 uniforms = [rows[r].uniform() for r in indices]
@@ -151,8 +153,17 @@ class Draft:
         logits = self._runner.run([Chunk(sequence, sequence.pending) for sequence in sequences])
         return logits.of[logits.last]
 
-    def _shaped(self, logits: Tensor, rule: SamplingRule, history: History | None) -> Tensor:
-        check_finite(all_finite(logits), "the draft")
+    def _shaped(
+        self,
+        logits: Tensor,
+        rows: Sequence[Request],
+        rule: SamplingRule,
+        history: History | None,
+    ) -> Tensor:
+        if not all_finite(logits):
+            for row, its_logits in zip(rows, logits, strict=True):
+                row.is_at_fault = not all_finite(its_logits[None])
+            check_finite(False, "the draft")
         wider = self._vocab_size - logits.shape[-1]
         return rule.shape(F.pad(logits, (0, wider), value=-torch.inf), history)
 

@@ -147,13 +147,14 @@ def add_all(engine: Engine, config: GenerationConfig) -> None:
         engine.add([1, 2, 3, 1, 2, 3, number], config.replace(**how))
 
 
-RETURN = " return deltas\n"
+ATOMIC = " return deltas\n", "self._is_stepping = False\n"
 
 
 class Interrupts:
     """Raises KeyboardInterrupt at a line of the engine and of the cache, counted from 1.
 
-    Not between the last statement of `Engine.step` and its return, where Python handles no signal.
+    Not between the last statement of `Engine.step` and its return, and not at the single statement
+    of its `finally`, where Python handles no signal.
     """
 
     def __init__(self, at: int) -> None:
@@ -163,7 +164,7 @@ class Interrupts:
         path = frame.f_code.co_filename
         if not any(part in path for part in ("workhorse/generate/", "workhorse/nn/cache/")):
             return None
-        if event == "line" and not linecache.getline(path, frame.f_lineno).endswith(RETURN):
+        if event == "line" and not linecache.getline(path, frame.f_lineno).endswith(ATOMIC):
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
@@ -368,3 +369,13 @@ def test_a_draft_with_a_longer_context_than_the_model(make_decoder):
     config = GenerationConfig(max_new_tokens=90, truncate="left", speculate=2, stop_tokens=())
     (found,) = generate(decoder, [[1, 2, 3]], config, draft=draft)
     assert len(found.tokens) == 90
+
+
+def test_a_step_inside_a_step_is_refused(make_decoder):
+    engine = Engine(make_decoder(), max_sequences=2)
+    config = GenerationConfig(max_new_tokens=3, temperature=0, stop_tokens=())
+    engine.add([1, 2], config, processors=[lambda logits, tokens: engine.step()])
+    (result,) = engine.add([3], config)
+    with pytest.raises(WorkhorseError, match="step was called inside a step; return from"):
+        engine.step()
+    assert drain(engine, result) == alone(engine.decoder, [3], config)[0]

@@ -37,11 +37,12 @@ def generate(
         decoder: the model; dropout is off while it generates.
         prompts: token ids, of any lengths.
         config: how tokens are chosen; None: the defaults of `GenerationConfig`.
-        tokenizer: gives the text, the eos, and the number of ids in use; without one there is no
-            text, and only `config.stop_tokens` end a result.
+        tokenizer: gives the string, the eos, and the number of ids in use. Without one, completions
+            have no string and there is no eos.
         draft: a smaller decoder of the same vocabulary, which guesses `config.speculate` tokens at
-            a time; without one, guesses are looked up in the text.
-        batch_size: the most rows decoded together; affects speed and memory, not the text.
+            a time. Without one, guesses are looked up in the prompt and the completion.
+        batch_size: the maximum number of completions decoded together; affects speed and memory,
+            not the completions.
 
     Returns:
         The completions in the order of the prompts, the samples of a prompt adjacent.

@@ -59,7 +59,7 @@ class Engine:
         token_budget: the maximum number of tokens that a step reads, at least `max_sequences` times
             `1 + speculate`. With a smaller one, long prompts delay other requests less. None: 4096.
         speculate: the maximum number of tokens that a request may have guessed at a time.
-        prefix_caching: keep what was read in the cache while there is room, so that a prompt with
+        prefix_caching: keep keys and values in the cache while there is room, so that a prompt with
             the same beginning is read only from where it differs. For weights that do not change.
 
     Raises:
@@ -110,7 +110,7 @@ class Engine:
         )
         self.looks_ahead = decoder.device.type == "cuda"
         """True if tokens that a device chose may be read before the host knows them, so that the
-        device waits less for the host. What is read after the end of a completion is left unused;
+        device waits less for the host. A token read after the end of a completion is not used;
         weights that change between steps act a token later."""
         self._proposer: Proposer = PromptLookup()
         if draft is not None:
@@ -194,7 +194,7 @@ class Engine:
         return indices
 
     def _check(self, config: GenerationConfig, prompt_tokens: int) -> None:
-        """Refuse what the engine can never do."""
+        """Refuse a request that the engine can never serve."""
         if config.beams > 1:
             raise WorkhorseError(
                 f"beams={config.beams}: beam search returns no tokens before its end; "
@@ -251,9 +251,12 @@ class Engine:
         the error, by their own processors, conditions or logits, are dropped.
 
         Raises:
-            WorkhorseError: logits are not finite, or a processor does not return logits.
+            WorkhorseError: logits are not finite, a processor does not return logits, or it is
+                called inside a step.
             Exception: a processor, a stop condition or the tokenizer raised it.
         """
+        if self._is_stepping:
+            raise WorkhorseError("step was called inside a step; return from that one first")
         self._repair()
         self._drop_cancelled()
         with ExitStack() as around:
@@ -332,7 +335,7 @@ class Engine:
         return chunks
 
     def _start_copies(self, request: Request) -> list[Request]:
-        """Let the other samples of a prompt that has been read run too."""
+        """Start the other samples of a prompt that has been read."""
         copies, request.copies = request.copies, []
         for copy in copies:
             copy.sequence = request.sequence.fork(self._runner.cache)
@@ -389,7 +392,7 @@ class Engine:
                 del self._requests[request.index]
 
     def _end(self, request: Request) -> None:
-        """Forget a running request and release its blocks."""
+        """Forget a request that waits or runs, and release its blocks."""
         self._proposer.leave(request)
         self._scheduler.remove(request)
         del self._requests[request.index]
@@ -399,26 +402,26 @@ class Engine:
             for index in list(self._cancelled):
                 self._taken.pop(index, None)
                 self._returned.pop(index, None)
-                if index in self._requests:
-                    self._drop(self._requests[index])
+                request = self._requests.get(index)
+                if request is not None and self._leave_prompt(request):
+                    del self._requests[index]
+                elif request is not None:
+                    self._end(request)
             self._cancelled.clear()
 
-    def _drop(self, request: Request) -> None:
-        """Forget a request that waits or runs, and release its blocks."""
-        del self._requests[request.index]
-        scheduler = self._scheduler
-        for queue in (scheduler.waiting, scheduler.running):
+    def _leave_prompt(self, request: Request) -> bool:
+        """Leave a request's prompt to the other samples; returns False if none waits for it."""
+        for queue in (self._scheduler.waiting, self._scheduler.running):
             for n, other in enumerate(queue):
                 if request in other.copies:
                     other.copies.remove(request)
-                    return
+                    return True
                 if request is other and request.copies:  # the next sample reads the prompt
                     heir, *heir.copies = request.copies
                     heir.sequence = request.sequence
                     queue[n] = heir
-                    return
-        self._proposer.leave(request)
-        scheduler.remove(request)
+                    return True
+        return False
 
     def _choose(self, logits: Logits, requests: Sequence[Request]) -> None:
         """Choose the next tokens, at once for requests with the same options."""
@@ -489,6 +492,6 @@ class Engine:
 
 
 def _chunk(request: Request, count: int) -> Chunk:
-    """What to read of a request, and the logits to choose from."""
+    """The tokens to read, with the logits that are needed to choose the next ones."""
     complete = count == request.sequence.pending
     return Chunk(request.sequence, count, 1 + len(request.guess.tokens) if complete else 0)

@@ -158,7 +158,13 @@ class Runner:
         order = [n for batch in batches.values() for n in batch]
         tokens = [chunks[n].sequence.next_tokens(chunks[n].count) for n in order]
         with self.changing():
-            views = self._views_of([[chunks[n] for n in batch] for batch in batches.values()])
+            views = [
+                (self._view([chunks[n].sequence.cached for n in batch]), count)
+                for (count, _), batch in batches.items()
+            ]
+            for view, count in views:
+                view.reserve([count] * len(view.sequences))
+            self._views = {tuple(view.sequences): view for view, _ in views}
         wanted = [chunk.wanted for chunk in chunks]
         self.is_in_pass = True
         if len(views) == 1 and max(wanted) <= 1:
@@ -174,19 +180,11 @@ class Runner:
                 index += range(start - chunks[n].wanted, start)
                 ends.append(len(index) - 1)
             flat = self._tensor([[token for some in tokens for token in some]])
-            view = PackedView(views)
-            logits = self.decoder.next_logits_packed(flat, index or [start - 1], view)
+            packed = PackedView(views)
+            logits = self.decoder.next_logits_packed(flat, index or [start - 1], packed)
         self.is_in_pass = False
         lasts = dict(zip(order, ends, strict=True))
         return Logits(on_sampling_device(logits), [lasts[n] for n in range(len(chunks))])
-
-    def _views_of(self, batches: Sequence[Sequence[Chunk]]) -> list[tuple[PagedView, int]]:
-        """A view of each batch, with blocks for its new tokens, and their number per sequence."""
-        views = {tuple(chunk.sequence.cached for chunk in batch): batch for batch in batches}
-        self._views = {cached: self._view(cached) for cached in views}
-        for cached, batch in views.items():
-            self._views[cached].reserve([chunk.count for chunk in batch])
-        return [(self._views[cached], batch[0].count) for cached, batch in views.items()]
 
     def _view(self, sequences: Sequence[CachedSequence]) -> PagedView:
         return self._views.get(tuple(sequences)) or PagedView(self.cache, sequences)

@@ -1,9 +1,9 @@
 """Which tokens of which sequences are read next: a policy over integers.
 
-Requests are ordered by arrival. A step has a budget of tokens: each request that
-is decoding gets one and its guesses, and prompts share the rest evenly. Blocks of the
-cache are allocated when tokens need them. If there are too few, the newest running request is
-preempted: it releases its blocks, waits, and its tokens are read again later.
+Requests are ordered by arrival. A step has a budget of tokens: each request that is decoding gets
+one and its guesses, and prompts share the rest evenly. Blocks of the cache are allocated when
+tokens need them. If there are too few, the newest running request is preempted: it releases its
+blocks, waits, and its tokens are read again later.
 
 A waiting request starts if the cache has room for all its tokens, even if an older one is still
 waiting for room. The oldest of all requests starts in any case and is never preempted, so every
@@ -29,7 +29,7 @@ class Scheduler:
         token_budget: the maximum number of tokens in a step, enough for `max_sequences` requests
             that decode.
         max_sequences: the maximum number of sequences that run at a time.
-        prefix_caching: True if a request takes what the cache still has of its beginning.
+        prefix_caching: True if a request shares the longest prefix in the cache.
 
     Attributes:
         waiting: requests without blocks, oldest first.
@@ -53,7 +53,7 @@ class Scheduler:
         insort(self.waiting, request, key=_arrival)
 
     def join(self, request: Request) -> None:
-        """Let a request run whose sequence has blocks already."""
+        """Let a request run, whether its sequence has blocks or not."""
         insort(self.running, request, key=_arrival)
 
     def remove(self, request: Request) -> None:

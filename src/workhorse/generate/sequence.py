@@ -23,9 +23,8 @@ class TokenSequence:
     Args:
         tokens: the tokens known so far.
         cache: the cache that will hold them.
-        exact: True if the sequence is exact. Then `tokens` is its prompt.
-        namespace: sequences share prefixes only with those of the same namespace, such as those
-            that are read with the same adapter. Exact sequences share only with exact ones.
+        exact: True if the sequence is exact. Then `tokens` is its prompt, and it shares prefixes
+            only with exact sequences.
 
     Attributes:
         tokens: the tokens known so far, those dropped by `drop_oldest` excepted.
@@ -38,14 +37,7 @@ class TokenSequence:
         ahead: logits of the token after the last one, read before the host knew that one.
     """
 
-    def __init__(
-        self,
-        tokens: Sequence[int],
-        cache: PagedCache,
-        *,
-        exact: bool = False,
-        namespace: bytes = b"",
-    ) -> None:
+    def __init__(self, tokens: Sequence[int], cache: PagedCache, *, exact: bool = False) -> None:
         self.tokens = list(tokens)
         self.cached: CachedSequence = cache.new_sequence()
         self.prompt = len(self.tokens) if exact else None
@@ -53,7 +45,6 @@ class TokenSequence:
         self.guessed = 0
         self.keeps_last = False
         self.ahead: Tensor | None = None
-        self._namespace = blake2b(namespace, digest_size=16, person=b"exact" * exact).digest()
         self._prefixes: list[bytes] = []
         self._labelled = 0
 
@@ -64,7 +55,7 @@ class TokenSequence:
 
     @property
     def is_decoding(self) -> bool:
-        """True if at most one token, and guesses after it, are pending."""
+        """True if only the last known token and guesses after it are pending, or nothing."""
         return self.pending - self.guessed <= 1
 
     def next_tokens(self, count: int) -> list[int]:
@@ -72,7 +63,7 @@ class TokenSequence:
         return self.tokens[self.cached.length : self.cached.length + count]
 
     def chunk(self, most: int) -> int:
-        """How many of the pending tokens to read in a pass if at most `most` may be read."""
+        """The number of tokens to read in a pass that may read up to `most`."""
         if self.prompt is None:
             kept = self.keeps_last and not self.is_decoding
             return max(0, min(self.pending - kept, most))
@@ -92,7 +83,7 @@ class TokenSequence:
         return self.prompt is not None and self.cached.length >= self.prompt
 
     def adopt_prefix(self, cache: PagedCache) -> None:
-        """Take what the cache still has of the beginning, except the last token."""
+        """Share the longest prefix in the cache, which never includes the last token."""
         if not self.cached.length:
             exact = self.prompt is not None
             end = min(len(self.tokens) - 1, self.prompt or len(self.tokens))
@@ -110,10 +101,13 @@ class TokenSequence:
             cache.label(self.cached, self._keys(self._labelled))
 
     def _keys(self, count: int) -> list[bytes]:
-        """A key for each of the first `count` blocks: a digest of all tokens up to its end."""
+        """A key for each of the first `count` blocks: a digest of all tokens up to its end.
+
+        The first link of the chain separates exact sequences from others.
+        """
         while len(self._prefixes) < count:
             start = len(self._prefixes) * BLOCK
-            before = self._prefixes[-1] if self._prefixes else self._namespace
+            before = self._prefixes[-1] if self._prefixes else b"exact" * (self.prompt is not None)
             tokens = array("q", self.tokens[start : start + BLOCK]).tobytes()
             self._prefixes.append(blake2b(before + tokens, digest_size=16).digest())
         return self._prefixes[:count]
@@ -123,8 +117,7 @@ class TokenSequence:
         other = TokenSequence(self.tokens, cache)
         cache.adopt(other.cached, self.cached.length, self.cached.tables)
         other.prompt, other.dropped = self.prompt, self.dropped
-        other._namespace, other._prefixes = self._namespace, list(self._prefixes)
-        other._labelled = self._labelled
+        other._prefixes, other._labelled = list(self._prefixes), self._labelled
         return other
 
     def clear(self, cache: PagedCache) -> None:
@@ -156,6 +149,6 @@ class TokenSequence:
         tokens = self.tokens[-kept:]
         dropped = self.dropped + len(self.tokens) - kept
         prompt = None if self.prompt is None else kept
-        self.keeps_last = False  # what is left is read at once
+        self.keeps_last = False  # the kept tokens are read in one pass
         # In one statement, so that an interrupt cannot separate them.
         self.tokens, self.dropped, self.prompt, self._prefixes = tokens, dropped, prompt, []

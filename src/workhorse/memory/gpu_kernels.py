@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def with_gpu_kernels(module: Module) -> Module:
-    """Change a module on the device `meta`, in place, to allocate what it would on a GPU."""
+    """Change a module on the device `meta`, in place, to allocate as on a GPU."""
 
     def choose(part: nn.Module) -> nn.Module:
         if type(part) is Sdpa:

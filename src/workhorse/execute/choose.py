@@ -16,7 +16,7 @@ from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_
 from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
-from workhorse.nn.elementwise import Unchanged
+from workhorse.nn.elementwise import Sum, Unchanged
 from workhorse.nn.head import Head
 
 INSTRUCTIONS = {
@@ -25,8 +25,8 @@ INSTRUCTIONS = {
     "avx512_f": "AVX512",
     "avx2": "AVX2",
 }
-NOTHING = (nn.Identity, nn.Dropout, Unchanged)
-"""Modules that compute nothing when a model decodes."""
+NOT_COUNTED = (nn.Identity, nn.Dropout, Unchanged, Sum)
+"""Modules that compute nothing when a model decodes, or are there for hooks."""
 
 
 class DecodingBody(NamedTuple):
@@ -134,7 +134,7 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
     def look(module: nn.Module, inside: bool) -> None:
         inside = inside or (module is not root and _is_native(module))
         children = list(module.children())
-        if not children and not isinstance(module, NOTHING):
+        if not children and not isinstance(module, NOT_COUNTED):
             if inside:
                 native.append(module)
             else:

@@ -14,7 +14,7 @@ from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.cache.view import CacheEntry, LayerEntry, Layers
 from workhorse.nn.context import Context
 from workhorse.nn.convolution import ShortConvolution, ShortConvolutionConfig, SubLayer
-from workhorse.nn.elementwise import Multiplier, Unchanged
+from workhorse.nn.elementwise import Multiplier, Sum, Unchanged
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.feedforward import ClampedGatedMlpConfig, GatedMlpConfig, MlpConfig
 from workhorse.nn.norms import NormConfig
@@ -169,12 +169,16 @@ class PreNorm(Block):
         super().__init__(config, d_model, layer, kernel)
         self.attention_norm = config.norm.build(d_model)
         self.feed_forward_norm = config.norm.build(d_model)
+        self.attention_sum = Sum()
+        self.feed_forward_sum = Sum()
 
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        x = x + self.attention_branch(self.attend(self.attention_norm(x), context, cache))
-        return x + self.feed_forward_branch(self.feed(self.feed_forward_norm(x), context, cache))
+        y = self.attention_branch(self.attend(self.attention_norm(x), context, cache))
+        x = self.attention_sum(x, y)
+        y = self.feed_forward_branch(self.feed(self.feed_forward_norm(x), context, cache))
+        return self.feed_forward_sum(x, y)
 
 
 class NormedResidual(PreNorm):
@@ -184,9 +188,9 @@ class NormedResidual(PreNorm):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         x = self.attention_norm(x)
-        x = x + self.attention_branch(self.attend(x, context, cache))
+        x = self.attention_sum(x, self.attention_branch(self.attend(x, context, cache)))
         x = self.feed_forward_norm(x)
-        return x + self.feed_forward_branch(self.feed(x, context, cache))
+        return self.feed_forward_sum(x, self.feed_forward_branch(self.feed(x, context, cache)))
 
 
 class PostNormConfig(WiringConfig):
@@ -204,8 +208,10 @@ class PostNorm(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        x = self.attention_norm(x + self.attention_branch(self.attend(x, context, cache)))
-        return self.feed_forward_norm(x + self.feed_forward_branch(self.feed(x, context, cache)))
+        y = self.attention_branch(self.attend(x, context, cache))
+        x = self.attention_norm(self.attention_sum(x, y))
+        y = self.feed_forward_branch(self.feed(x, context, cache))
+        return self.feed_forward_norm(self.feed_forward_sum(x, y))
 
 
 class ReorderedNormConfig(WiringConfig):
@@ -223,8 +229,10 @@ class ReorderedNorm(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        x = x + self.attention_branch(self.attention_norm(self.attend(x, context, cache)))
-        return x + self.feed_forward_branch(self.feed_forward_norm(self.feed(x, context, cache)))
+        y = self.attention_branch(self.attention_norm(self.attend(x, context, cache)))
+        x = self.attention_sum(x, y)
+        y = self.feed_forward_branch(self.feed_forward_norm(self.feed(x, context, cache)))
+        return self.feed_forward_sum(x, y)
 
 
 class SandwichNormConfig(WiringConfig):
@@ -250,9 +258,10 @@ class SandwichNorm(PreNorm):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         y = self.attend(self.attention_norm(x), context, cache)
-        x = x + self.attention_branch(self.attention_output_norm(y))
+        x = self.attention_sum(x, self.attention_branch(self.attention_output_norm(y)))
         y = self.feed(self.feed_forward_norm(x), context, cache)
-        return x + self.feed_forward_branch(self.feed_forward_output_norm(y))
+        y = self.feed_forward_branch(self.feed_forward_output_norm(y))
+        return self.feed_forward_sum(x, y)
 
 
 class ParallelConfig(WiringConfig):
@@ -278,25 +287,33 @@ class Parallel(Block):
     ) -> None:
         super().__init__(config, d_model, layer, kernel)
         self.norm = config.norm.build(d_model)
+        self.sum = Sum()
 
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         y = self.norm(x)
         mixed = self.attention_branch(self.attend(y, context, cache))
-        return x + (mixed + self.feed_forward_branch(self.feed(y, context, cache)))
+        return self.sum(x, mixed + self.feed_forward_branch(self.feed(y, context, cache)))
 
 
-class ParallelTwoNorms(PreNorm):
+class ParallelTwoNorms(Block):
     """`x + attention(norm₁(x)) + feed_forward(norm₂(x))`."""
+
+    def __init__(
+        self, config: WiringConfig, d_model: int, layer: int = 0, kernel: KernelName = "auto"
+    ) -> None:
+        super().__init__(config, d_model, layer, kernel)
+        self.attention_norm = config.norm.build(d_model)
+        self.feed_forward_norm = config.norm.build(d_model)
+        self.sum = Sum()
 
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        y = self.attention_branch(self.attend(self.attention_norm(x), context, cache))
-        return x + (
-            y + self.feed_forward_branch(self.feed(self.feed_forward_norm(x), context, cache))
-        )
+        mixed = self.attention_branch(self.attend(self.attention_norm(x), context, cache))
+        y = self.feed_forward_branch(self.feed(self.feed_forward_norm(x), context, cache))
+        return self.sum(x, mixed + y)
 
 
 BlockConfig = Annotated[

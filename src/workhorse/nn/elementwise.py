@@ -14,6 +14,13 @@ class Unchanged(nn.Module):
         return x
 
 
+class Sum(nn.Module):
+    """`x + y`: a module, so that a hook sees what stands in the residual stream."""
+
+    def forward(self, x: Numbers, y: Numbers) -> Numbers:
+        return x + y
+
+
 class Multiplier(nn.Module):
     """`x · multiplier`."""
 

@@ -71,13 +71,14 @@ class NativeBlock(NativePreNorm):
         norms = self.attention_norm, self.feed_forward_norm
         linears = attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
         identities = self.attention_branch, self.feed_forward_branch, attention.inner_norm
+        sums = self.attention_sum, self.feed_forward_sum
         unchanged = self.attention_convolution, self.feed_forward_convolution, attention.gate
         if (
             not all(isinstance(norm, NativeNorm) for norm in norms)
             or not all(is_plain_in(one, x.dtype) for one in linears)
             or not all(isinstance(part, nn.Identity) for part in identities)
             or not all(isinstance(part, Unchanged) for part in unchanged)
-            or watched(attention, feed_forward, *norms, *linears, *identities, *unchanged)
+            or watched(attention, feed_forward, *norms, *linears, *identities, *sums, *unchanged)
         ):
             return None
         return feed_forward.simple(x)

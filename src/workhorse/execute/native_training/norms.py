@@ -38,11 +38,12 @@ class NativePreNorm(PreNorm):
     ) -> Tensor:
         norms = self.attention_norm, self.feed_forward_norm
         branches = self.attention_branch, self.feed_forward_branch
+        sums = self.attention_sum, self.feed_forward_sum
         if (
             not takes(x)
             or not all(isinstance(norm, NativeNorm) for norm in norms)
             or not all(isinstance(branch, nn.Identity) for branch in branches)
-            or watched(*norms, *branches)
+            or watched(*norms, *branches, *sums)
         ):
             return super().forward(x, context, cache)
         x, y = _AddNorm.apply(x, None, *norm_of(norms[0]), self.operators)

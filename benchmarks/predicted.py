@@ -25,7 +25,7 @@ from benchmarks.harness.machine import describe
 from benchmarks.harness.shapes import DTYPES, TRAINING
 from workhorse.memory.device_memory import device_memory
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.plan.links import Cluster, Link
+from workhorse.plan.devices import Cluster, Link
 from workhorse.plan.step_time import step_time
 from workhorse.train.recipe.recipe import TrainConfig
 

@@ -19,7 +19,7 @@ from studies.command import errors_in_one_line, parser
 from workhorse.config.dial import TOKENS_PER_PARAMETER, recipe_of_depth
 from workhorse.config.overrides import apply_overrides
 from workhorse.files.writing import write_atomically
-from workhorse.plan.compute_optimal import Parametric
+from workhorse.plan.subject import Parametric
 from workhorse.scaling import fit_laws, point_of, read_points
 from workhorse.scaling.law import check_points
 from workhorse.train import Event, Recipe, train

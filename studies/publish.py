@@ -10,7 +10,7 @@ from pathlib import Path
 
 from studies.command import errors_in_one_line, parser
 from workhorse.compare.report import as_markdown
-from workhorse.files.json_file import read_json
+from workhorse.files.text_formats import read_json
 from workhorse.files.writing import write_atomically
 
 PAGES = Path(__file__).parent.parent / "docs" / "studies"

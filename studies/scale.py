@@ -11,7 +11,7 @@ import torch
 
 from workhorse.memory.device_memory import device_memory
 from workhorse.models import find_preset
-from workhorse.models.flops import forward_flops
+from workhorse.models.describe import forward_flops
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import DeviceConfig, find_device

@@ -26,9 +26,8 @@ from workhorse.native import resolve
 from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig
 from workhorse.train.step.step import TrainingStep

@@ -19,12 +19,11 @@ from benchmarks.gpu.speed import alone, at_least, decoder_config, llama_fields
 from benchmarks.harness import limits
 from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
 from benchmarks.harness.tokens import TokenClock, random_tokens
-from workhorse.execute.compiled.captured_step import capture_steps
 from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.execute.compiled.fixed_step import capture_steps
 from workhorse.generate import GenerationConfig, generate, stream
 from workhorse.nn import Decoder
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantize import quantize
+from workhorse.transforms.quantization import FormatName, quantize
 
 LARGE = Shape("8b", 32, 32, 8, 4096, 14_336, 128_256, context=2048, batch=1, gated=True)
 TINY = Shape("tiny", 2, 4, 2, 64, 128, 64, context=256, batch=1, gated=True)

@@ -28,9 +28,8 @@ from benchmarks.gpu.speed import (
 )
 from benchmarks.harness import limits
 from workhorse.data import Batch
-from workhorse.data.rows.batches import Batches
-from workhorse.data.shards.dataset import Split
-from workhorse.data.shards.stream import TokenStream
+from workhorse.data.batches import Batches
+from workhorse.data.dataset import Split, TokenStream
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step import TrainingStep

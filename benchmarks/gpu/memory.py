@@ -34,12 +34,12 @@ from benchmarks.gpu.speed import (
 )
 from benchmarks.harness.shapes import DECODING, Shape
 from workhorse.devices.memory import available
-from workhorse.memory.micro_batch import fit_micro_batch, step_bytes, usable
+from workhorse.memory.capacity import fit_micro_batch, step_bytes, usable
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import KernelName, Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern, Placement
 from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.positions.alibi import alibi_slopes
+from workhorse.nn.positions.absolute import alibi_slopes
 from workhorse.train.recipe.recipe import TrainConfig
 
 DIFFERENCE = 0.05

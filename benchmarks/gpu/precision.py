@@ -17,7 +17,7 @@ from benchmarks.contestants.ours import gpt
 from benchmarks.gpu.block import Check, Figures, Setting
 from benchmarks.harness.shapes import TRAINING
 from workhorse.data import Batch
-from workhorse.data.corpus.stdlib import modules
+from workhorse.data.stdlib import modules
 from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.models.families.llama import llama

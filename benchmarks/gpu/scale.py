@@ -38,9 +38,8 @@ from workhorse.parallel.division.stages import Pipeline, divide_stages, keep_sta
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.world import ALONE
 from workhorse.train import TrainConfig
-from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.objectives.objective import Objective
+from workhorse.train.objectives.objective import Divided, Objective
 from workhorse.train.saver import Saver
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep

@@ -29,7 +29,7 @@ from benchmarks.harness import limits
 from benchmarks.harness.shapes import TRAINING, Shape
 from benchmarks.harness.worker import Round
 from workhorse.data import Batch
-from workhorse.memory.micro_batch import fit_micro_batch
+from workhorse.memory.capacity import fit_micro_batch
 from workhorse.models.families.llama import llama
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import TrainConfig

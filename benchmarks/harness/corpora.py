@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from workhorse.data import DataConfig, iterate_texts
-from workhorse.data.corpus.stdlib import modules
+from workhorse.data.stdlib import modules
 from workhorse.tokenizers import BpeConfig, Tokenizer, load_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 16_000

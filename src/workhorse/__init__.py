@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workhorse.model.convert import convert, save
-    from workhorse.model.describe import describe
     from workhorse.model.load import load
-    from workhorse.model.model import Model
+    from workhorse.model.model import Model, describe
 
 __all__ = ["Model", "__version__", "convert", "describe", "load", "save"]
 __version__ = "0.1.0"
@@ -20,7 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Model": "workhorse.model.model",
     "convert": "workhorse.model.convert",
-    "describe": "workhorse.model.describe",
+    "describe": "workhorse.model.model",
     "load": "workhorse.model.load",
     "save": "workhorse.model.convert",
 }

@@ -11,8 +11,8 @@ import yaml
 import workhorse
 from workhorse.checkpoints import CheckpointStore, RunDirectory
 from workhorse.cli.main import main
-from workhorse.data.shards import preparation
-from workhorse.data.shards.dataset import open_dataset
+from workhorse.data import preparation
+from workhorse.data.dataset import open_dataset
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import Format
 from workhorse.model.convert import convert as convert_model

@@ -14,7 +14,7 @@ from pathlib import Path
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.config.base import read_yaml
 from workhorse.config.overrides import apply_overrides
-from workhorse.files.slices import Slices
+from workhorse.files.safetensors import Slices
 from workhorse.train import Recipe, train
 
 POINTS = (

@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.campaigns.fault_driver import KillingDisk
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.cli.main import main
-from workhorse.files.slices import Slices
+from workhorse.files.safetensors import Slices
 from workhorse.parallel.processes import environment
 from workhorse.train.step.step import TrainingStep
 

@@ -23,9 +23,8 @@ from tests.execute import windowed
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
 from tests.nn.paged import paged
 from workhorse.execute.compiled.compiled_step import compile_steps
-from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import step_natively
-from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.generate import GenerationConfig, generate
 from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig

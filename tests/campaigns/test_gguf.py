@@ -43,7 +43,7 @@ from workhorse.checkpoints.gguf import (
 from workhorse.checkpoints.gguf.metadata import model_metadata
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.latent import LatentAttention
-from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.nn.experts.mixture import GroupedLinear
 from workhorse.nn.experts.router import Router
 from workhorse.tokenizers import Tokenizer, load_tokenizer, tokenizer_config, train_tokenizer
 

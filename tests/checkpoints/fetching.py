@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workhorse.checkpoints.huggingface.hub import resolve_model
+from workhorse.checkpoints.huggingface.load import resolve_model
 from workhorse.errors import WorkhorseError
 
 

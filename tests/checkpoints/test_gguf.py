@@ -17,9 +17,8 @@ from torch import Tensor
 from tests.checkpoints.gguf_cases import CASES, EACH, make
 from workhorse.checkpoints import weights_of
 from workhorse.checkpoints.gguf import GgufFile, GgufType, gguf_types, write_gguf
-from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
+from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, paired
 from workhorse.checkpoints.gguf.quantized import quantize
-from workhorse.checkpoints.gguf.rotation import paired
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.checkpoints.gguf_cases import EACH, VOCAB, make
 from workhorse.checkpoints.gguf import GgufFile, GgufType, read, write, write_gguf
-from workhorse.checkpoints.gguf.approximation import APPROXIMATIONS
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
+from workhorse.checkpoints.gguf.write import APPROXIMATIONS
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.nn import Decoder

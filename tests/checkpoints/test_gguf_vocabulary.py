@@ -12,13 +12,14 @@ import tokenizers
 from tests.checkpoints.gguf_cases import make
 from tests.tokenizers.conftest import CONFIGS, CORPUS
 from workhorse.checkpoints.gguf import GgufFile, vocabulary, write_gguf
-from workhorse.checkpoints.gguf.read_vocabulary import (
+from workhorse.checkpoints.gguf.splitting import LLAMA3, QWEN2, SAME, canonical_rule, splitting_rule
+from workhorse.checkpoints.gguf.vocabulary import (
+    end_metadata,
     end_tokens,
     read_vocabulary,
+    tokenizer_metadata,
     vocabulary_remarks,
 )
-from workhorse.checkpoints.gguf.splitting import LLAMA3, QWEN2, SAME, canonical_rule, splitting_rule
-from workhorse.checkpoints.gguf.vocabulary import end_metadata, tokenizer_metadata
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import Tokenizer, tokenizer_config, train_tokenizer
 from workhorse.tokenizers.pieces import BYTE_ALPHABET

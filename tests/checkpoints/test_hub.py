@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoints.fetching import fetch
 from tests.parallel.forked import start
-from workhorse.checkpoints.huggingface.hub import resolve_model
+from workhorse.checkpoints.huggingface.load import resolve_model
 from workhorse.errors import WorkhorseError
 
 HUB = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))

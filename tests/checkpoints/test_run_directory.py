@@ -14,8 +14,7 @@ from workhorse.checkpoints import (
     load_weights,
     weights_of,
 )
-from workhorse.checkpoints.on_disk import weights_on_disk
-from workhorse.checkpoints.stored import open_stored
+from workhorse.checkpoints.stored import open_stored, weights_on_disk
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, train_tokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from workhorse.files.slices import Slice, fill, lay_out, whole
+from workhorse.files.safetensors import Slice, fill, lay_out, whole
 
 TENSORS = {
     "wide": torch.randn(7, 3, dtype=torch.float64),

@@ -18,7 +18,7 @@ from workhorse.checkpoints.huggingface.tensor_folder import (
     write_tensors,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.files.safetensors_header import DTYPES, header_bytes
+from workhorse.files.safetensors import DTYPES, header_bytes
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from workhorse.checkpoints.gguf import find_gguf_family
-from workhorse.checkpoints.huggingface.export import write_huggingface
+from workhorse.checkpoints.huggingface.export import write_huggingface, written_out
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
-from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import convert, save
 from workhorse.models import preset

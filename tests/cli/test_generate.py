@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 
 from workhorse.cli.main import main
-from workhorse.cli.prompts import read_prompts
-from workhorse.cli.sampling import with_sampling
-from workhorse.cli.speed import speed
+from workhorse.cli.sampling import read_prompts, speed, with_sampling
 from workhorse.cli.verbs.generate import _logprobs
 from workhorse.generate import Completion, GenerationConfig, TokenLogprob
 from workhorse.model.convert import save
@@ -95,7 +93,7 @@ def test_a_file_from_an_editor_of_windows_is_its_text(tmp_path, name):
 def test_a_broken_file_of_prompts_is_one_line(
     run_folder, capsys, tmp_path, monkeypatch, *, name, content, line
 ):
-    monkeypatch.setattr("workhorse.cli.prompts.LARGEST_FILE", 10)
+    monkeypatch.setattr("workhorse.cli.sampling.LARGEST_FILE", 10)
     if content is not None:
         (tmp_path / name).write_bytes(content)
     assert main(["generate", str(run_folder), "--prompt-file", str(tmp_path / name)]) == 2

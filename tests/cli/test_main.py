@@ -14,8 +14,8 @@ import click
 import pytest
 
 import workhorse
+from workhorse.cli.loading import json_option, runtime_options
 from workhorse.cli.main import VERBS, as_text, command, main
-from workhorse.cli.options import json_option, runtime_options
 from workhorse.cli.output import ExitCode, print_result, progress
 from workhorse.errors import WorkhorseError
 

@@ -10,7 +10,7 @@ import pytest
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
 from workhorse.model.convert import convert
-from workhorse.model.describe import describe
+from workhorse.model.model import describe
 from workhorse.models import FAMILIES, find_preset, preset, preset_names
 from workhorse.nn import DecoderConfig
 

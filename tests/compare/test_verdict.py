@@ -1,7 +1,6 @@
 import pytest
 
-from workhorse.compare.statistics import paired
-from workhorse.compare.verdict import verdict
+from workhorse.compare.statistics import paired, verdict
 
 BASE = [2.000, 2.010, 1.990, 2.005]
 

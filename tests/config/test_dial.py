@@ -13,9 +13,9 @@ from workhorse.compare import read_study
 from workhorse.config.base import read_yaml
 from workhorse.config.dial import DEEPEST, read_recipe, recipe_of_depth
 from workhorse.errors import WorkhorseError
-from workhorse.models.flops import flops_per_token
+from workhorse.models.describe import flops_per_token
 from workhorse.train import Recipe
-from workhorse.train.estimate import vocab_size_of
+from workhorse.train.dry_run import vocab_size_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workhorse.data import DataConfig, Document, iterate_texts, read_documents
-from workhorse.data.corpus import documents as documents_module
-from workhorse.data.corpus import files
-from workhorse.data.corpus.held_out import HASHES, hash_of, threshold
+from workhorse.data import DataConfig, Document, files, iterate_texts, read_documents
+from workhorse.data import documents as documents_module
+from workhorse.data.documents import HASHES, hash_of, threshold
 from workhorse.errors import WorkhorseError
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from workhorse.data import DataConfig
-from workhorse.data.corpus.documents import iterate_texts
-from workhorse.data.corpus.files import open_bytes, read_text, visible_files
-from workhorse.data.corpus.not_text import Advice
+from workhorse.data.documents import iterate_texts
+from workhorse.data.files import Advice, open_bytes, read_text, visible_files
 from workhorse.errors import WorkhorseError
 
 zstandard = pytest.importorskip("zstandard")

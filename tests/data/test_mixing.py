@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.data.rows.mixing import MIXING_BLOCK, Mixture
+from workhorse.data.sampling import MIXING_BLOCK, Mixture
 from workhorse.errors import WorkhorseError
 
 

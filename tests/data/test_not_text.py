@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from workhorse.data import DataConfig, check_sources, iterate_texts, prepare, read_documents
 from workhorse.data.config import source_of
-from workhorse.data.corpus.not_text import encoding_of, kind_of
-from workhorse.data.shards.tokenizer import prepare_tokenizer
+from workhorse.data.files import encoding_of, kind_of
+from workhorse.data.preparation import prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import tokenizer_config
 
@@ -124,7 +124,7 @@ def test_a_file_is_refused_before_a_tokenizer_is_trained_or_text_encoded(
     config = DataConfig(
         corpus={"kind": "mixture", "sources": {"x": {"kind": "folder", "path": folder}}}
     )
-    monkeypatch.setattr("workhorse.data.shards.tokenizer.iterate_texts", None)
+    monkeypatch.setattr("workhorse.data.preparation.iterate_texts", None)
     remedy = r"leave it out with data\.corpus\.sources\.x\.glob='\*\*/\*\.txt'"
     with pytest.raises(WorkhorseError, match=remedy):
         prepare_tokenizer(tokenizer_config({"kind": "bpe", "vocab_size": 300}), config, tmp_path)

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.data.rows.packing import pack
+from workhorse.data.sampling import pack
 
 lengths_of_documents = st.lists(st.integers(1, 70), min_size=1, max_size=60)
 

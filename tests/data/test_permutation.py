@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.data.rows.permutation import derive, permute
+from workhorse.data.sampling import derive, permute
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))

@@ -12,10 +12,10 @@ from workhorse.data import (
     Dataset,
     TokenStream,
     open_dataset,
+    preparation,
     prepare,
 )
-from workhorse.data.corpus.held_out import hash_of
-from workhorse.data.shards import encode, preparation
+from workhorse.data.documents import hash_of
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import train_tokenizer
 from workhorse.tokenizers.config import BpeConfig
@@ -29,7 +29,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a hundred tokens, encoded three documents at a time; no waiting for the disk."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     monkeypatch.setattr(preparation, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(encode, "BLOCK_PIECES", 3)
+    monkeypatch.setattr(preparation, "BLOCK_PIECES", 3)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_unknown_characters_are_counted_kept_and_told(
 def test_a_document_in_pieces_begins_and_ends_once(
     tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workhorse.data.corpus.documents.PIECE_CHARS", 30)
+    monkeypatch.setattr("workhorse.data.documents.PIECE_CHARS", 30)
     text = "0123456789" * 50
     (tmp_path / "a.txt").write_text(text)
     corpus = {"kind": "text", "path": tmp_path / "a.txt", "validation_fraction": 0}
@@ -303,7 +303,7 @@ def test_bytes_do_not_depend_on_how_the_work_is_cut(
     config: DataConfig, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     reference = prepare(config, tokenizer, tmp_path / "a")
-    monkeypatch.setattr(encode, "BLOCK_PIECES", pieces)
+    monkeypatch.setattr(preparation, "BLOCK_PIECES", pieces)
     other = prepare(config, tokenizer, tmp_path / "b")
     assert files_of(other.folder) == files_of(reference.folder)
 

@@ -1,8 +1,7 @@
 import pytest
 
-from workhorse.data import DataConfig, read_documents
-from workhorse.data.corpus import stdlib
-from workhorse.data.corpus.stdlib import unlike
+from workhorse.data import DataConfig, read_documents, stdlib
+from workhorse.data.stdlib import unlike
 
 BODY = [f"line {i} says what line {i} says" for i in range(40)]
 

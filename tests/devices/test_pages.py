@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workhorse.devices.pages import in_large_pages
+from workhorse.devices.memory import in_large_pages
 
 
 @pytest.mark.parametrize("rows", [1000, 2000])

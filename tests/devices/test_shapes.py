@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.plan.families import LATENT, small
-from workhorse.devices.shapes import ShapeCache
-from workhorse.devices.tape import stand_in, without_data
+from workhorse.devices.tape import ShapeCache, stand_in, without_data
 from workhorse.memory.step_memory import step_memory
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workhorse.data.corpus.documents import Document
+from workhorse.data.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.evaluate.scoring import Question, score

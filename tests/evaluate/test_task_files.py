@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.evaluate.task_files import check_file
+from workhorse.evaluate.tasks import check_file
 
 TASK = "task: x\ndataset_path: json\ndataset_kwargs: {data_files: {test: QUESTIONS}}\n"
 

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.evaluate.windows import batches, windows
+from workhorse.evaluate.evaluation import batches, windows
 from workhorse.nn import IGNORE
 
 TEXT = list(range(100, 111))

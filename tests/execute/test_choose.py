@@ -10,10 +10,9 @@ from tests.native.machine import OPERATORS, needs
 from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
 from tests.nn.paged import paged
 from workhorse.errors import WorkhorseError
-from workhorse.execute.choose import NOTHING, decoding_body, training_announcement
-from workhorse.execute.native_decoding.attention import DecodingSdpa
+from workhorse.execute.choose import NOT_COUNTED, decoding_body, training_announcement
+from workhorse.execute.native_decoding.layers import DecodingSdpa, StreamedLinear
 from workhorse.execute.native_decoding.native_step import SteppingDecoder
-from workhorse.execute.native_decoding.stream import StreamedLinear
 from workhorse.native import Operators
 from workhorse.native.steps import Steps
 from workhorse.nn import DecoderConfig
@@ -65,7 +64,7 @@ def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.Monkey
     assert named <= {type(module).__name__ for module in leaves}
     ran = {type(one) for one in leaves if type(one).forward.__code__ in executed}
     by_pytorch = {kind for kind in ran if kind.__module__.startswith(("workhorse.nn", "torch"))}
-    assert {kind.__name__ for kind in by_pytorch - {*NOTHING}} <= named
+    assert {kind.__name__ for kind in by_pytorch - {*NOT_COUNTED}} <= named
 
 
 @needs("decoding")

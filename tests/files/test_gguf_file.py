@@ -9,7 +9,7 @@ import pytest
 from workhorse.errors import WorkhorseError
 from workhorse.files import gguf_file
 from workhorse.files.gguf_file import StoredTensor, read_gguf_header
-from workhorse.files.plain import open_contained
+from workhorse.files.text_formats import open_contained
 
 
 def text(value: str) -> bytes:

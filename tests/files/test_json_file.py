@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.files.json_file import MAX_DEPTH, MAX_VALUES, parse_json, read_json
+from workhorse.files.text_formats import MAX_DEPTH, MAX_VALUES, parse_json, read_json
 
 
 def test_an_object_is_read(tmp_path):

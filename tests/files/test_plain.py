@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.files.plain import open_contained, read_bytes, read_text, to_path
+from workhorse.files.text_formats import open_contained, read_bytes, read_text, to_path
 
 
 def content(folder: Path, name: str = "it", root: Path | None = None) -> bytes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workhorse.files.yaml_text import BadYaml, parse_yaml
+from workhorse.files.text_formats import BadYaml, parse_yaml
 
 MULTIPLIED = "a: &a [x, x]\n" + "\n".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]"

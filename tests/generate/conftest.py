@@ -113,7 +113,7 @@ def pieces() -> type[PieceTokenizer]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of four tokens, so that short sequences share and lose some."""
-    for module in ("nn.cache.blocks", "nn.cache.paged", "nn.cache.paged_view"):
+    for module in ("nn.cache.paged", "nn.cache.paged_view"):
         monkeypatch.setattr(f"workhorse.{module}.BLOCK", 4)
     for module in ("sequence", "scheduler"):
         monkeypatch.setattr(f"workhorse.generate.{module}.BLOCK", 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.generate.serving import ATTENTION, alone, is_empty, run
-from workhorse.devices.to_host import ToHost
+from workhorse.devices.transfer import ToHost
 from workhorse.generate import Engine, GenerationConfig, generate, stream
 from workhorse.generate.runner import Runner
 from workhorse.generate.sequence import TokenSequence

@@ -11,7 +11,7 @@ from workhorse.generate import Engine, GenerationConfig, generate
 from workhorse.generate.beam import beam_search
 from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.cache.blocks import BLOCK
+from workhorse.nn.cache.paged import BLOCK
 
 VOCAB = 48
 GREEDY = GenerationConfig(temperature=0, max_new_tokens=6, logprobs=VOCAB, exact=True)

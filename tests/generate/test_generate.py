@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from tests.generate.choosing import sampler
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, generate, samplers, stream
+from workhorse.generate import GenerationConfig, generate, sampling, stream
 from workhorse.generate.runner import on_sampling_device
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
@@ -18,7 +18,7 @@ def naive(decoder, prompt, config, seed=0, vocab=None) -> list[int]:
     sample = sampler(config, vocab)
     generator = torch.Generator().manual_seed(seed)
     seen, new = list(prompt), []
-    past = samplers.History.of([prompt], decoder.config.vocab_size, torch.device("cpu"))
+    past = sampling.History.of([prompt], decoder.config.vocab_size, torch.device("cpu"))
     stops = config.stop_tokens or ()
     while len(new) < config.max_new_tokens and not (new and new[-1] in stops):
         if len(seen) > decoder.max_seq_len:

@@ -4,8 +4,8 @@ import pytest
 
 from workhorse.generate import GenerationConfig
 from workhorse.generate.request import Guess, Request
-from workhorse.generate.sampling.choose import Chooser
-from workhorse.generate.speculation.lookup import PromptLookup
+from workhorse.generate.sampling import Chooser
+from workhorse.generate.speculation import PromptLookup
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from tests.generate.choosing import sampler
 from tests.native.machine import DECODING
-from workhorse.generate import GenerationConfig, samplers
+from workhorse.generate import GenerationConfig, sampling
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def random_logits(seed: int, batch: int = 5, vocab: int = 50) -> torch.Tensor:
 def test_top_k(reference, k):
     logits = random_logits(k)
     expected = reference.TopKLogitsWarper(top_k=k)(None, logits)
-    assert torch.equal(samplers.top_k(logits, k), expected)
+    assert torch.equal(sampling.top_k(logits, k), expected)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.5, 0.9, 0.999])
@@ -33,12 +33,12 @@ def test_top_p(reference, p, vocab):
     # In float64, because the reference sums from the other end: in float32 the two round apart.
     logits = random_logits(1, vocab=vocab).double()
     expected = reference.TopPLogitsWarper(top_p=p)(None, logits)
-    assert torch.equal(samplers.top_p(logits, p), expected)
+    assert torch.equal(sampling.top_p(logits, p), expected)
 
 
 def test_top_p_looks_beyond_the_likeliest_tokens_when_the_nucleus_is_large(reference):
     logits = random_logits(2, vocab=3000) / 30  # nearly flat: the nucleus holds most tokens
-    kept = samplers.top_p(logits, 0.9).isfinite()
+    kept = sampling.top_p(logits, 0.9).isfinite()
     assert torch.equal(kept, reference.TopPLogitsWarper(top_p=0.9)(None, logits).isfinite())
     assert kept.sum(dim=-1).min() > 2000
 
@@ -46,7 +46,7 @@ def test_top_p_looks_beyond_the_likeliest_tokens_when_the_nucleus_is_large(refer
 @given(seed=st.integers(0, 1000), p=st.floats(0.001, 1.0), scale=st.floats(0.1, 5))
 def test_top_p_keeps_the_smallest_set_that_reaches_p(seed, p, scale):
     probabilities = (random_logits(seed, batch=1) * scale).double().softmax(-1)[0]
-    kept = samplers.top_p(probabilities.log()[None], p)[0].isfinite()
+    kept = sampling.top_p(probabilities.log()[None], p)[0].isfinite()
     assert probabilities[kept].sum() >= p - 1e-9
     without_its_least = probabilities[kept].sum() - probabilities[kept].min()
     assert without_its_least <= p + 1e-9
@@ -57,18 +57,18 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(seed, p, scale):
 
 def test_filters_keep_or_drop_ties_together():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    assert samplers.top_k(logits, 2).isfinite().tolist() == [[True, True, True, False]]
-    assert samplers.top_p(logits, 0.1).isfinite().tolist() == [[True, True, True, False]]
+    assert sampling.top_k(logits, 2).isfinite().tolist() == [[True, True, True, False]]
+    assert sampling.top_p(logits, 0.1).isfinite().tolist() == [[True, True, True, False]]
 
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 1.0])
 def test_min_p(reference, p):
     logits = random_logits(3)
-    assert torch.equal(samplers.min_p(logits, p), reference.MinPLogitsWarper(min_p=p)(None, logits))
+    assert torch.equal(sampling.min_p(logits, p), reference.MinPLogitsWarper(min_p=p)(None, logits))
 
 
-def history(prompts, new) -> samplers.History:
-    result = samplers.History.of(prompts, 50, torch.device("cpu"))
+def history(prompts, new) -> sampling.History:
+    result = sampling.History.of(prompts, 50, torch.device("cpu"))
     for tokens in zip(*new, strict=True):
         result.add(torch.tensor(tokens))
     return result
@@ -80,14 +80,14 @@ def test_repetition_penalty(reference):
     for row in range(2):
         ids = torch.tensor([prompts[row] + new[row]])
         expected = reference.RepetitionPenaltyLogitsProcessor(1.3)(ids, logits[row : row + 1])
-        got = samplers.repetition_penalty(logits, history(prompts, new).seen, 1.3)
+        got = sampling.repetition_penalty(logits, history(prompts, new).seen, 1.3)
         assert_close(got[row : row + 1], expected, rtol=0, atol=0)
 
 
 def test_presence_and_frequency_count_the_new_text_only():
     logits = torch.zeros(2, 50)
     past = history([[1, 2, 3], [4]], [[3, 9, 9], [8, 8, 8]])
-    got = samplers.presence_and_frequency_penalty(logits, past.counts, 0.5, 0.1)
+    got = sampling.presence_and_frequency_penalty(logits, past.counts, 0.5, 0.1)
     expected = torch.zeros(2, 50)
     expected[0, 3], expected[0, 9], expected[1, 8] = -0.6, -0.7, -0.8
     assert_close(got, expected)
@@ -103,7 +103,7 @@ def test_history_follows_its_rows():
 
 
 def test_logit_bias_adds():
-    got = samplers.logit_bias(torch.ones(2, 4), {1: -100.0, 3: 2.5})
+    got = sampling.logit_bias(torch.ones(2, 4), {1: -100.0, 3: 2.5})
     assert got.tolist() == [[1.0, -99.0, 1.0, 3.5]] * 2
 
 
@@ -129,7 +129,7 @@ def test_draws_follow_the_distribution(options):
     expected /= config.temperature
     for name in ("top_k", "top_p", "min_p"):
         if name in options:
-            expected = getattr(samplers, name)(expected, options[name])
+            expected = getattr(sampling, name)(expected, options[name])
     frequencies = drawn.bincount(minlength=vocab) / grid
     assert_close(frequencies, expected.softmax(-1)[0], atol=2 / grid, rtol=0)
 
@@ -138,7 +138,7 @@ def test_draws_follow_the_distribution(options):
 def test_a_removed_token_is_never_drawn(uniform):
     logits = torch.full((1, 9), -torch.inf)
     logits[0, 4] = 0.3
-    assert samplers.draw(logits, torch.tensor([uniform], dtype=torch.float64)).tolist() == [4]
+    assert sampling.draw(logits, torch.tensor([uniform], dtype=torch.float64)).tolist() == [4]
 
 
 def test_the_largest_uniform_stays_within_the_distribution():
@@ -146,7 +146,7 @@ def test_the_largest_uniform_stays_within_the_distribution():
     logits = random_logits(9, batch=500, vocab=40)
     logits[:, 30:] = -torch.inf
     largest = torch.full((500,), 1 - 2**-53, dtype=torch.float64)
-    assert samplers.draw(logits, largest).max() < 30
+    assert sampling.draw(logits, largest).max() < 30
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
@@ -197,7 +197,7 @@ def test_argmax_is_greedy_where_all_is_finite(dtype, natively):
     logits = random_logits(3, vocab=200).to(dtype)
     logits[1, 7] = torch.nan
     logits[4, 199] = -torch.inf
-    found = samplers.argmax(logits, DECODING if natively else None)
+    found = sampling.argmax(logits, DECODING if natively else None)
     assert found[[1, 4]].tolist() == [-1, -1]
     assert torch.equal(found[[0, 2, 3]], logits[[0, 2, 3]].argmax(dim=-1))
 
@@ -213,4 +213,4 @@ def test_argmax_is_greedy_where_all_is_finite(dtype, natively):
     ],
 )
 def test_the_likeliest_is_taken_only_of_logits_that_nothing_changes(settings, expected):
-    assert samplers.takes_likeliest(GenerationConfig(**settings)) == expected
+    assert sampling.takes_likeliest(GenerationConfig(**settings)) == expected

@@ -9,8 +9,7 @@ import torch
 
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import PIECE, TokenSequence
-from workhorse.nn.cache.blocks import BLOCK, EMPTY
-from workhorse.nn.cache.paged import PagedCache
+from workhorse.nn.cache.paged import BLOCK, EMPTY, PagedCache
 
 CONTEXT = 900
 WINDOW = 100

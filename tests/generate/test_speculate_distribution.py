@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from workhorse.generate import GenerationConfig, generate, samplers
+from workhorse.generate import GenerationConfig, generate, sampling, speculation
 from workhorse.generate.request import Request
-from workhorse.generate.sampling import choose as choose_module
-from workhorse.generate.speculation import draft as draft_module
-from workhorse.generate.speculation.speculate import after_guess
+from workhorse.generate.sampling import after_guess
 
 
 @settings(max_examples=30)
@@ -101,13 +99,13 @@ class Undecided(float):
 @torch.no_grad()
 def distribution_of(decoder, prompt, config) -> dict[tuple[int, ...], float]:
     """Of all texts, by the chain rule and full forward passes."""
-    shape, found, growing = samplers.shaping(config), {}, {(): 1.0}
+    shape, found, growing = sampling.shaping(config), {}, {(): 1.0}
     while growing:
         new, probability = growing.popitem()
         if len(new) == config.max_new_tokens or (new and new[-1] in (config.stop_tokens or ())):
             found[new] = probability
             continue
-        history = samplers.History.of([prompt], decoder.config.vocab_size, torch.device("cpu"))
+        history = sampling.History.of([prompt], decoder.config.vocab_size, torch.device("cpu"))
         for token in new:
             history.add(torch.tensor([token]))
         logits = decoder(torch.tensor([[*prompt, *new]]))[:, -1]
@@ -140,7 +138,7 @@ def test_the_probability_of_every_text_is_the_target_s(make_decoder, monkeypatch
         return uniform
 
     monkeypatch.setattr(Request, "uniform", undecided)
-    for module in (choose_module, draft_module, samplers):
+    for module in (sampling, speculation):
         monkeypatch.setattr(module, "draw_from", paths.draw_from)
     found, accepted = Counter(), 0
     for result, probability in paths.all(

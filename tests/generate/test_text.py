@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.generate.text import StopScanner, TextStream
+from workhorse.generate.checks import StopScanner, TextStream
 
 
 def scan(stops, pieces) -> tuple[list[str], bool]:

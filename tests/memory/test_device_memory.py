@@ -8,10 +8,9 @@ from workhorse.memory import device_memory as accounts
 from workhorse.memory.device_memory import DeviceMemory, device_memory
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.division.divisible import check_layers
-from workhorse.parallel.division.part import part_of_model
-from workhorse.plan.limits import FINEST, longest, most_rows, smallest_mesh
-from workhorse.plan.remedies import remedies
+from workhorse.parallel.division.parts import check_layers
+from workhorse.parallel.division.teams import part_of_model
+from workhorse.plan.limits import FINEST, longest, most_rows, remedies, smallest_mesh
 from workhorse.train.recipe.recipe import TrainConfig
 
 CUDA = torch.device("cuda")  # none is needed

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.nn.grid import CAUSAL, make, random_tokens
-from workhorse.memory.kv_cache import LayerCache, cache_bytes, cache_of_layers
+from workhorse.memory.capacity import LayerCache, cache_bytes, cache_of_layers
 from workhorse.models import preset
-from workhorse.nn.cache.blocks import BLOCK
+from workhorse.nn.cache.paged import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
 
 SOME = CAUSAL[:8]

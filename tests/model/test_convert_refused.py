@@ -13,7 +13,7 @@ from workhorse.checkpoints.tensors import check_numbers
 from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import DTypeName, Format, convert
-from workhorse.model.describe import describe
+from workhorse.model.model import describe
 from workhorse.tokenizers import (
     load_tokenizer,
 )

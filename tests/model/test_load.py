@@ -13,13 +13,11 @@ import workhorse
 from workhorse.data import DataConfig
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import Format, convert
-from workhorse.model.describe import describe
-from workhorse.model.model import Model
+from workhorse.model.model import Model, describe
 from workhorse.models import preset
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantize import quantize
+from workhorse.transforms.quantization import FormatName, quantize
 
 TINY = DecoderConfig.from_dict(
     {

@@ -3,7 +3,7 @@
 import pytest
 
 from workhorse.models import preset
-from workhorse.models.parameters import count_parameters
+from workhorse.models.describe import count_parameters
 from workhorse.nn import DecoderConfig
 
 MIXED = DecoderConfig.from_dict(

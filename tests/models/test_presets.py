@@ -9,7 +9,7 @@ import pytest
 
 from workhorse.errors import WorkhorseError
 from workhorse.models import FAMILIES, Preset, find_preset, preset, preset_names, presets
-from workhorse.models.parameters import active_parameters, count_parameters
+from workhorse.models.describe import active_parameters, count_parameters
 from workhorse.models.preset import rounding
 from workhorse.nn import DecoderConfig
 

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import step_natively
-from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.native import Library, resolve
 from workhorse.nn import Decoder
 

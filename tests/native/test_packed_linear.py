@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from tests.native.machine import DECODING, needs
 from workhorse.devices.instructions import cpu_has
-from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantized_linear import (
+from workhorse.nn.experts.mixture import GroupedLinear, group_sorted
+from workhorse.transforms.quantization import (
+    FormatName,
     QuantizedGroupedLinear,
     QuantizedLinear,
 )

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.native.machine import DECODING, OPERATORS
-from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import Angles
-from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.execute.native_decoding.translate import translate
 from workhorse.execute.native_training.feedforward import activation_of
 from workhorse.nn import DecoderConfig
-from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
+from workhorse.transforms.quantization import QuantizedLinear
 
 Arguments = tuple[Any, ...]
 

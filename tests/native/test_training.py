@@ -14,7 +14,7 @@ from workhorse.nn.attention.kernels import Scoring, Sdpa
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
-from workhorse.transforms.replace import become
+from workhorse.transforms.record import become
 
 pytestmark = needs("training")
 

@@ -18,8 +18,7 @@ from tests.nn.grid_factors import FACTORS, Variant, rope
 from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
 from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.positions.rope_scaling import DynamicNtkScalingConfig, LongRopeScalingConfig
+from workhorse.nn.positions.rope import DynamicNtkScalingConfig, LongRopeScalingConfig, RopeConfig
 
 Choice = dict[str, tuple[str, int]]  # factor -> (kind, which of its variants)
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from tests.nn.grid import make, random_tokens
 from workhorse.nn import Context, DecoderConfig
 from workhorse.nn.blocks import Block, BlockConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.head import HeadConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 
 D_MODEL = 8
 X = torch.randn(2, 5, D_MODEL, generator=torch.Generator().manual_seed(0))

@@ -20,9 +20,7 @@ from workhorse.nn.norms import LayerNormConfig
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import LossScale, Precision, TrainingStep
 
 D_MODEL, SEQ = 16, 8
 KERNELS = pytest.mark.parametrize("kernel", ["eager", "sdpa"])

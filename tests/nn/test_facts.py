@@ -12,9 +12,8 @@ from workhorse.execute.choose import decoding_body
 from workhorse.execute.native_training import train_natively
 from workhorse.execute.native_training.norms import NativeNorm
 from workhorse.generate import GenerationConfig, generate
+from workhorse.models.describe import components_of, forward_flops
 from workhorse.models.families.llama import llama
-from workhorse.models.flops import forward_flops
-from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern
@@ -22,9 +21,8 @@ from workhorse.nn.attention.self_attention import SelfAttention, split_heads
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.context import context_alone
 from workhorse.nn.norms import NormFacts, RMSNorm, RMSNormMultipliedFirst
-from workhorse.transforms.quantization.quantize import quantize
-from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
-from workhorse.transforms.replace import become, replace_modules
+from workhorse.transforms.quantization import QuantizedLinear, quantize
+from workhorse.transforms.record import become, replace_modules
 
 
 class CentredRMSNorm(RMSNormMultipliedFirst):

@@ -22,7 +22,7 @@ from workhorse.nn import (
     next_token_loss,
     products,
 )
-from workhorse.nn.head import HeadConfig
+from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.logprobs import Vocabulary, is_linear, score
 from workhorse.nn.products import parts_of, product
 

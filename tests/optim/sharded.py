@@ -20,9 +20,7 @@ from workhorse.optim.master_weights import round_weights
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.shards import is_sharded
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import LossScale, Precision, TrainingStep
 
 CPU = torch.device("cpu")
 PROCESSES = 2

@@ -17,9 +17,9 @@ from workhorse.native import Operators, Training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.products import Multiply, product
 from workhorse.optim.adamw import AdamW, AdamWConfig
+from workhorse.optim.gradients import total_norm
 from workhorse.optim.master_weights import MasterWeights, join, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
-from workhorse.optim.norm import total_norm
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from workhorse.optim.recorded import MOST_RECORDINGS, Recorded
+from workhorse.optim.compiled import MOST_RECORDINGS, Recorded
 
 
 class Trace:

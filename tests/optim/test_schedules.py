@@ -1,6 +1,6 @@
 import pytest
 
-from workhorse.optim.schedules import ConstantConfig, CosineConfig, LinearConfig, WsdConfig
+from workhorse.optim.groups import ConstantConfig, CosineConfig, LinearConfig, WsdConfig
 
 
 @pytest.mark.parametrize("kind", [ConstantConfig, CosineConfig, LinearConfig, WsdConfig])

@@ -16,23 +16,21 @@ from tests.parallel.forked import start
 from tests.train.preference import Preference
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
-from workhorse.execute.checkpointing import checkpoint_activations
+from workhorse.execute.training import checkpoint_activations
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
 from workhorse.optim.shards import local
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.cuts import ModelPart
-from workhorse.parallel.division.divisible import check_divisible
 from workhorse.parallel.division.experts import ExpertTeam
 from workhorse.parallel.division.layers import divide_layers
+from workhorse.parallel.division.parts import ModelPart, check_divisible
 from workhorse.parallel.division.sequences import SequenceTeam
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
-from workhorse.train.objectives.divided import CountedElsewhere, Divided, counts_here
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.objectives.objective import Objective
+from workhorse.train.objectives.objective import CountedElsewhere, Divided, Objective, counts_here
 
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])

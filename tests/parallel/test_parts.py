@@ -14,7 +14,7 @@ from tests.parallel.teams import DOCUMENTS, check_parts
 from workhorse.checkpoints import RunDirectory
 from workhorse.config.base import ConfigError
 from workhorse.parallel.config import DIVIDED, ParallelismConfig
-from workhorse.parallel.division.part import part_of_model
+from workhorse.parallel.division.teams import part_of_model
 from workhorse.train import Recipe, read_metrics, train
 
 

@@ -10,7 +10,7 @@ from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.divisible import check_divisible
+from workhorse.parallel.division.parts import check_divisible
 
 
 def test_three_members_pass_as_one(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 from tests.nn.grid import COVERING
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
-from workhorse.parallel.division.stages import Pipeline
+from workhorse.parallel.division.stages import Pipeline, Turn, one_forward_one_backward
 from workhorse.parallel.division.teams import Teams, absent_teams
 from workhorse.parallel.processes.group import AbsentGroup
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from workhorse.parallel.config import share_of
-from workhorse.parallel.processes.tree import Node, TreeSum, nodes_of
+from workhorse.parallel.processes.exchange import Node, TreeSum, nodes_of
 
 
 def summands(count: int) -> list[Tensor]:

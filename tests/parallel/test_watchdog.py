@@ -6,13 +6,12 @@ import threading
 
 import pytest
 
-from workhorse.parallel.processes.group import Group
-from workhorse.parallel.processes.watchdog import HANGS, watched
+from workhorse.parallel.processes.group import HANGS, Group, watched
 
 HANGING = """
 import time
 from workhorse.parallel.processes.group import Group
-from workhorse.parallel.processes.watchdog import watched
+from workhorse.parallel.processes.group import watched
 
 def wait_for_nobody():
     time.sleep(600)

@@ -23,9 +23,8 @@ from tests.parity.all_cases import ALL
 from tests.parity.reference import quiet, their_config
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import MODEL_TYPES, Fields, family
-from workhorse.models.huggingface.aliases import ALIASES, OLDER, with_own_names
 from workhorse.models.huggingface.family import compare_plain, plain
-from workhorse.models.huggingface.fields import SILENT
+from workhorse.models.huggingface.fields import ALIASES, OLDER, SILENT, with_own_names
 from workhorse.models.huggingface.rotation import BESIDE, contradictions
 
 FILES: dict[str, dict[str, Any]] = {}

@@ -27,11 +27,10 @@ from tests.nn.grid import COVERING
 from tests.parity.all_cases import ALL
 from tests.plan import measure
 from tests.plan.measure import CPU
-from workhorse.memory.kv_cache import cache_of_layers
+from workhorse.memory.capacity import cache_of_layers
 from workhorse.memory.step_memory import step_memory
-from workhorse.models.flops import forward_flops
+from workhorse.models.describe import count_parameters, forward_flops
 from workhorse.models.huggingface import Fields, family
-from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.train.recipe.recipe import TrainConfig

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from workhorse.data import Batch
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
-from workhorse.nn.cache.blocks import BLOCK
+from workhorse.nn.cache.paged import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.teams import absent_teams

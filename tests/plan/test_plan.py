@@ -13,9 +13,9 @@ from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.cli.main import main
 from workhorse.devices.memory import GIB
 from workhorse.errors import WorkhorseError
-from workhorse.memory.micro_batch import MARGIN, shares
+from workhorse.memory.capacity import MARGIN, shares
 from workhorse.models import preset
-from workhorse.models.parameters import count_parameters
+from workhorse.models.describe import count_parameters
 from workhorse.parallel.config import UNDIVIDED
 from workhorse.plan import known_devices, plan
 from workhorse.plan.page import COLORS, Bar, stacked, write_page

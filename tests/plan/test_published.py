@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from workhorse.models import preset
-from workhorse.models.flops import SCORES, flops_per_token, forward_flops
-from workhorse.models.parameters import count_parameters
+from workhorse.models.describe import SCORES, count_parameters, flops_per_token, forward_flops
 from workhorse.nn import DecoderConfig
 from workhorse.plan import known_devices
-from workhorse.plan.compute_optimal import BESIROGLU, HOFFMANN, PF_DAY, optima
+from workhorse.plan.subject import BESIROGLU, HOFFMANN, PF_DAY, optima
 
 
 def megatron(n_layers: int, d_model: int, n_heads: int) -> DecoderConfig:

@@ -5,10 +5,9 @@ import torch
 
 from tests.plan.families import LATENT, small
 from workhorse.devices.tape import CPU
-from workhorse.models.flops import SCORES, forward_flops
+from workhorse.models.describe import SCORES, forward_flops
 from workhorse.plan.serving import WAYS, allocated, bytes_of_weights, serving
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantize import place_codes
+from workhorse.transforms.quantization import FormatName, place_codes
 
 MODELS = {
     "tied": small("llama", tie_word_embeddings=True),

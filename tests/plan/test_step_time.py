@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from workhorse.models import find_preset
-from workhorse.models.flops import forward_flops
+from workhorse.models.describe import forward_flops
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan import step_time
-from workhorse.plan.devices import find_device
-from workhorse.plan.links import Cluster, Link, Ring
+from workhorse.plan.devices import Cluster, Link, Ring, find_device
 from workhorse.plan.plan import failures
 from workhorse.plan.step_time import Pass, StepTime, pipeline_seconds, simulated_step
 from workhorse.train.recipe.recipe import TrainConfig

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.plan.compute_optimal import BESIROGLU, Parametric
+from workhorse.plan.subject import BESIROGLU, Parametric
 from workhorse.scaling import FORMS, Law, Point, fit_law
 from workhorse.scaling.laws import _described
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from workhorse.checkpoints.gguf.read_vocabulary import read_vocabulary
 from workhorse.checkpoints.gguf.vocabulary import (
     DROPS_SPACE,
     ONE_PREFIX,
     WHOLE,
+    read_vocabulary,
     tokenizer_metadata,
 )
 from workhorse.cli.main import main

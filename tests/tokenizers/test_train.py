@@ -23,13 +23,13 @@ from workhorse.tokenizers import (
     train_tokenizer,
 )
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
-from workhorse.tokenizers.training.corpus import (
+from workhorse.tokenizers.training import (
     MAX_CHARACTERS,
     MAX_RUN,
     counted,
     pieces_of_texts,
+    stable_vocabulary,
 )
-from workhorse.tokenizers.training.unigram import stable_vocabulary
 
 Trained = Callable[[str], Tokenizer]
 

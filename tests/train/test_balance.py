@@ -12,8 +12,8 @@ from tests.train.step.test_step import CPU
 from tests.train.test_run import assert_same_run, weights
 from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batch
-from workhorse.execute.checkpointing import checkpoint_activations
-from workhorse.models.flops import flops_per_token
+from workhorse.execute.training import checkpoint_activations
+from workhorse.models.describe import flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.experts.router import Router, Routing
 from workhorse.optim.adamw import AdamWConfig
@@ -22,9 +22,7 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.train import Recipe, train
 from workhorse.train.objectives.balance import Balanced, Balancer, imbalance, loads_of
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import LossScale, Precision, TrainingStep
 
 EXPERTS, TOP_K = 8, 2
 MIXTURE = {

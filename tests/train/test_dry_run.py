@@ -47,7 +47,7 @@ def test_a_taken_folder_is_refused_where_given_and_else_told(
 def test_the_time_is_that_of_the_steps_that_are_left(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("workhorse.train.estimate")
+    module = importlib.import_module("workhorse.train.dry_run")
     monkeypatch.setattr(module, "time_steps", lambda *_: 1.5)
     train(make_recipe(steps=1), tmp_path / "run")
     for steps, left in ((1, 0.0), (3, 3.0)):
@@ -63,7 +63,7 @@ def test_each_of_several_processes_has_its_share_of_the_memory(
     written = fields(tmp_path, GATED, batch_size=8)
     one = estimate(Recipe.from_dict({**written, "parallel": {}}))
     divided = Recipe.from_dict({**written, "parallel": {"shard": 2, "data": 2}})
-    module = importlib.import_module("workhorse.train.estimate")
+    module = importlib.import_module("workhorse.train.dry_run")
     monkeypatch.setattr(module, "available", lambda _: 1000)
     found = estimate(divided)
     own = device_memory(

@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_told_and_not_timed(
     make_recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module(
-        "workhorse.train.estimate"
+        "workhorse.train.dry_run"
     )  # `train` has a function of its name
     monkeypatch.setattr(module, "available", lambda device: 2**16)
     told = estimate(make_recipe())

@@ -9,8 +9,8 @@ import pytest
 from tests.train.runs import assert_same_run, step_losses
 from workhorse.checkpoints import CheckpointStore
 from workhorse.train import read_metrics, train
-from workhorse.train.recipe.jumps import JumpConfig
-from workhorse.train.resume.resume import JumpedError
+from workhorse.train.recipe.recipe import JumpConfig
+from workhorse.train.resume import JumpedError
 
 JUMPS = {"window": 2, "in_a_row": 1}
 

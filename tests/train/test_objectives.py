@@ -9,13 +9,13 @@ from torch import Tensor
 from tests.train.preference import Preference, PreferenceConfig
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
-from workhorse.memory.micro_batch import shares
+from workhorse.memory.capacity import shares
 from workhorse.nn import IGNORE, Decoder
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.train import Recipe, TrainConfig
 from workhorse.train.assembly import _check_needs
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.resume.resume import Resumption
+from workhorse.train.resume import Resumption
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 

@@ -11,7 +11,7 @@ import torch
 
 from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
-from workhorse.memory.training_room import check_held
+from workhorse.memory.capacity import check_held
 from workhorse.train import Recipe, estimate, rehearse, train
 from workhorse.train.check import own_gpu
 

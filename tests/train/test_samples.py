@@ -8,7 +8,7 @@ from workhorse.nn import Decoder
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
 from workhorse.tokenizers.config import SpecialTokensConfig
 from workhorse.train.recipe.recipe import SamplesConfig
-from workhorse.train.samples import Sampler
+from workhorse.train.validation import Sampler
 
 BOS, EOS = 256, 257
 

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
-from workhorse.models.flops import flops_per_token
-from workhorse.models.parameters import active_parameters
+from workhorse.models.describe import active_parameters, flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import read_metrics, speed, train
 from workhorse.train.objectives.next_token import NextToken
@@ -84,7 +83,7 @@ def test_what_a_window_hides_does_not_count(reach: dict[str, int]) -> None:
 
 def test_a_mixture_counts_the_experts_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's grouped kernel is not in its count, so each expert multiplies by itself."""
-    monkeypatch.setattr("workhorse.nn.experts.grouped_linear._kernel_takes", lambda weight: False)
+    monkeypatch.setattr("workhorse.nn.experts.mixture._kernel_takes", lambda weight: False)
     decoder = build({"kind": "attention", "n_heads": 2}, MIXTURE)
     assert flops_per_token(decoder, SEQ) * ROWS * SEQ == counted_by_pytorch(decoder)
     resting = 2 * 2 * 3 * 8 * 16  # layers, experts, matrices of 8 x 16

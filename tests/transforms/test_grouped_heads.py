@@ -14,7 +14,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.model.convert import convert
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.grouped_heads import group_heads
-from workhorse.transforms.quantization.quantize import quantize
+from workhorse.transforms.quantization import quantize
 
 RMS = {"kind": "rms_norm"}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -11,14 +11,14 @@ from tests.nn.grid import CAUSAL
 from workhorse.checkpoints import weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import body_of
-from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.execute.native_training import train_natively
+from workhorse.execute.training import checkpoint_activations
 from workhorse.models.families.llama import llama
 from workhorse.native import Operators
 from workhorse.nn import Decoder
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.grouped_heads import group_heads
-from workhorse.transforms.quantization.quantize import quantize
+from workhorse.transforms.quantization import quantize
 from workhorse.transforms.record import MAY_FOLLOW, Transform, record, transforms_of
 
 

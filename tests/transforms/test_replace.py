@@ -14,17 +14,16 @@ from tests.native.machine import OPERATORS
 from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
 from tests.nn.paged import paged
 from workhorse.data import Batch
-from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.execute.choose import decoding_body
 from workhorse.execute.compiled.compiled_step import CompiledDecoder
 from workhorse.execute.native_training import train_natively
-from workhorse.execute.native_training.embedding import replace_embeddings
+from workhorse.execute.native_training.vocabulary import replace_embeddings
+from workhorse.execute.training import checkpoint_activations
 from workhorse.models.families.llama import llama
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.transforms.quantization.quantize import quantize
-from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
-from workhorse.transforms.replace import become, combined, replace_modules
+from workhorse.transforms.quantization import QuantizedLinear, quantize
+from workhorse.transforms.record import become, combined, replace_modules
 
 SOME = COVERING[:12]
 TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
@@ -104,7 +103,7 @@ def test_a_module_of_a_combined_class_is_unpickled_in_another_process() -> None:
 import pickle, sys
 from torch import nn
 from tests.transforms.test_replace import Negated, Other
-from workhorse.transforms.replace import combined
+from workhorse.transforms.record import combined
 combined("Minus", Negated, Other.Linear)  # has the name that nn.Linear's had
 made = pickle.load(sys.stdin.buffer)
 assert type(made) is combined("Minus", Negated, nn.Linear)

@@ -1,9 +1,7 @@
 """Models on disk: run directories and their checkpoints, Hugging Face directories, GGUF files."""
 
-from workhorse.checkpoints.runs.disk import Disk
-from workhorse.checkpoints.runs.lock import FolderLock
-from workhorse.checkpoints.runs.manifest import MODEL, OPTIMIZER, DamagedCheckpoint
-from workhorse.checkpoints.runs.run_directory import RunDirectory
+from workhorse.checkpoints.runs.manifest import MODEL, OPTIMIZER, DamagedCheckpoint, Disk
+from workhorse.checkpoints.runs.run_directory import FolderLock, RunDirectory
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore
 from workhorse.checkpoints.tensors import (
     Places,

@@ -12,16 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workhorse.checkpoints.huggingface.accounting import meta_decoder, shapes_of
-from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder, write_tensors
-from workhorse.checkpoints.runs.disk import Disk
+from workhorse.checkpoints.huggingface.tensor_folder import (
+    TensorFolder,
+    meta_decoder,
+    shapes_of,
+    write_tensors,
+)
+from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
-from workhorse.files.json_file import read_json
+from workhorse.files.text_formats import read_json
 from workhorse.files.writing import replacing, writing
-from workhorse.models.huggingface.moves import Move, check, read_tensors, written_tensors
-from workhorse.models.huggingface.rules import Shape, same
+from workhorse.models.huggingface.moves import (
+    Move,
+    Shape,
+    check,
+    read_tensors,
+    same,
+    written_tensors,
+)
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 

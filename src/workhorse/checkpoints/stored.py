@@ -1,19 +1,23 @@
-"""Models on disk, whatever their format: their common interface, and telling them apart."""
+"""Models on disk, whatever their format: their common interface, and their sizes by dtype."""
 
+import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from workhorse.checkpoints.gguf.read import GgufFile
+from workhorse.checkpoints.gguf.read import UNQUANTIZED, GgufFile
 from workhorse.checkpoints.huggingface.load import ADAPTER_FILE, HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
+from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, nearest, shown
-from workhorse.files.plain import to_path
+from workhorse.files.text_formats import to_path
 from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
@@ -112,7 +116,7 @@ def open_stored(
             )
         if not is_hub_id(str(model)):
             raise WorkhorseError(f"{model} does not exist; check the path")
-        from workhorse.checkpoints.huggingface.hub import resolve_model
+        from workhorse.checkpoints.huggingface.load import resolve_model
 
         try:
             path = resolve_model(str(model), weights=weights, tell=tell)
@@ -179,3 +183,74 @@ def is_hub_id(model: str) -> bool:
         and not name.endswith(FILES)
         and words[0] not in ("runs", "~")
     )
+
+
+Found = TypeVar("Found")
+
+
+class Held(NamedTuple):
+    """The stored weights of one dtype."""
+
+    numbers: int
+    bytes: int
+
+
+def bytes_on_disk(stored: StoredModel) -> int:
+    """Bytes of its weight files; for a run, those of its newest checkpoint. 0: there are none."""
+    if isinstance(stored, GgufFile):
+        return stored.path.stat().st_size
+    return _in_folder(stored, _bytes) or 0
+
+
+def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
+    """Numbers and bytes of each dtype, by name, the most bytes first. Empty: there are none.
+
+    Raises:
+        WorkhorseError: a header is damaged.
+    """
+    found: dict[str, Held] = defaultdict(lambda: Held(0, 0))
+    for kind, numbers, size in _tensors(stored):
+        found[kind] = Held(found[kind].numbers + numbers, found[kind].bytes + size)
+    return dict(sorted(found.items(), key=lambda item: -item[1].bytes))
+
+
+def _tensors(stored: StoredModel) -> list[tuple[str, int, int]]:
+    """Dtype, number of elements and bytes of each tensor."""
+    if isinstance(stored, GgufFile):
+        return [
+            (_gguf_name(one.kind), math.prod(one.shape), one.end - one.begin)
+            for one in stored.tensors
+        ]
+    return _in_folder(stored, _headers) or []
+
+
+def _headers(path: Path) -> list[tuple[str, int, int]]:
+    if not _files(path):
+        return []
+    folder = TensorFolder(path)
+    found: list[tuple[str, int, int]] = []
+    for name, dtype in folder.dtypes.items():
+        numbers = math.prod(folder.shapes[name])
+        found.append((dtype_name(dtype), numbers, numbers * dtype.itemsize))
+    return found
+
+
+def _gguf_name(kind: str) -> str:
+    return dtype_name(UNQUANTIZED[kind]) if kind in UNQUANTIZED else kind.lower()
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    # A link to nothing or to itself is told by what reads it.
+    return [file for file in folder.glob("*.safetensors") if file.is_file()]
+
+
+def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
+    """What `read` gives for the folder with the weights; None for a run without a checkpoint."""
+    if not isinstance(stored, RunDirectory):
+        return read(stored.path)
+    store = stored.store()
+    return store.newest_folder(read) if stored.step is None else read(store.path(stored.step))

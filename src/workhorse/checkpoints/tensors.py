@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from workhorse.devices.destination import Destination, copy_tensors
+from workhorse.devices.transfer import Destination, copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.moves import check_weight
 from workhorse.nn import Decoder, DecoderConfig

@@ -10,7 +10,7 @@ waits for torch. A whole verb:
 
     import click
 
-    from workhorse.cli.options import PATH, json_option
+    from workhorse.cli.loading import PATH, json_option
     from workhorse.cli.output import print_result, progress
 
 

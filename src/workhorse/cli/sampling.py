@@ -1,15 +1,90 @@
-"""The flags that choose how text is generated, shared by `generate` and `chat`."""
+"""What `generate` and `chat` share: sampling flags, reading prompts, reporting the speed."""
 
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from workhorse.generate import GenerationConfig
+    from workhorse.generate import Completion, Delta, GenerationConfig
     from workhorse.model.model import Model
+
+LARGEST_FILE = 1 << 26
+"""Most bytes of a file of prompts."""
+BOM = "\ufeff"
+"""The byte order mark, with which some editors begin a file of UTF-8."""
+
+
+def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
+    """The prompts of `--prompt`, then those of `--prompt-file`; at least one.
+
+    Raises:
+        UsageError: there is none, or stdin is named twice.
+        WorkhorseError: the file cannot be read, is too large, or holds no prompt.
+    """
+    if not given and file is None:
+        raise click.UsageError(
+            "there is no prompt; give --prompt TEXT, --prompt - for stdin, or --prompt-file FILE"
+        )
+    if given.count("-") > 1:
+        raise click.UsageError("stdin can be read only once; give --prompt - once")
+    texts = [_prompt(sys.stdin.read()) if text == "-" else text for text in given]
+    return texts if file is None else [*texts, *_prompts_of(file)]
+
+
+def _prompt(text: str) -> str:
+    """A text without a byte order mark and without its last line end."""
+    return text.removeprefix(BOM).removesuffix("\n").removesuffix("\r")
+
+
+def _prompts_of(file: Path) -> list[str]:
+    from workhorse.errors import WorkhorseError
+    from workhorse.files.text_formats import read_text
+
+    text = read_text(file, limit=LARGEST_FILE).removeprefix(BOM)
+    if file.suffix != ".jsonl":
+        return [_prompt(text)]
+    if not (prompts := list(_prompts_of_lines(text, file))):
+        raise WorkhorseError(f'{file} is empty; write a line {{"prompt": "..."}} for each prompt')
+    return prompts
+
+
+def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
+    from workhorse.errors import WorkhorseError
+    from workhorse.files.text_formats import parse_json
+
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        prompt = parse_json(line.encode(), where).get("prompt")
+        if not isinstance(prompt, str):
+            raise WorkhorseError(f'{where} has no text as "prompt"; correct or remove the line')
+        yield prompt
+
+
+def speed(lengths: Iterable[int], seconds: float, prompt_seconds: float) -> dict[str, Any]:
+    """`prompt_seconds`, and `tokens_per_second` of the decoding that followed.
+
+    The first token of a text comes from reading its prompt, so it is not counted; the rate is None
+    if no text has a second one.
+
+    Args:
+        lengths: new tokens of each text.
+        seconds: in total.
+        prompt_seconds: spent reading the prompts.
+    """
+    decoded = sum(max(0, n - 1) for n in lengths)
+    rate = decoded / (seconds - prompt_seconds) if decoded else None
+    return {"tokens_per_second": rate, "prompt_seconds": prompt_seconds}
+
+
+def prompt_seconds(results: "Sequence[Completion] | Sequence[Delta]") -> float:
+    """How long it took to read all prompts."""
+    return sum(result.prompt_seconds for result in results)
 
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:

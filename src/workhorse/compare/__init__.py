@@ -1,8 +1,7 @@
 """Comparing designs: variants of a recipe at an equal budget, over seeds."""
 
-from workhorse.compare.dry_run import dry_run
 from workhorse.compare.plan import QUICK, quick, with_settings
-from workhorse.compare.run import Comparison, compare
+from workhorse.compare.run import Comparison, compare, dry_run
 from workhorse.compare.study import BudgetConfig, QuickConfig, Study, read_study
 
 __all__ = [

@@ -15,17 +15,15 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from workhorse.checkpoints.runs.lock import FolderLock
-from workhorse.compare.comparable import Measure
-from workhorse.compare.plan import Trial
+from workhorse.checkpoints.runs.run_directory import FolderLock
+from workhorse.compare.plan import Measure, Trial
 from workhorse.compare.study import Study
 from workhorse.config.base import Config, ConfigError, read_yaml
 from workhorse.config.errors import as_written
 from workhorse.errors import WorkhorseError
-from workhorse.files.json_file import read_json
+from workhorse.files.text_formats import read_json, write_yaml
 from workhorse.files.writing import write_atomically, writing
-from workhorse.files.yaml_text import write_yaml
-from workhorse.train.resume.resume import differences
+from workhorse.train.resume import differences
 
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]

@@ -17,7 +17,7 @@ from workhorse.compare.plan import Trial
 from workhorse.compare.worker import Job
 from workhorse.errors import WorkhorseError
 from workhorse.train import Event, Recipe
-from workhorse.train.signals import StopSignals
+from workhorse.train.loop import StopSignals
 
 WAKE = 0.1
 """Seconds between two looks at the signals."""

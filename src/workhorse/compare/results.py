@@ -5,8 +5,7 @@ from typing import Any
 
 from workhorse.compare.folder import COSTS, Outcome, StudyFolder
 from workhorse.compare.plan import Plan, Trial, Variant
-from workhorse.compare.statistics import FEWEST, holm, interval, paired
-from workhorse.compare.verdict import UNITS, verdict
+from workhorse.compare.statistics import FEWEST, UNITS, holm, interval, paired, verdict
 
 ONE_SEED = "one seed: no interval and no verdict; give the study two seeds or more"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.checkpoints.runs.lock import FolderLock
+from workhorse.checkpoints.runs.run_directory import FolderLock
 from workhorse.compare.folder import Losses, Outcome, outcome_file
 from workhorse.data import read_documents
 from workhorse.devices.memory import most_resident, resident

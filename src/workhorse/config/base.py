@@ -2,10 +2,19 @@
 
 A set of alternatives is a tagged union: each alternative is a `Config` with a literal `kind`, and
 the union is written `Annotated[A | B, Field(discriminator="kind")]`.
+
+learning_rate: Annotated[float, OnResume.GOES_ON] = 1e-3
+
+A mark holds for the field and all inside it, unless a field in there has a mark of its own. Without
+any mark it is `NEW_RUN`. `kind` decides for its whole section: a section of another kind is one
+change, by the mark of `kind` where it has one. What such a change takes over on the command line,
+`OfItsKind` says.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, get_args, get_origin
 
@@ -20,9 +29,8 @@ from workhorse.config.errors import (
     wrong_value,
 )
 from workhorse.errors import WorkhorseError, shown
-from workhorse.files import yaml_text
-from workhorse.files.json_file import parse_json
-from workhorse.files.plain import read_text, to_path
+from workhorse.files import text_formats
+from workhorse.files.text_formats import parse_json, read_text, to_path
 
 __all__ = [
     "Config",
@@ -114,7 +122,7 @@ class Config(BaseModel):
         return cls.from_dict(data)
 
     def to_yaml(self) -> str:
-        return yaml_text.write_yaml(self.to_dict())
+        return text_formats.write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked as if written so from the start."""
@@ -131,8 +139,8 @@ def parse_yaml(text: str) -> Any:
     """
     _check_text(text, "YAML")
     try:
-        return yaml_text.parse_yaml(text)
-    except yaml_text.BadYaml as error:
+        return text_formats.parse_yaml(text)
+    except text_formats.BadYaml as error:
         raise ConfigError(str(error)) from None
 
 
@@ -206,3 +214,45 @@ def configs_in(annotation: Any) -> list[type[Config]]:
     """The configs that a field of that type may hold, inside lists and mappings too."""
     kinds = alternatives(annotation)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]
+
+
+class OnResume(Enum):
+    """The value is the rule in words, as a reference prints it."""
+
+    TAKEN = "may change; the training stays the same"
+    ROUNDED = "may change; results are then rounded differently"
+    GOES_ON = "may change; training goes on with it from there"
+    SAME_TEXT = "may change while the tokens stay the same"
+    NEW_RUN = "needs a new run"
+
+
+@dataclass(frozen=True)
+class OfItsKind:
+    """A mark of a field whose values mean something else where another kind has one of its name.
+
+    A section that becomes of another kind does not take it over.
+    """
+
+
+def rule_of(config: Config, path: Iterable[str]) -> OnResume:
+    """The rule of the setting at a path, as `("train", "steps")`.
+
+    Args:
+        config: holds the setting; which alternative of a union is taken is seen in it.
+        path: names of fields, from the config down. Where it enters plain data, the last rule
+            holds.
+    """
+    rule, here = OnResume.NEW_RUN, config
+    for name in path:
+        field = type(here).model_fields.get(name) if isinstance(here, Config) else None
+        if field is None:
+            break
+        rule = marked(field.metadata) or rule
+        here: Any = getattr(here, name)
+    kind = type(here).model_fields.get("kind") if isinstance(here, Config) else None
+    return (marked(kind.metadata) if kind else None) or rule
+
+
+def marked(metadata: Iterable[Any]) -> OnResume | None:
+    """The mark among a field's metadata (`Model.model_fields[NAME].metadata`); None: no mark."""
+    return next((mark for mark in metadata if isinstance(mark, OnResume)), None)

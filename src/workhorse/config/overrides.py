@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from workhorse.config.base import ConfigError, check_colons, parse_yaml
 from workhorse.errors import shown
-from workhorse.files.yaml_text import write_yaml
+from workhorse.files.text_formats import write_yaml
 
 MAX_DEPTH = 64
 """Names in the path of a setting."""

@@ -5,23 +5,26 @@ batches = Batches(dataset.train, seq_len=256, batch_size=16, seed=1)
 batch = batches[step]
 """
 
-from workhorse.data.beginning import Beginning, beginning, beginning_token
-from workhorse.data.config import DataConfig, SourceConfig, source_of
-from workhorse.data.corpus.documents import (
+from workhorse.data.batches import Batch, Batches, ValidationBatches
+from workhorse.data.config import (
+    Beginning,
+    DataConfig,
+    SourceConfig,
+    beginning,
+    beginning_token,
+    source_of,
+)
+from workhorse.data.dataset import Dataset, Split, TokenStream, open_dataset
+from workhorse.data.documents import (
     Document,
     check_source_files,
     iterate_texts,
     read_documents,
 )
-from workhorse.data.corpus.sources import check_sources
-from workhorse.data.rows.batches import Batch, Batches, ValidationBatches
-from workhorse.data.rows.inspection import RowView, describe, view_rows
-from workhorse.data.rows.sampling import IGNORE
-from workhorse.data.shards.dataset import Dataset, Split, open_dataset
-from workhorse.data.shards.encode import stream_of
-from workhorse.data.shards.preparation import check_separators, prepare
-from workhorse.data.shards.stream import TokenStream
-from workhorse.data.shards.tokenizer import prepare_tokenizer
+from workhorse.data.inspection import RowView, describe, view_rows
+from workhorse.data.preparation import check_separators, prepare, prepare_tokenizer, stream_of
+from workhorse.data.sampling import IGNORE
+from workhorse.data.sources import check_sources
 
 __all__ = [
     "IGNORE",

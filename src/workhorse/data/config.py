@@ -1,13 +1,16 @@
-"""What a model is trained on: where the text is, what is held out, and how it becomes rows."""
+"""The section `data` of a recipe: sources, held-out documents, and how documents become rows."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from workhorse.config.base import Config, ConfigError
-from workhorse.config.on_resume import OnResume
+from workhorse.config.base import Config, ConfigError, OnResume
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
 
 STDIN = Path("-")
 """A path of `-` is the standard input."""
@@ -156,7 +159,7 @@ def _spelled_out(source: Any) -> Any:
 
 
 class MixtureConfig(Config):
-    """Several named sources, their rows mixed by weight (see `workhorse.data.rows.mixing`)."""
+    """Several named sources, their rows mixed by weight (see `workhorse.data.sampling`)."""
 
     kind: Literal["mixture"] = "mixture"
     sources: dict[str, SourceConfig]
@@ -196,7 +199,7 @@ class DataConfig(Config):
     ]
     """One source, or a mixture of several. `stdlib` and `stdin` may be written as a bare name."""
     packing: Packing = "windows"
-    """How training rows are cut from the tokens (see `workhorse.data.rows.sampling`)."""
+    """How training rows are cut from the tokens (see `workhorse.data.sampling`)."""
     bos: bool = False
     """Begin every document with the tokenizer's bos token."""
     eos: bool = True
@@ -238,3 +241,46 @@ class DataConfig(Config):
         """The weight of every source."""
         given = self.corpus.weights if isinstance(self.corpus, MixtureConfig) else {}
         return {name: given.get(name, 1.0) for name in self.sources}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How texts begin for a model."""
+
+    prefix: tuple[int, ...]
+    """The tokens at the beginning of every text."""
+    start: int | None
+    """The token before a text's own first one: the last of `prefix`, or the end of the text before.
+    None: there was none."""
+
+    def encode(self, tokenizer: "Tokenizer", prompt: str) -> list[int]:
+        """A prompt's tokens; an empty prompt asks for a text from its beginning.
+
+        Empty if nothing stood before a text.
+        """
+        tokens = [*self.prefix, *tokenizer.encode(prompt)]
+        return tokens or ([] if self.start is None else [self.start])
+
+
+def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
+    """How texts begin for a model.
+
+    Args:
+        tokenizer: the model's.
+        data: what the model was trained on; None for a model from elsewhere, whose training is
+            unknown. Its texts begin as its tokenizer says; if that adds nothing, the token before a
+            text is bos or else eos, as in transformers and the lm-evaluation-harness.
+    """
+    bos = tokenizer.bos_id
+    if data is None:
+        prefix = tuple(tokenizer.prefix_ids)
+        before = beginning_token(tokenizer)
+    else:
+        prefix = (bos,) if data.bos and bos is not None else ()
+        before = tokenizer.eos_id if data.eos else None
+    return Beginning(prefix, prefix[-1] if prefix else before)
+
+
+def beginning_token(tokenizer: "Tokenizer") -> int | None:
+    """The token that begins a text if the training is unknown: bos, or else eos."""
+    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

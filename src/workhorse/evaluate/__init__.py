@@ -1,7 +1,6 @@
 """Evaluation: how well a model predicts text, and how it scores on tasks."""
 
-from workhorse.evaluate.compression import compressed_bits_per_byte
-from workhorse.evaluate.evaluation import Evaluation, evaluate
+from workhorse.evaluate.evaluation import Evaluation, compressed_bits_per_byte, evaluate
 from workhorse.evaluate.tasks import Tasks, load_tasks
 
 __all__ = ["Evaluation", "Tasks", "compressed_bits_per_byte", "evaluate", "load_tasks"]

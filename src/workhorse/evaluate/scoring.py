@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.evaluate.evaluation import TOKENS_AT_ONCE
-from workhorse.evaluate.windows import padded_positions
+from workhorse.evaluate.evaluation import TOKENS_AT_ONCE, padded_positions
 from workhorse.nn import Decoder, evaluation_mode
 from workhorse.nn.logprobs import score as token_terms
 

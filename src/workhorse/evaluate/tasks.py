@@ -1,27 +1,136 @@
-"""Tasks of EleutherAI's lm-evaluation-harness: found by name, loaded, run.
+"""Tasks of EleutherAI's lm-evaluation-harness: found by name, checked, loaded and run.
+
+Importing the harness and indexing its tasks takes tens of seconds; finding that a name is in none
+of its files takes two.
+
+The harness's parsers of YAML and JSON are recursive C code, which crashes the process on deeply
+nested input or on a file that is not a task.
 
 The harness is an optional package and slow to import, so it is imported inside functions.
 """
 
+import difflib
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy
 import torch
 
-from workhorse.errors import WorkhorseError, to_install
-from workhorse.evaluate.task_files import check_file
-from workhorse.evaluate.task_names import check_names, is_file, unknown
+from workhorse.errors import WorkhorseError, shown, to_install
+from workhorse.files.text_formats import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
     from workhorse.evaluate.harness_model import HarnessModel
+
+NAMED = re.compile(r"^\s*(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
+PATTERN = frozenset("*?[")
+LISTED = 3
+"""Most near names that an error suggests."""
+
+
+def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
+    """Refuse a name that is in no file of tasks; one that is may still not be a task.
+
+    Without the harness nothing is refused.
+
+    Args:
+        names: names of tasks; patterns and YAML files among them are left to the harness.
+        include_path: a folder of more tasks.
+
+    Raises:
+        WorkhorseError: there is such a name; the error suggests the nearest ones.
+    """
+    harness = find_spec("lm_eval")
+    if harness is None or harness.origin is None:
+        return
+    folders = [Path(include_path)] if include_path is not None else []
+    folders.append(Path(harness.origin).parent / "tasks")
+    missing = {name for name in names if not PATTERN & set(name) and not is_file(name)}
+    known: set[str] = set()
+    for text in _contents(folders):
+        missing = {name for name in missing if name not in text}
+        if not missing:
+            return
+        known.update(NAMED.findall(text))
+    for name in names:
+        if name in missing:
+            raise unknown(name, known)
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is that of a YAML file."""
+    return Path(name).suffix in (".yaml", ".yml") and Path(name).is_file()
+
+
+def unknown(name: str, known: Iterable[str]) -> WorkhorseError:
+    """The error for an unknown name: of thousands of tasks, it suggests those of a similar name."""
+    near = difflib.get_close_matches(name, sorted(known), n=LISTED, cutoff=0.6)
+    remedy = (
+        f"did you mean {' or '.join(map(repr, near))}?" if near else "lm-eval ls tasks lists them"
+    )
+    return WorkhorseError(f"there is no task {shown(name)}; {remedy}")
+
+
+def _contents(folders: Iterable[Path]) -> Iterator[str]:
+    for folder in folders:
+        for file in folder.rglob("*.y*ml"):
+            yield file.read_text("utf-8", errors="replace")
+
+
+LARGEST = 1 << 20
+"""Most bytes of a file that describes a task."""
+SOURCES = ("dataset_path", "include", "class", "custom_dataset")
+"""Keys that say where a task's questions come from; it has one of them."""
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that is not a task, or whose local questions are not JSON objects.
+
+    Raises:
+        WorkhorseError: says what is wrong and where.
+    """
+    # A function of the task's author is named by a tag; nothing is called here.
+    text = read_text(path, limit=LARGEST).replace("!function ", "")
+    try:
+        task = parse_yaml(text)
+    except WorkhorseError as error:
+        raise WorkhorseError(f"{path}: {error}") from None
+    if not isinstance(task, dict) or not (task.get("task") or task.get("group")):
+        raise WorkhorseError(f"{path} is not a task; write a mapping with task: or group: NAME")
+    if "group" not in task and not any(task.get(key) for key in SOURCES):
+        raise WorkhorseError(f"{path} has no dataset_path; say where the questions are")
+    for name in _texts(task.get("dataset_kwargs")):
+        if name.endswith((".json", ".jsonl")) and Path(name).is_file():
+            _check_questions(Path(name))
+
+
+def _check_questions(path: Path) -> None:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1 and line.lstrip().startswith(b"["):
+                return  # a list of them
+            if line.strip() and not line.lstrip().startswith(b"{"):
+                start = shown(line[:40].decode(errors="replace"))
+                raise WorkhorseError(f"{path}:{number} is not a JSON object but {start}; fix it")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}
 """The harness's own seeds, for the same shuffles and examples."""

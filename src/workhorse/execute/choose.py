@@ -8,16 +8,14 @@ from torch import nn
 from workhorse.devices.instructions import cpu_has
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import Execution, body_of
-from workhorse.execute.compiled.captured_step import CapturedDecoder, capture_steps
 from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
-from workhorse.execute.compiled.fixed_step import why_not_fixed
-from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.compiled.fixed_step import CapturedDecoder, capture_steps, why_not_fixed
+from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_natively
-from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.elementwise import Sum, Unchanged
-from workhorse.nn.head import Head
+from workhorse.nn.embedding import Head
 
 INSTRUCTIONS = {
     "amx_bf16": "AMX",

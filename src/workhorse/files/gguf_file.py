@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.files.json_file import collector_paused
-from workhorse.files.plain import unreadable
+from workhorse.files.text_formats import collector_paused, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

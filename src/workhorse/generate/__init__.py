@@ -1,11 +1,16 @@
 """Text from a decoder: sampling, greedy decoding, beam search, streaming."""
 
+from workhorse.generate import sampling
 from workhorse.generate.beam import beam_search
 from workhorse.generate.complete import generate, stream
-from workhorse.generate.config import GenerationConfig
+from workhorse.generate.config import (
+    Completion,
+    Delta,
+    FinishReason,
+    GenerationConfig,
+    TokenLogprob,
+)
 from workhorse.generate.engine import Engine
-from workhorse.generate.result import Completion, Delta, FinishReason, TokenLogprob
-from workhorse.generate.sampling import samplers
 
 __all__ = [
     "Completion",
@@ -16,6 +21,6 @@ __all__ = [
     "TokenLogprob",
     "beam_search",
     "generate",
-    "samplers",
+    "sampling",
     "stream",
 ]

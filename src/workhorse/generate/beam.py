@@ -14,14 +14,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from workhorse.generate.checks import TextOfTokens, check_prompts, stop_tokens, usable_vocab
-from workhorse.generate.config import GenerationConfig
-from workhorse.generate.result import Completion
+from workhorse.generate.checks import (
+    TextOfTokens,
+    TextStream,
+    check_prompts,
+    stop_tokens,
+    usable_vocab,
+)
+from workhorse.generate.config import Completion, GenerationConfig
 from workhorse.generate.runner import Chunk, Runner, room_for, wait
-from workhorse.generate.sampling.choose import check_finite
-from workhorse.generate.sampling.samplers import all_finite, below, logit_bias
+from workhorse.generate.sampling import all_finite, below, check_finite, logit_bias
 from workhorse.generate.sequence import TokenSequence
-from workhorse.generate.text import TextStream
 from workhorse.nn import Decoder
 from workhorse.nn.logprobs import log_probabilities
 

@@ -14,11 +14,10 @@ from workhorse.generate.checks import (
     checked_config,
     prompt_list,
 )
-from workhorse.generate.config import GenerationConfig
+from workhorse.generate.config import Completion, Delta, GenerationConfig
 from workhorse.generate.engine import Engine
-from workhorse.generate.result import Completion, Delta
 from workhorse.generate.runner import room_for
-from workhorse.generate.speculation.speculate import slack_of
+from workhorse.generate.speculation import slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.generate.config import GenerationConfig
+from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.engine import Engine
-from workhorse.generate.result import Delta
-from workhorse.generate.speculation.speculate import slack_of
+from workhorse.generate.speculation import slack_of
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 

@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.execute.native_decoding.stream import decoding_operators
+from workhorse.execute.native_decoding.layers import decoding_operators
 from workhorse.generate.checks import (
     TextOfTokens,
     check_draft,
@@ -28,16 +28,13 @@ from workhorse.generate.checks import (
     usable_vocab,
     whole,
 )
-from workhorse.generate.config import GenerationConfig
+from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondition
-from workhorse.generate.result import Delta
 from workhorse.generate.runner import Chunk, Logits, Runner, room_for, wait
-from workhorse.generate.sampling.choose import Chooser
+from workhorse.generate.sampling import Chooser
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import PIECE, TokenSequence
-from workhorse.generate.speculation.draft import Draft
-from workhorse.generate.speculation.lookup import PromptLookup
-from workhorse.generate.speculation.speculate import Proposer, slack_of
+from workhorse.generate.speculation import Draft, PromptLookup, Proposer, slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
 TOKEN_BUDGET = 4096

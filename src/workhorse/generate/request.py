@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workhorse.generate.checks import TextOfTokens, stop_tokens
-from workhorse.generate.config import GenerationConfig
-from workhorse.generate.result import Delta, FinishReason, TokenLogprob
+from workhorse.generate.checks import TextOfTokens, TextStream, stop_tokens
+from workhorse.generate.config import Delta, FinishReason, GenerationConfig, TokenLogprob
 from workhorse.generate.sequence import TokenSequence
-from workhorse.generate.text import TextStream
 
 LogitProcessor = Callable[[Tensor, Sequence[int]], Tensor]
 """`(logits float32 (vocab,), token ids of prompt and completion) -> logits (vocab,)`, before
@@ -21,7 +19,7 @@ StopCondition = Callable[[Sequence[int], str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Guessed next tokens; see `workhorse.generate.speculation.speculate`."""
+    """Guessed next tokens; see `workhorse.generate.speculation`."""
 
     tokens: tuple[int, ...] = ()
     drawn_from: Tensor | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn import Decoder
-from workhorse.nn.cache.blocks import CachedSequence
+from workhorse.nn.cache.paged import CachedSequence
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 
 

@@ -14,8 +14,7 @@ from bisect import insort
 from itertools import islice
 
 from workhorse.generate.request import Request
-from workhorse.nn.cache.blocks import BLOCK
-from workhorse.nn.cache.paged import PagedCache
+from workhorse.nn.cache.paged import BLOCK, PagedCache
 
 MAX_CONSIDERED = 16
 """The maximum number of waiting requests that are considered in a step."""

@@ -6,8 +6,7 @@ from hashlib import blake2b
 
 from torch import Tensor
 
-from workhorse.nn.cache.blocks import BLOCK, CachedSequence
-from workhorse.nn.cache.paged import PagedCache
+from workhorse.nn.cache.paged import BLOCK, CachedSequence, PagedCache
 
 PIECE = 4 * BLOCK
 """Tokens of an exact sequence's prompt that are read in one pass."""

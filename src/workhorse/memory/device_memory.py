@@ -13,7 +13,7 @@ from workhorse.memory.account import Moment, moments_of_part, ways_of, whole_at_
 from workhorse.memory.step_memory import Kind, Place, StepMemory, step_memory
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
-from workhorse.parallel.division.divisible import check_divisible
+from workhorse.parallel.division.parts import check_divisible
 
 if TYPE_CHECKING:  # which imports this package
     from workhorse.train.recipe.recipe import TrainConfig

@@ -16,13 +16,13 @@ from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, shown, warn_caller
-from workhorse.files.plain import to_path
+from workhorse.files.text_formats import to_path
 from workhorse.generate.checks import token_ids
 from workhorse.model.load import check_tell, load
 from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
+from workhorse.models.describe import count_parameters
 from workhorse.models.huggingface import Family
-from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped

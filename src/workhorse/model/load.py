@@ -27,15 +27,14 @@ from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.execute.body import EXECUTIONS, Execution
 from workhorse.generate import GenerationConfig
-from workhorse.memory.loading_room import check_random, check_stored
+from workhorse.memory.capacity import check_random, check_stored
 from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.transforms.quantization.codes import FORMATS, FormatName
-from workhorse.transforms.quantization.quantize import place_codes
-from workhorse.transforms.quantization.quantize import quantize as quantize_weights
+from workhorse.transforms.quantization import FORMATS, FormatName, place_codes
+from workhorse.transforms.quantization import quantize as quantize_weights
 
 Quantization = Literal["none", FormatName]
 NO_TOKENIZER = "has no tokenizer: give and take token ids"

@@ -1,14 +1,146 @@
-"""Descriptions of models: a preset as a row of a table, any model as a page."""
+"""Describes a model: its parts, parameters and FLOPs."""
 
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any, cast
+
+from torch import nn
 
 from workhorse.models.huggingface import native_class
-from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.models.preset import UNITS, Preset
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import WiringConfig
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.blocks import BlockConfig, WiringConfig
+from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
+from workhorse.nn.norms import norm_facts
+
+FLOPS_PER_PARAMETER = 6
+"""Of training, for each token: two of the forward pass, four of the backward pass."""
+SCORES = "scores"
+"""The component of the attention's own products, without its projections."""
+
+
+def forward_flops(decoder: Decoder, seq_len: int) -> dict[str, int]:
+    """Floating-point operations of the forward pass, for each token of a text, by component.
+
+    Two for each weight that multiplies (in a mixture those of `top_k` experts), and in each layer
+    `2 · heads · (head_dim + value_dim) · keys` for scores and outputs of the attention. `keys` is
+    `seq_len`, or the window or chunk if that is smaller: keys that a causal mask hides count, as in
+    PaLM (2204.02311 appendix B), and those that a window hides do not. Look-ups, norms,
+    activations, short convolutions and the softmax do not count. PyTorch's counter gives the same,
+    except for windows and chunks.
+
+    Args:
+        decoder: on any device, `meta` among them.
+        seq_len: of the text, in tokens.
+
+    Returns:
+        The operations of `embedding` (its projections), `attention` (its projections), `scores`,
+        `feed_forward` and `head`; components without any are left out.
+    """
+    flops: Counter[str] = Counter()
+    for path, module in cast(Iterable[tuple[str, nn.Module]], decoder.named_modules()):
+        parts = path.split(".")
+        component = parts[2] if parts[0] == "layers" and len(parts) > 2 else parts[0]  # noqa: PLR2004
+        if isinstance(module, nn.Linear):
+            flops[component] += 2 * module.weight.numel()
+        elif isinstance(module, MixtureOfExperts):
+            flops[component] += 2 * _multiplied(module)
+        elif isinstance(module, SelfAttention):
+            keys = min(seq_len, module.pattern.reach or seq_len)
+            flops[SCORES] += 2 * module.n_heads * (module.head_dim + module.value_dim) * keys
+    return dict(flops)
+
+
+def flops_per_token(decoder: Decoder, seq_len: int) -> int:
+    """Floating-point operations to train on one token: three times those of `forward_flops`.
+
+    The backward pass multiplies twice as much. What is recomputed does not count, nor does the
+    optimizer.
+    """
+    return 3 * sum(forward_flops(decoder, seq_len).values())
+
+
+def _multiplied(mixture: MixtureOfExperts) -> int:
+    """Weights of a mixture's experts that multiply one token."""
+    stacks = [part for part in mixture.experts.modules() if isinstance(part, GroupedLinear)]
+    matrices = sum(stack.weight.numel() for stack in stacks)
+    return matrices * mixture.router.top_k // mixture.router.n_experts
+
+
+COMPONENTS = ("embedding", "attention", "feed_forward", "norms", "head")
+EXPERTS = ["feed_forward", "experts"]
+"""The path of a layer's routed experts."""
+
+
+def count_parameters(config: DecoderConfig) -> dict[str, int]:
+    """The parameters of each of `COMPONENTS`, and their `total`.
+
+    `embedding` counts token vectors and learned positions, `norms` every norm, wherever it is, and
+    `head` what the head does not share with the embedding: a tied matrix is counted once.
+    """
+    counts: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
+    for path, owner, _, number in _parameters(config):
+        counts[_component(path, owner)] += number
+    return {**counts, "total": sum(counts.values())}
+
+
+def active_parameters(config: DecoderConfig) -> int:
+    """Parameters active on one token: of a mixture's experts, as many as the router chooses.
+
+    The whole embedding counts, although a token looks up only one row.
+    """
+    total = Fraction(0)
+    for path, _, block, number in _parameters(config):
+        mixture = block.mixture if block and _is_of_experts(path) else None
+        share = Fraction(mixture.top_k, mixture.n_experts) if mixture else 1
+        total += number * share
+    return int(total)
+
+
+def components_of(decoder: Decoder) -> dict[str, str]:
+    """The component of every parameter and buffer, by name: one of `COMPONENTS`, or `experts`."""
+    return {
+        name: "experts" if _is_of_experts(path := name.split(".")) else _component(path, owner)
+        for name in decoder.state_dict(keep_vars=True)
+        for owner in [decoder.get_submodule(name.rpartition(".")[0])]
+    }
+
+
+def _parameters(
+    config: DecoderConfig,
+) -> Iterator[tuple[list[str], nn.Module, BlockConfig | None, int]]:
+    """Each parameter of a decoder with one layer of each kind.
+
+    Yields:
+        path: its name in parts.
+        owner: the module that holds it.
+        block: the config of its layer, None outside the layers.
+        number: its size times the number of layers of its kind.
+    """
+    layers = Counter(config.layer_names())
+    kinds = tuple(layers)  # layers of one name are equally large: one of each is built
+    decoder = config.replace(n_layers=len(kinds), pattern=kinds).build(device="meta")
+    for name, parameter in decoder.named_parameters():  # names a tied matrix once, as embedding
+        path = name.split(".")
+        owner = decoder.get_submodule(".".join(path[:-1]))
+        kind = kinds[int(path[1])] if path[0] == "layers" else None
+        block = config.blocks[kind] if kind else None
+        yield path, owner, block, parameter.numel() * (layers[kind] if kind else 1)
+
+
+def _is_of_experts(path: list[str]) -> bool:
+    return path[2:4] == EXPERTS
+
+
+def _component(path: list[str], owner: nn.Module) -> str:
+    """The component that the parameter at a path belongs to."""
+    if norm_facts(owner) is not None:
+        return "norms"
+    return path[2].removesuffix("_convolution") if path[0] == "layers" else path[0]
+
 
 WIDTH = 96
 

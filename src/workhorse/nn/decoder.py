@@ -17,8 +17,7 @@ from workhorse.nn.cache.paged import PagedCache
 from workhorse.nn.cache.paged_view import PackedView
 from workhorse.nn.cache.view import CacheView, Layers
 from workhorse.nn.context import Context
-from workhorse.nn.embedding import EmbeddingConfig, batch_and_seq
-from workhorse.nn.head import HeadConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig, batch_and_seq
 from workhorse.nn.init import (
     InitConfig,
     NormalInitConfig,

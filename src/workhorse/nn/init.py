@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from workhorse.config.base import Config
-from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.nn.experts.mixture import GroupedLinear
 
 RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 """The projections whose outputs are added to the residual stream."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.elementwise import Multiplier, SoftCap
-from workhorse.nn.head import Head
+from workhorse.nn.embedding import Head
 from workhorse.nn.products import (
     Gradients,
     ProductGradients,
+    autocast_dtype,
     parts_of,
     product,
     rows_at_once,

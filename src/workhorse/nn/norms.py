@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config.base import Config, ConfigError
-from workhorse.nn.autocast import autocast_dtype, without_autocast
+from workhorse.nn.products import autocast_dtype, without_autocast
 
 
 class LayerNormConfig(Config):

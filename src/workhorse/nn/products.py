@@ -1,12 +1,27 @@
-"""Products of matrices and their gradients, a part of the rows at a time."""
+"""Matmuls and their gradients, some of the rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from workhorse.devices.tape import recording
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast computes in on a tensor's device; None: it is off."""
+    device = x.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast is off on a tensor's device."""
+    device = x.device.type
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
 
 BLOCK = {"cpu": 2**20}
 """Logits that are in float32 at once: on a CPU what its cache holds."""

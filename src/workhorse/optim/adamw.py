@@ -10,14 +10,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from workhorse.config.base import Config
-from workhorse.config.on_resume import OnResume
+from workhorse.config.base import Config, OnResume
 from workhorse.native import Training
-from workhorse.optim.compiled_adamw import compiled_adamw_, constants_of, numbers_of
+from workhorse.optim.compiled import Recorded, compiled_adamw_, constants_of, numbers_of
+from workhorse.optim.gradients import number, refused
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
-from workhorse.optim.recorded import Recorded
 from workhorse.optim.shards import local, placed_like
-from workhorse.optim.shrink import number, refused
 
 
 class AdamWConfig(Config):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from workhorse.devices.destination import Destination, Elsewhere
+from workhorse.devices.transfer import Destination, Elsewhere
 from workhorse.native import Training
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.cuts import Cut, ModelPart
+    from workhorse.parallel.division.parts import Cut, ModelPart
 
 CHUNK = 2**18
 """Numbers that a CPU updates at once: few enough for intermediate results to stay in the cache."""

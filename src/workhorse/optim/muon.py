@@ -13,17 +13,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config.base import Config
-from workhorse.config.on_resume import OfItsKind, OnResume
+from workhorse.config.base import Config, OfItsKind, OnResume
 from workhorse.devices.names import multiplies_bfloat16
 from workhorse.native import Training
 from workhorse.optim.adamw import AdamWConfig
+from workhorse.optim.gradients import number, refused
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
-from workhorse.optim.shrink import number, refused
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.cuts import Cut
+    from workhorse.parallel.division.parts import Cut
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`: the steepest at 0 that keep singular

@@ -4,8 +4,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from workhorse.config.base import Config, ConfigError
-from workhorse.config.on_resume import OnResume
+from workhorse.config.base import Config, ConfigError, OnResume
 
 Ways = Annotated[int, Field(ge=1)]
 DIVIDED = ("data", "shard", "context", "tensor", "pipeline", "expert")

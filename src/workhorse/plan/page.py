@@ -1,16 +1,206 @@
-"""A plan as a page with pictures, in one file that needs no network."""
+"""A plan as text and as an HTML page."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workhorse.devices.memory import GIB, size
 from workhorse.files.writing import write_atomically
-from workhorse.plan.text import LABELS, lines
-from workhorse.train.report.chart import ticks
-from workhorse.train.report.page import rendered
+from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS
+from workhorse.plan.serving import WAYS
+from workhorse.plan.subject import LEAST_FITTED
+from workhorse.train.report.chart import shown, ticks
+from workhorse.train.report.page import duration, rendered
+
+LABELS = {
+    "weights": "weights",
+    "low_bits": "low bits of float32 masters",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "sums": "float32 sums of micro-batches",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "temporary": "temporary",
+}
+"""What each kind of memory is called, in the order of the picture."""
+
+
+def lines(plan: dict[str, Any]) -> Iterator[str]:
+    """The plan, one section after the other."""
+    train = plan["train"]
+    yield (
+        f"{plan['source']} ({plan['kind']}): {_counted(train['batch_size'], 'row')} of "
+        f"{train['seq_len']:,} tokens a step, {train['dtype']}, {train['optimizer']['kind']}"
+    )
+    if plan["assumed"]:
+        yield f"assumed: {', '.join(plan['assumed'])}"
+    for title, section in (
+        ("parameters", _parameters(plan["parameters"])),
+        ("arithmetic", _arithmetic(plan["flops"])),
+        ("memory", _memory(plan)),
+        ("time", _time(plan)),
+        ("compute-optimal", _optima(plan)),
+        ("serving", _serving(plan["serving"])),
+    ):
+        yield ""
+        yield title
+        yield from (f"  {line}" for line in section)
+
+
+def _parameters(counts: dict[str, int]) -> Iterator[str]:
+    total = counts["total"]
+    active = counts["active"]
+    yield f"{total:,}" + (f", of which {active:,} work on a token" if active != total else "")
+    for name, number in counts.items():
+        if name not in ("total", "active") and number:
+            yield _row(name.replace("_", " "), f"{number:,}", f"{number / total:.1%}")
+
+
+def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{shown(flops['per_token'])} FLOP a token: forward "
+        f"{shown(flops['forward_per_token'])} FLOP, backward twice that"
+    )
+    if repeated := flops["repeated_per_token"]:
+        yield f"and {shown(repeated)} FLOP that checkpointing repeats"
+    once = flops["forward_per_token"]
+    for name, number in flops["forward"].items():
+        yield _row(name.replace("_", " "), f"{shown(number)} FLOP", f"{number / once:.1%}")
+    yield f"{flops['training']:.4g} FLOP for {flops['tokens']:,} tokens"
+
+
+def _memory(plan: dict[str, Any]) -> Iterator[str]:
+    memory, peak = plan["memory"], plan["memory"]["peak"]
+    mesh = plan["parallel"]
+    yield from step_lines(memory, f", the fullest of {mesh['devices']:,}" * (mesh["devices"] > 1))
+    if memory["room"] is None:
+        yield "how much the device has is not known; give --memory"
+        return
+    name = plan["device"]["name"]
+    if memory["fits"]:
+        yield f"fits: {name} has {size(memory['room'])}"
+    else:
+        largest = max(LABELS, key=lambda kind: peak[kind])
+        room = size(memory["room"])
+        yield f"does not fit: {name} has {room}; the largest part is {LABELS[largest]}"
+        for remedy in plan["remedies"]:
+            enough = "fits then" if remedy["fits"] else "not enough alone"
+            saved = f"saves {size(remedy['saves'])}"
+            yield f"  {remedy['setting']}: {saved}, {enough} ({remedy['cost']})"
+    yield from _limits(plan["limits"], plan["train"], mesh["devices"])
+
+
+def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
+    """A step's memory at its peak, by kind, and between steps."""
+    peak = memory["peak"]
+    yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
+    for kind, name in LABELS.items():
+        if peak[kind]:
+            yield _row(name, size(peak[kind]), f"{peak[kind] / peak['total']:.1%}")
+    held = sum(sum(sizes.values()) for sizes in memory["held"].values())
+    yield f"{size(held)} between steps"
+
+
+def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iterator[str]:
+    rows, length, mesh = limits["micro_batch_size"], limits["seq_len"], limits["mesh"]
+    of = " on each device" * (devices > 1)
+    if rows:
+        tried = MOST_TOKENS // train["seq_len"]
+        limit = "at least" if rows >= tried else "at most"
+        yield f"{limit} {_counted(rows, 'row')} of {train['seq_len']:,} tokens at once{of}"
+    else:
+        yield f"not one row of {train['seq_len']:,} tokens at once{of}"
+    if length:
+        yield f"{'at least' if length >= MOST_TOKENS else 'at most'} {length:,} tokens in one row"
+    if mesh is None:
+        yield f"no mesh of up to {MOST_DEVICES:,} devices that was tried holds it"
+    elif mesh["devices"] > 1:
+        ways = [f"{name} {mesh[name]}" for name in ("shard", "tensor") if mesh[name] > 1]
+        each = "each" if mesh["tensor"] == 1 else f"every {mesh['tensor']} of them"
+        fewest = f"{mesh['devices']:,} devices ({', '.join(ways)})"
+        yield f"at least {fewest}, for one row at once on {each}"
+
+
+def _time(plan: dict[str, Any]) -> Iterator[str]:
+    time = plan["time"]
+    if time is None:
+        yield "not known for this machine: give --measure, or --device and a name"
+        return
+    yield (
+        f"{duration(time['seconds'])} for {time['steps']:,} steps on "
+        f"{_counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
+        f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']})"
+    )
+    if time["step"] is not None:
+        step = time["step"]
+        whole = sum(step.values())
+        parts = [
+            f"{name.replace('_', ' ')} {part / whole:.0%}"
+            for name, part in step.items()
+            if part > whole / 200
+        ]
+        yield f"a step takes {_seconds(whole)}, simulated: {', '.join(parts)}"
+    if time["failures"]["expected"] >= 1:
+        failures = time["failures"]
+        yield (
+            f"{_counted(round(failures['expected']), 'failure')} of a device to be expected, which "
+            f"leave {failures['goodput']:.1%} of the time"
+        )
+    hours = f"{time['device_hours']:,.1f} device hours"
+    yield hours if time["cost"] is None else f"{hours}, {time['cost']:,.2f} at the price given"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _optima(plan: dict[str, Any]) -> Iterator[str]:
+    flops = plan["compute_optimal"]["flops"]
+    small = f", far below the {LEAST_FITTED:g} from which the laws were fitted"
+    yield f"{flops:.4g} FLOP{small if flops < LEAST_FITTED / 10 else ''}"
+    for law in plan["compute_optimal"]["laws"]:
+        loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
+        yield (
+            f"{shown(round(law['parameters']))} parameters, {shown(round(law['tokens']))} "
+            f"tokens{loss} ({law['law']})"
+        )
+
+
+def _serving(serving: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{serving['bytes_per_token']:,} bytes of cache a token, "
+        f"{size(serving['bytes_per_text'])} for a text of {serving['context']:,}"
+    )
+    for name in WAYS:
+        way = serving[name]
+        if way is None:
+            yield f"{name}: no layer is wide enough"
+            continue
+        line = f"{name}: weights {size(way['weights'])}"
+        if way["texts"] == 0:
+            yield f"{line}, too much for one such text"
+            continue
+        if way["texts"] is not None:
+            line += f", {way['texts']:,} such texts at once"
+        if way["tokens_per_second"] is not None:
+            line += f", at most {way['tokens_per_second']:,.0f} tokens a second for one"
+        yield line
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _where(peak: dict[str, Any]) -> str:
+    part = peak["part"]
+    return f"in the {peak['phase']}" + ("" if part == peak["phase"] else f" pass, at {part}")
+
+
+def _row(name: str, figure: str, share: str) -> str:
+    return f"  {name:30} {figure:>18} {share:>7}"
+
 
 COLORS = {
     "weights": "#2563eb",

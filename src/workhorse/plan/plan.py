@@ -12,19 +12,16 @@ from workhorse.devices.memory import GIB, available
 from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.memory.account import account
+from workhorse.memory.capacity import largest_share, usable
 from workhorse.memory.device_memory import DeviceMemory, device_memory
-from workhorse.memory.micro_batch import largest_share, usable
-from workhorse.models.flops import forward_flops
-from workhorse.models.parameters import active_parameters, count_parameters
+from workhorse.models.describe import active_parameters, count_parameters, forward_flops
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.plan.compute_optimal import optima
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
-from workhorse.plan.limits import limits
-from workhorse.plan.remedies import remedies
+from workhorse.plan.limits import limits, remedies
 from workhorse.plan.serving import serving
 from workhorse.plan.step_time import simulated_step
-from workhorse.plan.subject import Subject, find_subject
+from workhorse.plan.subject import Subject, find_subject, optima
 from workhorse.train.minutes import remark, steps_within, with_steps
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import measured_peak

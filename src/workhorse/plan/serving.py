@@ -9,14 +9,11 @@ from torch import nn
 
 from workhorse.devices.tape import stand_in, without_data
 from workhorse.errors import WorkhorseError
-from workhorse.memory.kv_cache import cache_bytes, cache_of_layers
+from workhorse.memory.capacity import cache_bytes, cache_of_layers
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.experts.grouped_linear import GroupedLinear
-from workhorse.nn.experts.mixture import MixtureOfExperts
+from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
 from workhorse.plan.devices import GIGA
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantize import place_codes
-from workhorse.transforms.quantization.quantized_linear import QuantizedWeight
+from workhorse.transforms.quantization import FormatName, QuantizedWeight, place_codes
 
 WAYS: dict[str, FormatName | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 """Ways to hold the weights, each with the format of its codes."""

@@ -14,13 +14,11 @@ import torch
 
 from workhorse.memory.account import is_of_layer
 from workhorse.memory.device_memory import DeviceMemory, device_memory
-from workhorse.models.flops import SCORES, forward_flops
-from workhorse.models.parameters import components_of
+from workhorse.models.describe import SCORES, components_of, forward_flops
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig, share_of
-from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
-from workhorse.plan.devices import DeviceConfig
-from workhorse.plan.links import Cluster, Ring, cluster_of
+from workhorse.parallel.division.stages import Turn, one_forward_one_backward
+from workhorse.plan.devices import Cluster, DeviceConfig, Ring, cluster_of
 from workhorse.train.recipe.recipe import TrainConfig
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4

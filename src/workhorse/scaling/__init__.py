@@ -1,9 +1,7 @@
 """Scaling laws: what finished runs say about the loss of a larger one."""
 
-from workhorse.scaling.forms import FORMS, Point
-from workhorse.scaling.law import Estimate, Law, fit_law
-from workhorse.scaling.laws import fit_laws
-from workhorse.scaling.runs import point_of, read_points, recipe_at
+from workhorse.scaling.law import FORMS, Estimate, Law, Point, fit_law
+from workhorse.scaling.laws import fit_laws, point_of, read_points, recipe_at
 
 __all__ = [
     "FORMS",

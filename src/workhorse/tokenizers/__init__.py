@@ -21,7 +21,7 @@ from workhorse.tokenizers.files import check_output_folder, load_tokenizer
 from workhorse.tokenizers.pieces import StreamDecoder
 from workhorse.tokenizers.report import TokenizerReport, tokenizer_report
 from workhorse.tokenizers.tokenizer import Piece, Tokenizer
-from workhorse.tokenizers.training.train import missing_tokens, train_tokenizer
+from workhorse.tokenizers.training import missing_tokens, train_tokenizer
 
 __all__ = [
     "BpeConfig",

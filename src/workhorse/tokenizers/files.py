@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.files.plain import to_path
+from workhorse.files.text_formats import to_path
 from workhorse.files.writing import (
     discard,
     is_temporary,
@@ -20,7 +20,6 @@ from workhorse.files.writing import (
     writing,
 )
 from workhorse.tokenizers.huggingface.classes import DROP_LEADING_SPACE
-from workhorse.tokenizers.huggingface.folder import TokenizerFolder
 from workhorse.tokenizers.huggingface.read import (
     DEFINITION,
     MERGES,
@@ -36,6 +35,7 @@ from workhorse.tokenizers.huggingface.settings import (
     SPECIAL_TOKENS_MAP,
     TEMPLATE,
     TEMPLATES,
+    TokenizerFolder,
     read_settings,
 )
 

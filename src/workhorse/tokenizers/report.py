@@ -7,7 +7,7 @@ from typing import Any
 
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.tokenizer import Tokenizer
-from workhorse.tokenizers.training.corpus import Progress, pieces_of_texts
+from workhorse.tokenizers.training import Progress, pieces_of_texts
 
 _WORD = re.compile(r"\S+")
 

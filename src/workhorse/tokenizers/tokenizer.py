@@ -11,12 +11,10 @@ from typing import Any
 import tokenizers
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.tokenizers.affixes import affixes, set_affixes
 from workhorse.tokenizers.backend import checked_ids, ids_of, library_tokenizer
-from workhorse.tokenizers.control import ControlEncoder
+from workhorse.tokenizers.control import ControlEncoder, affixes, guarded, reachable, set_affixes
 from workhorse.tokenizers.files import folder_texts, write_folder
 from workhorse.tokenizers.growth import check_growth
-from workhorse.tokenizers.guard import guarded, reachable
 from workhorse.tokenizers.pieces import BYTE_ALPHABET, StreamDecoder, read_decoding
 
 ROLES = ("bos", "eos", "pad", "unk")

@@ -1,16 +1,13 @@
 """Training: a recipe in, a run directory out."""
 
 from workhorse.train.check import remarks_on
-from workhorse.train.dry_run import dry_run
-from workhorse.train.estimate import estimate
-from workhorse.train.loop import DivergedError
-from workhorse.train.recipe.init import with_init
+from workhorse.train.dry_run import dry_run, estimate
+from workhorse.train.loop import DivergedError, StopSignals
 from workhorse.train.recipe.overrides import on_workers, override_recipe
-from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.recipe.recipe import Recipe, TrainConfig, with_init
 from workhorse.train.report.metrics import Event, read_metrics
-from workhorse.train.resume.resume import Change, Resumption, resumed_recipe
+from workhorse.train.resume import Change, Resumption, resumed_recipe
 from workhorse.train.run import TrainResult, rehearse, train, why_taken
-from workhorse.train.signals import StopSignals
 
 __all__ = [
     "Change",

@@ -22,10 +22,8 @@ from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokeniz
 from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.execute.body import with_parameters_of
 from workhorse.execute.choose import decoding_body, training_announcement
-from workhorse.memory.micro_batch import fit_micro_batch
-from workhorse.memory.training_room import check_training
-from workhorse.models.flops import flops_per_token
-from workhorse.models.parameters import active_parameters, count_parameters
+from workhorse.memory.capacity import check_training, fit_micro_batch
+from workhorse.models.describe import active_parameters, count_parameters, flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
@@ -35,16 +33,13 @@ from workhorse.train.init_from import check_tokens, start_optimizer, start_weigh
 from workhorse.train.loop import Loop
 from workhorse.train.minutes import settle
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
-from workhorse.train.report.metrics import Event, MetricsFile
-from workhorse.train.report.trackers import open_tracker
-from workhorse.train.resume.random_state import seed_everything
-from workhorse.train.resume.resume import Resumption, check_same_run
-from workhorse.train.samples import Sampler
+from workhorse.train.report.metrics import Event, MetricsFile, open_tracker
+from workhorse.train.resume import Resumption, check_same_run, seed_everything
 from workhorse.train.saver import Store
 from workhorse.train.speed import Peak
 from workhorse.train.step.build import build_step, measured_peak, training_operators
 from workhorse.train.step.step import TrainingStep
-from workhorse.train.validation import Validator
+from workhorse.train.validation import Sampler, Validator
 
 Listener = Callable[[Event], None]
 GiveWeights = Callable[[Decoder, Places], Checkpoint | None]

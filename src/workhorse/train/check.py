@@ -15,7 +15,7 @@ from workhorse.data import (
 )
 from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
-from workhorse.memory.micro_batch import check_fitting
+from workhorse.memory.capacity import check_fitting
 from workhorse.optim.groups import check_base_width
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
@@ -23,8 +23,8 @@ from workhorse.tokenizers import load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
 from workhorse.train.init_from import check_weights
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
-from workhorse.train.report.trackers import check_tracker
-from workhorse.train.samples import check_samples
+from workhorse.train.report.metrics import check_tracker
+from workhorse.train.validation import check_samples
 from workhorse.transforms.float8 import check_float8
 
 BYTES_OF_A_TOKEN = 64

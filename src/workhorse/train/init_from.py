@@ -14,7 +14,7 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import Optimizer
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.resume.resume import differences
+from workhorse.train.resume import differences
 
 SETTINGS_SHOWN = 3
 """The most differing settings that an error names."""

@@ -1,17 +1,20 @@
-"""The training loop: steps over batches, with metrics, validations, samples and checkpoints.
+"""The training loop: steps over batches, with validations, samples, checkpoints and orderly stops.
 
 It reads no parameters and knows no files: step, batches and store are passed in, so that each can
 be replaced without changing the loop.
 """
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import Any, NamedTuple, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,17 +23,64 @@ from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
 from workhorse.data import Batch
 from workhorse.devices.memory import peak_memory
 from workhorse.errors import WorkhorseError
-from workhorse.files.slices import Slices, whole
-from workhorse.parallel.division.slices import own_slices
+from workhorse.files.safetensors import Slices, whole
+from workhorse.parallel.division.parts import own_slices
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
-from workhorse.train.resume.random_state import random_state, set_random_state
+from workhorse.train.resume import random_state, set_random_state
 from workhorse.train.saver import Saver, Store
-from workhorse.train.signals import StopSignals
 from workhorse.train.speed import Peak
 from workhorse.train.step.step import StepResult, TrainingStep
 from workhorse.train.validation import Validation
+
+STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+"""Windows has no SIGHUP."""
+
+
+class StopSignals:
+    """A context that records the first SIGINT, SIGTERM or SIGHUP instead of ending the process.
+
+    SIGHUP means that the terminal is gone; it stays ignored under `nohup`. The first signal
+    restores the former handlers, so a second one acts at once. Outside the main thread, where
+    Python delivers no signals, none is recorded. The context may be entered again inside itself.
+
+    Args:
+        numbers: the signals to record.
+
+    Attributes:
+        received: the first of them, also after the context.
+    """
+
+    def __init__(self, numbers: Sequence[signal.Signals] = STOPPING) -> None:
+        self.received: signal.Signals | None = None
+        self._numbers = numbers
+        self._depth = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                if number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._restore()
+
+    def _restore(self) -> None:
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self._restore()
+
 
 TensorsOf = Callable[[], dict[str, Tensor]]
 

@@ -9,25 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.data.corpus.sources import check_outside
+from workhorse.data.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import TAKES_NO_MORE, refusal
-from workhorse.models.parameters import count_parameters
+from workhorse.models.describe import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.processes.group import Group
-from workhorse.parallel.processes.watchdog import watched
+from workhorse.parallel.processes.group import Group, watched
 from workhorse.parallel.processes.world import World, join_processes
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
-from workhorse.train.loop import Loop
+from workhorse.train.loop import Loop, StopSignals
 from workhorse.train.minutes import as_begun
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.page import write_report
-from workhorse.train.resume.resume import Resumption, before_jump, plan_resumption
+from workhorse.train.resume import Resumption, before_jump, plan_resumption
 from workhorse.train.saver import Store
-from workhorse.train.signals import StopSignals
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def train(
         recipe: everything that determines the run.
         out: the run directory: new or empty, or the run's own with `resume`.
         resume: continue the run in `out` from its newest whole checkpoint. Changes of the recipe
-            are recorded in `metrics.jsonl`, or refused; see `workhorse.config.on_resume`.
+            are recorded in `metrics.jsonl`, or refused; see `workhorse.config.base`.
         settings: the command line's overrides, already in the recipe, such as `train.steps=50`;
             only for the report.
         on_event: called with every event of `metrics.jsonl` (`workhorse.train.report.metrics`), and

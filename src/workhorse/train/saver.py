@@ -12,7 +12,7 @@ from workhorse.checkpoints import Checkpoint
 from workhorse.checkpoints.runs.store import Tensors
 from workhorse.devices.memory import free_memory
 from workhorse.errors import WorkhorseError
-from workhorse.files.slices import Slice, Slices, whole
+from workhorse.files.safetensors import Slice, Slices, whole
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
 

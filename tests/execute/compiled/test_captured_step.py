@@ -18,8 +18,8 @@ from tests.execute.windowed import LOCAL_AND_GLOBAL, logits_along, make, texts
 from tests.nn.paged import paged
 from tests.without_host import WithoutHost
 from workhorse.errors import WorkhorseError
-from workhorse.execute.compiled.captured_step import CapturedDecoder, Replay, capture_steps
 from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.execute.compiled.fixed_step import CapturedDecoder, Replay, capture_steps
 from workhorse.nn import Decoder, DecoderConfig
 
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from tests.nn.grid import COVERING, make
-from workhorse.execute.compiled import compiled_logprobs
-from workhorse.execute.compiled.compiled_logprobs import CompiledLogprobs, compile_logprobs
+from workhorse.execute import training
+from workhorse.execute.training import CompiledLogprobs, compile_logprobs
 from workhorse.nn import IGNORE, HeadLoss, TokenLogprobs
-from workhorse.nn.head import HeadConfig
+from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.logprobs import PLAIN, Shaping, score
 from workhorse.train.objectives.next_token import NextToken
 
@@ -61,7 +61,7 @@ def test_a_loss_in_parts_is_the_plain_loss(kind: type[TokenLogprobs]) -> None:
 def test_parts_of_different_sizes_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounter()
     program = torch.compile(score, backend=counter)
-    monkeypatch.setattr(compiled_logprobs, "_compiled", lambda: program)
+    monkeypatch.setattr(training, "_compiled", lambda: program)
     for rows in (3, 5, 2):
         logits, wanted = torch.randn(rows, VOCAB), torch.randint(VOCAB, (rows,))
         CompiledLogprobs().score(logits, wanted, torch.randn(rows, 4), PLAIN)

@@ -15,7 +15,7 @@ from workhorse.execute.compiled import compiled_step
 from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
 from workhorse.execute.native_decoding.native_step import step_natively
 from workhorse.nn import DecoderConfig
-from workhorse.nn.cache.blocks import BLOCK
+from workhorse.nn.cache.paged import BLOCK
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
 pytestmark = [

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.native.machine import DECODING, needs
-from workhorse.execute.compiled.join_products import join_products
+from workhorse.execute.compiled.step_compiler import join_products
 
 pytestmark = needs("decoding")
 

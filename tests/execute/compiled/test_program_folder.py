@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.execute.compiled.program_folder import ProgramFolder
+from workhorse.execute.compiled.compiled_step import ProgramFolder
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from workhorse.execute.compiled.sum_products import sum_products
+from workhorse.execute.compiled.step_compiler import sum_products
 
 
 def layer(row: Tensor, rows: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:

@@ -6,12 +6,10 @@ from torch import Tensor
 from tests.execute.windowed import local_and_global
 from tests.native.machine import DECODING, OPERATORS
 from tests.nn.paged import paged
-from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_natively
-from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.nn import Decoder
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantize import quantize
+from workhorse.transforms.quantization import FormatName, quantize
 
 
 def built(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) -> Decoder:

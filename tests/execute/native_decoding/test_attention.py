@@ -8,7 +8,7 @@ import torch
 from tests.native.machine import DECODING, needs
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
 from tests.nn.paged import paged
-from workhorse.execute.native_decoding.attention import DecodingSdpa, attend_natively
+from workhorse.execute.native_decoding.layers import DecodingSdpa, attend_natively
 from workhorse.native import Decoding
 from workhorse.nn import DecoderConfig
 

@@ -17,7 +17,7 @@ from tests.native.machine import needs
 from tests.nn.grid import error
 from tests.nn.paged import paged
 from workhorse.errors import WorkhorseError
-from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization import FormatName
 
 pytestmark = [needs("steps"), needs("decoding")]
 

@@ -20,7 +20,7 @@ from workhorse.models.huggingface import Fields, family
 from workhorse.native import Steps
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.cache.paged_view import PackedView, PagedView
-from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization import FormatName
 
 pytestmark = [needs("steps"), needs("decoding")]
 CONFIGS = [config for config in CAUSAL if fixed_length(config) is None]

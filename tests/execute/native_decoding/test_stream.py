@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.native.machine import DECODING, MATRIX_UNIT, OPERATORS, VECTORS, needs
-from workhorse.execute.native_decoding import stream
-from workhorse.execute.native_decoding.stream import (
+from workhorse.execute.native_decoding import layers
+from workhorse.execute.native_decoding.layers import (
     DOT_ROWS,
     DOT_ROWS_BESIDE_GEMM,
     StreamedLinear,
@@ -117,7 +117,7 @@ def test_many_rows_are_a_product(
 def test_bfloat16_without_instructions_for_it_is_multiplied_as_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "cpu_has", lambda name: name == "sse4_2")
+    monkeypatch.setattr(layers, "cpu_has", lambda name: name == "sse4_2")
     layer = nn.Linear(48, 80).bfloat16()
     x = torch.randn(DOT_ROWS_BESIDE_GEMM[torch.bfloat16] + 1, 48).bfloat16()
     exact = F.linear(x.float(), layer.weight.float(), layer.bias.float())
@@ -158,10 +158,10 @@ def test_a_bias_that_is_replaced_may_have_gaps(rows: int) -> None:
 def test_without_gemms_pytorch_multiplies_as_operators_would(
     widens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "widens", lambda: widens)
-    monkeypatch.setattr(stream, "cpu_has", lambda _: True)
+    monkeypatch.setattr(layers, "widens", lambda: widens)
+    monkeypatch.setattr(layers, "cpu_has", lambda _: True)
     model = nn.Sequential(nn.Linear(32, 8)).bfloat16()
     expected = F.linear(x := torch.randn(300, 32).bfloat16(), model[0].weight, model[0].bias)
     stream_weights(model, Operators(decoding=DECODING))
-    assert model[0].many_rows is (stream._widened if widens else F.linear)
+    assert model[0].many_rows is (layers._widened if widens else F.linear)
     torch.testing.assert_close(model(x), expected)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from tests.native.machine import TRAINING, VECTORS, needs
 from tests.train.conftest import MODEL
-from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.execute.native_training import train_natively
 from workhorse.execute.native_training.blocks import NativeBlock
 from workhorse.execute.native_training.norms import NativePreNorm
+from workhorse.execute.training import checkpoint_activations
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.replace import replace_modules
+from workhorse.transforms.record import replace_modules
 
 pytestmark = [needs("training"), needs("vectors")]
 

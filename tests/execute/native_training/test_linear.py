@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from tests.native.machine import MATRIX_UNIT, VECTORS, needs
 from tests.train.conftest import MODEL
-from workhorse.execute.checkpointing import checkpoint_activations
-from workhorse.execute.native_training.linear import Gemm, NativeLinear, replace_linear
-from workhorse.execute.native_training.logprobs import replace_logprobs
+from workhorse.execute.native_training.feedforward import Gemm, NativeLinear, replace_linear
+from workhorse.execute.native_training.vocabulary import replace_logprobs
+from workhorse.execute.training import checkpoint_activations
 from workhorse.native import MatrixUnit, Operators
 from workhorse.nn import DecoderConfig, HeadLoss
 

@@ -11,12 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
-from workhorse.execute.checkpointing import checkpoint_activations
-from workhorse.execute.native_training.embedding import replace_embeddings
-from workhorse.execute.native_training.feedforward import replace_feed_forwards
-from workhorse.execute.native_training.linear import Gemm
-from workhorse.execute.native_training.logprobs import replace_logprobs
+from workhorse.execute.native_training.feedforward import Gemm, replace_feed_forwards
 from workhorse.execute.native_training.norms import NativeNorm, replace_norms
+from workhorse.execute.native_training.vocabulary import replace_embeddings, replace_logprobs
+from workhorse.execute.training import checkpoint_activations
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp

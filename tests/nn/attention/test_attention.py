@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workhorse.config.base import ConfigError
 from workhorse.nn import Attention, AttentionConfig, Context
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.positions.absolute import NoPositionConfig
 from workhorse.nn.positions.rope import RopeConfig

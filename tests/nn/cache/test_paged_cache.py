@@ -9,8 +9,7 @@ from torch import Tensor
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.cache.blocks import CachedSequence
-from workhorse.nn.cache.paged import PagedCache
+from workhorse.nn.cache.paged import CachedSequence, PagedCache
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 
 TOLERANCE = 1e-5
@@ -31,7 +30,7 @@ every_config_of_fixed_angles = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of three tokens, so that a short sequence has several."""
-    for module in ("blocks", "paged", "paged_view"):
+    for module in ("paged", "paged_view"):
         monkeypatch.setattr(f"workhorse.nn.cache.{module}.BLOCK", 3)
 
 

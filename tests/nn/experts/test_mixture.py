@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.config.base import ConfigError
-from workhorse.nn.experts import grouped_linear
-from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
-from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts import mixture
+from workhorse.nn.experts.mixture import GroupedLinear, MoEConfig, group_sorted
 from workhorse.nn.experts.router import Router, RouterConfig
 from workhorse.nn.feedforward import GatedMlp
 
@@ -95,7 +94,7 @@ def test_the_grouped_kernel_and_single_products_agree(
     x = torch.randn(5, 16, dtype=dtype)
     results = []
     for takes in (True, False):
-        monkeypatch.setattr(grouped_linear, "_kernel_takes", lambda _, takes=takes: takes)
+        monkeypatch.setattr(mixture, "_kernel_takes", lambda _, takes=takes: takes)
         x.grad, linear.weight.grad = None, None
         y = linear(x.requires_grad_(), groups)
         y.square().sum().backward()

@@ -6,12 +6,13 @@ import torch
 
 from workhorse.nn.attention.masks import AttentionPattern, Placement, alibi_bias
 from workhorse.nn.positions.absolute import (
+    AlibiConfig,
     LearnedPositionConfig,
     LearnedPositions,
     SinusoidalPositionConfig,
     SinusoidalPositions,
+    alibi_slopes,
 )
-from workhorse.nn.positions.alibi import AlibiConfig, alibi_slopes
 
 
 def waves(d_model: int, seq: int = 40, **options: object) -> np.ndarray:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.config.base import Config, parse_yaml
-from workhorse.config.on_resume import OnResume
+from workhorse.config.base import Config, OnResume, parse_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.train import Recipe

@@ -10,7 +10,7 @@ from tests.train.runs import weights
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.train import StopSignals, read_metrics, train
-from workhorse.train.report.metrics import Event
+from workhorse.train.report.metrics import Event, scalars
 from workhorse.train.report.page import (
     duration,
     environment,
@@ -22,7 +22,6 @@ from workhorse.train.report.page import (
     validation_series,
     write_report,
 )
-from workhorse.train.report.trackers import scalars
 
 
 def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):

@@ -10,16 +10,14 @@ from torch import Tensor
 from tests.train.conftest import MODEL
 from tests.without_host import WithoutHost
 from workhorse.data import Batch
-from workhorse.devices.to_host import ToHost
+from workhorse.devices.transfer import ToHost
 from workhorse.nn import DecoderConfig
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import OptimizerConfig, build_optimizer
 from workhorse.optim.master_weights import round_weights
 from workhorse.optim.muon import MuonConfig
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import LossScale, Precision, TrainingStep
 
 CPU = torch.device("cpu")
 OPTIMIZERS: list[OptimizerConfig] = [

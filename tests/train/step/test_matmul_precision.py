@@ -19,8 +19,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.train import StopSignals, train
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-from workhorse.train.step.precision import Precision
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import Precision, TrainingStep
 
 MLP = {
     "kind": "pre_norm",

@@ -13,8 +13,10 @@ from tests.train.test_run import assert_same_run
 from workhorse.config.base import ConfigError
 from workhorse.devices.memory import most_resident, resident
 from workhorse.errors import WorkhorseError
-from workhorse.memory import micro_batch
-from workhorse.memory.micro_batch import (
+from workhorse.memory import capacity
+from workhorse.memory.capacity import (
+    LONG,
+    check_training,
     fit_micro_batch,
     largest_share,
     recordable,
@@ -22,13 +24,12 @@ from workhorse.memory.micro_batch import (
     step_bytes,
     usable,
 )
-from workhorse.memory.training_room import LONG, check_training
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train import Recipe, estimate, read_metrics, train
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.resume.random_state import random_state
+from workhorse.train.resume import random_state
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROWS = 32
@@ -39,8 +40,8 @@ def config(batch_size: int, **changes: Any) -> TrainConfig:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, n_bytes: float) -> None:
-    monkeypatch.setattr(micro_batch, "free_memory", lambda: math.ceil(n_bytes))
-    monkeypatch.setattr(micro_batch, "available", lambda device: math.ceil(n_bytes))
+    monkeypatch.setattr(capacity, "free_memory", lambda: math.ceil(n_bytes))
+    monkeypatch.setattr(capacity, "available", lambda device: math.ceil(n_bytes))
 
 
 @pytest.mark.parametrize("room", [33, 32, 31, 16, 15, 9, 8, 4, 2.5, 1.5, 1, 0.5])
@@ -85,7 +86,7 @@ def test_the_rows_are_those_whose_recorded_step_fits(
 
 
 def test_scattered_tensors_are_left_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "resolve", lambda *_, **__: Operators())
+    monkeypatch.setattr(capacity, "resolve", lambda *_, **__: Operators())
     assert usable(1000, CPU) == 700
     assert usable(1000, CUDA) == 900
 
@@ -195,7 +196,7 @@ def test_a_run_is_the_one_with_the_number_and_resumes_with_it(
     assert_same_run(tmp_path / "number", tmp_path / "auto")
     shutil.copytree(tmp_path / "auto", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000012")
-    monkeypatch.setattr(micro_batch, "step_bytes", lambda *_, **__: pytest.fail("asked again"))
+    monkeypatch.setattr(capacity, "step_bytes", lambda *_, **__: pytest.fail("asked again"))
     train(recipe("auto"), tmp_path / "resumed", resume=True)
     assert_same_run(tmp_path / "number", tmp_path / "resumed")
     starts = [e for e in read_metrics(tmp_path / "resumed/metrics.jsonl") if e["kind"] == "start"]

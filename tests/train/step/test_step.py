@@ -6,16 +6,14 @@ import torch
 
 from workhorse.data import IGNORE, Batch
 from workhorse.errors import WorkhorseError
-from workhorse.execute.checkpointing import checkpoint_activations
+from workhorse.execute.training import checkpoint_activations
 from workhorse.nn import Decoder, next_token_loss
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import LossScale, Precision, TrainingStep
 
 CPU = torch.device("cpu")
 

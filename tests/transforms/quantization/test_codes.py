@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse.transforms.quantization.codes import (
+from workhorse.transforms.quantization import (
     FORMATS,
     FormatName,
     decode,

@@ -12,12 +12,13 @@ from tests.native.machine import DECODING
 from workhorse.devices.instructions import SWITCH
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantize import place_codes, quantize
-from workhorse.transforms.quantization.quantized_linear import (
+from workhorse.transforms.quantization import (
+    FormatName,
     QuantizedGroupedLinear,
     QuantizedLinear,
     QuantizedWeight,
+    place_codes,
+    quantize,
 )
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)

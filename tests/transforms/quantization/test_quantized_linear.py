@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted, grouped_product
-from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantized_linear import (
+from workhorse.nn.experts.mixture import GroupedLinear, group_sorted, grouped_product
+from workhorse.transforms.quantization import (
+    FormatName,
     QuantizedGroupedLinear,
     QuantizedLinear,
 )

@@ -1,4 +1,4 @@
-"""One architecture of llama.cpp as data, and whether it computes what a config of ours says.
+"""One architecture of llama.cpp as data, and whether a config of ours fits it.
 
 llama.cpp's forward passes are fixed: a GGUF file fills in sizes and a few numbers. So an
 `Architecture` states what is fixed as kinds of layer in our own config classes, and names the
@@ -11,27 +11,36 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
-from workhorse.checkpoints.gguf.field_paths import (
-    FRACTION,
-    MISSING,
-    SCALING,
-    THETA,
-    WINDOW,
-    Data,
-    FieldPath,
-    compare_plain,
-    look_up,
-    plain,
-    put,
-)
 from workhorse.config.errors import as_written
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import BlockConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.head import HeadConfig
-from workhorse.nn.norms import NormConfig
+from workhorse.models.huggingface.family import MISSING, FieldPath, compare_plain, look_up, plain
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
+from workhorse.nn.blocks import BlockConfig, PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
+from workhorse.nn.feedforward import GatedMlpConfig, MlpConfig
+from workhorse.nn.norms import LayerNormConfig, NormConfig, RMSNormConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
+from workhorse.nn.positions.rope import RopeConfig
+
+WINDOW = "attention.window"
+THETA = "attention.position.theta"
+SCALING = "attention.position.scaling"
+FRACTION = "attention.position.fraction"
+
+Data = dict[str, Any]
+
+
+def put(data: Data, path: str, value: object) -> None:
+    """Set the value of a field, if its parent exists."""
+    *outer, last = path.split(".")
+    inner: Any = data
+    for part in outer:
+        inner = inner.get(part) if isinstance(inner, dict) else None
+    if isinstance(inner, dict) and last in inner:
+        inner[last] = value
+
 
 SIZES = (
     "attention.n_heads",
@@ -251,3 +260,84 @@ def _share_eps(norm: Data, other: Data) -> None:
     """llama.cpp has one epsilon for all norms."""
     if norm["kind"] == other["kind"] and "eps" in norm:
         norm["eps"] = other["eps"]
+
+
+RMS = RMSNormConfig()
+LAYER = LayerNormConfig()
+BIASLESS = LayerNormConfig(bias=False)
+
+ROTARY = AttentionConfig(n_heads=1, position=RopeConfig())
+LOCAL = ROTARY.replace(window=1)
+NO_POSITION = ROTARY.replace(position=NoPositionConfig())
+BIASED = ROTARY.replace(qkv_bias=True, out_bias=True)
+HEAD_NORM = QKNormConfig(norm=RMS)
+FULL_NORM = QKNormConfig(norm=RMS, over="full")
+
+SWIGLU = GatedMlpConfig(d_ff=1)
+GEGLU = GatedMlpConfig(d_ff=1, activation="gelu_tanh")
+GELU = MlpConfig(d_ff=1, activation="gelu_tanh")
+BIASED_GELU = GELU.replace(bias=True)
+
+TIED = HeadConfig(tied=True)
+LLAMA = PreNormConfig(norm=RMS, attention=ROTARY, feed_forward=SWIGLU)
+
+QKV = ("attn_q", "attn_k", "attn_v")
+GATE_UP = ("ffn_gate", "ffn_up")
+REORDERED = {"attention_norm": "post_attention_norm", "feed_forward_norm": "post_ffw_norm"}
+
+TIE, ATTENTION_BIASES = "head.tied", ("attention.qkv_bias", "attention.out_bias")
+
+
+def turns(block: BlockConfig) -> bool:
+    """Whether a layer has rotary positions."""
+    return block.rope is not None
+
+
+def divided_logits(keys: Data) -> Data:
+    """Granite: the file holds the divisor of the logits, our config the multiplier."""
+    return {"head.multiplier": 1 / keys["logit_scale"]}
+
+
+def local_layers_unscaled(data: Data) -> str | None:
+    """Layers with a window have the unscaled rotation, whatever the others have."""
+    for layer in data["layers"]:
+        attention = layer["attention"]
+        if attention["window"] is not None and attention["position"].get("scaling") is not None:
+            return "the rotation of a layer with a window is scaled"
+    return None
+
+
+def some_window(data: Data) -> str | None:
+    """llama.cpp assumes that at least one layer has a window."""
+    windows = (layer["attention"]["window"] for layer in data["layers"])
+    return None if any(windows) else "no layer has a sliding window"
+
+
+def no_position_every_fourth(data: Data) -> str | None:
+    """Layers 4, 8, 12 … have no positions, and no other."""
+    for number, layer in enumerate(data["layers"], start=1):
+        if (layer["attention"]["position"]["kind"] == "none") != (number % 4 == 0):
+            return f"layer {number} is not among every fourth without positions, or should be"
+    return None
+
+
+def windows_at_64_layers(data: Data) -> str | None:
+    """EXAONE 4: 64 layers have windows and no positions elsewhere; other depths have neither."""
+    attentions = [layer["attention"] for layer in data["layers"]]
+    deep = len(attentions) == 64  # noqa: PLR2004 the published depth, which llama.cpp goes by
+    for attention in attentions:
+        wide, turning = attention["window"] is None, attention["position"]["kind"] == "rope"
+        if (wide and deep) == turning or (not wide and not deep):
+            return f"windows and positions are not as in EXAONE 4 of {len(attentions)} layers"
+    return None
+
+
+def equal_heads(data: Data) -> str | None:
+    """The same number of heads for keys and values as for queries."""
+    attention = data["layers"][0]["attention"]
+    return None if attention["n_heads"] == attention["n_kv_heads"] else "its heads are grouped"
+
+
+def fewer_than_64_layers(data: Data) -> str | None:
+    """Cohere: llama.cpp requires norms on queries and keys from 64 layers on."""
+    return None if data["n_layers"] < 64 else "64 layers or more need norms on queries and keys"  # noqa: PLR2004

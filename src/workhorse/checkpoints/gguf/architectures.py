@@ -5,14 +5,12 @@ What each computes was read in llama.cpp's `src/models/*.cpp`.
 
 import math
 
-from workhorse.checkpoints.gguf.architecture import Architecture
-from workhorse.checkpoints.gguf.field_paths import FRACTION, SCALING, THETA, WINDOW, Data
-from workhorse.checkpoints.gguf.mixtures import MIXTURE, MIXTURES
-from workhorse.checkpoints.gguf.parts import (
+from workhorse.checkpoints.gguf.architecture import (
     ATTENTION_BIASES,
     BIASED,
     BIASED_GELU,
     BIASLESS,
+    FRACTION,
     FULL_NORM,
     GATE_UP,
     GEGLU,
@@ -26,9 +24,14 @@ from workhorse.checkpoints.gguf.parts import (
     REORDERED,
     RMS,
     ROTARY,
+    SCALING,
     SWIGLU,
+    THETA,
     TIE,
     TIED,
+    WINDOW,
+    Architecture,
+    Data,
     divided_logits,
     fewer_than_64_layers,
     local_layers_unscaled,
@@ -37,20 +40,19 @@ from workhorse.checkpoints.gguf.parts import (
     turns,
     windows_at_64_layers,
 )
+from workhorse.checkpoints.gguf.mixtures import MIXTURE, MIXTURES
 from workhorse.nn import AttentionConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import (
     ParallelConfig,
     PreNormConfig,
     ReorderedNormConfig,
     SandwichNormConfig,
 )
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.absolute import LearnedPositionConfig
-from workhorse.nn.positions.alibi import AlibiConfig
+from workhorse.nn.positions.absolute import AlibiConfig, LearnedPositionConfig
 
 ALIBI = AttentionConfig(n_heads=1, position=AlibiConfig(max_bias=8.0))
 SANDWICH = SandwichNormConfig(norm=RMS, attention=ROTARY, feed_forward=GEGLU)

@@ -1,12 +1,174 @@
-"""The metadata of a model in a GGUF file: sizes, norms, rotations, kinds of layer."""
+"""The metadata of a model in a GGUF file: sizes, norms, rotations, kinds of layers."""
 
+import math
+import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from workhorse.checkpoints.gguf.architecture import Architecture
-from workhorse.checkpoints.gguf.field_paths import MISSING, Data, FieldPath, look_up
-from workhorse.checkpoints.gguf.rotation import rope_metadata
-from workhorse.nn.positions.rope import RopeConfig
+import torch
+from torch import Tensor
+
+from workhorse.checkpoints.gguf.architecture import Architecture, Data
+from workhorse.models.huggingface.family import MISSING, FieldPath, look_up
+from workhorse.nn.positions.rope import (
+    LinearScalingConfig,
+    Llama3ScalingConfig,
+    LongRopeScalingConfig,
+    RopeConfig,
+    YarnScalingConfig,
+    inverse_powers,
+)
+
+FREQUENCIES = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
+Pairing = Literal["half", "interleaved"]
+
+
+def rope_metadata(rope: RopeConfig, head_dim: int) -> Mapping[str, object]:
+    """Keys of the `rope.` section, without the architecture's name.
+
+    YaRN's amplitude is llama.cpp's own `0.1 ln(factor) + 1` times `attn_factor`.
+    """
+    keys: dict[str, object] = {
+        "rope.dimension_count": rope.rotary_dim(head_dim),
+        "rope.freq_base": rope.theta,
+    }
+    match rope.scaling:
+        case LinearScalingConfig(factor=factor):
+            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+        case YarnScalingConfig() as yarn:
+            keys |= {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": yarn.factor,
+                "rope.scaling.original_context_length": yarn.original_max_seq_len,
+                "rope.scaling.attn_factor": yarn.amplitude / yarn.growth(1.0),
+            }
+        case LongRopeScalingConfig() as long:
+            keys |= {
+                "rope.scaling.type": "longrope",
+                "rope.scaling.original_context_length": long.original_max_seq_len,
+                "rope.scaling.attn_factor": long.amplitude,
+            }
+        case _:
+            pass
+    return keys
+
+
+def shortest(number: float) -> float:
+    """The shortest decimal that a float32 of the file stands for: 1e-06, not 9.9999999e-07."""
+    try:
+        (stored,) = struct.unpack("f", struct.pack("f", number))
+    except OverflowError:
+        return number
+    for digits in range(6, 10):
+        short = float(f"{number:.{digits}g}")
+        if struct.unpack("f", struct.pack("f", short)) == (stored,):
+            return short
+    return number
+
+
+def read_scaling(
+    keys: Mapping[str, Any], factors: Mapping[str, Tensor], rope: Data, width: int, length: int
+) -> Data | None:
+    """The scaling of a rotation, as `rope_metadata` and `rope_tensors` write it.
+
+    Args:
+        keys: of the architecture's section.
+        factors: the tensors of divisors.
+        rope: the rotation without scaling.
+        width: number of rotated features.
+        length: of the context.
+
+    Raises:
+        ValueError: an unknown kind, or divisors that no rule gives.
+        KeyError: one of its numbers is missing.
+    """
+    original: Any = keys.get("rope.scaling.original_context_length")
+    stretch = keys.get("rope.scaling.attn_factor", 1.0)
+    match keys.get("rope.scaling.type", "none"):
+        case "linear":
+            return {"kind": "linear", "factor": keys["rope.scaling.factor"]}
+        case "yarn":
+            given = {"factor": keys["rope.scaling.factor"], "original_max_seq_len": original}
+            yarn = YarnScalingConfig.from_dict({"kind": "yarn", **given})
+            own = {} if stretch == 1 else {"attention_factor": shortest(stretch * yarn.growth(1.0))}
+            return yarn.to_dict() | own
+        case "longrope":
+            names = {"short": SHORT_FACTORS, "long": LONG_FACTORS}
+            lists = {
+                f"{key}_factor": [shortest(one) for one in factors[name].tolist()]
+                for key, name in names.items()
+            }
+            extent = {"original_max_seq_len": original, "factor": max(length / original, 1.0)}
+            return {"kind": "longrope", **lists, **extent, "attention_factor": stretch}
+        case "none":
+            pass
+        case other:
+            raise ValueError(f"rope.scaling.type {other!r} is unknown")
+    if FREQUENCIES not in factors:
+        return None
+    return _llama3(factors[FREQUENCIES], rope, width)
+
+
+def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
+    """The Llama 3 scaling that gives these divisors, with the ends of its ramp at 1 and 4.
+
+    Between the ends, the share of a pair that is kept is `(waves - 1) / 3`, and its divisor d is
+    `1 / ((1 - kept) / factor + kept)`: one such pair determines the original length.
+    """
+    plain = inverse_powers(rope["theta"], width, torch.device("cpu"))
+    factor = round(float(divisors.max()), 4)
+    kept = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+    between = (kept > 0.01) & (kept < 0.99)  # noqa: PLR2004
+    lengths = ((1 + 3 * kept) * 2 * math.pi / plain)[between]
+    for original in {round(float(one)) for one in lengths} or {8192}:
+        scaling = Llama3ScalingConfig(
+            factor=factor,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_seq_len=original,
+        )
+        made = RopeConfig.from_dict(rope | {"scaling": scaling.to_dict()})
+        if torch.allclose(rope_tensors(made, width)[FREQUENCIES], divisors, rtol=1e-5):
+            return scaling.to_dict()
+    raise ValueError(f"{FREQUENCIES} holds divisors that are not of Llama 3's rule")
+
+
+def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
+    """Divisors of the frequencies, `(rotary_dim / 2,)` each, if a scaling needs them."""
+    match rope.scaling:
+        case Llama3ScalingConfig() as llama3:
+            width, cpu = rope.rotary_dim(head_dim), torch.device("cpu")
+            plain = inverse_powers(rope.theta, width, cpu)
+            return {FREQUENCIES: plain / llama3.frequencies(rope.theta, width, 0, cpu)}
+        case LongRopeScalingConfig(short_factor=short, long_factor=long):
+            return {
+                SHORT_FACTORS: torch.tensor(short),
+                LONG_FACTORS: torch.tensor(long),
+            }
+        case _:
+            return {}
+
+
+def paired(rows: Tensor, head_dim: int, rotary_dim: int, ours: Pairing, theirs: Pairing) -> Tensor:
+    """Rows of a projection, reordered so that the other pairing rotates the same features.
+
+    Args:
+        rows: (heads · head_dim, ...); of each head the first `rotary_dim` are rotated.
+        head_dim: width of a head.
+        rotary_dim: an even number.
+        ours: the pairing now: a feature with its neighbour, or with the other half.
+        theirs: the pairing wanted.
+    """
+    if ours == theirs:
+        return rows
+    heads_first = rows.unflatten(0, (-1, head_dim))
+    turning, rest = heads_first[:, :rotary_dim], heads_first[:, rotary_dim:]
+    shape = (2, -1) if ours == "half" else (-1, 2)
+    turning = turning.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+    return torch.cat((turning, rest), dim=1).flatten(0, 1)
+
 
 EVERYWHERE: dict[str, FieldPath] = {
     "vocab_size": "vocab_size",

@@ -2,11 +2,10 @@
 
 import math
 
-from workhorse.checkpoints.gguf.architecture import Architecture
-from workhorse.checkpoints.gguf.field_paths import FRACTION, WINDOW, Data
-from workhorse.checkpoints.gguf.parts import (
+from workhorse.checkpoints.gguf.architecture import (
     ATTENTION_BIASES,
     BIASED,
+    FRACTION,
     FULL_NORM,
     HEAD_NORM,
     LLAMA,
@@ -14,19 +13,20 @@ from workhorse.checkpoints.gguf.parts import (
     ROTARY,
     SWIGLU,
     TIE,
+    WINDOW,
+    Architecture,
+    Data,
     divided_logits,
     equal_heads,
     some_window,
 )
 from workhorse.nn.attention.latent import LatentAttentionConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import ClampedSwigluConfig
-from workhorse.nn.head import HeadConfig
-from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.positions.rope_scaling import YarnScalingConfig
+from workhorse.nn.positions.rope import RopeConfig, YarnScalingConfig
 
 UNNORMALISED = MoEConfig(d_ff=1, n_experts=1, top_k=1)
 MIXTURE = UNNORMALISED.replace(router=RouterConfig(normalize=True))

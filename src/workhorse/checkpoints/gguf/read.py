@@ -13,24 +13,22 @@ from torch import Tensor
 
 from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
-from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
+from workhorse.checkpoints.gguf.metadata import FACTORS, OWN_CONFIG, shortest
 from workhorse.checkpoints.gguf.quantized import check_readable, dequantize
 from workhorse.checkpoints.gguf.read_config import ConfigReader
-from workhorse.checkpoints.gguf.read_vocabulary import (
+from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
+from workhorse.checkpoints.gguf.vocabulary import (
     end_tokens,
     has_vocabulary,
     read_vocabulary,
     vocabulary_remarks,
 )
-from workhorse.checkpoints.gguf.rotation import FACTORS, shortest
-from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
-from workhorse.checkpoints.huggingface.accounting import meta_decoder
-from workhorse.checkpoints.huggingface.tensor_folder import MappedFile
+from workhorse.checkpoints.huggingface.tensor_folder import MappedFile, meta_decoder
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.files.gguf_file import StoredTensor, read_gguf_header
-from workhorse.files.plain import open_contained
-from workhorse.files.safetensors_header import Stored
+from workhorse.files.safetensors import Stored
+from workhorse.files.text_formats import open_contained
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName

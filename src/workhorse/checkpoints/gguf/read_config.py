@@ -12,27 +12,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from workhorse.checkpoints.gguf.approximation import readable
-from workhorse.checkpoints.gguf.architecture import MEANINGLESS, Architecture
-from workhorse.checkpoints.gguf.field_paths import (
+from workhorse.checkpoints.gguf.architecture import (
     FRACTION,
-    MISSING,
+    MEANINGLESS,
     SCALING,
     THETA,
     WINDOW,
+    Architecture,
     Data,
-    compare_plain,
-    look_up,
-    plain,
     put,
 )
-from workhorse.checkpoints.gguf.metadata import EPSILON, EVERYWHERE, OWN_CONFIG, model_metadata
-from workhorse.checkpoints.gguf.rotation import read_scaling, shortest
+from workhorse.checkpoints.gguf.metadata import (
+    EPSILON,
+    EVERYWHERE,
+    OWN_CONFIG,
+    model_metadata,
+    read_scaling,
+    shortest,
+)
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, tensor_parts
+from workhorse.checkpoints.gguf.write import readable
 from workhorse.config.base import Config, ConfigError
 from workhorse.errors import WorkhorseError, shown
-from workhorse.files.json_file import parse_json
+from workhorse.files.text_formats import parse_json
 from workhorse.models.huggingface import Family, family
+from workhorse.models.huggingface.family import MISSING, compare_plain, look_up, plain
 from workhorse.models.huggingface.llama_like import pattern_of
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workhorse.checkpoints.gguf.architecture import Architecture
-from workhorse.checkpoints.gguf.rotation import paired, rope_tensors
+from workhorse.checkpoints.gguf.metadata import paired, rope_tensors
 from workhorse.checkpoints.tensors import weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder

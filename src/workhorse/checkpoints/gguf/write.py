@@ -1,8 +1,8 @@
-"""A decoder and its tokenizer written as one GGUF file for llama.cpp and its kin."""
+"""Writes a decoder and its tokenizer as one GGUF file for llama.cpp."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from workhorse.checkpoints.gguf.approximation import readable
-from workhorse.checkpoints.gguf.architecture import Architecture
+from workhorse.checkpoints.gguf.architecture import WINDOW, Architecture, Data, put
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.quantized import gguf_package, quantize
@@ -21,17 +20,74 @@ from workhorse.checkpoints.gguf.vocabulary import (
     end_metadata,
     tokenizer_metadata,
 )
-from workhorse.checkpoints.huggingface.written_out import written_out
+from workhorse.checkpoints.huggingface.export import written_out
 from workhorse.checkpoints.tensors import check_numbers
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.files.gguf_file import BLOCKS
 from workhorse.files.writing import replacing
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
 from workhorse.models.huggingface import family as family_of
+from workhorse.models.huggingface.family import look_up, plain
 from workhorse.nn import Decoder, DecoderConfig
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
+
+APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
+    (
+        "feed_forward.activation",
+        "gelu",
+        "gelu_tanh",
+        "llama.cpp computes GELU in its tanh form; logits differ in the fourth digit",
+    ),
+    (
+        "attention.position.scaling.truncate",
+        False,
+        True,
+        "llama.cpp rounds the ends of YaRN's ramp to whole pairs; angles differ a little",
+    ),
+    (
+        "attention.position.scaling.kind",
+        "longrope",
+        "longrope",
+        "llama.cpp chooses LongRoPE's factors by the room of its context, not by the text's length",
+    ),
+)
+"""A field, our value, what llama.cpp has instead, and what to tell the user."""
+
+
+def readable(config: DecoderConfig, *, windows: bool) -> tuple[Data, list[str]]:
+    """A config as the plain data that an architecture can compute, and what it costs.
+
+    Args:
+        config: ours.
+        windows: whether the architecture knows sliding windows; else the context is cut to the
+            narrowest, within which a window changes nothing.
+    """
+    data, remarks = plain(config), list[str]()
+    layers: list[Data] = data["layers"]
+    for path, ours, theirs, remark in APPROXIMATIONS:
+        for layer in layers:
+            if look_up(layer, path) == ours:
+                put(layer, path, theirs)
+                remarks += [remark] if remark not in remarks else []
+    if not windows:
+        narrowest = min(_windows(layers), default=data["max_seq_len"])
+        if narrowest < data["max_seq_len"]:
+            remarks.append(
+                f"llama.cpp has no sliding window here; the file's context is {narrowest} tokens, "
+                "within which it changes nothing"
+            )
+        data["max_seq_len"] = min(narrowest, data["max_seq_len"])
+        for layer in layers:
+            put(layer, WINDOW, None)
+    return data, remarks
+
+
+def _windows(layers: Iterable[Data]) -> list[int]:
+    found: list[Any] = [look_up(layer, WINDOW) for layer in layers]
+    return [window for window in found if isinstance(window, int)]
+
 
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k"]
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "bf16": 32}

@@ -1,4 +1,4 @@
-"""A decoder written as a Hugging Face directory, or refused with the reasons."""
+"""Writes a decoder as a Hugging Face directory, or raises an error with the reasons."""
 
 import json
 from collections.abc import Mapping
@@ -9,18 +9,43 @@ import torch
 
 from workhorse.checkpoints.huggingface.load import CONFIG_FILE, GENERATION_FILE
 from workhorse.checkpoints.huggingface.tensor_folder import write_tensors
-from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.checkpoints.model_folder import make_folder
-from workhorse.checkpoints.runs.disk import Disk
+from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.tensors import weights_of
 from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, in_the_way, native_class
+from workhorse.models.huggingface.family import NEUTRAL
 from workhorse.models.huggingface.moves import plan, written_tensors
 from workhorse.nn import Decoder, DecoderConfig
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
+
+
+@torch.no_grad()
+def written_out(decoder: Decoder, config: DecoderConfig) -> Decoder:
+    """The same model as a decoder of an equivalent config.
+
+    Args:
+        decoder: any decoder; its tensors are shared.
+        config: from `Family.equivalent`. Parts that only it has get weights that change nothing,
+            see `NEUTRAL`.
+    """
+    if config is decoder.config:
+        return decoder
+    wider = config.build("eager", device="meta")
+    ours = weights_of(decoder)
+    embedding = ours["embedding.tokens.weight"]
+    for name, empty in weights_of(wider).items():
+        if name == "head.proj.weight":
+            ours.setdefault(name, embedding)
+        elif name not in ours:
+            neutral = NEUTRAL[name.rpartition(".")[2]]
+            ours[name] = torch.full_like(empty, neutral, dtype=embedding.dtype, device="cpu")
+    wider.load_state_dict(ours, strict=False, assign=True)
+    wider.tie_weights()
+    return wider.eval()
 
 
 def find_family(config: DecoderConfig) -> Family:

@@ -25,18 +25,18 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.runs.manifest import (
     MANIFEST,
     MODEL,
     OPTIMIZER,
     STATE,
     DamagedCheckpoint,
+    Disk,
     manifest_of,
     open_checkpoint,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.files.slices import Slices, whole
+from workhorse.files.safetensors import Slices, whole
 from workhorse.files.writing import refusal
 
 TEMPORARY = ".tmp-"

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import Running, announce, model_options, open_model
-from workhorse.cli.options import json_option
+from workhorse.cli.loading import Running, announce, json_option, model_options, open_model
 from workhorse.cli.output import for_terminal, print_result, warn
 from workhorse.cli.sampling import (
     draft_options,
     generation_config,
+    prompt_seconds,
     sampling_options,
+    speed,
     with_sampling,
     with_seed,
 )
-from workhorse.cli.speed import prompt_seconds, speed
 from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from workhorse.cli.options import PATH, json_option, runtime_options, train_settings
+from workhorse.cli.loading import PATH, json_option, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, counted, print_result, warn
 
 

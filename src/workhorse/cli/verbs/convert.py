@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from workhorse.cli.options import PATH, json_option
+from workhorse.cli.loading import PATH, json_option
 from workhorse.cli.output import print_result, warn
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import recipe_of_run
-from workhorse.cli.options import PATH, json_option
+from workhorse.cli.loading import PATH, json_option, recipe_of_run
 from workhorse.cli.output import print_result, progress, warn
 
 if TYPE_CHECKING:

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import DECODING, Running, announce, model_options, open_model
-from workhorse.cli.options import MOST_ROWS, json_option
+from workhorse.cli.loading import (
+    DECODING,
+    MOST_ROWS,
+    Running,
+    announce,
+    json_option,
+    model_options,
+    open_model,
+)
 from workhorse.cli.output import counted, print_result, progress
 
 if TYPE_CHECKING:

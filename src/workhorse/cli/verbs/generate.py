@@ -8,18 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import Running, announce, model_options, open_model
-from workhorse.cli.options import MOST_ROWS, PATH, json_option
+from workhorse.cli.loading import (
+    MOST_ROWS,
+    PATH,
+    Running,
+    announce,
+    json_option,
+    model_options,
+    open_model,
+)
 from workhorse.cli.output import for_terminal, print_result, status
-from workhorse.cli.prompts import read_prompts
 from workhorse.cli.sampling import (
     draft_options,
     generation_config,
+    prompt_seconds,
+    read_prompts,
     sampling_options,
+    speed,
     with_sampling,
     with_seed,
 )
-from workhorse.cli.speed import prompt_seconds, speed
 
 if TYPE_CHECKING:
     from workhorse.generate import Completion, Delta, GenerationConfig

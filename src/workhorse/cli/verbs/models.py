@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from workhorse.cli.options import json_option
+from workhorse.cli.loading import json_option
 from workhorse.cli.output import print_result, warn
 
 Rows = list[dict[str, Any]]
@@ -48,7 +48,7 @@ def show_model(model: str, as_json: bool) -> None:
     MODEL is a preset, a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder
     that `convert` wrote. Everything but the config is a comment: the output is a config file.
     """
-    from workhorse.model.describe import describe
+    from workhorse.model.model import describe
     from workhorse.models.describe import page
 
     found = describe(model, tell=warn)

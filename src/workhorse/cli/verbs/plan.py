@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from workhorse.cli.options import PATH, json_option
+from workhorse.cli.loading import PATH, json_option
 from workhorse.cli.output import print_result, status, warn
 from workhorse.files.writing import check_place
 
@@ -66,7 +66,7 @@ def command(
     each is kept, and data fills up.
     """
     from workhorse.plan import plan
-    from workhorse.plan.text import lines
+    from workhorse.plan.page import lines
 
     if page is not None:
         check_place(page)  # a large plan takes minutes

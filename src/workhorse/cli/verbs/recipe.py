@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from workhorse.cli.options import json_option
+from workhorse.cli.loading import json_option
 from workhorse.cli.output import print_result
 
 if TYPE_CHECKING:

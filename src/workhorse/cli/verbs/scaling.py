@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from workhorse.cli.options import PATH, json_option
+from workhorse.cli.loading import PATH, json_option
 from workhorse.cli.output import print_result, status
 
 

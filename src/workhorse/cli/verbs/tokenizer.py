@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.options import PATH, json_option
+from workhorse.cli.loading import PATH, json_option
 from workhorse.cli.output import counted, for_terminal, print_result, progress, warn
 
 if TYPE_CHECKING:
-    from workhorse.data.corpus.documents import SplitName
+    from workhorse.data.documents import SplitName
     from workhorse.tokenizers import Tokenizer, TokenizerConfig
 
 FLAGS = {"kind": "--algorithm", "vocab_size": "--vocab-size"}
@@ -200,7 +200,7 @@ def _print_pieces(
 
 
 def _stdin() -> str:
-    from workhorse.files.plain import decoded
+    from workhorse.files.text_formats import decoded
 
     return decoded(sys.stdin.buffer.read(), "stdin")
 

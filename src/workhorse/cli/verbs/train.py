@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from workhorse.cli.loading import recipe_of_run
-from workhorse.cli.options import PATH, json_option, runtime_options, train_settings
+from workhorse.cli.loading import PATH, json_option, recipe_of_run, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, counted, print_result
 from workhorse.parallel.processes import environment
 
@@ -39,7 +38,7 @@ class _Train(click.Command):
 
 def _as_settings(option: str, given: list[str]) -> str:
     """`--steps 10` as `train.steps=10`; empty if a recipe has no such key."""
-    from workhorse.train.recipe.misplaced import listed, places_of
+    from workhorse.train.recipe.overrides import listed, places_of
 
     at = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
     _, equals, value = given[at].partition("=") if at < len(given) else ("", "", "")
@@ -291,7 +290,7 @@ def _figures(found: dict[str, Any]) -> list[str]:
     """Parameters, memory, tokens, export and time."""
     from workhorse.cli.train_progress import duration
     from workhorse.devices.memory import size
-    from workhorse.plan.text import step_lines
+    from workhorse.plan.page import step_lines
 
     parameters, memory = found["parameters"], found["memory"]
     roles = ", ".join(

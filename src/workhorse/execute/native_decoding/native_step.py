@@ -16,19 +16,18 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.execute.compiled.compiled_step import CompiledDecoder
-from workhorse.execute.native_decoding.program import Program, RotationKey
-from workhorse.execute.native_decoding.recorded import CannotTranslate
-from workhorse.execute.native_decoding.stream import DOT_ROWS_BESIDE_GEMM
+from workhorse.execute.native_decoding.layers import DOT_ROWS_BESIDE_GEMM
+from workhorse.execute.native_decoding.program import CannotTranslate, Program, RotationKey
 from workhorse.execute.native_decoding.translate import translate
 from workhorse.native import Operators, Steps
 from workhorse.native.steps import KeptWeights
 from workhorse.nn import Decoder
-from workhorse.nn.cache.fixed import tensors_of
+from workhorse.nn.cache.contiguous import tensors_of
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up
 from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.replace import become
+from workhorse.transforms.record import become
 
 MAX_TOKENS = 256
 """Maximum number of tokens of a step, over all sequences. For more, attention that computes whole

@@ -7,28 +7,32 @@ import torch
 from torch import nn
 
 from workhorse.execute.activation_names import NATIVE_ACTIVATIONS, activation_name
-from workhorse.execute.native_decoding.attention import ATTENDED, DecodingSdpa
+from workhorse.execute.native_decoding.layers import ATTENDED, DecodingSdpa, StreamedLinear
 from workhorse.execute.native_decoding.program import (
     NOWHERE,
     CacheShape,
+    CannotTranslate,
     Program,
     Register,
     RotationKey,
     Writer,
+    record_modules,
 )
-from workhorse.execute.native_decoding.recorded import CannotTranslate, record_modules
-from workhorse.execute.native_decoding.stream import StreamedLinear
 from workhorse.native.decoding import GROUP
 from workhorse.native.steps import ACTIVATIONS, NormFlag, Op, RotationFlag
 from workhorse.nn import Decoder
 from workhorse.nn.attention.grouped import Attention
-from workhorse.nn.attention.qk_norm import AllHeadsNorm, rotate_then_norm
-from workhorse.nn.attention.self_attention import Float32Rotation, Rotation
+from workhorse.nn.attention.self_attention import (
+    AllHeadsNorm,
+    Float32Rotation,
+    Rotation,
+    rotate_then_norm,
+)
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
 from workhorse.nn.feedforward import Gated
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.nn.positions.absolute import LearnedPositions
-from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
+from workhorse.transforms.quantization import QuantizedLinear
 
 
 def translate(decoder: Decoder) -> Program:

@@ -8,11 +8,13 @@ from torch import nn
 
 from workhorse.execute.native_training.attention import replace_attention, replace_projections
 from workhorse.execute.native_training.blocks import replace_blocks
-from workhorse.execute.native_training.embedding import replace_embeddings
-from workhorse.execute.native_training.feedforward import replace_feed_forwards
-from workhorse.execute.native_training.linear import Gemm, replace_linear
-from workhorse.execute.native_training.logprobs import replace_logprobs
+from workhorse.execute.native_training.feedforward import (
+    Gemm,
+    replace_feed_forwards,
+    replace_linear,
+)
 from workhorse.execute.native_training.norms import replace_norms
+from workhorse.execute.native_training.vocabulary import replace_embeddings, replace_logprobs
 from workhorse.native import Operators
 
 __all__ = ["Gemm", "replace_embeddings", "train_natively"]

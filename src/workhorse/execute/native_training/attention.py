@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from workhorse.execute.native_training.linear import Gemm, is_plain, several_linear
+from workhorse.execute.native_training.feedforward import Gemm, is_plain, several_linear
 from workhorse.native import Training
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.watched import watched
-from workhorse.transforms.replace import become, replace_modules
+from workhorse.transforms.record import become, replace_modules
 
 
 class TrainingSdpa(Sdpa):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from workhorse.execute.native_training.feedforward import NativeGatedMlp, NativeMlp, Simple
-from workhorse.execute.native_training.linear import (
+from workhorse.execute.native_training.feedforward import (
     Gemm,
+    NativeGatedMlp,
+    NativeMlp,
+    Simple,
     gradients_of_weights,
     is_plain_in,
     weights_of,
@@ -31,7 +33,7 @@ from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Unchanged
 from workhorse.nn.watched import watched
-from workhorse.transforms.replace import become, replace_modules
+from workhorse.transforms.record import become, replace_modules
 
 
 class NativeBlock(NativePreNorm):

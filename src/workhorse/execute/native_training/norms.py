@@ -9,12 +9,12 @@ from torch.autograd.function import once_differentiable
 from workhorse.native import Training
 from workhorse.native.blocks import Norm, NormOptions
 from workhorse.nn import norms as plain
-from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.blocks import PreNorm
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
+from workhorse.nn.products import autocast_dtype
 from workhorse.nn.watched import watched
-from workhorse.transforms.replace import become, combined, replace_modules
+from workhorse.transforms.record import become, combined, replace_modules
 
 TYPES = (torch.bfloat16, torch.float32)
 

@@ -30,10 +30,10 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     written_n_dense,
 )
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import SandwichNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.experts.mixture import MoEConfig

@@ -15,13 +15,13 @@ from workhorse.models.huggingface.llama_like import (
     decoder,
     rms_norm,
 )
+from workhorse.models.huggingface.moves import Rule, Shape, Tensors, instead, same
 from workhorse.models.huggingface.rotation import read_rope, rope_section
-from workhorse.models.huggingface.rules import Rule, Shape, Tensors, instead, same
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.feedforward import XIELU, MlpConfig
-from workhorse.nn.positions.rope_scaling import Llama3ScalingConfig
+from workhorse.nn.positions.rope import Llama3ScalingConfig
 
 STRETCH = Llama3ScalingConfig(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192

@@ -17,7 +17,7 @@ from workhorse.models.huggingface.mixtures import (
     SHARED_RULES,
     n_shared_experts,
 )
-from workhorse.models.huggingface.rules import instead, joined, same, then_transposed, transposed
+from workhorse.models.huggingface.moves import instead, joined, same, then_transposed, transposed
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig

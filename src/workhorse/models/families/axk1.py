@@ -3,8 +3,13 @@
 from workhorse.models.families.deepseek import DEEPSEEK_KEYS, DEEPSEEK_RULES
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.latent import PAIRING_KEYS, latent_attention
-from workhorse.models.huggingface.llama_like import decoder, gated_mlp, rms_norm
+from workhorse.models.huggingface.llama_like import (
+    PAIRING_KEYS,
+    decoder,
+    gated_mlp,
+    latent_attention,
+    rms_norm,
+)
 from workhorse.models.huggingface.mixtures import (
     DENSE,
     FEED_FORWARD,
@@ -13,7 +18,7 @@ from workhorse.models.huggingface.mixtures import (
     sigmoid_mixture,
     written_mlp_layer_types,
 )
-from workhorse.models.huggingface.rules import same, zeros
+from workhorse.models.huggingface.moves import same, zeros
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

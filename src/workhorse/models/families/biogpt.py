@@ -7,7 +7,7 @@ from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, mlp, written
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.rules import instead, same
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig, EmbeddingPositionConfig

@@ -15,8 +15,8 @@ from workhorse.models.huggingface.llama_like import (
     gated_mlp,
     rms_norm,
 )
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

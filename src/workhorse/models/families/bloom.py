@@ -4,12 +4,12 @@ from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, fused_qkv, mlp, written
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.rules import same
+from workhorse.models.huggingface.moves import same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.alibi import AlibiConfig
+from workhorse.nn.positions.absolute import AlibiConfig
 
 NAMES = {
     "num_hidden_layers": "n_layer",

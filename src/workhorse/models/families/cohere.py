@@ -15,10 +15,10 @@ from workhorse.models.huggingface.llama_like import (
     written_layer_types,
     written_window,
 )
+from workhorse.models.huggingface.moves import instead, same, unstacked
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, same, unstacked
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import ParallelConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import NoPositionConfig

@@ -29,8 +29,8 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     written_mlp_layer_types,
 )
+from workhorse.models.huggingface.moves import instead
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import ParallelConfig
 from workhorse.nn.experts.mixture import MoEConfig

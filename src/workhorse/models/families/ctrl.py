@@ -6,7 +6,7 @@ from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import GPT_NAMES, attention, mlp, written
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.rules import same
+from workhorse.models.huggingface.moves import same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig

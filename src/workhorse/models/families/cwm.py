@@ -19,7 +19,7 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.rotation import read_rope, rope_section
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.positions.rope_scaling import Llama3ScalingConfig
+from workhorse.nn.positions.rope import Llama3ScalingConfig
 
 STRETCH = Llama3ScalingConfig(
     factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192

@@ -8,8 +8,8 @@ from torch import Tensor
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import WRITTEN_ACTIVATIONS, activation
+from workhorse.models.huggingface.moves import Rule, Shape, Tensors, joined, reshaped, same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.models.huggingface.rules import Rule, Shape, Tensors, joined, reshaped, same
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig

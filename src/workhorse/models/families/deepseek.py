@@ -7,18 +7,16 @@ from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, Family, look_up
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.latent import (
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
     LATENT_KEYS,
     LATENT_RULES,
     PAIRING_KEYS,
-    latent_attention,
-)
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
     RULES,
     activation,
     decoder,
     gated_mlp,
+    latent_attention,
     rms_norm,
 )
 from workhorse.models.huggingface.mixtures import (
@@ -30,7 +28,7 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     sigmoid_mixture,
 )
-from workhorse.models.huggingface.rules import instead
+from workhorse.models.huggingface.moves import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.blocks import PreNormConfig

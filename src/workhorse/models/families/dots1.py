@@ -25,7 +25,7 @@ from workhorse.models.huggingface.mixtures import (
     sigmoid_mixture,
 )
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
 
 

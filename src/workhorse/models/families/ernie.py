@@ -22,8 +22,8 @@ from workhorse.models.huggingface.mixtures import (
     of_dense,
     of_sparse,
 )
+from workhorse.models.huggingface.moves import instead, reshaped, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, reshaped, same
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig

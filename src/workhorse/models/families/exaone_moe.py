@@ -29,10 +29,10 @@ from workhorse.models.huggingface.mixtures import (
     sigmoid_mixture,
     written_mlp_layer_types,
 )
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.positions.absolute import NoPositionConfig
 

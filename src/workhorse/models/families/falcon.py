@@ -14,16 +14,16 @@ from workhorse.models.huggingface.gpt_like import (
     written,
 )
 from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.moves import same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.models.huggingface.rules import same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
+from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.alibi import AlibiConfig
+from workhorse.nn.positions.absolute import AlibiConfig
 from workhorse.nn.positions.rope import RopeConfig
 
 

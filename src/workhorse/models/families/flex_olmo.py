@@ -12,10 +12,10 @@ from workhorse.models.huggingface.llama_like import (
     rms_norm,
 )
 from workhorse.models.huggingface.mixtures import MIXTURE_RULES
+from workhorse.models.huggingface.moves import instead
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import ReorderedNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

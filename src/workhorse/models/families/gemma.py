@@ -29,15 +29,14 @@ from workhorse.models.huggingface.llama_like import (
     written_rope_by_type,
     written_window,
 )
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.positions.rope import RopeConfig

@@ -21,10 +21,10 @@ from workhorse.models.huggingface.mixtures import (
     sigmoid_mixture,
     written_n_dense,
 )
+from workhorse.models.huggingface.moves import instead, joined, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, joined, same
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 
 

@@ -2,17 +2,15 @@
 
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.latent import (
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
     LATENT_KEYS,
     LATENT_RULES,
     PAIRING_KEYS,
-    latent_attention,
-)
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
     RULES,
     decoder,
     gated_mlp,
+    latent_attention,
     rms_norm,
 )
 from workhorse.models.huggingface.mixtures import (
@@ -25,7 +23,7 @@ from workhorse.models.huggingface.mixtures import (
     sigmoid_mixture,
     written_mlp_layer_types,
 )
-from workhorse.models.huggingface.rules import instead
+from workhorse.models.huggingface.moves import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

@@ -15,13 +15,12 @@ from workhorse.models.huggingface.gpt_like import (
     written,
 )
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.rules import instead, same
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PostNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.feedforward import ActivationName, MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import LayerNormConfig, NoNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig

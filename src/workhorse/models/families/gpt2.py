@@ -5,13 +5,12 @@ from functools import partial
 from workhorse.models.huggingface.family import Family, differs
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, written_activation
-from workhorse.models.huggingface.rules import joined, same, then_transposed, transposed
+from workhorse.models.huggingface.moves import joined, same, then_transposed, transposed
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig

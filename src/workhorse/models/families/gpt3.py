@@ -5,9 +5,8 @@ from functools import partial
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig

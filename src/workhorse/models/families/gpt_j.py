@@ -12,7 +12,7 @@ from workhorse.models.huggingface.gpt_like import (
     written,
 )
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.rules import instead, interleaved_by, same
+from workhorse.models.huggingface.moves import instead, interleaved_by, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import ParallelConfig
 from workhorse.nn.embedding import EmbeddingConfig

@@ -14,7 +14,7 @@ from workhorse.models.huggingface.gpt_like import (
     written,
 )
 from workhorse.models.huggingface.llama_like import decoder, written_window
-from workhorse.models.huggingface.rules import same
+from workhorse.models.huggingface.moves import same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.norms import LayerNormConfig

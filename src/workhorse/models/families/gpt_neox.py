@@ -4,8 +4,8 @@ from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, fused_qkv, mlp, written
 from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.moves import same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.models.huggingface.rules import same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig

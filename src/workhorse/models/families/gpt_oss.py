@@ -17,8 +17,7 @@ from workhorse.models.huggingface.llama_like import (
     written_layer_types,
     written_window,
 )
-from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import (
+from workhorse.models.huggingface.moves import (
     Rule,
     Shape,
     Tensors,
@@ -28,12 +27,13 @@ from workhorse.models.huggingface.rules import (
     then_transposed,
     transposed,
 )
+from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import ClampedSwigluConfig
-from workhorse.nn.positions.rope_scaling import YarnScalingConfig
+from workhorse.nn.positions.rope import YarnScalingConfig
 
 STRETCH = YarnScalingConfig(factor=32.0, original_max_seq_len=4096, truncate=False)
 """Of the released models; a config that says nothing of the rotation means it."""

@@ -17,7 +17,7 @@ from workhorse.models.huggingface.llama_like import (
     gated_mlp,
     rms_norm,
 )
-from workhorse.models.huggingface.rules import instead, joined, same
+from workhorse.models.huggingface.moves import instead, joined, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig

@@ -32,8 +32,8 @@ from workhorse.models.huggingface.llama_like import (
     written_layer_types,
     written_window,
 )
+from workhorse.models.huggingface.moves import instead, joined, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, joined, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import FeedForwardConfig
 from workhorse.nn.positions.absolute import NoPositionConfig

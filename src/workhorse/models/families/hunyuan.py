@@ -22,10 +22,10 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     written_mlp_layer_types,
 )
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope, rope_section
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

@@ -13,7 +13,7 @@ from workhorse.models.huggingface.llama_like import (
     gated_mlp,
     rms_norm,
 )
-from workhorse.models.huggingface.rules import instead, same
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 from workhorse.nn.embedding import EmbeddingConfig

@@ -18,11 +18,11 @@ from workhorse.models.huggingface.llama_like import (
     rms_norm,
 )
 from workhorse.models.huggingface.mixtures import of_dense, of_sparse
+from workhorse.models.huggingface.moves import instead, joined, same, then_transposed, transposed
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, joined, same, then_transposed, transposed
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import QueryScalingConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

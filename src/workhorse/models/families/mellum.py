@@ -27,10 +27,10 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     written_mlp_layer_types,
 )
+from workhorse.models.huggingface.moves import instead
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.models.huggingface.rules import instead
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

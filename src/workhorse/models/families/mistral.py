@@ -12,20 +12,19 @@ from workhorse.models.huggingface.llama_like import (
     gated_mlp,
     rms_norm,
 )
+from workhorse.models.huggingface.moves import instead, same, stacked
 from workhorse.models.huggingface.rotation import (
     read_rope,
     rope_parameters,
     rope_scaling,
     rope_section,
 )
-from workhorse.models.huggingface.rules import instead, same, stacked
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import QueryScalingConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
-from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.positions.rope_scaling import YarnScalingConfig
+from workhorse.nn.positions.rope import RopeConfig, YarnScalingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -22,12 +22,11 @@ from workhorse.models.huggingface.llama_like import (
     written_rope_by_type,
     written_window,
 )
+from workhorse.models.huggingface.moves import instead, joined, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, joined, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.head import HeadTransformConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadTransformConfig
 from workhorse.nn.norms import LayerNormConfig
 
 THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}

@@ -10,15 +10,15 @@ from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, written
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.rules import joined, same
+from workhorse.models.huggingface.moves import joined, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import HeInitConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.alibi import AlibiConfig
+from workhorse.nn.positions.absolute import AlibiConfig
 
 
 def mpt(

@@ -25,16 +25,16 @@ from workhorse.models.huggingface.llama_like import (
     written_window,
 )
 from workhorse.models.huggingface.mixtures import MIXTURE_RULES
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, ReorderedNormConfig
+from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import FanInInitConfig
 from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
 from workhorse.nn.positions.rope import RopeConfig

@@ -4,7 +4,7 @@ from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, mlp, written
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.rules import Rule, same
+from workhorse.models.huggingface.moves import Rule, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PostNormConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig

@@ -6,8 +6,8 @@ from functools import partial
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import ParallelConfig
+from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import FanInInitConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.rope import RopeConfig

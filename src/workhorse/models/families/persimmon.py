@@ -4,10 +4,10 @@ from workhorse.models.huggingface.family import Family, differs
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, fused_qkv, mlp, written
 from workhorse.models.huggingface.llama_like import RULES, decoder
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.norms import LayerNormConfig
 

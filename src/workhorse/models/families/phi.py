@@ -13,23 +13,22 @@ from workhorse.models.huggingface.llama_like import (
     rms_norm,
     written_activation,
 )
+from workhorse.models.huggingface.moves import instead, joined, same, stacked
 from workhorse.models.huggingface.rotation import (
     read_rope,
     rope_parameters,
     rope_scaling,
     rope_section,
 )
-from workhorse.models.huggingface.rules import instead, joined, same, stacked
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.positions.rope_scaling import LongRopeScalingConfig
+from workhorse.nn.positions.rope import LongRopeScalingConfig, RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

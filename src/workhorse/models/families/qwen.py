@@ -21,9 +21,9 @@ from workhorse.models.huggingface.llama_like import (
     written_window,
 )
 from workhorse.models.huggingface.mixtures import EXPERT_RULES, of_dense, of_sparse
-from workhorse.models.huggingface.rules import instead, same
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

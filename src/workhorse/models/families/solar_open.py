@@ -15,8 +15,8 @@ from workhorse.models.huggingface.mixtures import (
     ROUTER_KEYS,
     sigmoid_mixture,
 )
+from workhorse.models.huggingface.moves import instead
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

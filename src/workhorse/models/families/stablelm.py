@@ -3,10 +3,10 @@
 from workhorse.models.huggingface.family import Data, Family, differs, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import KEYS, RULES, attention, decoder, gated_mlp
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.qk_norm import QKNormConfig
+from workhorse.nn.attention.self_attention import QKNormConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.norms import LayerNormConfig
 

@@ -13,8 +13,8 @@ from workhorse.models.huggingface.gpt_like import (
     written,
 )
 from workhorse.models.huggingface.llama_like import RULES, decoder
+from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig

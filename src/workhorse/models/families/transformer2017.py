@@ -6,9 +6,8 @@ from functools import partial
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PostNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import XavierInitConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import SinusoidalPositionConfig

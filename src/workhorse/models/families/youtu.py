@@ -2,14 +2,18 @@
 
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.latent import (
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
     LATENT_KEYS,
     LATENT_RULES,
     PAIRING_KEYS,
+    RULES,
+    decoder,
+    gated_mlp,
     latent_attention,
+    rms_norm,
 )
-from workhorse.models.huggingface.llama_like import KEYS, RULES, decoder, gated_mlp, rms_norm
-from workhorse.models.huggingface.rules import instead
+from workhorse.models.huggingface.moves import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from workhorse.config.base import ConfigError
 from workhorse.config.errors import as_written
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.rules import Rule
+from workhorse.models.huggingface.moves import Rule
 from workhorse.nn import DecoderConfig
 
 Data = dict[str, Any]

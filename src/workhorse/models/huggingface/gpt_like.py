@@ -10,7 +10,7 @@ from typing import Any
 from workhorse.models.huggingface.family import Data, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, written_activation
-from workhorse.models.huggingface.rules import Rule, interleaved_by
+from workhorse.models.huggingface.moves import Rule, interleaved_by
 from workhorse.nn import AttentionConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.embedding import EmbeddingConfig

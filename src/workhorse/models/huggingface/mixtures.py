@@ -11,7 +11,7 @@ from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, gated_mlp
-from workhorse.models.huggingface.rules import Rule, same, stacked
+from workhorse.models.huggingface.moves import Rule, same, stacked
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 

@@ -11,12 +11,12 @@ from typing import Any, Literal, cast
 from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.huggingface.fields import Fields
-from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.positions.rope_scaling import (
+from workhorse.nn.positions.rope import (
     DynamicNtkScalingConfig,
     LinearScalingConfig,
     Llama3ScalingConfig,
     LongRopeScalingConfig,
+    RopeConfig,
     RopeScalingConfig,
     YarnScalingConfig,
 )

@@ -15,24 +15,21 @@ from torch import nn
 from workhorse.config.base import Config, ConfigError
 from workhorse.nn.attention.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern
-from workhorse.nn.attention.qk_norm import (
-    QKNormConfig,
-    make_head_norm,
-    norm_then_rotate,
-    rotate_then_norm,
-)
 from workhorse.nn.attention.self_attention import (
+    QKNormConfig,
     SelfAttention,
     SelfAttentionConfig,
+    make_head_norm,
     make_rotation,
+    norm_then_rotate,
+    rotate_then_norm,
     split_heads,
 )
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Clip, Unchanged
 from workhorse.nn.norms import PresentNormConfig
-from workhorse.nn.positions.absolute import OF_THE_EMBEDDING, NoPositionConfig
-from workhorse.nn.positions.alibi import AlibiConfig
+from workhorse.nn.positions.absolute import OF_THE_EMBEDDING, AlibiConfig, NoPositionConfig
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import HeadOutputs, Hidden, Queries, SideBySide
 

@@ -1,18 +1,26 @@
-"""A contiguous cache: a fixed number of rows, each with its own slots for keys and values.
+"""Caches with slots for each sequence: contiguous, and with fixed shapes for compiled steps.
 
 Every layer has an entry. Entries of equal capacity share `SlotPositions`: the position that each
 slot of each row holds. Masks are computed from those positions, so full, rolling and ragged caches
 need no special cases. Position p is stored in slot `p % capacity`.
+
+`PagedView` counts in Python ints, so a compiler would recompile for every token. A `FixedCache`
+views the same tensors for one pass over at most `slack + 1` tokens of each row, and everything that
+changes is in a tensor. The caller reserves blocks for the new tokens beforehand
+(`PagedView.reserve`) and counts them afterwards (`PagedView.advance`).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.attention.masks import Placement
+from workhorse.nn.cache.paged import BLOCK, InBlocks, Reach
+from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
 
@@ -246,3 +254,105 @@ class Cache(CacheView):
         self.lengths = self.lengths[index]
         for part in (*self.slot_positions.values(), *self.entries):
             part.select_rows(index)
+
+
+class Layout(NamedTuple):
+    """What defines a cache besides its tensors: one program serves all caches of a layout."""
+
+    layers: tuple[tuple[Reach, bool], ...]
+    """For each layer, its reach and whether its kernel reads blocks."""
+    slack: int
+
+
+class CacheTensors(NamedTuple):
+    """The tensors of a view. Tables are in the order in which the layers first use them."""
+
+    lengths: Int[Tensor, " batch"]
+    """Tokens in each row."""
+    tables: list[Int[Tensor, "batch blocks_of_a_text"]]
+    keys: list[Float[Tensor, "kv_heads blocks block width"]]
+    values: list[Float[Tensor, "kv_heads blocks block width"]]
+
+
+def layout_of(view: PagedView) -> Layout:
+    """The layout of a view."""
+    layers = tuple((store.pool.reach, store.in_blocks) for store in view.cache.stores)
+    return Layout(layers, view.slack)
+
+
+def tensors_of(view: PagedView) -> CacheTensors:
+    """The tensors of a view that has consumed tokens; they are shared, not copied."""
+    stores = view.cache.stores
+    reaches = dict.fromkeys(store.pool.reach for store in stores)
+    return CacheTensors(
+        view.lengths,
+        [view.pages[reach].table for reach in reaches],
+        [store.k for store in stores if store.k is not None],
+        [store.v for store in stores if store.v is not None],
+    )
+
+
+class FixedCache(CacheView):
+    """A cache for one forward pass over at most `slack + 1` tokens of each row.
+
+    Args:
+        layout: of the view whose tensors these are.
+        tensors: its tensors.
+    """
+
+    def __init__(self, layout: Layout, tensors: CacheTensors) -> None:
+        self.lengths = tensors.lengths
+        self.length = 0
+        self.uniform = False  # masks come from the positions held
+        self.slack = layout.slack
+        reaches = dict.fromkeys(reach for reach, _ in layout.layers)
+        self._pages = {
+            reach: FixedPages(table) for reach, table in zip(reaches, tensors.tables, strict=True)
+        }
+        self.entries = [
+            FixedEntry(self._pages[reach], k, v, in_blocks)
+            for (reach, in_blocks), k, v in zip(
+                layout.layers, tensors.keys, tensors.values, strict=True
+            )
+        ]
+
+    def begin(self, positions: Positions, *, uniform: bool) -> None:
+        del uniform
+        self.lengths += positions.shape[1]
+        for pages in self._pages.values():
+            pages.begin(positions, self.lengths)
+
+    def place(self, reach: Reach) -> Placement:
+        return self._pages[reach if reach in self._pages else None].place
+
+
+class FixedPages:
+    """The block tables of one reach. A pass reads all their slots; masks hide the empty ones."""
+
+    def __init__(self, table: Int[Tensor, "batch blocks_of_a_text"]) -> None:
+        self.table = table
+        self.slots = table.shape[1] * BLOCK
+
+    def begin(self, positions: Positions, lengths: Int[Tensor, " batch"]) -> None:
+        self.writes = self.table.gather(1, positions // BLOCK), positions % BLOCK
+        keys = torch.arange(self.slots, device=positions.device)[None]
+        keys = torch.where(keys < lengths[:, None], keys, -1)
+        self.place = Placement(positions, keys, in_blocks=True)
+
+
+class FixedEntry(CacheEntry):
+    """The keys and values of one layer."""
+
+    def __init__(self, pages: FixedPages, k: Tensor, v: Tensor, in_blocks: bool) -> None:
+        self._pages = pages
+        self._k, self._v = k, v
+        self._in_blocks = in_blocks
+
+    def update(self, k: NewKeys, v: NewValues) -> tuple[Tensor | InBlocks, Tensor | InBlocks]:
+        return self._update(self._k, k), self._update(self._v, v)
+
+    def _update(self, stored: Tensor, new: Tensor) -> Tensor | InBlocks:
+        block, slot = self._pages.writes
+        stored[:, block, slot] = new.transpose(0, 1)
+        blocks = InBlocks(stored, self._pages.table, 0, self._pages.slots)
+        return blocks if self._in_blocks else blocks.gathered()

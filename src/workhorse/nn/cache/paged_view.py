@@ -13,8 +13,16 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn.attention.masks import Placement
-from workhorse.nn.cache.blocks import BLOCK, EMPTY, SPILL, CachedSequence, InBlocks, Reach
-from workhorse.nn.cache.paged import PagedCache, Store
+from workhorse.nn.cache.paged import (
+    BLOCK,
+    EMPTY,
+    SPILL,
+    CachedSequence,
+    InBlocks,
+    PagedCache,
+    Reach,
+    Store,
+)
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.shapes import NewKeys, NewValues, Positions
 

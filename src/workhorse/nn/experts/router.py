@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config.base import Config, ConfigError
-from workhorse.nn.autocast import without_autocast
+from workhorse.nn.products import without_autocast
 
 TOP2 = 2
 ALWAYS_FLOAT32 = "selection_bias"

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
-from workhorse.nn.experts.mixture import Experts
+from workhorse.nn.experts.mixture import Experts, GroupedLinear, Groups
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.processes.group import Group, with_gradient
 from workhorse.parallel.processes.world import World
-from workhorse.transforms.replace import become, combined, replace_modules
+from workhorse.transforms.record import become, combined, replace_modules
 
 
 class ExpertTeam:

@@ -18,22 +18,20 @@ from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.attention.masks import AttentionPattern
-from workhorse.nn.attention.qk_norm import AllHeadsNorm
-from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.attention.self_attention import AllHeadsNorm, SelfAttention
 from workhorse.nn.blocks import Block
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
-from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
-from workhorse.nn.experts.mixture import Experts, MixtureOfExperts
+from workhorse.nn.embedding import Head
+from workhorse.nn.experts.mixture import Experts, GroupedLinear, Groups, MixtureOfExperts
 from workhorse.nn.feedforward import GatedMlp, Mlp
-from workhorse.nn.head import Head
 from workhorse.nn.logprobs import Vocabulary
 from workhorse.nn.norms import Norm
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.optim.shards import is_sharded
 from workhorse.parallel.config import share_of
 from workhorse.parallel.processes.group import Group, summed, with_gradient
-from workhorse.transforms.replace import become, combined, replace_modules
+from workhorse.transforms.record import become, combined, replace_modules
 
 
 class LayerTeam:

@@ -1,4 +1,4 @@
-"""Consecutive layers on each of several processes: pipeline parallelism.
+"""Pipeline parallelism: consecutive layers on each of several ranks, and the order of passes.
 
 A process has the layers of its stage, and takes in what the stage before makes of each micro-batch
 (1811.06965). The gradient comes back the same way, as part of the backward pass. The last stage
@@ -7,7 +7,7 @@ alone has a loss.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,34 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from workhorse.nn import Decoder, TokenLogprobs
-from workhorse.nn.head import Head
+from workhorse.nn.embedding import Head
 from workhorse.nn.logprobs import Matrix, Terms
 from workhorse.nn.products import wide
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.parallel.config import share_of
-from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.parallel.processes.group import Group, with_gradient
-from workhorse.transforms.replace import become, combined, replace_modules
+from workhorse.transforms.record import become, combined, replace_modules
+
+
+class Turn(NamedTuple):
+    """What a process does next."""
+
+    micro_batch: int
+    forward: bool
+    """Or else its backward pass."""
+
+
+def one_forward_one_backward(micro_batches: int, stages: int = 1, stage: int = 0) -> Iterator[Turn]:
+    """The passes of a stage, of each micro-batch one in each direction (2104.04473 §2.2.1).
+
+    Every stage has at most as many micro-batches between their passes as stages follow it, and one.
+    """
+    ahead = min(stages - 1 - stage, micro_batches)
+    yield from (Turn(number, True) for number in range(ahead))
+    for number in range(micro_batches - ahead):
+        yield Turn(ahead + number, True)
+        yield Turn(number, False)
+    yield from (Turn(number, False) for number in range(micro_batches - ahead, micro_batches))
 
 
 class Pipeline:

@@ -1,11 +1,23 @@
-"""The input of a chat template: messages, tools, documents and variables, as plain data only."""
+"""The input of a chat template, as plain data, and stand-ins for what was typed.
 
-from collections.abc import Mapping, Sequence
+A chat is rendered twice, with private-use characters in place of some of its text. In the first
+rendering they replace the contents of messages. In all other strings, keys of mappings included,
+they replace the names of control tokens and the characters that begin or end such a name. So any
+such name in the result was written by the template. In the second rendering they replace the names
+only, for templates that inspect strings. If the first with the rest put back equals the second, it
+is used; otherwise the second is, and is refused if its special tokens differ from those of the
+first.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.chat.limits import MAX_TEXT
+from workhorse.tokenizers.control import ControlEncoder
 
 ChatMessage = Mapping[str, Any]
 """A `role`, its `content`, and anything else that the template reads."""
@@ -99,3 +111,201 @@ def _key(key: Any) -> str:
     if isinstance(key, str):
         return key
     raise WorkhorseError(f"the chat has a key {key!r}, which is not text; give text")
+
+
+_CODES = range(0xF0000, 0xFFFFE)
+_PRIVATE = re.compile(f"[{chr(_CODES[0])}-{chr(_CODES[-1])}]")
+"""Characters of a plane that Unicode reserves for private use."""
+
+_ESCAPED = re.compile(r"\\U000f[0-9a-f]{4}|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
+"""How Python's `repr` and ASCII JSON write one of them."""
+_QUOTES = "\"'\\"
+"""A template may escape these."""
+
+Change = Callable[[str, bool, bool], str]
+"""`(text, whether it is the assistant's, whether it is a message's content) -> new text`."""
+
+
+class StandIns:
+    """A chat with stand-ins, and the text that each replaces.
+
+    Args:
+        chat: plain data.
+        encoder: encodes the text that `put_back` returns.
+        special: the names of the special tokens. The encoder's other control tokens may also occur
+            in the assistant's messages, and in nobody else's.
+    """
+
+    def __init__(self, chat: Chat, encoder: ControlEncoder, special: Collection[str]) -> None:
+        self._encoder = encoder
+        self._unused = _unused_characters(chat)
+        self._special = re.compile(_any_of(special))
+        self._control = re.compile(_any_of(encoder.names))
+        self._any = re.compile(f"{_PRIVATE.pattern}|{self._control.pattern}")
+        edges = {edge for name in encoder.names for edge in (name[0], name[-1])}
+        self._edges = re.compile(_any_of(e for e in edges if not e.isalnum() and e not in _QUOTES))
+        plain_names = _any_of(name for name in encoder.names if name not in special)
+        self._name_or_edge = re.compile(f"{plain_names}|{self._edges.pattern}")
+        self._stand_in_of: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._contents: dict[str, tuple[str, str]] = {}
+        """The contents, first as in `without_names`, then as `put_back` writes them."""
+        self.without_names = _changed(chat, self._without_names)
+        """The chat with the names of control tokens replaced."""
+        self.without_contents = _changed(self.without_names, self._without_content)
+        """The chat with the contents of its messages replaced as well."""
+
+    def missing(self, marked: str) -> list[int]:
+        """The indices of messages whose content is not in the rendering of `without_contents`.
+
+        An assistant's message that calls tools may leave its content out.
+        """
+        found = {*_PRIVATE.findall(_ESCAPED.sub(self._unescaped, marked))}
+        return [
+            index
+            for index, message in enumerate(self.without_contents.messages)
+            if not (message["role"] == "assistant" and message.get("tool_calls"))
+            and self._contents_in(message.get("content")) - found
+        ]
+
+    def _contents_in(self, content: Any) -> set[str]:
+        text = json.dumps(content, ensure_ascii=False)
+        return {*_PRIVATE.findall(text)} & self._contents.keys()
+
+    def put_back(self, marked: str, plain: str) -> str:
+        """The rendered chat, with stand-ins resolved, for the encoder.
+
+        Args:
+            marked: the rendering of `without_contents`.
+            plain: the rendering of `without_names`.
+
+        Raises:
+            WorkhorseError: the template split contents, and this produced a special token.
+        """
+        marked, plain = (_ESCAPED.sub(self._unescaped, text) for text in (marked, plain))
+        if _PRIVATE.sub(self._content, marked) != plain:
+            self._check_same_tokens(marked, plain)
+            marked = plain
+        return self._any.sub(self._spelled, marked)
+
+    def _without_names(self, text: str, is_assistant: bool, _: bool) -> str:
+        names = self._special if is_assistant else self._control
+        return names.sub(self._name, text)
+
+    def _name(self, match: re.Match[str]) -> str:
+        """One stand-in per name, so that equal strings of the chat stay equal."""
+        name = match[0]
+        if name not in self._stand_in_of:
+            self._stand_in_of[name] = self._stand_in()
+            self._names[self._stand_in_of[name]] = name
+        return self._stand_in_of[name]
+
+    def _without_content(self, text: str, is_assistant: bool, is_content: bool) -> str:
+        """A stand-in, with surrounding white space kept outside so that templates can trim it."""
+        if not is_content:
+            return self._without_edges(text, is_assistant)
+        core = text.strip()
+        if not core:
+            return text
+        pattern = self._any if is_assistant else _PRIVATE
+        stand_in = self._stand_in()
+        self._contents[stand_in] = (core, pattern.sub(self._spelled, core))
+        return text.replace(core, stand_in, 1)
+
+    def _without_edges(self, text: str, is_assistant: bool) -> str:
+        """No control token can be made by joining such texts, or by changing their case."""
+        if not is_assistant:
+            return self._edges.sub(self._name, text)
+        return self._name_or_edge.sub(
+            lambda match: match[0] if len(match[0]) > 1 else self._name(match), text
+        )
+
+    def _stand_in(self) -> str:
+        try:
+            return next(self._unused)
+        except StopIteration:
+            raise WorkhorseError(
+                "the chat holds too many messages or special tokens; remove some"
+            ) from None
+
+    def _content(self, match: re.Match[str]) -> str:
+        """The text of a stand-in as the rendering of `without_names` has it."""
+        token = match[0]
+        if token in self._contents:
+            return self._contents[token][0]
+        name = self._names.get(token, "")
+        return name if self._edges.fullmatch(name) else token
+
+    def _unescaped(self, match: re.Match[str]) -> str:
+        character = _character(match[0])
+        return character if character in self._names or character in self._contents else match[0]
+
+    def _spelled(self, match: re.Match[str]) -> str:
+        """The final text for a stand-in, or for the name of a control token."""
+        token = match[0]
+        if token in self._contents:
+            return self._contents[token][1]
+        if token in self._names:
+            return self._names[token]
+        return token if _PRIVATE.fullmatch(token) else self._encoder.mark(token)
+
+    def _check_same_tokens(self, marked: str, plain: str) -> None:
+        """Refuse a rendering in which parts of contents have joined to special tokens."""
+        ours, all_of_them = (self._special.findall(text) for text in (marked, plain))
+        if ours != all_of_them:
+            extra = next((name for name in all_of_them if name not in ours), all_of_them[-1:])
+            raise WorkhorseError(
+                f"this chat template takes messages apart, which produced {extra!r}; remove it "
+                "from the messages"
+            )
+
+
+def _changed(chat: Chat, change: Change) -> Chat:
+    """The chat with every string changed except the roles and the names of variables."""
+    messages = [
+        {
+            change(key, False, False): value
+            if key == "role"
+            else _each(value, change, message["role"] == "assistant", key == "content")
+            for key, value in message.items()
+        }
+        for message in chat.messages
+    ]
+    variables = {name: _each(value, change) for name, value in chat.variables.items()}
+    return Chat(messages, _each(chat.tools, change), _each(chat.documents, change), variables)
+
+
+def _each(value: Any, change: Change, is_assistant: bool = False, is_content: bool = False) -> Any:
+    match value:
+        case str():
+            return change(value, is_assistant, is_content)
+        case list():
+            return [_each(item, change, is_assistant, is_content) for item in value]
+        case dict():  # the text of a content's part is under "text"
+            return {
+                change(key, False, False): _each(
+                    item, change, is_assistant, is_content and key == "text"
+                )
+                for key, item in value.items()
+            }
+        case _:
+            return value
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """A pattern that matches any of the names, the longest first."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"
+
+
+def _unused_characters(chat: Chat) -> Iterator[str]:
+    """Private-use characters that do not occur in the chat. A template cannot split one."""
+    everything = (chat.messages, chat.tools, chat.documents, chat.variables)
+    text = json.dumps(everything, ensure_ascii=False).replace(r"\\", "\\")  # as it was typed
+    used = {*_PRIVATE.findall(text), *map(_character, _ESCAPED.findall(text))}
+    return (character for character in map(chr, _CODES) if character not in used)
+
+
+def _character(escaped: str) -> str:
+    """The character that was written as `_ESCAPED`."""
+    return json.loads(f'"{escaped}"') if escaped[1] == "u" else chr(int(escaped[2:], 16))

@@ -14,9 +14,15 @@ from typing import Any
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers.chat.limits import MAX_SOURCE
-from workhorse.tokenizers.chat.messages import ChatMessage, checked, in_parts, with_reasoning
+from workhorse.tokenizers.chat.messages import (
+    Chat,
+    ChatMessage,
+    StandIns,
+    checked,
+    in_parts,
+    with_reasoning,
+)
 from workhorse.tokenizers.chat.process import RENDERER
-from workhorse.tokenizers.chat.stand_ins import Chat, StandIns
 from workhorse.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = """\

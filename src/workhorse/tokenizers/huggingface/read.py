@@ -15,9 +15,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from workhorse.errors import WorkhorseError
-from workhorse.files.json_file import parse_json
-from workhorse.tokenizers.affixes import set_affixes
+from workhorse.files.text_formats import parse_json
 from workhorse.tokenizers.backend import add_tokens, library_tokenizer
+from workhorse.tokenizers.control import set_affixes
 from workhorse.tokenizers.growth import check_growth
 from workhorse.tokenizers.huggingface import sentencepiece
 from workhorse.tokenizers.huggingface.classes import (
@@ -26,8 +26,13 @@ from workhorse.tokenizers.huggingface.classes import (
     TokenizerClass,
     tokenizer_class,
 )
-from workhorse.tokenizers.huggingface.folder import MAX_VALUES, TokenizerFolder
-from workhorse.tokenizers.huggingface.settings import NAMED, Settings, added_token
+from workhorse.tokenizers.huggingface.settings import (
+    MAX_VALUES,
+    NAMED,
+    Settings,
+    TokenizerFolder,
+    added_token,
+)
 
 DEFINITION = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"

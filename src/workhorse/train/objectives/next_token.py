@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from workhorse.config.on_resume import OnResume
+from workhorse.config.base import OnResume
 from workhorse.data import Batch
 from workhorse.nn import Decoder, HeadLoss
 from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome

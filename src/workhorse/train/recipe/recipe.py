@@ -1,27 +1,76 @@
 """A recipe: everything that determines a training run, in one file."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from workhorse.config.base import Config, ConfigError
-from workhorse.config.on_resume import OnResume
+from workhorse.checkpoints.stored import open_stored
+from workhorse.config.base import Config, ConfigError, OnResume
 from workhorse.data import DataConfig
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import Execution
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
-from workhorse.optim.groups import OptimizerConfig
+from workhorse.optim.groups import CosineConfig, OptimizerConfig, ScheduleConfig
 from workhorse.optim.muon import MuonConfig
-from workhorse.optim.schedules import CosineConfig, ScheduleConfig
 from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
-from workhorse.parallel.division.divisible import check_divisible
+from workhorse.parallel.division.parts import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
 from workhorse.train.objectives.next_token import NextTokenConfig
-from workhorse.train.recipe.jumps import JumpConfig
-from workhorse.train.report.trackers import TrackerName
+from workhorse.train.report.metrics import TrackerName
+
+
+class JumpConfig(Config):
+    """Where the loss jumps, go back to the last checkpoint and on with the rows after the jump.
+
+    So did PaLM, by hand (2204.02311 §5.1): the same rows after another checkpoint did no harm.
+    """
+
+    deviations: float = Field(default=8.0, gt=0)
+    """How many standard deviations above the mean of the last `window` normal losses is a jump."""
+    window: int = Field(default=100, ge=2, le=10_000)
+    """Steps that a loss is compared with."""
+    in_a_row: int = Field(default=2, ge=1)
+    """Jumps in a row, after which the run goes back. Meanwhile no checkpoint is saved."""
+    most: int = Field(default=5, ge=1)
+    """Times that a run goes back; the next jump ends it."""
+
+    def is_jump(self, loss: float, before: Sequence[float]) -> bool:
+        """Whether a loss jumps from those before, of which there are `window`, or too few."""
+        if len(before) < self.window:
+            return False
+        return loss > statistics.fmean(before) + self.deviations * statistics.pstdev(before)
+
+
+def with_init(fields: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's fields with the architecture and the tokenizer of the model it starts from.
+
+    Parsing a `Recipe` reads no other file; this reads the model, or fetches it from the hub.
+
+    Args:
+        fields: of a recipe; returned unchanged if they have no `init` or already hold all that it
+            gives.
+
+    Raises:
+        ConfigError: there is no such model, or `model` names a preset beside it.
+    """
+    init, changes = fields.get("init"), fields.get("model") or {}
+    if not isinstance(init, str) or is_written_out(fields):
+        return fields
+    if "preset" in changes:
+        raise ConfigError(f"init={init} already says the architecture; leave preset out", "model")
+    try:
+        stored = open_stored(init)
+        model = stored.config.to_dict()
+    except WorkhorseError as error:
+        raise ConfigError(str(error), "init") from None
+    tokenizer = {"kind": "file", "path": str(stored.tokenizer_folder)}
+    return written_over(fields, model, tokenizer)
+
 
 Count = Annotated[int, Field(ge=1)]
 AnyObjective = NextTokenConfig
@@ -317,7 +366,7 @@ class Recipe(Config):
         try:
             return super().from_dict(fields)
         except ConfigError as error:
-            from workhorse.train.recipe.misplaced import with_its_place  # which knows this class
+            from workhorse.train.recipe.overrides import with_its_place  # which knows this class
 
             raise with_its_place(error, fields) from None
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic.fields import FieldInfo
 
-from workhorse.config.base import Config, configs_in, parse_yaml
-from workhorse.config.on_resume import OnResume, marked
+from workhorse.config.base import Config, OnResume, configs_in, marked, parse_yaml
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import Recipe

@@ -9,31 +9,25 @@ from torch import nn
 from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import Execution, body_of
-from workhorse.execute.checkpointing import checkpoint_activations
-from workhorse.execute.compiled.compiled_layers import compile_layers
-from workhorse.execute.compiled.compiled_logprobs import compile_logprobs
 from workhorse.execute.native_training import Gemm, replace_embeddings, train_natively
+from workhorse.execute.training import checkpoint_activations, compile_layers, compile_logprobs
 from workhorse.native import Operators, resolve
 from workhorse.native.allocator import give_back_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
-from workhorse.parallel.division.cuts import ModelPart
 from workhorse.parallel.division.layers import divide_layers
-from workhorse.parallel.division.schedule import one_forward_one_backward
-from workhorse.parallel.division.stages import divide_stages
+from workhorse.parallel.division.parts import ModelPart
+from workhorse.parallel.division.stages import divide_stages, one_forward_one_backward
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
-from workhorse.train.objectives.divided import CountedElsewhere, Divided, counts_here
-from workhorse.train.objectives.objective import Objective
+from workhorse.train.objectives.objective import CountedElsewhere, Divided, Objective, counts_here
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
 from workhorse.train.step.reduction import Reduction, ShardedReduction
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import LossScale, Precision, TrainingStep
 from workhorse.transforms.float8 import multiply_in_float8
 
 
@@ -186,8 +180,7 @@ def _divide(
     if not world.in_step:
         return partial(Reduction, world, parallel)
     from workhorse.parallel.division.experts import ExpertTeam  # takes a second
-    from workhorse.parallel.division.holders import holders
-    from workhorse.parallel.division.sharding import reshard, shard
+    from workhorse.parallel.division.sharding import holders, reshard, shard
 
     experts = ExpertTeam(world, parallel.expert, device) if parallel.expert > 1 else None
     if experts is not None:

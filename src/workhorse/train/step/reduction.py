@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workhorse.data.rows.permutation import derive
+from workhorse.data.sampling import derive
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.parallel.config import ParallelismConfig, share_of
-from workhorse.parallel.processes.exchange import add_exactly, add_fast
+from workhorse.parallel.processes.exchange import Node, TreeSum, add_exactly, add_fast
 from workhorse.parallel.processes.group import Group
-from workhorse.parallel.processes.tree import Node, TreeSum
 from workhorse.parallel.processes.world import World
 
 if TYPE_CHECKING:

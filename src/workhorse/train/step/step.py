@@ -1,23 +1,94 @@
 """One training step: loss and gradient of a batch, then the update, unless it is not finite."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workhorse.devices.to_host import ToHost
+from workhorse.devices.transfer import ToHost
+from workhorse.optim.gradients import norm_by_rows, norm_over_parts, shrink_on_device, total_norm
 from workhorse.optim.groups import Optimizer
-from workhorse.optim.norm import norm_by_rows, norm_over_parts, total_norm
-from workhorse.optim.shrink import shrink_on_device
-from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
+from workhorse.parallel.division.stages import Turn, one_forward_one_backward
 from workhorse.train.objectives.objective import Objective, Rows
-from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.precision import Precision
 from workhorse.train.step.reduction import Reduction
+
+
+class Precision:
+    """Makes the context of a forward pass: autocast to a lower precision, or nothing.
+
+    Training uses it for float16, whose range is too small for weights; bfloat16 has
+    `optim.master_weights`.
+
+    Args:
+        device: of the passes.
+        dtype: float16, or float32 for no autocast.
+        matmul: precision of float32 gemms, `highest` or `high`.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, matmul: str = "highest") -> None:
+        self.device = device
+        self.dtype = dtype
+        self.matmul = matmul
+
+    @contextlib.contextmanager
+    def products(self) -> Iterator[None]:
+        """Set PyTorch's process-wide precision of float32 gemms around passes on CUDA.
+
+        On a CPU see `Gemm`; there PyTorch's attention took twice as long with PyTorch's `high`.
+        """
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.matmul)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+
+GROWTH_STEPS = 2000
+"""Finite steps after which the float16 loss scale doubles, as in `torch.amp.GradScaler`."""
+FIRST_SCALE = 2.0**16
+
+
+class LossScale:
+    """Multiplies the loss so that float16 gradients do not vanish (1710.03740 §3.2)."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = FIRST_SCALE if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve after an overflow, double after many steps without one."""
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self.good_steps == GROWTH_STEPS:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"enabled": self.enabled, "value": self.value, "good_steps": self.good_steps}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a state; one saved in training without this scaling is ignored."""
+        if state.get("enabled", self.enabled) == self.enabled:
+            self.value, self.good_steps = state["value"], state["good_steps"]
 
 
 @dataclass(frozen=True)

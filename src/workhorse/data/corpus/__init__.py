@@ -1,1 +1,0 @@
-"""Where text comes from: files, documents, and which of them are held out."""

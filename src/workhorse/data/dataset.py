@@ -1,0 +1,262 @@
+"""A prepared data set: memory-mapped token streams, by split and source."""
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from workhorse.data.manifest import ManifestConfig, ShardConfig, StreamConfig, read_manifest
+from workhorse.errors import WorkhorseError
+from workhorse.files.text_formats import open_plain
+
+
+class TokenStream:
+    """Concatenated tokens, and where the documents in them end.
+
+    Args:
+        name: of the source.
+        shards: the tokens, unsigned integers, in order; usually memory-mapped.
+        ends: for each document the position after its last token, ascending; the last is the
+            length.
+        n_bytes: UTF-8 bytes of the text that the tokens stand for.
+        n_unknown: tokens that stand for characters outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[np.ndarray],
+        ends: npt.NDArray[np.int64],
+        n_bytes: int = 0,
+        n_unknown: int = 0,
+    ) -> None:
+        self.name = name
+        self.ends = ends
+        self.n_bytes = n_bytes
+        self.n_unknown = n_unknown
+        self._shards = shards
+        self._starts = [0, *accumulate(len(shard) for shard in shards)]
+        assert (ends[-1] if len(ends) else 0) == len(self), "a document has no end"
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self._starts[-1]
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.ends)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The tokens `start` to `stop`, which must lie inside the stream.
+
+        Raises:
+            WorkhorseError: a mapped file has been truncated.
+        """
+        assert 0 <= start <= stop <= len(self), f"tokens {start} to {stop} of {len(self)}"
+        tokens = np.empty(stop - start, dtype=np.int64)
+        position = start
+        while position < stop:
+            index = bisect_right(self._starts, position) - 1
+            first = self._starts[index]
+            last = min(stop, self._starts[index + 1])
+            shard = self._shards[index]
+            _check_whole(shard)
+            tokens[position - start : last - start] = shard[position - first : last - first]
+            position = last
+        return tokens
+
+
+def _check_whole(shard: np.ndarray) -> None:
+    """Refuse a map that extends past the end of its file: reading there would kill the process."""
+    if not isinstance(shard, np.memmap):
+        return
+    mapped: Any = shard.base
+    if isinstance(mapped, mmap) and mapped.size() < len(mapped):
+        raise WorkhorseError(
+            f"{shard.filename} was cut short while it was read: it has {mapped.size()} bytes of "
+            f"{len(mapped)}; put it back, or run workhorse data prepare again"
+        )
+
+
+TOKENS = ".tokens.npy"
+ENDS = ".ends.npy"
+_verified: set[tuple[str | int, ...]] = set()
+"""Checksums of files that this process has verified, with what identifies an unchanged file."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The streams of one split, one for each source, and their weights in training."""
+
+    name: str
+    streams: tuple[TokenStream, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(stream) for stream in self.streams)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(stream.n_documents for stream in self.streams)
+
+    @property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return sum(stream.n_bytes for stream in self.streams)
+
+    @property
+    def unknown_rate(self) -> float:
+        """Share of the tokens that stand for characters outside the tokenizer's vocabulary."""
+        return sum(stream.n_unknown for stream in self.streams) / self.n_tokens
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A prepared data set: `folder` holds the shards and the manifest."""
+
+    folder: Path
+    manifest: ManifestConfig
+    train: Split
+    validation: Split | None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over all tokens: if equal, a run resumes on the same data."""
+        return self.manifest.fingerprint
+
+    def verify(self) -> None:
+        """Read every shard and compare its SHA-256.
+
+        Raises:
+            WorkhorseError: a shard is not what was written.
+        """
+        for split in (self.manifest.train, self.manifest.validation):
+            for stream in split.values():
+                for shard in stream.shards:
+                    check_sums(self.folder, shard, again=True)
+
+
+def mostly_held_out(dataset: Dataset) -> str | None:
+    """A warning if more text is held out than trains; else None."""
+    if dataset.validation is None or dataset.validation.n_tokens <= dataset.train.n_tokens:
+        return None
+    return (
+        f"{dataset.validation.n_tokens:,} tokens are held out for validation and "
+        f"{dataset.train.n_tokens:,} train, since documents are held out whole; give more of them, "
+        "or others for validation (data.corpus.validation)"
+    )
+
+
+def unknown_text(dataset: Dataset) -> str | None:
+    """A warning if the tokenizer does not know all characters of the text; else None."""
+    splits = [split for split in (dataset.train, dataset.validation) if split is not None]
+    unknown = sum(stream.n_unknown for split in splits for stream in split.streams)
+    if not unknown:
+        return None
+    tokens = sum(split.n_tokens for split in splits)
+    return (
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.2%}) are unknown characters, which "
+        "the model will never learn, and which make its loss and bits per byte too low; a "
+        "tokenizer that spells bytes knows all text (kind: bpe, or byte_fallback: true)"
+    )
+
+
+def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Dataset:
+    """Open what `prepare` wrote, without looking at the sources.
+
+    Args:
+        folder: the data set's own, `Dataset.folder`.
+        weights: of the sources in training; a source left out weighs 1.
+
+    Raises:
+        WorkhorseError: nothing is there, the preparation was not finished, or a shard is damaged.
+            Checksums are compared when this process first opens a shard; `Dataset.verify` compares
+            them again.
+    """
+    manifest = read_manifest(folder)
+    if not manifest.complete:
+        raise WorkhorseError(f"{folder} was not prepared to the end; prepare it again to go on")
+
+    def split(name: str, streams: Mapping[str, StreamConfig]) -> Split:
+        return Split(
+            name,
+            tuple(_open_stream(folder, source, stream) for source, stream in streams.items()),
+            tuple((weights or {}).get(source, 1.0) for source in streams),
+        )
+
+    validation = split("validation", manifest.validation) if manifest.validation else None
+    return Dataset(folder, manifest, split("train", manifest.train), validation)
+
+
+def open_shard(folder: Path, shard: ShardConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens (memory-mapped) and the ends of documents of one shard.
+
+    Raises:
+        WorkhorseError: a file is missing, cut short, too long, or changed.
+    """
+    tokens = _open_array(folder / (shard.name + TOKENS), shard.tokens)
+    ends = np.array(_open_array(folder / (shard.name + ENDS), shard.documents), dtype=np.int64)
+    check_sums(folder, shard)
+    return tokens, ends
+
+
+def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None:
+    """Compare the SHA-256 of a shard's files with the manifest.
+
+    Args:
+        folder: of the data set.
+        shard: whose files.
+        again: also of files that this process has read before and that have not changed since.
+
+    Raises:
+        WorkhorseError: one is not, byte for byte, what was written.
+    """
+    for suffix, expected in ((TOKENS, shard.tokens_sha256), (ENDS, shard.ends_sha256)):
+        path = folder / (shard.name + suffix)
+        with open_plain(path) as file:
+            at = os.fstat(file.fileno())
+            known = (expected, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+            if known in _verified and not again:
+                continue
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                raise _damaged(path, "its checksum differs")
+            _verified.add(known)
+
+
+def _open_stream(folder: Path, source: str, stream: StreamConfig) -> TokenStream:
+    shards, ends, position = [], [np.zeros(0, dtype=np.int64)], 0
+    for shard in stream.shards:
+        tokens, own_ends = open_shard(folder, shard)
+        shards.append(tokens)
+        ends.append(own_ends + position)
+        position += shard.tokens
+    return TokenStream(source, shards, np.concatenate(ends), stream.bytes, stream.unknown)
+
+
+def _open_array(path: Path, length: int) -> np.ndarray:
+    if path.exists() and not path.is_file():
+        raise _damaged(path, "it is not a plain file")
+    try:
+        array = np.load(path, mmap_mode="r" if length else None, allow_pickle=False)
+    except FileNotFoundError:
+        raise _damaged(path, "it is missing") from None
+    except (ValueError, EOFError) as error:
+        raise _damaged(path, str(error)) from None
+    offset = array.offset if isinstance(array, np.memmap) else None
+    whole = offset is None or path.stat().st_size == offset + array.nbytes
+    if array.shape != (length,) or not whole:
+        raise _damaged(path, f"it holds {array.size} values where {length} were written")
+    return array
+
+
+def _damaged(path: Path, reason: str) -> WorkhorseError:
+    return WorkhorseError(f"{path} is damaged: {reason}; run workhorse data prepare again")

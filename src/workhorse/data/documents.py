@@ -1,0 +1,362 @@
+"""Documents: what each kind of source yields, and which split a document belongs to.
+
+The hash depends on the document alone, so adding or removing one moves no other. Only if the given
+share would leave a split without documents does the threshold depend on them.
+
+At most one document is held at a time, and a long one arrives in pieces, so a text file may be
+larger than memory.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from workhorse.data import stdlib
+from workhorse.data.config import (
+    STDIN,
+    DataConfig,
+    FolderConfig,
+    JsonlConfig,
+    ParquetConfig,
+    SourceConfig,
+    StdlibConfig,
+    TextConfig,
+)
+from workhorse.data.files import (
+    HEAD_BYTES,
+    Advice,
+    bad_byte,
+    check_files,
+    check_head,
+    existing_file,
+    glob_of_texts,
+    open_bytes,
+    read_text,
+    source_files,
+    stdin_copy,
+    visible_files,
+)
+from workhorse.errors import WorkhorseError, nearest, to_install
+
+if TYPE_CHECKING:
+    import pyarrow
+
+HASHES = 2**64
+
+
+def hash_of(identity: str) -> int:
+    """A hash below `HASHES`, the same on every machine."""
+    digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -> float:
+    """The hash below which documents are held out; of two or more, each split gets at least one.
+
+    That is `fraction * HASHES` if it leaves documents in both splits. Otherwise only the document
+    with the smallest hash is held out, or only that with the largest trains.
+
+    Args:
+        fraction: share of the documents; with 0 nothing is held out, and nothing is read.
+        documents: the identity of each, and its text in blocks. They are read until both splits
+            have one; documents without text do not count.
+    """
+    asked = fraction * HASHES
+    smallest, largest = HASHES, -1
+    for identity, blocks in documents if asked else ():
+        number = hash_of(identity)
+        if (number < smallest or number > largest) and any(blocks):
+            smallest, largest = min(smallest, number), max(largest, number)
+            if smallest < asked <= largest:
+                return asked
+    if smallest >= largest:  # none, or one, which is on the side that its hash says
+        return asked
+    return smallest + 1 if smallest >= asked else largest
+
+
+SplitName = Literal["train", "validation"]
+
+PIECE_CHARS = 1 << 18
+"""Longest text, in characters, that is held and encoded in one piece."""
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET_SUFFIXES = (".parquet",)
+PARQUET_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document, or the next piece of one that is too long to hold."""
+
+    name: str
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+def read_documents(
+    source: SourceConfig, split: SplitName, *, key: str | None = None
+) -> Iterator[Document]:
+    """The documents of one split of a source, always in the same order; empty ones are left out.
+
+    A document of more than `PIECE_CHARS` characters comes in pieces, cut if possible at the start
+    of a line, since most tokenizers split there too.
+
+    Args:
+        source: where the documents are.
+        split: which of them.
+        key: the source's key in a recipe, for remedies; None: the command has no recipe.
+
+    Raises:
+        WorkhorseError: a missing or damaged file, one that is not text, bytes that are not UTF-8,
+            a missing field.
+    """
+    advice = _advice(source, key)
+    if isinstance(source, TextConfig):
+        yield from _read_text_file(source, split, advice)
+        return
+    files = data_files(source, split)
+    below = None  # where each split has files of its own
+    if isinstance(source, StdlibConfig) or source.validation is None:
+        whole = _whole_documents(source, split, files, advice)
+        every = ((identity, blocks) for identity, _, blocks in whole)
+        below = threshold(source.held_out, every)
+    for identity, name, blocks in _whole_documents(source, split, files, advice):
+        if below is None or (hash_of(identity) < below) == (split == "validation"):
+            yield from _in_pieces(name, blocks)
+
+
+def iterate_texts(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
+    """Every text of a split, source after source, none longer than `PIECE_CHARS` characters."""
+    for name, source in config.sources.items():
+        for document in read_documents(source, split, key=config.key_of(name)):
+            yield document.text
+
+
+def check_text_files(config: DataConfig) -> None:
+    """Look at the first bytes of every text file of a corpus, which takes little time.
+
+    Raises:
+        WorkhorseError: one is not UTF-8 text.
+    """
+    for name, source in config.sources.items():
+        check_source_files(source, key=config.key_of(name))
+
+
+def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
+    """The same for one source; `key` is as for `read_documents`."""
+    if not isinstance(source, StdlibConfig | ParquetConfig):
+        check_files(all_files(source), source.errors, _advice(source, key))
+
+
+def _advice(source: SourceConfig, key: str | None) -> Advice:
+    if not isinstance(source, FolderConfig):
+        return Advice(key)
+    return Advice(key, lambda: glob_of_texts(all_files(source)))
+
+
+def all_files(source: SourceConfig) -> list[Path]:
+    """The files of both splits of a source."""
+    files = data_files(source, "train")
+    if not isinstance(source, StdlibConfig) and source.validation is not None:
+        files = [*files, *data_files(source, "validation")]
+    return files
+
+
+def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
+    """The files that a split of a source is read from, in order; none if it has no such split."""
+    if isinstance(source, StdlibConfig):
+        return [module.path for module in stdlib.candidates()]
+    if split == "validation" and not source.has_validation:
+        return []
+    path = source.path if split == "train" else source.validation or source.path
+    match source:
+        case TextConfig():
+            return [stdin_copy() if path == STDIN else existing_file(path)]
+        case FolderConfig():
+            return visible_files(path, source.glob)
+        case JsonlConfig():
+            return source_files(path, JSONL_SUFFIXES)
+        case ParquetConfig():
+            return source_files(path, PARQUET_SUFFIXES)
+
+
+def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Iterator[Document]:
+    for path in data_files(source, split):
+        first, last = 0, None
+        if source.held_out > 0:
+            characters = sum(len(block) for block in read_text(path, source.errors, advice))
+            cut = int((1 - source.held_out) * characters)
+            first, last = (0, cut) if split == "train" else (cut, characters)
+        yield from _in_pieces(
+            str(source.path), _characters(read_text(path, source.errors, advice), first, last)
+        )
+
+
+def _whole_documents(
+    source: FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
+    split: SplitName,
+    files: Iterable[Path],
+    advice: Advice,
+) -> Iterator[tuple[str, str, Iterable[str]]]:
+    """For every document in the files of a split: its identity, its name, its text in blocks.
+
+    The text of a file is read only when it is iterated.
+    """
+    match source:
+        case StdlibConfig():
+            for module in stdlib.modules():
+                yield module.name, module.name, map(stdlib.Module.text, [module])
+        case FolderConfig():
+            root = source.path if split == "train" else source.validation or source.path
+            for path in files:
+                name = path.relative_to(root).as_posix()
+                yield name, name, read_text(path, source.errors, advice)
+        case JsonlConfig() | ParquetConfig():
+            for path in files:
+                for name, text in _records(path, source, advice):
+                    yield text, name, [text]
+
+
+def _records(
+    path: Path, source: JsonlConfig | ParquetConfig, advice: Advice
+) -> Iterator[tuple[str, str]]:
+    """The (name, text) of each record of a file."""
+    if isinstance(source, JsonlConfig):
+        return _read_jsonl(path, source, advice)
+    return _read_parquet(path, source, advice)
+
+
+def _read_jsonl(path: Path, source: JsonlConfig, advice: Advice) -> Iterator[tuple[str, str]]:
+    offset = 0
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not offset:
+                check_head(path, line[:HEAD_BYTES], advice)
+            try:
+                text = line.decode("utf-8", source.errors)
+            except UnicodeDecodeError as error:
+                raise bad_byte(path, error, offset, advice) from None
+            text = text if offset else text.removeprefix("\ufeff")
+            offset += len(line)
+            if text.strip():
+                where = f"{path}:{number}"
+                yield where, _text_of(text, source, where, advice)
+
+
+def _text_of(line: str, source: JsonlConfig, where: str, advice: Advice) -> str:
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise WorkhorseError(f"{where} is nested too deep; correct or remove the line") from None
+    except ValueError as error:
+        reason = str(error).partition(";")[0]  # Python's own advice is for programmers
+        raise WorkhorseError(f"{where} is not JSON: {reason}; correct or remove the line") from None
+    if not isinstance(record, dict):
+        raise WorkhorseError(f"{where} is not a JSON object; write one object per line")
+    if source.text_field not in record:
+        remedy = advice.other_field(nearest(source.text_field, record))
+        raise WorkhorseError(f"{where} has no field {source.text_field!r}; {remedy}")
+    text = record[source.text_field]
+    if text is not None and not isinstance(text, str):
+        kind = type(text).__name__
+        raise WorkhorseError(f"{where}: {source.text_field!r} is a {kind}, not a text; correct it")
+    text = text or ""
+    try:
+        return text.encode("utf-8", source.errors).decode()
+    except UnicodeEncodeError as error:
+        lone = f"\\u{ord(error.object[error.start]):04x}"
+        remedy = advice.mend("correct the line")
+        raise WorkhorseError(f"{where} holds a lone surrogate {lone}; {remedy}") from None
+
+
+def _read_parquet(path: Path, source: ParquetConfig, advice: Advice) -> Iterator[tuple[str, str]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise WorkhorseError(
+            f"{path} is parquet, which needs the package pyarrow; {to_install('data')}"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(path, source.text_field, file.schema_arrow, advice)
+            number = 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
+                # as bytes, for the library checks none of the strings that it is given
+                for data in _as_bytes(batch.column(0)).to_pylist():
+                    where = f"{path}:{number}"
+                    try:
+                        yield where, (data or b"").decode("utf-8", source.errors)
+                    except UnicodeDecodeError as error:
+                        raise bad_byte(where, error, 0, advice, "correct the row") from None
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise WorkhorseError(f"cannot read {path}: {reason}; fetch it again") from None
+
+
+def _as_bytes(column: "pyarrow.Array") -> "pyarrow.Array":
+    """A column of strings of any of pyarrow's types, undecoded."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if types.is_string_view(column.type):
+        column = column.cast(pyarrow.large_string())
+    return column.cast(pyarrow.large_binary())
+
+
+def _check_column(path: Path, name: str, schema: "pyarrow.Schema", advice: Advice) -> None:
+    from pyarrow import types
+
+    if name not in schema.names:
+        remedy = advice.other_field(nearest(name, schema.names))
+        raise WorkhorseError(f"{path} has no column {name!r}; {remedy}")
+    if (count := schema.names.count(name)) > 1:
+        raise WorkhorseError(f"{path} has {count} columns {name!r}; give each its own name")
+    kind = schema.field(name).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not any(
+        fits(kind)
+        for fits in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    ):
+        remedy = advice.other_field(f"known: {', '.join(schema.names)}")
+        raise WorkhorseError(f"{path}: column {name!r} is {kind}; {remedy}")
+
+
+def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:
+    """The characters from `first` to `last` (None: the end) of a text that comes in blocks."""
+    position = 0
+    for block in blocks:
+        start = max(first - position, 0)
+        stop = len(block) if last is None else min(max(last - position, 0), len(block))
+        if start < stop:
+            yield block[start:stop]
+        position += len(block)
+
+
+def _in_pieces(name: str, blocks: Iterable[str]) -> Iterator[Document]:
+    begins, held = True, ""
+    for block in blocks:
+        held += block
+        while len(held) > PIECE_CHARS:
+            cut = _line_start(held, PIECE_CHARS)
+            yield Document(name, held[:cut], begins, ends=False)
+            begins, held = False, held[cut:]
+    if held:
+        yield Document(name, held, begins)
+
+
+def _line_start(text: str, limit: int) -> int:
+    """The start of the last unindented line up to `limit`, not after a blank one; else `limit`."""
+    end = limit
+    while (end := text.rfind("\n", 0, end)) > 0:
+        if not text[end - 1].isspace() and not text[end + 1].isspace():
+            return end + 1
+    return limit

@@ -1,0 +1,469 @@
+"""From documents to token shards: parallel, resumable, reused when nothing changed.
+
+The `tokenizers` library spreads a block of texts over its own threads; meanwhile another block is
+read, or converted to arrays. The tokens and their order never depend on the number of threads.
+
+A data set lives in a folder named after what decides its tokens: the tokenizer, the sources'
+configs, and the path, size and time of change of each file. So a change makes a new data set, and
+runs that share a folder share the work. Shards are cut after a fixed number of tokens and written
+one by one, the manifest after each; a build that was killed goes on after the last one.
+"""
+
+import contextlib
+import hashlib
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from workhorse.data.config import DataConfig
+from workhorse.data.dataset import (
+    ENDS,
+    TOKENS,
+    Dataset,
+    TokenStream,
+    check_sums,
+    mostly_held_out,
+    open_dataset,
+    open_shard,
+    unknown_text,
+)
+from workhorse.data.documents import (
+    Document,
+    SplitName,
+    check_text_files,
+    iterate_texts,
+    read_documents,
+)
+from workhorse.data.manifest import (
+    ManifestConfig,
+    ShardConfig,
+    StreamConfig,
+    read_manifest,
+    write_array,
+)
+from workhorse.data.sources import (
+    SPLITS,
+    Progress,
+    describe_sources,
+    save_file_list,
+    text_bytes,
+    why_empty,
+)
+from workhorse.errors import WorkhorseError
+from workhorse.files.writing import TEMPORARY, one_process_at_a_time, writing
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer, TokenizerConfig
+
+BLOCK_CHARS = 2 << 20
+BLOCK_PIECES = 4096
+"""Texts are encoded in blocks of at most this many characters or pieces."""
+
+BLOCKS_AT_ONCE = 2
+
+Stream = TypeVar("Stream")
+
+
+class Encoded(NamedTuple, Generic[Stream]):
+    """A document, or a piece of one, as tokens."""
+
+    stream: Stream
+    """The stream that it belongs to."""
+    document: Document
+    tokens: np.ndarray
+    unknown: int
+    """How many of them stand for characters outside the vocabulary."""
+
+
+def encoded(
+    documents: Iterable[tuple[Stream, Document]],
+    tokenizer: "Tokenizer",
+    *,
+    bos: bool,
+    eos: bool,
+    dtype: str,
+) -> Iterator[Encoded[Stream]]:
+    """Each document, or piece of one, with its tokens as `dtype`.
+
+    Args:
+        documents: each with what it belongs to, which is passed on; read up to `BLOCKS_AT_ONCE`
+            blocks ahead. A block may hold documents of several streams, so that no core waits at
+            the end of one.
+        tokenizer: its ids must fit into `dtype`.
+        bos: begin each document with the tokenizer's bos token.
+        eos: end each document with the tokenizer's eos token.
+        dtype: an unsigned integer dtype of NumPy.
+    """
+
+    def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
+        ids = tokenizer.encode_batch([document.text for _, document in block])
+        found = []
+        for (stream, document), tokens in zip(block, ids, strict=True):
+            before = [tokenizer.bos_id] if bos and document.begins else []
+            after = [tokenizer.eos_id] if eos and document.ends else []
+            array = np.array([*before, *tokens, *after], dtype=dtype)
+            found.append(Encoded(stream, document, array, tokenizer.count_unknown(tokens)))
+        return found
+
+    blocks = _blocks(documents)
+    with ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="encode") as pool:
+        waiting: deque[Future[list[Encoded[Stream]]]] = deque()
+        try:
+            while True:
+                for block in islice(blocks, BLOCKS_AT_ONCE - len(waiting)):
+                    waiting.append(pool.submit(encode, block))
+                if not waiting:
+                    return
+                yield from waiting.popleft().result()
+        finally:
+            for block in waiting:
+                block.cancel()
+
+
+def stream_of(
+    name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
+) -> TokenStream:
+    """A few documents as a stream in memory, with the same tokens as in a prepared data set."""
+    tokens, ends, size, unknown = [np.zeros(0, np.int64)], [], 0, 0
+    pairs = ((name, document) for document in documents)
+    for found in encoded(pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"):
+        tokens.append(found.tokens)
+        size += len(found.document.text.encode())
+        unknown += found.unknown
+        if found.document.ends:
+            ends.append(sum(map(len, tokens)))
+    return TokenStream(
+        name, [np.concatenate(tokens)], np.array(ends, dtype=np.int64), size, unknown
+    )
+
+
+def _blocks(
+    documents: Iterable[tuple[Stream, Document]],
+) -> Iterator[list[tuple[Stream, Document]]]:
+    block: list[tuple[Stream, Document]] = []
+    characters = 0
+    for stream, document in documents:
+        block.append((stream, document))
+        characters += len(document.text)
+        if characters >= BLOCK_CHARS or len(block) >= BLOCK_PIECES:
+            yield block
+            block, characters = [], 0
+    if block:
+        yield block
+
+
+def prepare_tokenizer(
+    tokenizer_config: "TokenizerConfig",
+    data_config: DataConfig,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    tell: Callable[[str], object] = lambda line: None,
+) -> "Tokenizer":
+    """Train a tokenizer on the training texts of a corpus, or load it if nothing changed.
+
+    Args:
+        tokenizer_config: what to train; one from a file is loaded and not stored again.
+        data_config: the texts; its `cache_dir`, if set, takes the place of `folder`.
+        folder: where tokenizers are kept, each in a folder named after what determines it.
+        progress: called with the amount of text that the training has read.
+        tell: called with warnings: that it has fewer tokens than asked for.
+
+    Raises:
+        WorkhorseError: a source cannot be read, or the tokenizer cannot be trained on it.
+    """
+    from workhorse.tokenizers import load_tokenizer, missing_tokens, train_tokenizer
+
+    if tokenizer_config.kind == "file":
+        return train_tokenizer(tokenizer_config, ())
+    sources = describe_sources(data_config)
+    decides = [tokenizer_config.to_dict(), sources]
+    key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    root = data_config.kept_in(folder)
+    home = root / f"tokenizer-{key}"
+    if not home.exists():
+        check_text_files(data_config)
+        texts = _watched(iterate_texts(data_config), text_bytes(sources), progress)
+        tokenizer = train_tokenizer(tokenizer_config, texts)
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=root) as temporary:
+            tokenizer.save(Path(temporary) / "new")
+            with contextlib.suppress(OSError):  # another process was faster, with the same
+                (Path(temporary) / "new").rename(home)
+    tokenizer = load_tokenizer(home)
+    if missing := missing_tokens(tokenizer_config, tokenizer):
+        tell(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, {missing:,} fewer than "
+            "tokenizer.vocab_size: the corpus holds too little to fill more"
+        )
+    return tokenizer
+
+
+def _watched(texts: Iterable[str], total: int | None, progress: Progress | None) -> Iterator[str]:
+    done = 0
+    for text in texts:
+        yield text
+        done += len(text.encode())
+        if progress:
+            progress(done, total)
+
+
+StreamKey = tuple[SplitName, str]
+"""A split of a source, by the names of both."""
+
+SHARD_TOKENS = 1 << 25
+"""Tokens after which a shard ends: 64 MiB of 16-bit tokens."""
+
+REPORT_BYTES = 1 << 20
+"""Bytes of text between two calls of the progress callback."""
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: "Tokenizer",
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    verify: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Dataset:
+    """Make the token shards of a config, or open them if they are there already.
+
+    Args:
+        config: what to read; `config.cache_dir`, if set, takes the place of `folder`.
+        tokenizer: encodes the texts; ends (begins) documents with its eos (bos) if the config asks.
+        folder: where data sets are kept, usually the run directory's `data`.
+        progress: called with the progress.
+        verify: compare the checksums of shards that are there even if this process has done so. A
+            damaged shard is made again in any case.
+        tell: called with warnings: that more text is held out than trains, or that the tokenizer
+            does not know all its characters.
+
+    Raises:
+        WorkhorseError: a source cannot be read or changes meanwhile, a split is empty, the
+            tokenizer lacks a token.
+    """
+    fresh = _fresh_manifest(config, tokenizer)
+    home = config.kept_in(folder) / _key(fresh)
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
+    with _only_one_builder(home):
+        manifest = _what_stands(home, fresh, verify)
+        if not manifest.complete:
+            for leftover in home.glob(f"{TEMPORARY}*"):
+                leftover.unlink()
+            _Build(config, tokenizer, home, manifest, progress).run()
+    dataset = open_dataset(home, config.weights)
+    for line in (mostly_held_out(dataset), unknown_text(dataset)):
+        if line is not None:
+            tell(line)
+    return dataset
+
+
+class _Build:
+    """One preparation: fills the manifest, stream by stream and shard by shard."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "Tokenizer",
+        home: Path,
+        manifest: ManifestConfig,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.tokenizer, self.home, self.manifest = config, tokenizer, home, manifest
+        self.progress = progress or (lambda _done, _total: None)
+        self.total = text_bytes(manifest.sources)
+        self.done = self.reported = 0
+
+    def run(self) -> None:
+        check_text_files(self.config)
+        wanted: list[StreamKey] = [
+            (split, name)
+            for split in SPLITS
+            for name, source in self.config.sources.items()
+            if split == "train" or source.has_validation
+        ]
+        self.done = sum(self._stream(*key).bytes for key in wanted)
+        tokens = encoded(
+            self._documents([key for key in wanted if not self._stream(*key).complete]),
+            self.tokenizer,
+            bos=self.config.bos,
+            eos=self.config.eos,
+            dtype=self.manifest.dtype,
+        )
+        for key, documents in groupby(tokens, key=lambda item: item.stream):
+            self._fill(*key, documents)
+            self._finish(*key)
+        for key in wanted:  # those whose last shard was written before the build was killed
+            self._finish(*key)
+        if describe_sources(self.config) != self.manifest.sources:
+            raise WorkhorseError("a source changed while it was read; prepare it again")
+        save_file_list(self.config, self.home)
+        self.manifest = self.manifest.replace(complete=True)
+        self.manifest.save(self.home)
+        self.progress(self.done, self.done)
+
+    def _documents(self, wanted: Iterable[StreamKey]) -> Iterator[tuple[StreamKey, Document]]:
+        """The documents still to be encoded, stream after stream."""
+        for split, name in wanted:
+            source, stream = self.config.sources[name], self._stream(split, name)
+            done_before = sum(shard.pieces for shard in stream.shards)
+            documents = read_documents(source, split, key=self.config.key_of(name))
+            documents = islice(documents, done_before, None)
+            first = next(documents, None)
+            if first is None and not stream.tokens:  # said before the streams after it are read
+                raise WorkhorseError(why_empty(self.config, name, split))
+            for document in chain([first] if first else [], documents):
+                yield (split, name), document
+
+    def _fill(
+        self,
+        split: SplitName,
+        name: str,
+        documents: Iterable[Encoded[StreamKey]],
+    ) -> None:
+        buffer = _ShardBuffer()
+        for document in documents:
+            self.done += buffer.add(document)
+            if self.done - self.reported >= REPORT_BYTES:
+                self.progress(self.done, self.total)
+                self.reported = self.done
+            if buffer.n_tokens >= SHARD_TOKENS:
+                self._write(split, name, buffer)
+                buffer = _ShardBuffer()
+        if buffer.n_tokens:
+            self._write(split, name, buffer)
+
+    def _finish(self, split: SplitName, name: str) -> None:
+        stream = self._stream(split, name)
+        if not stream.tokens:
+            raise WorkhorseError(why_empty(self.config, name, split))
+        if not stream.complete:
+            self._record(split, name, stream.replace(complete=True))
+
+    def _stream(self, split: SplitName, name: str) -> StreamConfig:
+        return getattr(self.manifest, split).get(name, StreamConfig())
+
+    def _write(self, split: SplitName, name: str, buffer: "_ShardBuffer") -> None:
+        stream = self._stream(split, name)
+        shard = buffer.write(self.home, f"{split}-{name}-{len(stream.shards):05d}")
+        self._record(split, name, stream.replace(shards=[*stream.shards, shard]))
+
+    def _record(self, split: SplitName, name: str, stream: StreamConfig) -> None:
+        streams = {**getattr(self.manifest, split), name: stream}
+        self.manifest = self.manifest.replace(**{split: streams})
+        self.manifest.save(self.home)
+
+
+class _ShardBuffer:
+    """The tokens of a shard before it is written."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.ends: list[int] = []
+        self.n_tokens = self.n_bytes = self.n_unknown = 0
+
+    def add(self, piece: Encoded[StreamKey]) -> int:
+        """Add a document, or a piece of one; returns its UTF-8 bytes."""
+        n_bytes = len(piece.document.text.encode())
+        self.tokens.append(piece.tokens)
+        self.n_tokens += len(piece.tokens)
+        self.n_bytes += n_bytes
+        self.n_unknown += piece.unknown
+        if piece.document.ends:
+            self.ends.append(self.n_tokens)
+        return n_bytes
+
+    def write(self, home: Path, name: str) -> ShardConfig:
+        return ShardConfig(
+            name=name,
+            tokens=self.n_tokens,
+            documents=len(self.ends),
+            bytes=self.n_bytes,
+            pieces=len(self.tokens),
+            unknown=self.n_unknown,
+            tokens_sha256=write_array(home / (name + TOKENS), np.concatenate(self.tokens)),
+            ends_sha256=write_array(home / (name + ENDS), np.array(self.ends, dtype=np.int64)),
+        )
+
+
+def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
+    """The manifest of a data set before anything is written: all that determines its tokens."""
+    check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
+    return ManifestConfig(
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        bos=config.bos,
+        eos=config.eos,
+        sources=describe_sources(config),
+    )
+
+
+def check_separators(config: DataConfig, *, bos: bool, eos: bool) -> None:
+    """Refuse separators between texts that the tokenizer does not have.
+
+    Args:
+        config: says which are used.
+        bos: whether the tokenizer has a bos token.
+        eos: whether it has an eos token.
+    """
+    for wanted, name, there in ((config.bos, "bos", bos), (config.eos, "eos", eos)):
+        if wanted and not there:
+            raise WorkhorseError(
+                f"data.{name} is true but the tokenizer has no {name} token; set data.{name}: false"
+            )
+
+
+def _key(manifest: ManifestConfig) -> str:
+    content = json.dumps(manifest.to_dict(), sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestConfig:
+    """The manifest in a folder without damaged shards; the preparation goes on from there."""
+    try:
+        manifest = read_manifest(home)
+    except WorkhorseError:
+        return fresh
+    sound = {
+        split: {name: _sound(home, stream, verify) for name, stream in streams.items()}
+        for split, streams in ((split, getattr(manifest, split)) for split in SPLITS)
+    }
+    whole = all(sound[split] == getattr(manifest, split) for split in SPLITS)
+    return manifest.replace(**sound, complete=manifest.complete and whole)
+
+
+def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
+    """The stream up to its first damaged shard."""
+    for index, shard in enumerate(stream.shards):
+        try:
+            open_shard(home, shard)
+            if verify:
+                check_sums(home, shard, again=True)
+        except WorkhorseError:
+            return StreamConfig(shards=stream.shards[:index])
+    return stream
+
+
+@contextlib.contextmanager
+def _only_one_builder(home: Path) -> Iterator[None]:
+    """Let one process at a time prepare a folder: the others wait, then find it done.
+
+    A folder left empty by a failure is removed.
+    """
+    with one_process_at_a_time(home):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                home.rmdir()

@@ -1,1 +1,0 @@
-"""Documents encoded once into memory-mapped tokens."""

@@ -1,0 +1,163 @@
+"""Embedding tables and log-probabilities for native training on a CPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from workhorse.native import Training
+from workhorse.nn.embedding import Head
+from workhorse.nn.logprobs import WHOLE, HeadLoss, Shaping, TokenLogprobs
+from workhorse.nn.products import Multiply, product
+from workhorse.transforms.record import become, combined, replace_modules
+
+
+class Float32SumEmbedding(nn.Embedding):
+    """`nn.Embedding` whose gradient of a row is summed in float32, whatever its dtype.
+
+    Attributes:
+        tied: whether a head shares the table.
+        operators: of training, if there are any.
+    """
+
+    tied: bool
+    operators: Training | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        if weight.dtype not in (torch.bfloat16, torch.float32) or not learns:
+            return super().forward(input)
+        return _LookUp.apply(input, weight, self.tied, self.operators)
+
+
+def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn.Module:
+    """Let the tables in a module sum their gradients in float32.
+
+    Args:
+        root: the module.
+        operators: of training, which add up quicker; None leaves that to PyTorch.
+
+    Returns:
+        The module, or its replacement if it is a table itself.
+    """
+    of_heads = {head.proj.weight for head in root.modules() if isinstance(head, Head)}
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is not nn.Embedding:
+            return module
+        tied = module.weight in of_heads
+        return become(module, Float32SumEmbedding, tied=tied, operators=operators)
+
+    return replace_modules(root, choose)
+
+
+class _LookUp(torch.autograd.Function):
+    """An embedding on a CPU, where PyTorch would sum a bfloat16 row's gradients in bfloat16.
+
+    There a frequent token's sum stops growing: 1,000 ones add up to 256. If the table already has a
+    gradient, from a tied head or an earlier micro-batch, this one is sparse: autograd adds its rows
+    in place, without another tensor of the vocabulary's size.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weight: nn.Parameter, tied: bool, operators: Training | None
+    ) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.tied, ctx.operators = weight, tied, operators
+        return nn.functional.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor, None, None]:
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        ids, rows = tokens.flatten(), above[0].flatten(0, -2)
+        summed = True
+        if ctx.operators is not None:
+            ids, rows = ctx.operators.sum_rows(
+                ids.long().contiguous(), rows.contiguous(), len(weight)
+            )
+        elif weight.dtype != torch.float32:
+            ids, rows = _summed(ids, rows)
+        else:
+            summed = False
+        if not ctx.tied and weight.grad is None:
+            dense = torch.zeros_like(weight)
+            dense = dense.index_copy_(0, ids, rows) if summed else dense.index_add_(0, ids, rows)
+            return None, dense, None, None
+        sparse = torch.sparse_coo_tensor(
+            ids[None], rows, weight.shape, is_coalesced=summed, check_invariants=False
+        )
+        return None, sparse, None, None
+
+
+def _summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each id once, and the sum of its rows, summed in float32 and returned in their dtype."""
+    used, place = ids.unique(return_inverse=True)
+    sums = rows.new_zeros(len(used), rows.shape[1], dtype=torch.float32)
+    return used, sums.index_add_(0, place, rows.float()).to(rows.dtype)
+
+
+class NativeLogprobs(TokenLogprobs):
+    """`TokenLogprobs` with the gemms of `multiplies` and a native operator for the rest."""
+
+    multiplies: Multiply
+    operators: Training | None
+
+    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiplies(a, b, bias)
+
+    def matrix(self, head: Head) -> Tensor:
+        return _Late.apply(head.proj.weight)
+
+    def score(
+        self, logits: Tensor, targets: Tensor, coefficients: Tensor | None, shaping: Shaping
+    ) -> Tensor:
+        plain = shaping.cap is not None or self.vocabulary is not WHOLE
+        if self.operators is None or plain or not logits.is_contiguous():
+            return super().score(logits, targets, coefficients, shaping)
+        return self.operators.score_(
+            logits, targets, coefficients, multiplier=shaping.multiplier, entropy=self.entropy
+        )
+
+
+class _Late(torch.autograd.Function):
+    """The identity, whose gradient is computed after those of everything computed later.
+
+    A table that is tied to the head then gets the sparse gradient of its rows first, and autograd
+    adds it to the head's in place. In the other order it would make a third tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor) -> Tensor:
+        return above[0]
+
+
+def replace_logprobs(
+    root: nn.Module, multiply: Multiply = product, operators: Training | None = None
+) -> nn.Module:
+    """Let the log-probabilities of heads in a module use native operators.
+
+    Args:
+        root: the module.
+        multiply: the gemm.
+        operators: of training; None leaves the rest to PyTorch.
+
+    Returns:
+        The module, or its replacement if it is of them itself.
+    """
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) not in (HeadLoss, TokenLogprobs):
+            return module
+        kind = combined("Native", NativeLogprobs, type(module))
+        return become(module, kind, multiplies=multiply, operators=operators)
+
+    return replace_modules(root, choose)

@@ -1,0 +1,68 @@
+"""How PyTorch executes training: activation checkpointing and compilation.
+
+With the plain function a GPU reads and writes logits a dozen times, most of them in float32.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from workhorse.nn import Decoder
+from workhorse.nn.logprobs import HeadLoss, Shaping, TokenLogprobs, score
+from workhorse.transforms.record import become, combined, replace_modules
+
+
+class Checkpointed(nn.Module):
+    """A mixin for a class of layers whose forward pass keeps only its inputs."""
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return checkpoint(super().forward, *inputs, use_reentrant=False)  # type: ignore[return-value]
+
+
+def checkpoint_activations(decoder: Decoder) -> None:
+    """Let every layer of a decoder compute its activations again in the backward pass."""
+    for name, layer in list(decoder.layers.named_children()):
+        kind = combined("Checkpointed", Checkpointed, type(layer))
+        decoder.layers.set_submodule(name, become(layer, kind))
+
+
+def compile_layers(decoder: Decoder) -> None:
+    """Compile each layer of a decoder, in place, at its first run; equal layers share a program.
+
+    Args:
+        decoder: after every other transform.
+    """
+    for layer in decoder.layers:
+        layer.compile()
+
+
+def compile_logprobs(objective: nn.Module) -> None:
+    """Compile those of an objective, in place; native ones and those of divided layers stay."""
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) not in (HeadLoss, TokenLogprobs):
+            return module
+        return become(module, combined("Compiled", CompiledLogprobs, type(module)))
+
+    replace_modules(objective, choose)
+
+
+class CompiledLogprobs(TokenLogprobs):
+    """`TokenLogprobs` whose terms and gradient are one compiled function of the logits."""
+
+    def score(
+        self, logits: Tensor, targets: Tensor, coefficients: Tensor | None, shaping: Shaping
+    ) -> Tensor:
+        for rows in (logits, targets, coefficients):  # the last part has fewer
+            if rows is not None:  # one row has its own program
+                torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return _compiled()(logits, targets, coefficients, shaping=shaping, entropy=self.entropy)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(score)

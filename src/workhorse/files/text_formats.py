@@ -1,0 +1,457 @@
+"""Reads text files, JSON and YAML within limits, so that no file can crash the process."""
+
+import errno
+import gc
+import io
+import json
+import math
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+import yaml
+
+from workhorse.errors import WorkhorseError, shown
+
+REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.ENAMETOOLONG: "check the path",
+    errno.EACCES: "give yourself the permission",
+    errno.EPERM: "give yourself the permission",
+}
+"""What can be done where the system refuses a file, by the number of its error."""
+_GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
+
+
+def to_path(given: object, rule: str) -> Path:
+    """An argument that names a file or folder, as a Path.
+
+    Args:
+        given: a string or a Path.
+        rule: what it must be, which begins the message: "a folder is a path".
+
+    Raises:
+        WorkhorseError: it is neither, or no file can have that name.
+    """
+    if not isinstance(given, str | Path):
+        raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a text or a Path")
+    name = str(given)
+    if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
+        raise WorkhorseError(f"{rule}, and {shown(name)} can be none; choose another name")
+    return Path(given)
+
+
+def unreadable(path: Path, error: OSError) -> WorkhorseError:
+    """That the system refused to read a file, and what can be done."""
+    remedy = REMEDIES.get(error.errno or 0, "check the disk")
+    return WorkhorseError(f"cannot read {path}: {error.strerror or error}; {remedy}")
+
+
+def open_contained(folder: Path, name: str, *, root: Path | None = None) -> BinaryIO:
+    """Open a file that lies directly in a folder, for reading bytes, without a buffer.
+
+    Args:
+        folder: where it lies.
+        name: the file's name, no path.
+        root: the folder that links may not lead out of, where `folder` is a part of it.
+
+    Raises:
+        WorkhorseError: the name is a path, a link leads out of the folder, there is no plain file
+            that can be read, or it is a Git LFS pointer.
+    """
+    if name in {"", ".", ".."} or "/" in name or "\\" in name or not name.isprintable():
+        raise WorkhorseError(f"{folder}: {shown(name)} is no file name; it must lie in the folder")
+    path = folder / name
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+        if not _belongs(real, Path(os.path.realpath(root or folder))):
+            raise WorkhorseError(
+                f"{path} is a link out of its folder; put the file itself there if you trust it"
+            )
+        if not stat.S_ISREG(real.stat().st_mode):
+            kind = "a folder" if real.is_dir() else "a special file"
+            raise WorkhorseError(f"{path} is {kind}, not a plain file; fetch the model again")
+        # What becomes a pipe after the check does not make us wait for its writer.
+        file = os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
+        if os.pread(file.fileno(), len(_LFS_POINTER), 0) == _LFS_POINTER:
+            file.close()
+            raise WorkhorseError(
+                f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its folder"
+            )
+        return file
+    except FileNotFoundError:
+        raise WorkhorseError(f"{path} is missing; fetch the model again") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
+    """The content of a file.
+
+    Args:
+        path: a plain file in its folder.
+        limit: bytes it may have.
+        root: as of `open_contained`.
+
+    Raises:
+        WorkhorseError: there is no such file, it leads out of its folder or is too large.
+    """
+    with open_contained(path.parent, path.name, root=root) as file:
+        try:
+            raw = file.read(limit + 1) or b""
+        except OSError as error:
+            raise unreadable(path, error) from None
+    if len(raw) > limit:
+        raise WorkhorseError(f"{path} is larger than {limit} bytes; it is not a model's")
+    return raw
+
+
+def open_plain(path: Path) -> io.BufferedReader:
+    """Open a file that the user named, for reading bytes, wherever its links lead.
+
+    Raises:
+        WorkhorseError: there is no file that can be read, or it is a folder, pipe or device.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
+    except OSError as error:
+        raise unreadable(path, error) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise WorkhorseError(f"cannot read {path}: it is {kind}; name a plain file")
+    return io.BufferedReader(io.FileIO(descriptor))
+
+
+def read_text(path: Path, *, limit: int) -> str:
+    """The UTF-8 text of a file that the user named, of at most so many bytes.
+
+    Raises:
+        WorkhorseError: as `open_plain`; or the file is larger, or no UTF-8.
+    """
+    with open_plain(path) as file:
+        try:
+            raw = file.read(limit + 1)
+        except OSError as error:
+            raise unreadable(path, error) from None
+    if len(raw) > limit:
+        raise WorkhorseError(f"{path} is larger than {limit} bytes; is it the right file?")
+    return decoded(raw, str(path))
+
+
+def decoded(raw: bytes, what: str) -> str:
+    """UTF-8 text, or a WorkhorseError that says where it is none; `what` is its name in it."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise WorkhorseError(f"{what} is not UTF-8: bad byte at offset {error.start}") from None
+
+
+def _belongs(real: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder, or is what the Hub's cache links to from there.
+
+    The cache keeps `CACHE/models--ORG--NAME/snapshots/COMMIT/` as links to `../../blobs/HASH`, and
+    that may be a link to `CACHE/blobs/HA/HASH`, which all repositories share.
+    """
+    if real.is_relative_to(folder):
+        return True
+    snapshots, repository = folder.parent, folder.parent.parent
+    if snapshots.name != "snapshots" or not repository.name.startswith("models--"):
+        return False
+    return any(
+        real.is_relative_to(blobs) and re.fullmatch(names, real.relative_to(blobs).as_posix())
+        for blobs, names in (
+            (repository / "blobs", _GIT_BLOB),
+            (repository.parent / "blobs", _SHARED_BLOB),
+        )
+    )
+
+
+MAX_DEPTH = 64
+MAX_VALUES = 850_000
+"""Each costs Python up to about 70 bytes beyond its text, and a microsecond. The header of a
+hundred thousand matrices, more than any published file's, has eight hundred thousand."""
+
+
+def read_json(path: Path, *, limit: int = 4_000_000) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        path: a plain file in its folder.
+        limit: bytes it may have.
+
+    Raises:
+        WorkhorseError: as `read_bytes`; or `parse_json` refuses.
+    """
+    return parse_json(read_bytes(path, limit=limit), str(path))
+
+
+def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """An object of JSON.
+
+    Args:
+        raw: UTF-8 text.
+        what: its name in errors.
+        max_values: entries of all its objects and lists together.
+
+    Raises:
+        WorkhorseError: it is no JSON object, has too many values or is nested deeper than
+            `MAX_DEPTH`, or says something twice or in no number a float can hold.
+    """
+    if sum(map(raw.count, (b",", b"[", b"{"))) > max_values:
+        raise WorkhorseError(f"{what} holds more than {max_values} values; it is not a model's")
+    text = decoded(raw, what)
+    try:
+        with collector_paused():
+            data = json.loads(
+                text,
+                object_pairs_hook=_without_repeats,
+                parse_float=_finite,
+                parse_constant=_refuse_constant,
+            )
+    except RecursionError:
+        raise WorkhorseError(f"{what} is nested deeper than {MAX_DEPTH}") from None
+    except ValueError as error:
+        reason = str(error).partition(";")[0]  # what Python advises is not for its users' users
+        raise WorkhorseError(f"{what} is not valid JSON: {reason}") from None
+    if not isinstance(data, dict):
+        raise WorkhorseError(f"{what} holds {shown(data)}, not a JSON object")
+    if _depth(data) > MAX_DEPTH:
+        raise WorkhorseError(f"{what} is nested deeper than {MAX_DEPTH}")
+    return data
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Make much plain data that has no cycles without a search for them at every turn.
+
+    The search takes twice as long as the reading of a large file.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {shown(twice)} stands twice")
+    return made
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _depth(data: dict[str, Any]) -> int:
+    """Levels of objects and lists."""
+    level: list[Any] = [data]
+    depth = 0
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        level = [
+            value
+            for group in level
+            for value in (group.values() if isinstance(group, dict) else group)
+            if isinstance(value, (dict, list))
+        ]
+    return depth
+
+
+MAX_CHARACTERS = 300_000
+MAX_YAML_VALUES = 100_000
+"""Of the whole text, what an alias stands for counted wherever it stands."""
+
+
+class BadYaml(WorkhorseError):
+    """A text that is not YAML, or not what may be read: line and column, if known, and why."""
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """PyYAML reads `3e-4` as a string and `on` as true (YAML 1.1); YAML 1.2 does not.
+
+    A key given twice is an error; PyYAML would keep the last. Merges (`<<: *name`), which are of
+    YAML 1.1 too, are read.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        # Composing is recursive, and so bounded before Python's stack is.
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            mark = cast(Any, self).peek_event().start_mark
+            raise _problem(f"it is nested deeper than {MAX_DEPTH}; make it flatter", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
+            construct = cast(Callable[..., Any], self.construct_object)
+            key = construct(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise _problem("a key must be a plain word or number", key_node.start_mark)
+            if key in seen:
+                raise _problem(f"key {shown(key)} is given twice; keep one", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_TAGS = "tag:yaml.org,2002:"
+_MERGE = f"{_TAGS}merge"
+_SCALARS = {f"{_TAGS}{kind}" for kind in ("null", "bool", "int", "float", "str", "merge")}
+_NUMBERS = {f"{_TAGS}int", f"{_TAGS}float"}
+
+_YAML_1_2 = {
+    "bool": (r"(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    "int": (r"[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
+        r"|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$",
+        "-+0123456789.",
+    ),
+}
+"""How plain scalars of each type are written, and the characters they begin with. Dates, numbers to
+base 60 and the like stay text."""
+
+_Yaml12Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if tag.rpartition(":")[2] in ("null", "merge")]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, (_rule, _first) in _YAML_1_2.items():
+    _Yaml12Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+        f"{_TAGS}{_kind}", re.compile(_rule), list(_first)
+    )
+
+
+class _Yaml12Dumper(yaml.SafeDumper):
+    """PyYAML writes the string `1e3` bare, which YAML 1.2 reads as a number: quote it."""
+
+
+for _kind, (_rule, _first) in _YAML_1_2.items():
+    _Yaml12Dumper.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+        f"{_TAGS}{_kind}", re.compile(_rule), list(_first)
+    )
+
+
+def write_yaml(value: Any, *, on_a_line: bool = False) -> str:
+    """Plain data as YAML that `parse_yaml` reads back as it was, keys in their order.
+
+    Args:
+        value: mappings, lists, strings, numbers, true, false and null.
+        on_a_line: write it in one line, without a line break at its end.
+    """
+    flow, width = (True, 2**20) if on_a_line else (False, 80)
+    text = yaml.dump(  # pyright: ignore[reportUnknownMemberType]
+        value, Dumper=_Yaml12Dumper, sort_keys=False, default_flow_style=flow, width=width
+    )
+    return text.removesuffix("\n").removesuffix("\n...") if on_a_line else text
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain data of a YAML text: mappings, lists, texts, numbers, true, false and null.
+
+    Raises:
+        BadYaml: the text is not YAML, holds anything else (a date, a set, binary), or is longer,
+            deeper or, its aliases written out, larger than any that a person wrote.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise BadYaml(f"{len(text)} characters of YAML are more than {MAX_CHARACTERS}; shorten it")
+    try:
+        loader = _Yaml12Loader(text)
+        node = loader.get_single_node()  # pyright: ignore[reportUnknownMemberType]
+        if node is None:
+            return None
+        _weigh(node, {})
+        return loader.construct_document(node)  # pyright: ignore[reportUnknownMemberType]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = str(getattr(error, "problem", error)).splitlines()[0]
+        raise BadYaml(f"not valid YAML{where}: {problem}") from None
+
+
+def _weigh(node: yaml.Node, weights: dict[int, int]) -> int:
+    """How many values a node is with its aliases written out.
+
+    Raises:
+        yaml.MarkedYAMLError: too many, one that contains itself, or one that is not plain data.
+    """
+    key = id(node)
+    if key in weights:
+        if not weights[key]:
+            raise _problem("it refers to itself; write out what is meant", node.start_mark)
+        return weights[key]
+    weights[key] = 0  # while what it holds is weighed
+    weight = 1
+    if isinstance(node, yaml.ScalarNode):
+        _check_scalar(node)
+    elif node.tag != f"{_TAGS}{'map' if isinstance(node, yaml.MappingNode) else 'seq'}":
+        raise _not_plain(node)
+    for child in _children(node):
+        weight += _weigh(child, weights)
+        if weight > MAX_YAML_VALUES:
+            problem = (
+                f"it holds more than {MAX_YAML_VALUES} values, what its aliases stand for included"
+            )
+            raise _problem(f"{problem}; shorten it", node.start_mark)
+    weights[key] = weight
+    return weight
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        pairs = cast(list[tuple[yaml.Node, yaml.Node]], node.value)
+        return [part for pair in pairs for part in pair]
+    return cast(list[yaml.Node], node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    text = cast(str, node.value)
+    if node.tag not in _SCALARS:
+        raise _not_plain(node)
+    kind = node.tag.removeprefix(_TAGS)
+    rule = _YAML_1_2.get(kind)
+    if rule is not None and not re.match(rule[0], text):
+        raise _problem(f"{shown(text)} is no {kind}; leave the tag out", node.start_mark)
+    if node.tag in _NUMBERS and len(text) > sys.int_info.default_max_str_digits:
+        raise _problem(f"a number of {len(text)} digits is too large", node.start_mark)
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise _problem(f"{shown(text)} holds half a character", node.start_mark)
+
+
+def _not_plain(node: yaml.Node) -> yaml.MarkedYAMLError:
+    kind = node.tag.replace(_TAGS, "!!")
+    return _problem(f"{shown(kind)} is not read; write plain text or numbers", node.start_mark)
+
+
+def _problem(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)

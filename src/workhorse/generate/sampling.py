@@ -1,0 +1,432 @@
+"""Sampling: the next token from logits, on one device, for a batch of requests.
+
+Every row is processed by itself, so its result does not depend on the others. A filter removes a
+token by setting its logit to -inf.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workhorse.devices.transfer import ToHost
+from workhorse.errors import WorkhorseError, shown
+from workhorse.generate.config import GenerationConfig, TokenLogprob
+from workhorse.generate.request import Request
+from workhorse.native import Decoding
+from workhorse.nn.logprobs import log_probabilities, normaliser
+
+_READ_NATIVELY = (torch.bfloat16, torch.float32)
+_NUCLEUS_FIRST_LOOK = 1024  # likeliest tokens tried before top-p sorts the whole vocabulary
+
+
+def temperature(logits: Tensor, temperature: float) -> Tensor:
+    """`logits / temperature`: below 1 sharpens the distribution, above 1 flattens it."""
+    return logits / temperature
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Keep the k likeliest tokens (and any that tie with the last of them).
+
+    A k larger than the vocabulary keeps everything.
+    Paper: Fan et al., 1805.04833, §5.
+    """
+    floor = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
+    return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least p.
+
+    Tokens that tie with the last of them stay as well, so the order of ids never matters.
+    Paper: Holtzman et al., 1904.09751, §3.1 (nucleus sampling).
+    """
+    total = normaliser(logits)
+    # A full sort of a large vocabulary costs more than a small model's step, and the nucleus is
+    # nearly always among the first tokens.
+    ordered = logits.topk(min(_NUCLEUS_FIRST_LOOK, logits.shape[-1]), dim=-1).values
+    mass = (ordered - total).exp().cumsum(dim=-1, dtype=torch.float64)
+    if ordered.shape[-1] < logits.shape[-1] and bool((mass[:, -1] < p).any()):
+        ordered = logits.sort(dim=-1, descending=True).values
+        mass = (ordered - total).exp().cumsum(dim=-1, dtype=torch.float64)
+    last = (mass < p).sum(dim=-1, keepdim=True).clamp(max=ordered.shape[-1] - 1)
+    return logits.masked_fill(logits < ordered.gather(-1, last), -torch.inf)
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Keep tokens with `probability >= p * (probability of the likeliest)`.
+
+    Paper: Nguyen et al., 2407.01082.
+    """
+    floor = logits.amax(dim=-1, keepdim=True) + math.log(p)
+    return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Divide positive and multiply negative logits of the tokens in `seen`, bool `(batch, vocab)`.
+
+    Paper: CTRL, 1909.05858, §4.1, which divides every logit. Multiplying negative ones, as all
+    implementations do, makes a penalty above 1 lower them too.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def presence_and_frequency_penalty(
+    logits: Tensor, counts: Tensor, presence: float, frequency: float
+) -> Tensor:
+    """`logits - presence * (counts > 0) - frequency * counts`, counts int64 `(batch, vocab)`.
+
+    Source: the OpenAI API's `presence_penalty` and `frequency_penalty`, which count new text only.
+    """
+    return logits - presence * (counts > 0) - frequency * counts
+
+
+def logit_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
+    """Add `bias[token]` to the logit of each token in `bias`."""
+    ids = torch.tensor(list(bias), device=logits.device)
+    values = torch.tensor(list(bias.values()), device=logits.device, dtype=logits.dtype)
+    return logits.index_add(-1, ids, values.expand(logits.shape[0], -1))
+
+
+def below(logits: Tensor, vocab: int) -> Tensor:
+    """Remove the ids from `vocab` up: rows of a padded embedding that encode no text."""
+    return torch.cat((logits[:, :vocab], torch.full_like(logits[:, vocab:], -torch.inf)), dim=-1)
+
+
+def all_finite(logits: Tensor) -> bool:
+    """Whether every number is finite: if one is not, nor is their sum."""
+    return bool(logits.sum(dtype=torch.float32).isfinite())  # far faster than testing each
+
+
+def argmax(logits: Tensor, decoding: Decoding | None = None) -> Tensor:
+    """`greedy` for unprocessed logits of a model; -1 for a row with a logit that is not finite.
+
+    Args:
+        logits: `(batch, vocab)`.
+        decoding: the native operators, which do both in one pass over the logits.
+    """
+    if decoding is not None and logits.is_cpu and logits.dtype in _READ_NATIVELY:
+        return decoding.argmax(logits)
+    finite = logits.sum(dim=-1, dtype=torch.float32).isfinite()
+    return torch.where(finite, greedy(logits), -1)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, int64 `(batch,)`."""
+    return logits.max(dim=-1).indices  # argmax is three times slower on CPU
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """A token for each row, drawn from `softmax(logits)`; see `draw_from`."""
+    return draw_from(logits.softmax(dim=-1, dtype=torch.float64), uniforms)
+
+
+def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """A token for each row, int64 `(batch,)`, with probability proportional to its weight.
+
+    Inverts the cumulative distribution in float64. A token takes one uniform number, so a seed
+    means the same on every device, and a rounding difference in the weights changes the token only
+    if the number falls within that rounding of a boundary.
+
+    Args:
+        weights: float64 `(batch, vocab)`, 0 or more, not all 0 in a row.
+        uniforms: float64 `(batch,)`, from 0 to 1 - 2^-53.
+    """
+    mass = weights.cumsum(dim=-1)
+    # A uniform is at most 1 - 2^-53, so the product stays below the total. A token owns the
+    # half-open interval from the mass before it to the mass including it (right=True), which is
+    # empty for a weight of zero.
+    targets = uniforms.to(mass.device)[:, None] * mass[:, -1:]
+    return torch.searchsorted(mass, targets, right=True).squeeze(-1)
+
+
+def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Tensor:
+    """The weights to draw from after a guess drawn from `draft`, so that the draw follows `target`.
+
+    All weight is on the guessed token with probability `min(1, target/draft)`, and otherwise it is
+    the excess `max(0, target - draft)`. Papers: 2211.17192 §2.3; 2302.01318, algorithm 2.
+
+    Args:
+        target: the model's probabilities, float64 `(vocab,)`.
+        token: the guess.
+        draft: the probabilities that the guess was drawn from, float64 `(vocab,)`.
+        uniform: in [0, 1), used for nothing else.
+
+    Returns:
+        Weights, float64 `(vocab,)`.
+    """
+    if uniform * draft[token] < target[token]:
+        accepted = torch.zeros_like(target)
+        accepted[token] = 1
+        return accepted
+    excess = (target - draft).clamp(min=0)
+    # There is no excess if the distributions differ only by the rounding of their sums.
+    return excess if bool(excess.any()) else target
+
+
+@dataclass
+class History:
+    """The tokens that penalties count, by row.
+
+    Attributes:
+        prompt: bool `(batch, vocab)`, tokens in the prompt.
+        counts: int64 `(batch, vocab)`, occurrences in the new text.
+    """
+
+    prompt: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], vocab: int, device: torch.device) -> "History":
+        prompt = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
+        for row, tokens in zip(prompt, prompts, strict=True):
+            row[torch.tensor(tokens, device=device)] = True
+        return cls(prompt, torch.zeros(prompt.shape, dtype=torch.int64, device=device))
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens in the prompt or the new text, bool `(batch, vocab)`."""
+        return self.prompt | (self.counts > 0)
+
+    def add(self, tokens: Tensor, rows: Sequence[int] | None = None) -> None:
+        """Count one new token, int64 `(len(rows),)`, in each of these rows; None: in every row."""
+        where = torch.arange(len(tokens)) if rows is None else torch.tensor(rows)
+        one = torch.ones_like(tokens)
+        self.counts.index_put_((where.to(tokens.device), tokens), one, accumulate=True)
+
+    def copy(self, rows: Sequence[int]) -> "History":
+        """A copy of these rows."""
+        index = torch.tensor(rows, device=self.counts.device)
+        return History(self.prompt[index], self.counts[index])
+
+    def select_rows(self, index: Tensor) -> None:
+        self.prompt, self.counts = self.prompt[index], self.counts[index]
+
+
+Shaper = Callable[[Tensor, History | None], Tensor]
+"""`(logits (batch, vocab), history) -> logits float32 (batch, vocab)` that are drawn from."""
+
+
+def has_penalties(config: GenerationConfig) -> bool:
+    """Whether the sampler of `config` reads a `History`."""
+    return config.repetition_penalty != 1 or bool(
+        config.presence_penalty or config.frequency_penalty
+    )
+
+
+def takes_likeliest(config: GenerationConfig) -> bool:
+    """Whether the next token is simply the one with the largest of the model's logits."""
+    return not (config.samples or config.logit_bias or has_penalties(config))
+
+
+def shaping(config: GenerationConfig, vocab: int | None = None) -> Shaper:
+    """The function that `config` applies to logits before a token is chosen.
+
+    The order is that of Hugging Face's `generate`: bias, penalties, temperature, top-k, top-p,
+    min-p. Each filter sees what the one before it left.
+    """
+    steps: list[Callable[[Tensor, History | None], Tensor]] = []
+    if vocab is not None:
+        steps.append(lambda logits, history: below(logits, vocab))
+    if config.logit_bias:
+        steps.append(lambda logits, history: logit_bias(logits, config.logit_bias))
+    if has_penalties(config):
+        steps.append(lambda logits, history: _penalize(logits, history, config))
+    if config.temperature not in (0, 1):
+        steps.append(lambda logits, history: temperature(logits, config.temperature))
+    if (k := config.top_k) is not None:
+        steps.append(lambda logits, history: top_k(logits, k))
+    if config.top_p < 1:
+        steps.append(lambda logits, history: top_p(logits, config.top_p))
+    if config.min_p > 0:
+        steps.append(lambda logits, history: min_p(logits, config.min_p))
+
+    def shape(logits: Tensor, history: History | None) -> Tensor:
+        logits = logits.float()
+        for step in steps:
+            logits = step(logits, history)
+        return logits
+
+    return shape
+
+
+def _penalize(logits: Tensor, history: History | None, config: GenerationConfig) -> Tensor:
+    assert history is not None, "penalties need a history"
+    if config.repetition_penalty != 1:
+        logits = repetition_penalty(logits, history.seen, config.repetition_penalty)
+    if config.presence_penalty or config.frequency_penalty:
+        logits = presence_and_frequency_penalty(
+            logits, history.counts, config.presence_penalty, config.frequency_penalty
+        )
+    return logits
+
+
+class Chooser:
+    """Chooses tokens for rows with the same options.
+
+    Args:
+        config: of one of the requests.
+        vocab: the number of ids in use; larger ids are never chosen.
+        size: of the vocabulary, padding included.
+        decoding: the native operators that the decoder was prepared with.
+    """
+
+    def __init__(
+        self, config: GenerationConfig, vocab: int, size: int, decoding: Decoding | None = None
+    ) -> None:
+        self.config = config
+        self.shape = shaping(config, vocab if vocab < size else None)
+        self._vocab = vocab
+        self._size = size
+        self._decoding = decoding
+        self._rows: list[Request] = []
+        self._history: History | None = None
+
+    def history(self, rows: Sequence[Request], device: torch.device) -> History | None:
+        """The tokens that penalties count; None without penalties."""
+        if not has_penalties(self.config):
+            return None
+        if self._history is None or self._rows != list(rows):
+            prompts = [row.prompt for row in rows]
+            self._history, self._rows = History.of(prompts, self._size, device), list(rows)
+            for n, row in enumerate(rows):
+                if row.new_tokens:
+                    new = torch.tensor(row.new_tokens, device=device)
+                    self._history.add(new, [n] * len(new))
+        return self._history
+
+    @torch.no_grad()
+    def choose(
+        self,
+        logits: Tensor,
+        last: Sequence[int],
+        rows: Sequence[Request],
+        ahead: Callable[[Tensor], object] | None = None,
+    ) -> Iterator[tuple[Request, int, TokenLogprob | None]]:
+        """The tokens of one pass. The caller takes each (`Request.take`) before the next.
+
+        Args:
+            logits: `(tokens, vocab)`, after the last token and each guess of every request.
+            last: for each request, the row of `logits` after its last guess.
+            rows: the requests.
+            ahead: called with the chosen tokens, int64 (rows,) on the device of the logits, before
+                the host waits for them.
+        """
+        history, indices = self.history(rows, logits.device), list(range(len(rows)))
+        while indices:
+            chosen = [rows[r] for r in indices]
+            everyone = len(indices) == len(rows)
+            wanted = [last[r] - rows[r].unmet for r in indices]
+            at = logits if wanted == list(range(len(logits))) else logits[wanted]
+            past = history if history is None or everyone else history.copy(indices)
+            tokens = self._choose(at, chosen, past)
+            arriving = ToHost(tokens)
+            if ahead is not None:
+                ahead(tokens)
+            ids = arriving.wait()
+            _check_rows(min(ids) >= 0, at, chosen)
+            logprobs = _logprobs(at, tokens, self.config.logprobs)
+            if history is not None:
+                history.add(tokens, indices)
+            yield from zip(chosen, ids, logprobs, strict=True)
+            indices = [r for r in indices if rows[r].has_more_logits]
+
+    def _choose(self, logits: Tensor, rows: Sequence[Request], history: History | None) -> Tensor:
+        """The next token of each row, int64 `(batch,)`, an id in use; -1 for logits not finite."""
+        processed = any(row.processors for row in rows)
+        if takes_likeliest(self.config) and not processed:
+            return argmax(logits[:, : self._vocab], self._decoding)
+        _check_rows(all_finite(logits), logits, rows)
+        if processed:
+            logits = torch.stack([_processed(*both) for both in zip(logits, rows, strict=True)])
+        logits = self.shape(logits, history)
+        if processed:
+            _check_shaped(logits, rows)
+        if not self.config.samples:
+            return greedy(logits)
+        drawn = [r for r, row in enumerate(rows) if row.unmet and row.guess.drawn_from is not None]
+        if not drawn:
+            return draw(logits, _uniforms(rows))
+        weights = logits.softmax(dim=-1, dtype=torch.float64)
+        for r in drawn:
+            guess, n = rows[r].guess, rows[r].agreed
+            assert guess.drawn_from is not None
+            weights[r] = after_guess(
+                weights[r], guess.tokens[n], guess.drawn_from[n], rows[r].uniform()
+            )
+        return draw_from(weights, _uniforms(rows))
+
+
+def check_finite(finite: bool, whose: str = "the model") -> None:
+    """Refuse logits that are not all finite numbers."""
+    if not finite:
+        raise WorkhorseError(f"{whose}'s logits are not finite numbers; its weights are damaged")
+
+
+def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Request]) -> None:
+    if not finite:
+        for row, its_logits in zip(rows, logits, strict=True):
+            row.is_at_fault = not all_finite(its_logits[None])
+    check_finite(finite)
+
+
+def _check_shaped(logits: Tensor, rows: Sequence[Request]) -> None:
+    """Refuse processed logits from which no token can be chosen."""
+    for row, largest in zip(rows, logits.amax(dim=-1).tolist(), strict=True):
+        if row.processors and not math.isfinite(largest):
+            row.is_at_fault = True
+            raise WorkhorseError(
+                f"the largest logit after a processor, penalties and temperature is {largest}; "
+                "allow at least one token, with smaller numbers"
+            )
+
+
+def _processed(logits: Tensor, row: Request) -> Tensor:
+    if not row.processors:
+        return logits.float()
+    try:
+        return _by_processors(logits, row)
+    except Exception:
+        row.is_at_fault = True
+        raise
+
+
+def _by_processors(logits: Tensor, row: Request) -> Tensor:
+    changed = logits.to(torch.float32, copy=True)  # they may write to it
+    for processor in row.processors:
+        gave: object = processor(changed, tuple(row.tokens))
+        if not isinstance(gave, Tensor) or gave.shape != logits.shape:
+            what = tuple(gave.shape) if isinstance(gave, Tensor) else shown(gave)
+            raise WorkhorseError(
+                f"a logit processor returned {what}; return logits, {tuple(logits.shape)}"
+            )
+        changed = gave.to(logits.device, torch.float32)
+        if bool((changed.isnan() | (changed == torch.inf)).any()):
+            raise WorkhorseError(
+                "a logit processor returned nan or inf; return numbers, or -inf to forbid a token"
+            )
+    if bool((changed == -torch.inf).all()):
+        raise WorkhorseError(
+            "a logit processor forbids every token; allow at least one, such as the eos"
+        )
+    return changed
+
+
+def _uniforms(rows: Sequence[Request]) -> Tensor:
+    return torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, n: int | None) -> list[TokenLogprob | None]:
+    if n is None:
+        return [None] * len(tokens)
+    logprobs = log_probabilities(logits.float())
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(n, logprobs.shape[-1]), dim=-1)
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in zip(
+            tokens.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]

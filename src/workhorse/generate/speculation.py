@@ -1,0 +1,264 @@
+"""Speculative decoding: guesses of a draft model or from the prompt, and their verification.
+
+If a pass of the model is bound by memory bandwidth, several tokens cost little more than one. A
+pass reads the last token and the guesses after it, and so gives the logits after each of them.
+Tokens are chosen from these logits as usual, as long as the chosen token equals the guessed one;
+the rest of the guess is taken back. Guesses change the speed, never the distribution of the text:
+
+- A guess that was not drawn (`PromptLookup`; any guess in greedy decoding) is only compared with
+  the chosen token. The text is the one that plain decoding gives with the same seed.
+- A guess drawn from a draft's distribution is accepted or replaced as in 2211.17192 §2.3 and
+  2302.01318 §2 (`after_guess`), which accepts more guesses. The text then differs from the one
+  that plain decoding draws with the seed, but comes from exactly the same distribution.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.request import Guess, Request
+from workhorse.generate.runner import Chunk, Runner
+from workhorse.generate.sampling import (
+    Chooser,
+    History,
+    all_finite,
+    check_finite,
+    draw_from,
+    greedy,
+)
+from workhorse.generate.sequence import TokenSequence
+from workhorse.nn import Decoder
+
+
+class Proposer(Protocol):
+    """Guesses how rows continue."""
+
+    def propose(self, rows: Sequence[Request], most: Sequence[int], rule: Chooser) -> list[Guess]:
+        """Guesses for the next pass, at most `most[r]` tokens for row r."""
+        ...
+
+    def leave(self, row: Request) -> None:
+        """Forget a request that has ended or was preempted."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all requests, also after an exception at any moment."""
+        ...
+
+
+def slack_of(config: GenerationConfig, decoder: Decoder) -> int:
+    """The most tokens that a cache must be able to take back."""
+    return min(config.speculate, config.max_new_tokens, decoder.max_seq_len)
+
+
+LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to predict the next
+
+
+class PromptLookup:
+    """Guesses that a text continues as it did after the latest earlier occurrence of its ending.
+
+    Source: Saxena, "Prompt Lookup Decoding" (2023), which takes the first occurrence.
+    """
+
+    def __init__(self) -> None:
+        self._indices: dict[Request, _Index] = {}
+
+    def propose(self, rows: Sequence[Request], most: Sequence[int], rule: Chooser) -> list[Guess]:
+        del rule
+        return [
+            Guess(self._indices.setdefault(row, _Index()).continuation(row.tokens, n))
+            for row, n in zip(rows, most, strict=True)
+        ]
+
+    def leave(self, row: Request) -> None:
+        self._indices.pop(row, None)
+
+    def reset(self) -> None:
+        self._indices.clear()
+
+
+class _Index:
+    """Where each n-gram of a growing text occurred last."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._read = 0  # ends up to here are in the index
+
+    def continuation(self, text: Sequence[int], n: int) -> tuple[int, ...]:
+        """The n tokens that would follow; none if the end of the text has not occurred before."""
+        # The text's own end is indexed by the next call: nothing follows it yet.
+        for end in range(self._read + 1, len(text)):
+            for gram in _grams_before(text, end):
+                self._ends[gram] = end
+        self._read = max(self._read, len(text) - 1)
+        for gram in _grams_before(text, len(text)):
+            if (start := self._ends.get(gram)) is not None:
+                # Past the end of the text the guess continues itself, as a repeating text would.
+                period = len(text) - start
+                return tuple(text[start + step % period] for step in range(n))
+        return ()
+
+
+def _grams_before(text: Sequence[int], end: int) -> list[tuple[int, ...]]:
+    """The n-grams that end at `end`, longest first."""
+    longest = min(LONGEST_MATCH, end)
+    return [tuple(text[end - n : end]) for n in range(longest, SHORTEST_MATCH - 1, -1)]
+
+
+@dataclass(eq=False)
+class _Followed:
+    """A request as the draft has read it."""
+
+    sequence: TokenSequence
+    read: int = 0
+    """How many of the request's own tokens were read before the last guess."""
+
+
+class Draft:
+    """Guesses by a smaller decoder of the same vocabulary, with the same filters.
+
+    Args:
+        decoder: in evaluation mode when it guesses.
+        of: the runner of the model. A sequence that outgrows either context is read again from its
+            newer half.
+        prefix_caching: see `Engine`.
+    """
+
+    def __init__(self, decoder: Decoder, of: Runner, *, prefix_caching: bool = False) -> None:
+        cache = of.cache
+        self._context = min(decoder.max_seq_len, of.decoder.max_seq_len)
+        self._runner = Runner(
+            decoder,
+            # Guesses, and up to two tokens that the model has not read.
+            tokens=cache.tokens + cache.sequences * (of.slack + 2),
+            sequences=cache.sequences,
+            slack=of.slack,
+        )
+        self._prefix_caching = prefix_caching
+        self._vocab_size = of.decoder.config.vocab_size
+        self._followed: dict[Request, _Followed] = {}
+
+    def propose(self, rows: Sequence[Request], most: Sequence[int], rule: Chooser) -> list[Guess]:
+        if not self._holds([*rows, *self._followed]):
+            for row in set(self._followed).difference(rows):
+                self.leave(row)
+        if len(rows) == 1 or self._holds(rows):
+            return self._propose(rows, most, rule)
+        # They do not fit together: guesses may not depend on that.
+        half, guesses = len(rows) // 2, list[Guess]()
+        for part in (slice(half), slice(half, None)):
+            guesses += self.propose(rows[part], most[part], rule)
+        return guesses
+
+    def _holds(self, rows: Sequence[Request]) -> bool:
+        """True if the cache has room for all tokens and guesses of these rows."""
+        slack, context = self._runner.slack, self._context
+        return self._runner.cache.holds(
+            *(min(len(row.tokens) + slack, context) + slack for row in set(rows))
+        )
+
+    @torch.no_grad()
+    def _propose(self, rows: Sequence[Request], most: Sequence[int], rule: Chooser) -> list[Guess]:
+        # A draft whose context is full starts again with half of it free: a guess must fit there.
+        most = [min(n, self._context // 2) for n in most]
+        guesses: list[list[int]] = [[] for _ in rows]
+        drawn: list[list[Tensor]] = [[] for _ in rows]
+        indices = [r for r, n in enumerate(most) if n]
+        if not indices:
+            return [Guess()] * len(rows)
+        logits = self._catch_up([rows[r] for r in indices])
+        history = rule.history(rows, logits.device)
+        history = None if history is None else history.copy(range(len(rows)))
+        while indices:
+            past = None if history is None else history.copy(indices)
+            shaped = self._shaped(logits, [rows[r] for r in indices], rule, past)
+            if rule.config.samples:
+                # A row's generator serves that row's own guesses only.
+                uniforms = [rows[r].uniform() for r in indices]
+                weights = shaped.softmax(dim=-1, dtype=torch.float64)
+                tokens = draw_from(weights, torch.tensor(uniforms, dtype=torch.float64))
+                for r, probabilities in zip(indices, weights, strict=True):
+                    drawn[r].append(probabilities)
+            else:
+                tokens = greedy(shaped)
+            if history is not None:
+                history.add(tokens, indices)
+            for r, token in zip(indices, tokens.tolist(), strict=True):
+                guesses[r].append(token)
+            indices = [r for r in indices if len(guesses[r]) < most[r]]
+            for r in indices:
+                sequence = self._followed[rows[r]].sequence
+                sequence.tokens.append(guesses[r][-1])
+                sequence.guessed += 1
+            if indices:
+                logits = self._read([rows[r] for r in indices])
+        return [
+            Guess(tuple(guess), torch.stack(probabilities) if probabilities else None)
+            for guess, probabilities in zip(guesses, drawn, strict=True)
+        ]
+
+    def leave(self, row: Request) -> None:
+        if row in self._followed:
+            self._followed.pop(row).sequence.clear(self._runner.cache)
+
+    def reset(self) -> None:
+        self._followed.clear()
+        self._runner.reset()
+
+    def _catch_up(self, rows: Sequence[Request]) -> Tensor:
+        """Read the rows that are guessed for to their ends; returns logits `(batch, vocab)`.
+
+        What the draft has read of a row therefore never depends on the other rows.
+        """
+        cache = self._runner.cache
+        for row in rows:
+            followed = self._followed.get(row)
+            if followed is None:
+                tokens = row.tokens[-self._context :]
+                followed = self._followed[row] = _Followed(TokenSequence(tokens, cache))
+                if self._prefix_caching:
+                    followed.sequence.adopt_prefix(cache)
+            else:
+                sequence, new = followed.sequence, row.tokens[followed.read :]
+                guessed = sequence.tokens[len(sequence.tokens) - sequence.guessed :]
+                agreed = _agreed(guessed, new[:-1])  # the last token is always read again
+                sequence.take_back(len(guessed) - agreed, cache)
+                sequence.tokens += new[agreed:]
+            followed.read, followed.sequence.guessed = len(row.tokens), 0
+        return self._read(rows)
+
+    def _read(self, rows: Sequence[Request]) -> Tensor:
+        """The logits after all tokens, `(batch, vocab)`."""
+        sequences = [self._followed[row].sequence for row in rows]
+        for sequence in sequences:
+            if self._prefix_caching:
+                sequence.label_prefix(self._runner.cache)
+            if len(sequence.tokens) > self._context:
+                sequence.drop_oldest(self._context, self._runner.cache)
+        logits = self._runner.run([Chunk(sequence, sequence.pending) for sequence in sequences])
+        return logits.of[logits.last]
+
+    def _shaped(
+        self,
+        logits: Tensor,
+        rows: Sequence[Request],
+        rule: Chooser,
+        history: History | None,
+    ) -> Tensor:
+        if not all_finite(logits):
+            for row, its_logits in zip(rows, logits, strict=True):
+                row.is_at_fault = not all_finite(its_logits[None])
+            check_finite(False, "the draft")
+        wider = self._vocab_size - logits.shape[-1]
+        return rule.shape(F.pad(logits, (0, wider), value=-torch.inf), history)
+
+
+def _agreed(guessed: Sequence[int], came: Sequence[int]) -> int:
+    """The length of the common prefix."""
+    pairs = enumerate(zip(guessed, came, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(came)))

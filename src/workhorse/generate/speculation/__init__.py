@@ -1,1 +1,0 @@
-"""Speculative decoding: tokens are guessed cheaply, and verified in one pass of the model."""

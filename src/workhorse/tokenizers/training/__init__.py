@@ -1,1 +1,0 @@
-"""Training of tokenizers on a stream of texts."""

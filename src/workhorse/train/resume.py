@@ -1,0 +1,418 @@
+"""Resuming a run: from which checkpoint, and with which changes of its recipe.
+
+The configs declare which settings may change, see `workhorse.config.base`. Other changes are
+refused with the command that begins a new run with them.
+"""
+
+import base64
+import random
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import torch
+
+from workhorse.checkpoints import Checkpoint, RunDirectory
+from workhorse.config.base import Config, OnResume, rule_of
+from workhorse.config.overrides import written
+from workhorse.data.sources import file_changes
+from workhorse.errors import WorkhorseError
+from workhorse.nn import DecoderConfig
+from workhorse.optim.muon import MuonConfig
+from workhorse.parallel.processes import environment
+from workhorse.train.recipe.recipe import Recipe, written_over
+from workhorse.train.report.metrics import read_metrics
+
+Settings = Sequence[tuple[str, Any]]
+"""Dotted names with plain values."""
+
+FROM_THE_BEGINNING = ("train.seed", "tokenizer", "init")
+"""Settings that determine the initial weights or the tokens: weights cannot be taken over."""
+
+
+def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
+    """Whether a recipe with these changes cannot start from the run's weights."""
+    if any(name.startswith(FROM_THE_BEGINNING) for name in changed):
+        return True
+    if not any(name.startswith("model") for name in changed):
+        return False
+    try:
+        trained = run.config  # the recipe beside it may have been edited since
+        return _shapes(trained) != _shapes(recipe.decoder_config(trained.vocab_size))
+    except WorkhorseError:
+        return True
+
+
+def from_weights(run: RunDirectory, settings: Settings) -> Settings:
+    """The settings of a run that starts from the weights of another and has its tokenizer."""
+    tokenizer = {"kind": "file", "path": str(run.tokenizer_folder)}
+    # A preset says the architecture, and so does the model to start from.
+    model = [("model", {})] if "preset" in run.recipe()["model"] else []
+    return [*model, *settings, ("tokenizer", tokenizer), ("init", str(run.path))]
+
+
+def command(run: RunDirectory, settings: Settings) -> str:
+    """`workhorse train` on a run's own recipe with settings, into an unused folder."""
+    words = ["workhorse", "train", str(run.path)]
+    words += [f"{name}={written(value)}" for name, value in settings]
+    return shlex.join([*words, "--out", _free_name(run), *environment.workers()])
+
+
+def spare(recipe: Recipe, name: str, value: Any) -> Any:
+    """A setting's value; of a section only the keys that are not defaults."""
+    section: Any = recipe
+    for part in name.split("."):
+        section = getattr(section, part, None)
+    if not isinstance(section, Config):
+        return value
+    kind = {"kind": value["kind"]} if "kind" in value else {}
+    return kind | section.model_dump(mode="json", exclude_defaults=True)
+
+
+def _shapes(config: DecoderConfig) -> dict[str, torch.Size]:
+    decoder = config.build(device="meta")
+    return {name: weight.shape for name, weight in decoder.named_parameters()}
+
+
+def _free_name(run: RunDirectory) -> str:
+    number = 2
+    while (path := run.path.with_name(f"{run.path.name}-{number}")).exists():
+        number += 1
+    return str(path)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python, NumPy and PyTorch on the CPU and on each CUDA device in use."""
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": _text(torch.get_rng_state()),
+        "cuda": [_text(state) for state in on_cuda],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore every generator to a result of `random_state`."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if torch.cuda.is_initialized():
+        for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(_tensor(saved), device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator with the same number."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+
+
+Newest = Callable[[Callable[[str], None]], Checkpoint | None]
+SHOWN = 40
+"""The most characters of a value that a message shows."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting with a new value."""
+
+    setting: str
+    """Dotted name: of a section, where it is of another kind."""
+    before: Any
+    now: Any
+    rule: OnResume
+
+    def __str__(self) -> str:
+        name, before, now = self.setting, self.before, self.now
+        kinds = [value.get("kind") if isinstance(value, dict) else None for value in (before, now)]
+        if None not in kinds and kinds[0] != kinds[1]:
+            name, (before, now) = f"{name}.kind", kinds
+        line = f"{name} changes from {_show(before)} to {_show(now)}"
+        rounded = self.rule is OnResume.ROUNDED
+        return f"{line}; results will be rounded differently" if rounded else line
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run continues, and the changes of its recipe."""
+
+    step: int = 0
+    """Steps done; 0 without a checkpoint."""
+    rows: int = 0
+    """Rows of the data read."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """State of the checkpoint; empty without one."""
+    changes: list[Change] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+    """The checkpoint to continue from; None at the start, or if only its state was read."""
+
+    def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
+        """The size that `auto` determined, unless the batch size has changed since."""
+        tried_on = self.state.get("recipe", {}).get("train", {}).get("batch_size", batch_size)
+        return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
+
+
+def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = None) -> Resumption:
+    """Find where a run continues, and compare its recipe with the one to resume it with.
+
+    Writes nothing.
+
+    Args:
+        run: the run.
+        recipe: to continue with.
+        newest: returns the newest whole checkpoint; None: only its state is read.
+
+    Raises:
+        WorkhorseError: no saved checkpoint can be used, a setting may not change, the text is
+            different, or more steps are done than the recipe has.
+    """
+    skipped: list[str] = []
+    checkpoint = None
+    if newest is None:
+        step, state = run.store().newest_state(skipped.append) or (0, {})
+    else:
+        checkpoint = newest(skipped.append)
+        step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
+    if not state:
+        _check_nothing_saved(run, skipped)
+    before = Recipe.from_dict(state.get("recipe") or run.recipe())
+    changes = list(changes_of(before, recipe))
+    _check_allowed(run, recipe, changes)
+    steps = recipe.train.steps
+    if steps is not None and steps < step:
+        damaged = f" ({'; '.join(skipped)})" if skipped else ""
+        raise WorkhorseError(
+            f"{run.path} stands after step {step}{damaged}, and train.steps={steps}; "
+            f"give train.steps={step} or more, or begin a run with another --out"
+        )
+    if state:
+        _check_files(run, recipe, step, state["data"])
+    rows = state.get("counters", {}).get("rows", step * before.train.batch_size)
+    notices = [*skipped, *map(str, changes), *_rates(before, recipe, step)]
+    notices += _other_rate(before, recipe)
+    if step == steps:
+        notices.append(
+            f"{run.path} is finished: all of train.steps={step} are done; set more to go on, as by "
+            f"train.steps={2 * step}"
+        )
+    return Resumption(step, rows, state, changes, notices, checkpoint)
+
+
+class JumpedError(WorkhorseError):
+    """The loss jumped, and there is nothing to go back to, or too often."""
+
+
+class Progress(Protocol):
+    """How far a run has come."""
+
+    step: int
+    rows: int
+    times_back: int
+
+
+def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
+    """Where a run goes on whose loss has jumped: none of the rows read until then is read again.
+
+    Args:
+        newest: returns the newest whole checkpoint.
+        recipe: of the run.
+        jumped: where the run was then.
+
+    Raises:
+        JumpedError: nothing is saved, or the run went back as often as it may.
+    """
+    assert recipe.train.jumps is not None
+    remedy = "with a lower learning rate or a longer warm-up"
+    if jumped.times_back == recipe.train.jumps.most:
+        raise JumpedError(
+            f"the loss jumped at step {jumped.step}, after going back {jumped.times_back} times "
+            f"(train.jumps.most); go on from the last checkpoint by --resume {remedy}"
+        )
+    checkpoint = newest(lambda line: None)
+    if checkpoint is None:
+        raise JumpedError(
+            f"the loss jumped at step {jumped.step}, and there is no checkpoint to go back to; "
+            f"begin again {remedy}, or save more often by train.checkpoint_every"
+        )
+    counters = {**checkpoint.state["counters"], "times_back": jumped.times_back + 1}
+    state = {**checkpoint.state, "counters": counters}
+    checkpoint = replace(checkpoint, state=state)
+    return Resumption(checkpoint.step, jumped.rows, state, checkpoint=checkpoint)
+
+
+def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """The fields of a recipe that resumes a run and has an `init`.
+
+    The model that it names may be gone by now: architecture and tokenizer come from the run's own
+    recipe, as if written into this one.
+    """
+    own = run.recipe()
+    if not isinstance(fields.get("init"), str) or fields["init"] != own.get("init"):
+        return fields
+    return written_over(fields, own.get("model") or {}, own.get("tokenizer"))
+
+
+def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[str, Any]) -> None:
+    """Refuse to resume with another model, tokenizer or data than the checkpoint's.
+
+    Raises:
+        WorkhorseError: the model's config, the tokenizer or the data differ.
+    """
+    for what in ("config", "tokenizer"):
+        if at.state[what] != now[what]:
+            thing = {"config": "model's config"}.get(what, what)
+            raise WorkhorseError(
+                f"the {thing} is not what the checkpoint of step {at.step} was trained "
+                "with; put it back, or begin a run with another --out"
+            )
+    if at.state["data"] != now["data"]:
+        changed = file_changes(recipe.data, run.data_folder, at.state["data"])
+        raise _other_text(run, recipe, at.step, str(changed or ""))
+
+
+def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
+    """Every setting that differs, in the order of the recipe."""
+    exact = before.parallel.is_exact and now.parallel.is_exact
+    for path, old, new in differences(before.to_dict(), now.to_dict()):
+        rule = rule_of(now, path)
+        if exact and path in (("parallel", "data"), ("parallel", "shard")):
+            rule = OnResume.TAKEN
+        yield Change(".".join(path), old, new, rule)
+
+
+def differences(
+    before: Any, now: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Paths of the values that differ, with both values; a section of another kind as a whole."""
+    sections = isinstance(before, dict) and isinstance(now, dict)
+    if not sections or before.get("kind") != now.get("kind"):
+        if before != now:
+            yield path, before, now
+        return
+    for key in [*before, *(key for key in now if key not in before)]:
+        yield from differences(before.get(key), now.get(key), (*path, str(key)))
+
+
+def _check_nothing_saved(run: RunDirectory, skipped: list[str]) -> None:
+    """Raise WorkhorseError if beginning at step 0 would lose saved work."""
+    store = run.store()
+    if skipped:
+        remedy = "begin anew with another --out"
+        if (step := store.newest_weights()) is not None:
+            line = command(run, from_weights(run, []))
+            remedy = f"start a run from the weights of step {step}, which are whole: {line}"
+        reasons = "; ".join(line.removeprefix("skipping ") for line in skipped)
+        raise WorkhorseError(
+            f"no checkpoint of {run.path} is whole ({reasons}); put the files back from a copy, "
+            f"or {remedy}"
+        )
+    events = read_metrics(run.metrics_file)
+    if saved := [event["step"] for event in events if event["kind"] == "checkpoint"]:
+        raise WorkhorseError(
+            f"{run.metrics_file} tells of a checkpoint of step {max(saved)}, and {store.folder} "
+            "has none; put them back, or begin anew with another --out"
+        )
+
+
+def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> None:
+    """Raise WorkhorseError for changes that need a new run, with the command that begins it."""
+    refused = [change for change in changes if change.rule is OnResume.NEW_RUN]
+    if not refused:
+        return
+    names = ", ".join(change.setting for change in refused[1:])
+    others = f" (and {names})" if names else ""
+    own = shlex.join(["workhorse", "train", str(run.path), "--resume"])
+    raise WorkhorseError(
+        f"{refused[0]}{others}, which would make it another run; resume it unchanged with {own}, "
+        "or " + _begin(run, recipe, [change.setting for change in refused])
+    )
+
+
+def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
+    """A remedy for refused changes: a new run with them, and the command that begins it."""
+    asked = [
+        (change.setting, spare(recipe, change.setting, change.now))
+        for change in changes_of(Recipe.from_dict(run.recipe()), recipe)
+        if change.setting not in ("init", "init_optimizer") or change.setting in refused
+    ]
+    if fresh(run, recipe, refused):
+        return f"begin that one: {command(run, asked)}"
+    line = f"go on in a new run from its weights: {command(run, from_weights(run, asked))}"
+    if "train.optimizer" in refused:
+        return line
+    return f"{line} (with init_optimizer=true, from its optimizer's state too)"
+
+
+def _check_files(run: RunDirectory, recipe: Recipe, step: int, fingerprint: str) -> None:
+    """Raise WorkhorseError if the files show, without reading them, that the text is different."""
+    changed = file_changes(recipe.data, run.data_folder, fingerprint)
+    if changed is not None and changed.text_changed:
+        raise _other_text(run, recipe, step, str(changed))
+
+
+def _other_text(run: RunDirectory, recipe: Recipe, step: int, files: str) -> WorkhorseError:
+    which = f" ({files})" if files else ""
+    return WorkhorseError(
+        f"the data is not what the checkpoint of step {step} was trained with{which}; put it back, "
+        f"or {_begin(run, recipe, ['data'])}"
+    )
+
+
+def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
+    """A remark on a jump of the learning rate, if there is one."""
+    old, new = before.train, now.train
+    if step == 0 or step >= new.length:
+        return []
+    last = old.schedule.factor(step - 1, old.length)
+    following = new.schedule.factor(step, new.length)
+    peak, other_peak = old.optimizer.learning_rate, new.optimizer.learning_rate
+    was, becomes = f"{last * peak:.3g}", f"{following * other_peak:.3g}"
+    as_planned = step < old.length and old.schedule.factor(step, old.length) == following
+    if was == becomes or (as_planned and peak == other_peak):
+        return []
+    line = f"the learning rate goes from {was} at step {step} to {becomes} at step {step + 1}"
+    if following <= last or peak != other_peak:
+        return [line]
+    peaks = {"": peak}
+    if isinstance(old.optimizer, MuonConfig):
+        peaks[".adamw"] = old.optimizer.adamw.learning_rate
+    rates = [
+        f"train.optimizer{part}.learning_rate={last * rate:.3g}" for part, rate in peaks.items()
+    ]
+    return [f"{line}; to stay where it was: train.schedule=constant {' '.join(rates)}"]
+
+
+def _other_rate(before: Recipe, now: Recipe) -> list[str]:
+    """A remark that Muon's learning rate is not the only one, if it alone changes."""
+    old, new = before.train.optimizer, now.train.optimizer
+    if not isinstance(old, MuonConfig) or not isinstance(new, MuonConfig):
+        return []
+    rate = new.adamw.learning_rate
+    if old.learning_rate == new.learning_rate or old.adamw.learning_rate != rate:
+        return []
+    return [
+        "train.optimizer.learning_rate is that of the matrices inside the layers; embeddings, head "
+        f"and norms keep train.optimizer.adamw.learning_rate={rate:g}"
+    ]
+
+
+def _show(value: Any) -> str:
+    text = "null" if value is None else repr(value)  # as a recipe has it
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -1,0 +1,399 @@
+"""Weights in 8 or 4 bits: their codes, and linear layers that multiply by them.
+
+Each row of a weight is split into groups of 32 numbers. A group has one scale in bfloat16, and each
+number has a code, which stands for one of a few levels:
+
+    ŵ = scale · level[code]
+
+name   bits a number   levels
+int8   8.5             -127 … 127
+int4   4.5             16 unevenly spaced, dense where weights are; see `_DENSE`
+
+In int8 `|w - ŵ| <= scale / 2`, where the scale is the group's largest magnitude / 127, rounded to
+bfloat16. In int4 the scale is the candidate with the least squared error; a number's error is at
+most half the distance of two levels times the scale, except for rare ones beyond the last level.
+
+On a CPU a native operator multiplies by the codes (`native/ops/decoding/packed_linear.h`). Without
+it the weight is dequantised to the dtype of x at every call, which is correct but slow. The two
+differ by rounding. The weight has no gradient.
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workhorse.devices.memory import in_large_pages
+from workhorse.devices.transfer import Destination
+from workhorse.errors import WorkhorseError
+from workhorse.execute.native_decoding.layers import StreamedLinear
+from workhorse.native import Decoding, resolve
+from workhorse.native.decoding import GROUP, LANES
+from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.experts.mixture import GroupedLinear, Groups, grouped_product
+from workhorse.transforms.record import check, record
+
+FormatName = Literal["int8", "int4"]
+
+_DENSE = (-96, -71, -55, -41, -30, -20, -11, -1, 8, 18, 29, 41, 54, 69, 88, 113)
+"""Levels of 4 bits, from Lloyd's algorithm on groups of normally distributed numbers, alternating
+with the search for their scales. On these the squared error is 0.56 % of the squares; with evenly
+spaced levels and the same search 0.66 %, and 0.74 % with the scale of the largest number."""
+OFFSET = 128
+"""Added to levels so that they are uint8."""
+_CHUNK = 2**18
+"""Numbers quantised at a time: few enough to stay in the cache."""
+
+
+class Format(NamedTuple):
+    """How numbers become codes."""
+
+    per_byte: int
+    """Codes per byte."""
+    levels: tuple[int, ...]
+    """The level of each code."""
+    starts: tuple[float, ...]
+    """Levels for the number of largest magnitude: a scale is tried for each."""
+    refine: bool
+    """Whether each tried scale is replaced by the best one for its codes, by least squares."""
+
+
+FORMATS: dict[FormatName, Format] = {
+    "int8": Format(1, tuple(range(-128, 128)), (127.0,), refine=False),
+    "int4": Format(2, _DENSE, (124.0, 113.0, -102.0), refine=True),
+}
+
+
+def shape_of_codes(out_features: int, in_features: int, format: Format) -> tuple[int, int, int]:
+    """(blocks of 16 rows, groups, bytes)."""
+    blocks, groups = math.ceil(out_features / LANES), math.ceil(in_features / GROUP)
+    return blocks, groups, LANES * GROUP // format.per_byte
+
+
+def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> None:
+    """Quantise a weight.
+
+    Args:
+        weight: (out_features, in_features), of any floating-point dtype.
+        codes: filled, uint8, `shape_of_codes`.
+        scales: filled, (blocks, groups, 16), the bits of a bfloat16 as int16.
+        format: of the codes.
+    """
+    blocks, groups, _ = codes.shape
+    at_a_time = max(1, _CHUNK // (groups * GROUP * LANES))  # blocks
+    for first in range(0, blocks, at_a_time):
+        here = slice(first, min(first + at_a_time, blocks))
+        rows = weight[here.start * LANES : here.stop * LANES].to(codes.device, torch.float32)
+        below = (here.stop - here.start) * LANES - rows.shape[0]
+        rows = F.pad(rows, (0, groups * GROUP - rows.shape[1], 0, below))
+        code, scale = _quantize(rows.reshape(-1, LANES, groups, GROUP), format)
+        codes[here] = _pack(code, format.per_byte)
+        scales[here] = scale.view(torch.int16).transpose(1, 2)
+
+
+def level_table(format: Format, device: torch.device | None = None) -> Tensor | None:
+    """The level of each code plus `OFFSET`, (codes,) uint8; None where that is the code itself."""
+    if format.per_byte == 1:
+        return None
+    levels = torch.tensor(format.levels, dtype=torch.int16, device=device)
+    return (levels + OFFSET).to(torch.uint8)
+
+
+def decode(codes: Tensor, scales: Tensor, table: Tensor | None) -> Tensor:
+    """The weight in float32, padded to whole blocks and groups.
+
+    Args:
+        codes: uint8, `shape_of_codes`.
+        scales: (blocks, groups, 16), the bits of a bfloat16 as int16.
+        table: `level_table` of the format, an input of a compiled program.
+    """
+    level = _unpack(codes, 1) if table is None else table[_unpack(codes, 2).int()]
+    scale = scales.view(torch.bfloat16).transpose(1, 2).unsqueeze(-1).float()
+    return ((level.float() - OFFSET) * scale).flatten(2).flatten(0, 1)
+
+
+def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Codes and bfloat16 scales of groups of numbers.
+
+    Args:
+        weight: float32, (…, 32).
+        format: of the codes.
+
+    Returns:
+        uint8, (…, 32), and (…).
+    """
+    values, codes = (table.to(weight.device) for table in _nearest_level(format))
+    extreme = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
+    weight = weight / torch.where(extreme == 0, 1, extreme)  # squares neither overflow nor vanish
+    best, least = torch.zeros_like(extreme), torch.full_like(extreme, math.inf)
+    for start in format.starts:
+        scale = torch.full_like(extreme, 1 / start)
+        if format.refine:
+            level = _look_up(values, weight, scale)
+            scale = (weight * level).sum(-1, keepdim=True) / level.square().sum(-1, keepdim=True)
+        error = (weight - scale * _look_up(values, weight, scale)).square().sum(-1, keepdim=True)
+        best, least = torch.where(error < least, scale, best), error.minimum(least)
+    stored = (best * extreme).bfloat16()
+    exact = stored.float() / torch.where(extreme == 0, 1, extreme)
+    return _look_up(codes, weight, exact), stored.squeeze(-1)
+
+
+@functools.cache
+def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
+    """Tables of the nearest level and its code, for `_look_up`; exact, as levels are integers."""
+    middles = torch.arange(512).float() / 2 - 127.75
+    levels = torch.tensor(format.levels, dtype=torch.float32)
+    codes = (middles[:, None] - levels).abs().argmin(-1)
+    return levels[codes], codes.to(torch.uint8)
+
+
+def _look_up(table: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The table's entry for each number, indexed by half units of its scale from -128 up."""
+    per_unit = torch.where(scale == 0, 1, scale).reciprocal() * 2
+    index = torch.addcmul(torch.tensor(256.0, device=weight.device), weight, per_unit)
+    return table.index_select(0, index.int().clamp_(0, 511).flatten()).view_as(weight)
+
+
+def _pack(codes: Tensor, per_byte: int) -> Tensor:
+    """(blocks, 16, groups, 32) to (blocks, groups, bytes), in the order of `packed_linear.h`."""
+    blocks, _, groups, _ = codes.shape
+    if per_byte > 1:
+        low, high = codes.view(blocks, LANES, groups, -1, 2, 4).unbind(-2)
+        codes = low | high << 4
+    return codes.reshape(blocks, LANES, groups, -1, 4).permute(0, 2, 3, 1, 4).flatten(2)
+
+
+def _unpack(packed: Tensor, per_byte: int) -> Tensor:
+    """The inverse of `_pack`."""
+    blocks, groups, _ = packed.shape
+    codes = packed.view(blocks, groups, -1, LANES, 4).permute(0, 3, 1, 2, 4)
+    if per_byte > 1:
+        shifts = torch.arange(per_byte, dtype=torch.uint8, device=packed.device)[:, None] * 4
+        codes = codes.unsqueeze(-2) >> shifts & 15
+    return codes.reshape(blocks, LANES, groups, GROUP)
+
+
+class QuantizedWeight(nn.Module):
+    """A matrix in codes and scales, or a stack of them.
+
+    Args:
+        shape: (out_features, in_features), or (matrices, out_features, in_features).
+        format: of the codes.
+        bias: shared with the original layer.
+        device: of the codes, which are empty until `copy_`.
+        decoding: the native operators; None to dequantise the weight.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    table: Tensor | None
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        format: FormatName,
+        bias: nn.Parameter | None = None,
+        device: torch.device | None = None,
+        decoding: Decoding | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        *matrices, self.out_features, self.in_features = shape
+        self.format: FormatName = format
+        blocks, groups, size = shape_of_codes(self.out_features, self.in_features, FORMATS[format])
+        codes = torch.empty(*matrices, blocks, groups, size, dtype=torch.uint8, device=device)
+        # The bits of bfloat16 as integers, so that casting the model does not change them.
+        scales = torch.empty(*matrices, blocks, groups, LANES, dtype=torch.int16, device=device)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.register_buffer("table", level_table(FORMATS[format], device), persistent=False)
+        self.bias = bias
+        self.decoding = decoding
+
+    @classmethod
+    def of(
+        cls,
+        layer: nn.Linear | GroupedLinear,
+        format: FormatName,
+        decoding: Decoding | None = None,
+    ) -> Self:
+        """A layer with its weight quantised."""
+        made = cls(layer.weight.shape, format, layer.bias, layer.weight.device, decoding)
+        return made.copy_(layer.weight.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def copy_(self, weight: Tensor) -> Self:
+        """Quantise a weight into the codes; the counterpart of `Tensor.copy_`."""
+        matrices = weight.view(-1, self.out_features, self.in_features)
+        for matrix, codes, scales in zip(matrices, *self._stacks(), strict=True):
+            encode(matrix, codes, scales, FORMATS[self.format])
+        return self
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight that the codes stand for, in its shape."""
+        made = [
+            decode(codes, scales, self.table)[: self.out_features, : self.in_features]
+            for codes, scales in zip(*self._stacks(), strict=True)
+        ]
+        return torch.stack(made).to(dtype).view(self.shape)
+
+    def _operators_for(self, x: Tensor) -> Decoding | None:
+        """The native operators, if they accept x."""
+        known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
+        return self.decoding if known and not torch.is_grad_enabled() else None
+
+    def _product(
+        self, by: Decoding, x: Tensor, bias: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor:
+        x = F.pad(x, (0, -self.in_features % GROUP)) if self.in_features % GROUP else x
+        packed = (self.codes, self.scales, self.table)
+        return by.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
+
+    def _stacks(self) -> tuple[Tensor, Tensor]:
+        """The codes and scales of every matrix; a single matrix is a stack of one."""
+        codes, scales = self.codes, self.scales
+        return codes.view(-1, *codes.shape[-3:]), scales.view(-1, *scales.shape[-3:])
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(map(str, self.shape))}, {self.format}"
+
+
+class QuantizedLinear(QuantizedWeight):
+    """`x Wᵀ + b`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if by := self._operators_for(x):
+            return self._product(by, x, self.bias)
+        return F.linear(x, self.dequantized(x.dtype), self.bias)
+
+
+class QuantizedGroupedLinear(QuantizedWeight):
+    """`x[r] @ W[g]ᵀ + b[g]` for the group g of each row r, as `GroupedLinear`."""
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        if by := self._operators_for(x):
+            y = self._product(by, x, None, groups.ends)
+        else:
+            y = grouped_product(x, self.dequantized(x.dtype), groups.ends)
+        return y if self.bias is None else y + self.bias[groups.of_row]
+
+
+def quantize(model: nn.Module, format: FormatName) -> nn.Module:
+    """Quantise the weights of a model's linear layers, in place; see `place_codes`."""
+    weights = dict(model.named_parameters())
+    for name, place in place_codes(model, format).items():
+        weight = weights.pop(name)  # so that its memory is freed after its turn
+        if not isinstance(place, Tensor):
+            place.copy_(weight.detach())
+    return model
+
+
+@torch.no_grad()
+def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
+    """Replace a model's linear layers by quantised ones, whose weights are copied in afterwards.
+
+    Not quantised are embeddings, norms, routers, layers narrower than a group, and those whose
+    weight latent attention reads itself. A head that is tied to the embedding gets its own copy, so
+    the embedding stays exact. Experts of a mixture are quantised only if the native operator
+    multiplies by their codes; otherwise all of them would be dequantised at every call.
+
+    Args:
+        model: on its device, after transforms that join linear layers; its state dict then holds
+            codes.
+        format: `int8` or `int4`.
+
+    Returns:
+        The destination of each of the model's weights, by its former name. Copying quantises one
+        weight at a time, so the whole model is never in memory unquantised.
+
+    Raises:
+        WorkhorseError: there is no such format, or no layer to quantise; or the model carries a
+            transform that this cannot follow.
+    """
+    if format not in FORMATS:
+        raise WorkhorseError(f"quantize={format} is not a format; choose {' or '.join(FORMATS)}")
+    check(model, "quantize")
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    packed: dict[str, list[Destination]] = defaultdict(list)
+    made: list[QuantizedWeight] = []
+    # Wait for the operators: without them this process would dequantise each weight at every call.
+    on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
+    decoding = resolve("decoding", wait=True).decoding if on_cpu else None
+    for name, layer, kind in _layers(model, decoding):
+        quantized = kind(layer.weight.shape, format, layer.bias, layer.weight.device, decoding)
+        model.set_submodule(name, quantized)
+        packed[names[layer.weight]].append(quantized)
+        made.append(quantized)
+    if not made:
+        raise WorkhorseError(f"quantize={format} finds no linear layer; leave it out")
+    _into_large_pages(made)
+    record(model, "quantize", format=format)
+    kept = {name: [weight.detach()] for name, weight in model.named_parameters()}
+    places = {name: [*kept.get(name, ()), *packed[name]] for name in names.values()}
+    return {name: one[0] if len(one) == 1 else _Everywhere(one) for name, one in places.items()}
+
+
+@dataclass(frozen=True)
+class _Everywhere:
+    """A weight that several modules share."""
+
+    places: Sequence[Destination]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.places[0].shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self.places)
+
+    def copy_(self, weight: Tensor) -> None:
+        for place in self.places:
+            place.copy_(weight)
+
+
+def _layers(
+    model: nn.Module, decoding: Decoding | None
+) -> list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]]:
+    """The layers to quantise, by name, and the layers that take their places."""
+    parts = list(model.named_modules())
+    kept = {
+        layer
+        for _, part in parts
+        if isinstance(part, SelfAttention)
+        for layer in map(part.get_submodule, part.multiplied_here)
+    }
+    found: list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]] = []
+    for name, part in parts:
+        if isinstance(part, nn.Linear) and part not in kept and _plain(part):
+            found.append((name, part, QuantizedLinear))
+        elif decoding is not None and type(part) is GroupedLinear:
+            found.append((name, part, QuantizedGroupedLinear))
+    return [item for item in found if _large_enough(item[1].weight)]
+
+
+def _plain(layer: nn.Linear) -> bool:
+    return type(layer).forward in (nn.Linear.forward, StreamedLinear.forward)
+
+
+def _large_enough(weight: Tensor) -> bool:
+    return weight.shape[-2] >= LANES and weight.shape[-1] >= GROUP
+
+
+def _into_large_pages(layers: Sequence[QuantizedWeight]) -> None:
+    """Move the codes and scales, which every token reads, next to each other into large pages."""
+    here = [layer for layer in layers if layer.codes.device.type == "cpu"]
+    for name, dtype in (("codes", torch.uint8), ("scales", torch.int16)):
+        shapes = [layer.get_buffer(name).shape for layer in here]
+        for layer, room in zip(here, in_large_pages(shapes, dtype), strict=True):
+            setattr(layer, name, room)

@@ -1,1 +1,0 @@
-"""Linear layers and experts of 8 or 4 bits a weight."""

@@ -11,8 +11,9 @@ training writes into them is what every body computes with.
 from collections import OrderedDict
 from typing import Literal, TypeVar, cast, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
+from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.transforms.record import is_body, mark_body
 
@@ -44,11 +45,29 @@ def body_of(reference: Root) -> Root:
         reference: as built; not a body, whose modules may be bound to what replaced them.
     """
     assert not is_body(reference), "a body is made from the reference"
+    check_own_weights(reference)
     body = _copy(reference)
     for module in body.modules():
         if isinstance(module, Decoder):
             mark_body(module)
     return body
+
+
+def check_own_weights(root: nn.Module) -> None:
+    """Refuse weights that a hook computes before each forward pass: a body has no hooks.
+
+    Raises:
+        WorkhorseError: a module was changed by `torch.nn.utils.prune`, `weight_norm` or the like.
+    """
+    for path, module in root.named_modules():
+        computed = [
+            name for name in ("weight", "bias") if isinstance(vars(module).get(name), Tensor)
+        ]
+        for name in computed:
+            raise WorkhorseError(
+                f"a hook computes {path}.{name} before each forward pass; make it permanent "
+                "(torch.nn.utils.prune.remove), or use torch.nn.utils.parametrize"
+            )
 
 
 def with_parameters_of(reference: Root, other: nn.Module) -> Root:

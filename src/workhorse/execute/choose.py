@@ -10,12 +10,13 @@ from workhorse.errors import WorkhorseError
 from workhorse.execute.body import Execution, body_of
 from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
 from workhorse.execute.compiled.fixed_step import CapturedDecoder, capture_steps, why_not_fixed
-from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
+from workhorse.execute.native_decoding.layers import ATTENDED, attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_natively
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.elementwise import Sum, Unchanged
 from workhorse.nn.embedding import Head
+from workhorse.transforms.quantization import QuantizedLinear
 
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
@@ -81,6 +82,9 @@ def decoding_body(
     libraries = "decoding", "steps", "matrix_unit", "vectors"
     operators = resolve(*libraries, wait=wait or execution != "auto")
     body = body_of(reference).eval()
+    dtype = next(reference.parameters()).dtype
+    if dtype not in ATTENDED:
+        operators = Operators(why_not={"decoding": f"no native operator computes in {dtype}"})
     if operators.decoding is not None:
         stream_weights(body, operators)
         attend_natively(body, operators.decoding)
@@ -150,6 +154,9 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
 
 
 def _is_native(module: nn.Module) -> bool:
-    """Whether a class of `execute`, or of quantised weights, computes it."""
-    ours = ("workhorse.execute.native", "workhorse.transforms.quantization")
-    return any(one.__module__.startswith(ours) for one in type(module).__mro__)
+    """True if a class of `execute` computes it, or an operator for quantised weights."""
+    if isinstance(module, QuantizedLinear):
+        return module.decoding is not None
+    return any(
+        one.__module__.startswith("workhorse.execute.native") for one in type(module).__mro__
+    )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workhorse.nn import Decoder
 from workhorse.nn.logprobs import HeadLoss, Shaping, TokenLogprobs, score
+from workhorse.nn.watched import Watch
 from workhorse.transforms.record import become, combined, replace_modules
 
 
@@ -30,14 +31,27 @@ def checkpoint_activations(decoder: Decoder) -> None:
         decoder.layers.set_submodule(name, become(layer, kind))
 
 
+class Compiled(nn.Module):
+    """A mixin for a class of compiled layers, which are not compiled while they have new hooks."""
+
+    watch: Watch
+
+    def __call__(self, *inputs: Any) -> Any:
+        # The compiler does not check for hooks that were registered after it compiled.
+        return self._call_impl(*inputs) if self.watch.sees_hooks else super().__call__(*inputs)
+
+
 def compile_layers(decoder: Decoder) -> None:
     """Compile each layer of a decoder, in place, at its first run; equal layers share a program.
 
     Args:
         decoder: after every other transform.
     """
-    for layer in decoder.layers:
-        layer.compile()
+    for name, layer in list(decoder.layers.named_children()):
+        kind = combined("Compiled", Compiled, type(layer))
+        compiled = become(layer, kind, watch=Watch(layer.modules(), from_now=True))
+        compiled.compile()
+        decoder.layers.set_submodule(name, compiled)
 
 
 def compile_logprobs(objective: nn.Module) -> None:

@@ -148,12 +148,18 @@ class HeadConfig(Config):
 class Head(nn.Module):
     """`(batch, seq, d_model)` to `(batch, seq, vocab)`.
 
+    Attributes:
+        linear: True if losses may compute the class's `forward` by its parts. A subclass with a
+            `forward` of its own has to say so again.
+
     Args:
         config: its options.
         vocab_size: number of logits.
         d_model: width of the input.
         width: of the embedding; if it is not d_model, the input is first projected to it.
     """
+
+    linear = True
 
     def __init__(self, config: HeadConfig, vocab_size: int, d_model: int, width: int) -> None:
         super().__init__()

@@ -360,19 +360,28 @@ def losses_of(terms: Terms, z_loss: float, weights: Float[Tensor, " tokens"] | N
     """The cross-entropy and the z-loss, summed over tokens in float64: in any order the same."""
     target, logsumexp, _ = terms.double().unbind(dim=1)
     each = torch.stack((-target, z_loss * logsumexp.square()))
-    return (each if weights is None else each * weights).sum(dim=1).to(terms.dtype)
+    if weights is not None:  # an infinite loss of weight 0 is 0, not NaN
+        each = each.masked_fill(weights == 0, 0) * weights
+    return each.sum(dim=1).to(terms.dtype)
 
 
 def count_of(targets: Tokens, weights: Float[Tensor, "batch seq"] | None) -> Tensor:
     """How many targets count, or the sum of their weights."""
     counted = targets != IGNORE
-    return counted.sum() if weights is None else (weights * counted).sum()
+    return counted.sum() if weights is None else weights.masked_fill(~counted, 0).sum()
 
 
 def is_linear(head: Head) -> bool:
-    """Whether a head is one product and what `Shaping` says, and no hook must see its parts."""
+    """True if a head is one matmul and a `Shaping`, and no hook must see its parts."""
     parts = (head, head.proj, head.multiply, head.cap)
-    return type(head.proj) is nn.Linear and not watched(*parts)
+    defining = next(kind for kind in type(head).__mro__ if "forward" in vars(kind))
+    return (
+        vars(defining).get("linear", False)
+        and type(head.proj) is nn.Linear
+        and type(head.multiply) in (nn.Identity, Multiplier)
+        and type(head.cap) in (nn.Identity, SoftCap)
+        and not watched(*parts)
+    )
 
 
 def shaping_of(head: Head) -> Shaping:

@@ -28,10 +28,12 @@ class Watch:
 
     Args:
         parts: the modules.
+        from_now: True to ignore the hooks that they have now.
     """
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
+    def __init__(self, parts: Iterable[nn.Module], *, from_now: bool = False) -> None:
         self._hooks = list(_hooks_of(parts))
+        self._ignored = {handle for hooks in self._hooks for handle in hooks} if from_now else set()
         self._unwatched_at = -1
 
     @property
@@ -40,7 +42,9 @@ class Watch:
         made = RemovableHandle.next_id  # of all hooks that were ever registered, on any module
         if made == self._unwatched_at:
             return False
-        if modules._has_any_global_hook() or any(self._hooks):
+        if modules._has_any_global_hook() or any(
+            hooks.keys() - self._ignored for hooks in self._hooks
+        ):
             return True
         self._unwatched_at = made
         return False

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import workhorse.execute
 import workhorse.native
@@ -33,6 +33,7 @@ from workhorse.execute.compiled.fixed_step import FixedStepDecoder, Variant, che
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.contiguous import CacheTensors
+from workhorse.nn.watched import Held, Watch
 from workhorse.transforms.record import become, transforms_of
 
 if TYPE_CHECKING:
@@ -117,6 +118,10 @@ def _why_not_private(found: os.stat_result) -> str | None:
 log = logging.getLogger(__name__)
 
 
+KNOWN = ("torch.", "workhorse.")
+"""Packages whose modules a fingerprint describes: a class from elsewhere may change its code."""
+
+
 def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
     """A decoder that runs a compiled program when it adds tokens to a `PagedView`.
 
@@ -125,8 +130,8 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
     until its program is compiled or read from disk.
 
     Args:
-        decoder: in evaluation mode; its weights may change afterwards, its modules may not. What
-            is returned takes its place.
+        decoder: in evaluation mode. What is returned takes its place. If weights or modules are
+            replaced later, steps are compiled again.
         folder: for the programs; None: in the user's cache folder.
 
     Raises:
@@ -136,7 +141,8 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
     """
     check_fixed(decoder, "compiled")
     kept = ProgramFolder(folder or cache_folder() / "programs")
-    return become(decoder, CompiledDecoder, folder=kept, programs={})
+    watch = Watch(decoder.modules())
+    return become(decoder, CompiledDecoder, folder=kept, programs={}, watch=watch)
 
 
 class CompiledDecoder(FixedStepDecoder):
@@ -144,41 +150,54 @@ class CompiledDecoder(FixedStepDecoder):
 
     folder: ProgramFolder
     programs: dict[Variant, "Program"]
+    held: Held | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the programs: the compiler pickles the decoder for each."""
-        return vars(self) | {"programs": {}}
+        return vars(self) | {"programs": {}, "held": None}
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
-        program = self.programs.get(variant) or self._program(variant, tokens, tensors)
-        logits = program(tokens, tensors)
-        self.programs[variant] = program
+        if self.held is None or not self.held.unchanged:
+            self.held, self.programs = Held(self), {}
+        if program := self.programs.get(variant):
+            return program(tokens, tensors)
+        self.programs[variant], logits = self._first_step(variant, tokens, tensors)
         return logits
 
-    def _program(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> "Program":
-        """The program from disk, or compiled and kept there."""
+    def _first_step(
+        self, variant: Variant, tokens: Tensor, tensors: CacheTensors
+    ) -> tuple["Program", Tensor]:
+        """The program from disk, or compiled and kept there, and what it gives."""
         from workhorse.execute.compiled.step_compiler import Program
 
-        name = self._fingerprint(variant)
-        known = {"decoder": self}
+        name, known = self._fingerprint(variant), {"decoder": self}
         if file := self.folder.open(name):
             with file:
                 try:
-                    return Program.read(file, known)
+                    program = Program.read(file, known)
+                    return program, program(tokens, tensors)  # checks that it fits this decoder
                 except Exception as error:  # it can always be compiled again
                     path = self.folder.path / name
                     log.warning("%s cannot be used and is made again: %s", path, error)
         program = compile_step(self, variant, tokens, tensors)
-        self.folder.keep(name, lambda path: program.write(path, known))
-        return program
+        if all(map(_is_known, self.modules())):
+            self.folder.keep(name, lambda path: program.write(path, known))
+        return program, program(tokens, tensors)
 
     def _fingerprint(self, variant: Variant) -> str:
         """A digest of everything that the program depends on, which names its file."""
         state = (*self.named_parameters(), *self.named_buffers())
+        scalars = (int, float, str, bool)
         facts = (
             self.config.to_dict(),
             repr(self),
+            [
+                (name, key, value)
+                for name, module in self.named_modules()
+                for key, value in vars(module).items()
+                if isinstance(value, scalars)
+            ],
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
             (variant, torch.get_num_threads(), torch.__version__),
             (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
@@ -186,6 +205,11 @@ class CompiledDecoder(FixedStepDecoder):
             [source.read_text() for source in _sources()],
         )
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _is_known(module: nn.Module) -> bool:
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return all(kind.__module__.startswith(KNOWN) for kind in kinds)
 
 
 def compile_step(

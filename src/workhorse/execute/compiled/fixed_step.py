@@ -77,7 +77,12 @@ def fixed_step(decoder: Decoder, variant: Variant, tokens: Tensor, tensors: Cach
 
 
 class FixedStepDecoder(Decoder):
-    """A decoder that takes such steps by other means; prompts and everything else run as before."""
+    """A decoder that takes such steps by other means; prompts and everything else run as before.
+
+    So does a decoder with hooks.
+    """
+
+    watch: Watch
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         """See the function `fixed_step`."""
@@ -86,7 +91,7 @@ class FixedStepDecoder(Decoder):
     def next_logits(
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:
-        if tokens.shape[1] == 1 and positions is None and _is_step(cache, 1):
+        if tokens.shape[1] == 1 and positions is None and self._is_step(cache, 1):
             return self._take(tokens, cache)[:, 0]
         return super().next_logits(tokens, positions=positions, cache=cache)
 
@@ -99,7 +104,7 @@ class FixedStepDecoder(Decoder):
         cache: CacheView | None = None,
     ) -> Tensor:
         counted = positions is None and documents is None
-        if counted and _is_step(cache, tokens.shape[1]):
+        if counted and self._is_step(cache, tokens.shape[1]):
             return self._take(tokens, cache)
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
@@ -111,11 +116,10 @@ class FixedStepDecoder(Decoder):
         view.advance(seq)
         return logits
 
-
-def _is_step(cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
-    if not isinstance(cache, PagedView) or torch.is_grad_enabled():
-        return False
-    return seq <= cache.slack + 1 and all(one.length for one in cache.sequences)
+    def _is_step(self, cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
+        if not isinstance(cache, PagedView) or torch.is_grad_enabled() or self.watch.sees_hooks:
+            return False
+        return seq <= cache.slack + 1 and all(one.length for one in cache.sequences)
 
 
 log = logging.getLogger(__name__)
@@ -213,7 +217,6 @@ class CapturedDecoder(FixedStepDecoder):
     """See `capture_steps`."""
 
     recorder: Recorder
-    watch: Watch
     recordings: Recordings | None = None
     records: bool = True
 
@@ -223,7 +226,7 @@ class CapturedDecoder(FixedStepDecoder):
         return state | {"recordings": None}
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
-        if self.watch.sees_hooks or not self.records:
+        if not self.records:
             return super().fixed_step(variant, tokens, tensors)
         if self.recordings is None or not self.recordings.valid:
             self.recordings = Recordings(self)

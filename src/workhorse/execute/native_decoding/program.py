@@ -19,6 +19,8 @@ from workhorse.nn import Decoder
 from workhorse.nn.positions.rope import RopeConfig
 
 ADDITIONS = (torch.add, Tensor.add, Tensor.__add__)
+QUESTIONS = ("__get__", "dim", "is_floating_point", "numel", "size", "stride")
+"""Names of functions that compute nothing of a tensor's elements."""
 
 
 class CannotTranslate(Exception):
@@ -118,12 +120,16 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not self._inside and isinstance(found, Tensor):
-            given = [value for value in args if isinstance(value, Tensor)]
-            if func in ADDITIONS and len(given) == len(args) and all(map(self.knows, given)):
+        name = getattr(func, "__name__", repr(func))
+        if self._inside or name in QUESTIONS:
+            return found
+        values = (*args, *(kwargs or {}).values())
+        given = [value for value in values if isinstance(value, Tensor)]
+        if func in ADDITIONS and len(given) == len(args) == len(values):
+            if all(map(self.knows, given)):
                 self._add(None, given, found)
-            elif found.is_floating_point() and any(map(self.knows, given)):
-                self.refuse(getattr(func, "__name__", repr(func)))
+        elif any(self.knows(one) for one in given if one.is_floating_point()):
+            self.refuse(name)
         return found
 
     def refuse(self, what: str) -> None:

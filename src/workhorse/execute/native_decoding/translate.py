@@ -26,6 +26,7 @@ from workhorse.nn.attention.self_attention import (
     AllHeadsNorm,
     Float32Rotation,
     Rotation,
+    norm_then_rotate,
     rotate_then_norm,
 )
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
@@ -164,6 +165,8 @@ def _norm_and_rotate(
     writer: Writer, layer: Attention, x: Register, head_norm: nn.Module, rotation: nn.Module
 ) -> None:
     """In place, in the order of the layer."""
+    if layer.norm_and_rotate not in (norm_then_rotate, rotate_then_norm):
+        raise CannotTranslate(layer.norm_and_rotate.__name__)
     after = layer.norm_and_rotate is rotate_then_norm
     if after:
         _rotate(writer, layer.head_dim, rotation, x)
@@ -178,6 +181,8 @@ def _norm_and_rotate(
 def _rotate(writer: Writer, head_dim: int, module: nn.Module, x: Register) -> None:
     if type(module) is Unchanged:
         return
+    if type(module) not in (Rotation, Float32Rotation):
+        raise CannotTranslate(type(module).__name__)
     rope = cast(Rotation, module).rope
     if rope.depends_on_length:
         raise CannotTranslate("a rotation that depends on the text's length")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from workhorse.execute.native_training.attention import TrainingAttention
 from workhorse.execute.native_training.feedforward import (
     Gemm,
     NativeGatedMlp,
@@ -31,7 +32,7 @@ from workhorse.native.blocks import Activation, Norm, NormOptions
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
-from workhorse.nn.elementwise import Unchanged
+from workhorse.nn.elementwise import Sum, Unchanged
 from workhorse.nn.watched import watched
 from workhorse.transforms.record import become, replace_modules
 
@@ -63,10 +64,10 @@ class NativeBlock(NativePreNorm):
         attention, feed_forward = self.attention, self.feed_forward
         if x.dtype not in self.multiply.sums or not takes(x) or not x.numel():
             return None
-        if type(attention).forward is not Attention.forward or type(feed_forward).forward not in (
-            NativeMlp.forward,
-            NativeGatedMlp.forward,
-        ):
+        computes = type(attention).forward, getattr(type(attention), "project", None)
+        if computes != (Attention.forward, TrainingAttention.project):
+            return None
+        if type(feed_forward).forward not in (NativeMlp.forward, NativeGatedMlp.forward):
             return None
         assert isinstance(attention, Attention)
         assert isinstance(feed_forward, NativeMlp | NativeGatedMlp)
@@ -78,8 +79,9 @@ class NativeBlock(NativePreNorm):
         if (
             not all(isinstance(norm, NativeNorm) for norm in norms)
             or not all(is_plain_in(one, x.dtype) for one in linears)
-            or not all(isinstance(part, nn.Identity) for part in identities)
-            or not all(isinstance(part, Unchanged) for part in unchanged)
+            or not all(type(part) is nn.Identity for part in identities)
+            or not all(type(part) is Unchanged for part in unchanged)
+            or not all(type(one) is Sum for one in sums)
             or watched(attention, feed_forward, *norms, *linears, *identities, *sums, *unchanged)
         ):
             return None

@@ -59,7 +59,7 @@ class Gemm:
             bias: (columns).
         """
         if self.takes(a, b):
-            return self.products[a.dtype](a, b, bias)
+            return self.products[a.dtype](a if 1 in a.stride() else a.contiguous(), b, bias)
         return product(a, b, bias)
 
     def together(self, *sums: Sum) -> list[Tensor]:
@@ -190,6 +190,11 @@ def activation_of(module: nn.Module) -> blocks.Activation | None:
     return blocks.Activation(name, _table_of(module)) if name else None
 
 
+def _computes(native: blocks.Activation, module: nn.Module) -> bool:
+    """True if the native activation is this module's, which may have been replaced since."""
+    return native.name == activation_name(module)
+
+
 @torch.enable_grad()
 def _table_of(activation: nn.Module) -> Tensor:
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
@@ -208,7 +213,8 @@ class NativeGated(Gated):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         alike = gate.dtype == up.dtype and gate.shape == up.shape
-        if not alike or gate.dtype not in TYPES or watched(self.activation):
+        known = _computes(self.native, self.activation) and not watched(self.activation)
+        if not alike or gate.dtype not in TYPES or not known:
             return super().forward(gate, up)
         return _Activation.apply(gate, up, self.native, self.operators)
 
@@ -237,7 +243,9 @@ class NativeMlp(Mlp):
         """What to compute for x, if no more is to be done."""
         linears = self.down_proj, self.up_proj
         between = self.dropout, self.inner_norm
-        if not _is_simple(x, linears, between) or watched(*linears, *between, self.activation):
+        if not _is_simple(x, linears, between) or not _computes(self.native, self.activation):
+            return None
+        if watched(*linears, *between, self.activation):
             return None
         return Simple(self.native, self.operators, linears)
 
@@ -258,6 +266,7 @@ class NativeGatedMlp(GatedMlp):
         gated = self.activation
         if (
             not isinstance(gated, NativeGated)
+            or not _computes(gated.native, gated.activation)
             or not _is_simple(x, linears, between)
             or watched(*linears, *between, gated, gated.activation)
         ):
@@ -293,7 +302,7 @@ def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Mod
     """Whether this is two or three plain linear layers and an activation, and nothing else."""
     return (
         x.dtype in TYPES
-        and all(isinstance(part, nn.Identity) for part in between)
+        and all(type(part) is nn.Identity for part in between)
         and all(is_plain_in(linear, x.dtype) for linear in linears)
     )
 

@@ -12,6 +12,7 @@ from workhorse.nn import norms as plain
 from workhorse.nn.blocks import PreNorm
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
+from workhorse.nn.elementwise import Sum
 from workhorse.nn.products import autocast_dtype
 from workhorse.nn.watched import watched
 from workhorse.transforms.record import become, combined, replace_modules
@@ -42,7 +43,8 @@ class NativePreNorm(PreNorm):
         if (
             not takes(x)
             or not all(isinstance(norm, NativeNorm) for norm in norms)
-            or not all(isinstance(branch, nn.Identity) for branch in branches)
+            or not all(type(branch) is nn.Identity for branch in branches)
+            or not all(type(one) is Sum for one in sums)
             or watched(*norms, *branches, *sums)
         ):
             return super().forward(x, context, cache)

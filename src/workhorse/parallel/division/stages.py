@@ -207,6 +207,7 @@ class _FromLast(nn.Module):
 class _ToAll(Head):
     """Gives the other stages the logits of a text."""
 
+    linear = True
     pipeline: Pipeline
 
     def forward(self, x: Hidden) -> Logits:

@@ -277,12 +277,15 @@ class TrainConfig(Config):
 
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings of older runs by the names that they have now."""
+    """Settings of older runs by their names of today, whose values take precedence."""
     fields = dict(fields)
-    if "z_loss" in fields and "objective" not in fields:
-        fields["objective"] = {"z_loss": fields.pop("z_loss")}
-    if isinstance(fields.get("compile"), bool) and "execution" not in fields:
-        fields["execution"] = "compiled" if fields.pop("compile") else "auto"
+    if "z_loss" in fields and isinstance(objective := fields.get("objective", {}), dict):
+        fields["objective"] = {"z_loss": fields.pop("z_loss"), **objective}
+    if isinstance(old := fields.get("compile"), bool):
+        fields.setdefault("execution", "compiled" if old else "auto")
+        del fields["compile"]
+    elif "compile" in fields:
+        raise ConfigError(f"compile={old!r} is now execution; write execution: compiled or auto")
     return fields
 
 

@@ -75,7 +75,7 @@ def under(*prefixes: tuple[str, str]) -> Callable[[dict[str, Tensor]], dict[str,
         (lambda t: {**t, "model.extra": torch.ones(1)}, "'model.extra' has no place"),
         (
             lambda t: {**t, "model.norm.weight": torch.ones(33)},
-            r"'model.norm.weight' has shape \(33,\) where the config makes \(32,\)",
+            r"'model.norm.weight' has shape \(33,\), but the config needs \(32,\)",
         ),
         (
             lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
@@ -215,7 +215,7 @@ def test_what_is_not_used_is_told(tmp_path: Path) -> None:
         ),
         (
             {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            ["rope_theta=500000.0 is not the 10000.0 of rope_parameters, which counts"],
+            ["rope_theta=500000.0 is ignored; rope_parameters has 10000.0"],
             (2,),
         ),
         ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}, [], (2,)),
@@ -272,10 +272,10 @@ def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model type 'bert' is not supported, since it is an encoder"),
-        ({"model_type": "mamba"}, "'mamba' is not supported, since it is a state-space model"),
-        ({"model_type": "qwen3_5_text"}, "since it is a hybrid of attention and state-space"),
-        ({"model_type": "glm4v"}, "since it is a model of pictures, sound or video"),
+        ({"model_type": "bert"}, "model type 'bert' is not supported, because it is an encoder"),
+        ({"model_type": "mamba"}, "'mamba' is not supported, because it is a state-space model"),
+        ({"model_type": "qwen3_5_text"}, "because it is a hybrid of attention and state-space"),
+        ({"model_type": "glm4v"}, "because it is an image, audio or video model"),
         ({"model_type": "x" * 10**6}, "model type 'x{60}' is not supported; known: afmoe"),
         ({"model_type": None}, "has no 'model_type'"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers='two' is not a whole number"),
@@ -414,7 +414,9 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     saved(tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors | {name: tensors[name].to(torch.int32)})
-    with pytest.raises(WorkhorseError, match=rf"'{name}' holds int32, which is no type of weights"):
+    with pytest.raises(
+        WorkhorseError, match=rf"'{name}' holds int32, which is not a dtype of weights"
+    ):
         HuggingFaceDirectory(tmp_path).load_decoder()
 
 

@@ -84,7 +84,7 @@ def test_show_is_a_config_file(name: str, capsys: pytest.CaptureFixture[str]) ->
 def test_show_says_counts_source_and_contradiction(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "show", "gpt3-1.3b")
     assert "# gpt3-1.3b: 1,517,123,584 parameters (printed)\n" in out
-    assert "# Printed: 1.32B, which does not agree; see the notes.\n" in out
+    assert "# Printed count: 1.32B (does not agree; see the notes).\n" in out
     assert "# Source: 2005.14165 Table 2.1" in out
     assert "16 heads of 128 would give 1.316B" in " ".join(out.replace("#", " ").split())
     assert max(len(line) for line in out.splitlines()) <= 100
@@ -102,10 +102,10 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_show_of_a_mixture_says_what_works_on_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "show", "deepseek-v3")
-    assert "# At work on a token: 37,552,297,472 parameters.\n" in out
+    assert "# Active per token: 37,552,297,472 parameters.\n" in out
     text = " ".join(out.replace("#", " ").split())
-    assert "- 3 layers `dense`: 128 heads of 192, the whole text, position rope, feed-f" in text
-    assert "- 58 layers `sparse`: 128 heads of 192, the whole text, position rope, 8 of 256" in text
+    assert "- 3 layers `dense`: 128 heads of 192, full attention, position rope, feed-f" in text
+    assert "- 58 layers `sparse`: 128 heads of 192, full attention, position rope, 8 of 256" in text
 
 
 def test_show_of_a_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,11 +166,11 @@ def test_show_of_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_show_tells_of_each_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:
     page = printed(capsys, "show", "gemma-3-27b")
-    heads = "32 heads of 128 over 16 of keys and values"
+    heads = "32 heads of 128, 16 key-value heads"
     lines = " ".join(page.replace("#", " ").split())
     assert "Shape: 62 layers of width 5376, vocabulary" in lines
     assert f"- 52 layers `local`: {heads}, window 1024, position rope, feed-forward 21504." in lines
-    assert f"- 10 layers `global`: {heads}, the whole text, position rope, feed-forward" in lines
+    assert f"- 10 layers `global`: {heads}, full attention, position rope, feed-forward" in lines
 
 
 def test_a_recipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The documents' tables hold what there is: every preset, every model type."""
+"""The tables in the docs list every preset and every model type."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_every_source_is_named() -> None:
 
 
 def test_every_model_type_is_measured() -> None:
-    """`make families` makes the page anew."""
+    """Run `make families` to regenerate the page."""
     lines = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
     measured = [line.split(" | ")[:2] for line in lines if line.startswith("| `")]
     assert measured == [[f"| `{name}`", family(name).architecture] for name in MODEL_TYPES]

@@ -1,4 +1,4 @@
-"""Counting by component: against the whole decoder, and against arithmetic done by hand."""
+"""Parameter counts by component, compared with the whole decoder and with hand arithmetic."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_components_equal_arithmetic() -> None:
         "embedding": 11 * d + 7 * d,
         "attention": narrow * (2 * d * d + 2 * d * 4) + wide * (4 * d * d + 3 * d),
         "feed_forward": narrow * (2 * d * 16 + 16 + d) + wide * (3 * d * 24),
-        # embedding's norm with bias; two per narrow layer and two of the heads' width; four; final
+        # embedding norm with bias; narrow: two, and two of head width; wide: four; final norm
         "norms": 2 * d + narrow * (2 * d + 2 * 4) + wide * (4 * d) + d,
         "head": 11 * d + 11,
         "total": 3139,

@@ -1,4 +1,4 @@
-"""Every preset: its exact count, what its source prints, and the registry around it."""
+"""Presets: exact counts, counts printed in the sources, and the registry."""
 
 import math
 import subprocess
@@ -51,7 +51,7 @@ CONTRADICTIONS = {
     "gpt-neox-20b": "20B",
     "opt-350m": "350M",
 }
-"""Presets whose shape holds another number than their source prints."""
+"""Presets whose exact count does not round to the printed count."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,7 +126,7 @@ def test_a_config_is_built_when_it_is_looked_at_and_kept() -> None:
     assert len(made) == 1
 
 
-# What the notes claim, checked.
+# Claims in the notes.
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_newer_gemmas_by_their_reports_tables(name: str, embedding: str, others:
     assert low <= counts["total"] - counts["embedding"] <= high
 
 
-# Mixtures: what works on a token.
+# Mixtures: parameters active per token.
 
 
 @pytest.mark.parametrize(

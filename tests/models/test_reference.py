@@ -1,8 +1,8 @@
-"""Presets beside transformers' own implementation of the same model.
+"""Presets compared with transformers' implementation of the same model.
 
-On the meta device the two must learn equally many numbers, and a preset must be what we read out of
-the transformers config, here the released config.json, which comes to us by another way than ours.
-That what is read computes the same logits is shown in `tests/parity`.
+On the meta device both must have the same number of parameters. A preset must equal the config read
+from transformers' config, or from the fields of the released config.json. `tests/parity` shows that
+a config read this way computes the same logits.
 """
 
 from functools import partial
@@ -120,7 +120,7 @@ RELEASED: dict[str, tuple[type[nn.Module], Any]] = {
 
 
 FILES = {name: found.released for name, found in presets().items() if found.released}
-"""The fields of `config.json` that presets are read out of."""
+"""The `config.json` fields of presets that are read from them."""
 
 
 def test_every_released_family_has_a_reference() -> None:
@@ -131,7 +131,7 @@ def test_every_released_family_has_a_reference() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_parameters_equal_transformers_of_the_same_file(name: str) -> None:
-    """Their whole depth would take longer: from some layer on each adds as many."""
+    """Count 4 and 5 layers and extrapolate, which is faster: later layers have equal sizes."""
     depth_key = "n_layer" if "n_layer" in FILES[name] else "num_hidden_layers"
     depth: int = FILES[name][depth_key]
     fewer, more = (reference_count({**FILES[name], depth_key: n}) for n in (4, 5))
@@ -139,7 +139,7 @@ def test_parameters_equal_transformers_of_the_same_file(name: str) -> None:
 
 
 def reference_count(fields: dict[str, Any]) -> int:
-    """Learned numbers of transformers' class; a bias of the choice of experts is one."""
+    """Number of parameters of transformers' class, including biases of the expert choice."""
     with torch.device("meta"), quiet():
         reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     reference.tie_weights()
@@ -150,7 +150,7 @@ def reference_count(fields: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", FILES)
 def test_transformers_understands_the_same_by_a_file(name: str) -> None:
-    """What it makes of the fields, under its newer keys and with its defaults, is the preset."""
+    """The config that transformers parses, with newer keys and defaults, gives the preset."""
     with quiet():
         understood = AutoConfig.for_model(**FILES[name]).to_dict()
     read = family(understood["model_type"]).read(Fields(understood))
@@ -168,7 +168,7 @@ def test_parameters_equal_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_presets_are_what_the_released_configs_say(name: str) -> None:
-    """Layer by layer, but for how weights are drawn, which no such file says."""
+    """Compare layer by layer, except for weight initialization, which no such file contains."""
     released = RELEASED[name][1].to_dict()
     read = family(released["model_type"]).read(Fields(released))
     preset = find_preset(name).config

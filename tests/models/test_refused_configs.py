@@ -1,4 +1,4 @@
-"""Configs of the families before LLaMA that no model can be made of: one line that says why."""
+"""Configs of families before LLaMA that are refused with a one-line reason."""
 
 import pytest
 
@@ -23,15 +23,15 @@ XGLM = {
     "ffn_dim": 40,
     "max_position_embeddings": 64,
 }
-NO_FALCON = "are of no Falcon; correct the file"
-NOT_SAID = "does not say global or local for 2 layers"
+NO_FALCON = "are not a Falcon layout; correct the file"
+NOT_SAID = "does not give global or local for 2 layers"
 
 REFUSED = {
     "a key by the family's own name": ("openai-gpt", {**GPT, "n_embd": None}, "has no 'n_embd'"),
     "a size": ("gptj", GPT | {"n_head": 0}, "n_head=0 is not above 0; correct the file"),
     "an activation": ("openai-gpt", GPT | {"afn": "gleu"}, "afn 'gleu' is unknown"),
     "scores": ("gptj", GPT | {"rotary_dim": 4, "scale_attn_weights": False}, "scale_attn_weights="),
-    "a head that is too narrow": ("gptj", GPT, "rotary_dim=64 is no part of a head, 8 wide"),
+    "a head that is too narrow": ("gptj", GPT, "rotary_dim=64 does not fit a head of width 8"),
     "pieces": ("codegen", GPT | {"n_head": 2, "rotary_dim": 4}, "n_head=2 is not divisible by 4"),
     "one after the other": (
         "falcon",
@@ -56,14 +56,18 @@ REFUSED = {
     "grouped heads": (
         "mpt",
         MPT | {"attn_config": {"kv_n_heads": 2}},
-        "has 'kv_n_heads', which transformers passes over in MPT; remove it",
+        "has 'kv_n_heads', which transformers ignores in MPT; remove it",
     ),
     "too few kinds": ("gpt_neo", NEO | {"attention_types": [[["global"], 1]]}, NOT_SAID),
     "kinds without end": ("gpt_neo", NEO | {"attention_types": [[["local"], 10**15]]}, NOT_SAID),
-    "kinds of no form": ("gpt_neo", NEO | {"attention_types": "global"}, NOT_SAID),
+    "malformed kinds": ("gpt_neo", NEO | {"attention_types": "global"}, NOT_SAID),
     "another kind": ("gpt_neo", NEO | {"attention_layers": ["global", "sparse"]}, NOT_SAID),
     "an odd width": ("xglm", XGLM | {"d_model": 33, "attention_heads": 3}, "need an even d_model"),
-    "a position lost": ("xglm", XGLM | {"pad_token_id": 5}, "pad_token_id must be below 2"),
+    "padding at a used position": (
+        "xglm",
+        XGLM | {"pad_token_id": 5},
+        "pad_token_id must be below 2",
+    ),
     "another feed-forward": (
         "starcoder2",
         FALCON | {"intermediate_size": 40, "max_position_embeddings": 64, "mlp_type": "gated"},
@@ -82,7 +86,7 @@ def test_a_config_is_refused_in_one_line(what: str) -> None:
 
 
 def test_slopes_that_transformers_would_not_have_are_read_and_not_written() -> None:
-    """MPT-7B-StoryWriter's biases end at 2^-16; transformers has 2^-8 in every MPT."""
+    """MPT-7B-StoryWriter's smallest slope is 2^-16; transformers always uses 2^-8 for MPT."""
     mpt = family("mpt")
     config = mpt.read(Fields(MPT | {"attn_config": {"alibi_bias_max": 16}}))
     assert config.blocks["main"].attention.position.max_bias == 16

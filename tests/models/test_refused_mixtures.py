@@ -1,4 +1,4 @@
-"""Configs of ERNIE, Hunyuan and the newest mixtures that no model can be made of."""
+"""Configs of ERNIE, Hunyuan and the newest mixtures that are refused."""
 
 import pytest
 
@@ -22,17 +22,33 @@ def stretched(alpha: float) -> dict[str, object]:
 
 
 REFUSED = {
-    "one pair": (DENSE, stretched(50.0) | {"head_dim": 2}, "gives no theta for head_dim=2"),
-    "past all numbers": (DENSE, stretched(1e300) | {"head_dim": 4}, "alpha=1e+300 gives no theta"),
+    "one pair": (DENSE, stretched(50.0) | {"head_dim": 2}, "gives no finite theta for head_dim=2"),
+    "an overflow": (
+        DENSE,
+        stretched(1e300) | {"head_dim": 4},
+        "alpha=1e+300 gives no finite theta",
+    ),
     "another attention": (DENSE, {"use_cla": True}, "use_cla=True is not supported"),
-    "too few choices": (MIXTURE, {"moe_topk": [1]}, "1 moe_topk for 2 layers; give each one"),
+    "too few choices": (
+        MIXTURE,
+        {"moe_topk": [1]},
+        "moe_topk has length 1 for 2 layers; give one value per layer",
+    ),
     "two shared experts": (MIXTURE, {"num_shared_expert": [1, 2]}, "one shared expert"),
-    "narrow experts": (MIXTURE, {"moe_intermediate_size": 12}, "all of intermediate_size"),
+    "narrow experts": (
+        MIXTURE,
+        {"moe_intermediate_size": 12},
+        "all experts have width intermediate_size",
+    ),
     "a floor": ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 is not supported"),
-    "a sigmoid": ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "scores by a softmax"),
+    "a sigmoid": ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "transformers uses softmax scores"),
     "an interval of nothing": ("ernie4_5_moe", {"moe_layer_interval": 0}, "is not above zero"),
-    "too few kinds": ("hy_v3", {"mlp_layer_types": ["dense"]}, "1 mlp_layer_types for 2 layers"),
-    "a kind of no meaning": (
+    "too few kinds": (
+        "hy_v3",
+        {"mlp_layer_types": ["dense"]},
+        "mlp_layer_types has length 1 for 2 layers",
+    ),
+    "an unknown kind": (
         "mellum",
         {"mlp_layer_types": ["dense", "spare"]},
         "mlp layer type 'spare' is unknown; did you mean 'sparse'?",

@@ -1,4 +1,4 @@
-"""Configs of the families since LLaMA that no model can be made of: one line that says why."""
+"""Configs of families since LLaMA that are refused with a one-line reason."""
 
 import pytest
 
@@ -20,25 +20,37 @@ MSCALE = {"short_mscale": 1.0, "long_mscale": 1.2}
 REFUSED = {
     "a period of nothing": ("gemma3_text", {"sliding_window_pattern": 0}, "is not above zero"),
     "a period in letters": ("exaone4", {"sliding_window_pattern": "LG"}, "is not a whole number"),
-    "too few kinds": ("olmo3", {"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
+    "too few kinds": (
+        "olmo3",
+        {"layer_types": ["full_attention"]},
+        "layer_types has length 1 for 2 layers",
+    ),
     "a kind of other families": (
         "qwen2",
         {"layer_types": ["chunked_attention"] * 2},
         "layer type 'chunked_attention' is unknown",
     ),
-    "too few positions": ("smollm3", {"no_rope_layers": [1]}, "1 no_rope_layers for 2 layers"),
+    "too few positions": (
+        "smollm3",
+        {"no_rope_layers": [1]},
+        "no_rope_layers has length 1 for 2 layers",
+    ),
     "two windows": (
         "ministral3",
         {"layer_types": ["sliding_attention", "full_attention"]},
         "layer_types differ",
     ),
-    "no window": ("modernbert-decoder", {"local_attention": 1}, "leaves nothing to see"),
+    "no window": ("modernbert-decoder", {"local_attention": 1}, "gives an empty window"),
     "a clip behind a norm": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
-    "a cap that is not used": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "caps nothing"),
+    "a cap that is not used": (
+        "gemma3_text",
+        {"attn_logit_softcapping": 50.0},
+        "but does not cap scores",
+    ),
     "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "only causal"),
     "three experts": ("phimoe", {"num_experts_per_tok": 3}, "this router chooses two experts"),
     "heads wider than their norm": ("bitnet", {"head_dim": 16}, "head_dim=16 is not supported"),
-    "a length that is not said": (
+    "a missing original length": (
         "phi3",
         {"rope_scaling": {"type": "longrope", **LONG}},
         "has no 'original_max_position_embeddings'",
@@ -53,7 +65,7 @@ REFUSED = {
         {"rope_scaling": {"type": "longrope", **LONG, **MSCALE}},
         "short_mscale=1.0 and long_mscale=1.2 is not supported",
     ),
-    "rotations that are not said": (
+    "missing rotations": (
         "cohere_compass_text",
         {"rope_parameters": {"sliding_attention": None}},
         "rope_parameters has no 'full_attention'",

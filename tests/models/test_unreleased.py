@@ -1,4 +1,4 @@
-"""Presets that transformers does not implement, beside their papers' formulas."""
+"""Presets that transformers does not implement, compared with the formulas of their papers."""
 
 import math
 
@@ -16,14 +16,14 @@ from workhorse.nn import Decoder
 
 
 def drawn(decoder: Decoder) -> Decoder:
-    """The same decoder with every weight drawn anew: norms of 1 and biases of 0 hide mistakes."""
+    """Redraw all weights of a decoder, because norms of 1 and biases of 0 hide mistakes."""
     for name, weight in decoder.named_parameters():
         nn.init.normal_(weight, mean=float("norm.weight" in name), std=0.2)
     return decoder.eval()
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions as complex numbers: feature i is real, i + half imaginary."""
+    """RoPE with complex numbers: feature i is the real part, i + half the imaginary part."""
     seq, width = x.shape[-2:]
     turn = torch.arange(seq)[:, None] * 10_000.0 ** (-torch.arange(0, width, 2) / width)
     pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(turn), turn)

@@ -1,7 +1,7 @@
-"""Our reading and writing of a model type beside transformers', on a small random model.
+"""Compares our reading and writing of a model type with transformers, on a random small model.
 
-Every check gives a number or raises; `tests/parity/test_families.py` holds them to their bounds and
-`tests/parity/table.py` writes them into `docs/families.md`.
+Every check returns a figure or raises. `tests/parity/test_families.py` asserts the bounds, and
+`tests/parity/table.py` writes the figures to `docs/families.md`.
 """
 
 import json
@@ -31,13 +31,13 @@ VOCAB, SEQ, ROWS = 67, 21, 3
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PROMPTS = ([5, 9, 23, 44, 8], [7, 11, 3], [31, 4, 6, 40, 41, 60, 12])
 NEW_TOKENS = 8
-# Before this version, transformers reads some types otherwise (cohere_compass_text, dbrx).
+# Older versions of transformers read some types differently (cohere_compass_text, dbrx).
 pytest.importorskip("transformers", minversion="5.21")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One random model, in transformers and in ours, and the directory it went through."""
+    """One random model, in transformers and in Workhorse, and the directory it was saved to."""
 
     folder: Path
     theirs: nn.Module
@@ -51,7 +51,7 @@ class Pair:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers warns of many things that are no concern of a random model."""
+    """Silence warnings of transformers that do not matter for a random model."""
     before = hf.logging.get_verbosity()
     hf.logging.set_verbosity_error()
     hf.logging.disable_progress_bar()
@@ -64,7 +64,7 @@ def quiet() -> Iterator[None]:
 
 
 def make(model_type: str, options: dict[str, Any], folder: Path) -> Pair:
-    """A random model saved by transformers and loaded by us."""
+    """Save a random model with transformers, and load it with Workhorse."""
     with quiet():
         theirs = randomised(hf.AutoModelForCausalLM.from_config(their_config(model_type, options)))
         theirs.save_pretrained(folder)
@@ -75,7 +75,7 @@ def make(model_type: str, options: dict[str, Any], folder: Path) -> Pair:
 
 
 def their_config(model_type: str, options: dict[str, Any]) -> hf.PretrainedConfig:
-    """Skips the test where transformers is too old for the model type."""
+    """The transformers config; skips the test if transformers is too old for the type."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {hf.__version__} is too old for {model_type}")
     whole = {"vocab_size": VOCAB, **TOKENS, "attn_implementation": "eager", **options}
@@ -84,7 +84,7 @@ def their_config(model_type: str, options: dict[str, Any]) -> hf.PretrainedConfi
 
 @torch.no_grad()
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights large enough for every part to matter, norms and biases away from 1 and 0."""
+    """Draw weights large enough for every part to matter; move norms and biases from 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     model.eval()
     for name, tensor in (*model.named_parameters(), *float_buffers(model)):
@@ -97,7 +97,7 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a checkpoint holds: biases of routers."""
+    """Yield the buffers that checkpoints store: biases of routers."""
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point() and "bias" in name:
@@ -105,25 +105,25 @@ def float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the logits' scale."""
+    """Largest difference, relative to the scale of the logits."""
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)).item()
 
 
 def depends_on_length(pair: Pair) -> bool:
-    """Whether angles change as a text grows, so that chunks cannot equal the whole."""
+    """True if RoPE angles depend on the length, so chunks cannot equal the whole sequence."""
     positions = (block.attention.position for block in pair.ours.config.blocks.values())
     return any(isinstance(one, RopeConfig) and one.depends_on_length for one in positions)
 
 
 @torch.no_grad()
 def full(pair: Pair) -> float:
-    """Logits of whole texts."""
+    """Largest relative difference of the logits of whole sequences."""
     return relative(pair.ours(pair.tokens), pair.theirs(pair.tokens, use_cache=False).logits)
 
 
 @torch.no_grad()
 def cached(pair: Pair) -> float:
-    """Logits in chunks through our cache, beside transformers' of the whole text."""
+    """The same with our sequence in chunks through the cache, and transformers' whole."""
     reference = pair.theirs(pair.tokens, use_cache=False).logits
     cache = pair.ours.new_cache(ROWS, SEQ)
     sizes = (7, 1, 1, 5, 1, SEQ - 15)
@@ -133,7 +133,7 @@ def cached(pair: Pair) -> float:
 
 @torch.no_grad()
 def ragged(pair: Pair) -> float:
-    """Rows of different lengths, padded on the left; each beside itself alone in transformers."""
+    """The same with left-padded prompts of different lengths; transformers runs one at a time."""
     longest = max(map(len, PROMPTS))
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in PROMPTS])
     places = [[-1] * (longest - len(row)) + list(range(len(row))) for row in PROMPTS]
@@ -146,7 +146,7 @@ def ragged(pair: Pair) -> float:
 
 @torch.no_grad()
 def generations(pair: Pair, beams: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Ours and theirs of each prompt, without an end-of-text token."""
+    """Our and transformers' completions of each prompt, without an end-of-text token."""
     how = {"temperature": 0.0} if beams == 1 else {"beams": beams}
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, stop_tokens=(), **how)
     ours = generate(pair.ours, PROMPTS, config)
@@ -169,10 +169,10 @@ def generations(pair: Pair, beams: int) -> tuple[list[list[int]], list[list[int]
 
 
 def written_back(pair: Pair, folder: Path) -> float:
-    """Write ours, compare every byte with theirs, and let transformers load it again.
+    """Write our model, compare every byte with theirs, and load it with transformers.
 
-    The reloaded weights have the same bits. Its logits may not: a matmul may choose another kernel
-    for weights at another address.
+    The reloaded weights have the same bits. The logits may differ, because a matmul may choose
+    another kernel for weights at another address.
 
     Returns:
         The largest relative difference of logits between the first and the reloaded model.
@@ -200,7 +200,7 @@ def written_back(pair: Pair, folder: Path) -> float:
 
 
 def assert_same_bytes(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Same names, shapes, dtypes and values."""
+    """Assert equal names, shapes, dtypes and values."""
     assert sorted(before) == sorted(after), set(before) ^ set(after)
     for name, tensor in before.items():
         assert tensor.shape == after[name].shape, name
@@ -209,7 +209,7 @@ def assert_same_bytes(before: dict[str, Tensor], after: dict[str, Tensor]) -> No
 
 
 def keys_with_wrong_defaults(model_type: str, options: dict[str, Any]) -> list[str]:
-    """Keys of a config that we read otherwise than transformers when they are missing."""
+    """Config keys for which our default differs from the default of transformers."""
     with quiet():
         return list(_wrong_defaults(model_type, options))
 
@@ -227,7 +227,7 @@ def _wrong_defaults(model_type: str, options: dict[str, Any]) -> Iterator[str]:
         try:
             ours = family(model_type).read(Fields(rest))
         except ValueError:
-            continue  # we ask for it
+            continue  # required key: an error is correct
         try:
             theirs = family(model_type).read(Fields(parsed))
         except ValueError as error:

@@ -1,8 +1,8 @@
-"""How far bfloat16 is from float32: ours beside transformers', on the same weights.
+"""Errors of bfloat16 relative to float32, ours compared with transformers' on the same weights.
 
-The weights are rounded to bfloat16 first, so the errors are those of computing alone. Where
-rounding tips a router to another expert, the logits of that token, and of those after it that see
-it, say nothing of precision; they are left out, on both sides, and counted.
+The weights are rounded to bfloat16 first, so only the computation contributes errors. If rounding
+makes a router choose another expert, the logits of that token and of later tokens say nothing about
+precision. These tokens are excluded on both sides, and counted.
 """
 
 import tempfile
@@ -24,26 +24,26 @@ from workhorse.nn.positions.rope import RopeConfig
 
 ROWS, PARTS = 45, (14, *[1] * 7)
 SEQ = sum(PARTS)
-"""Texts, and the lengths of the pieces that go through a cache."""
+"""Number of sequences (`ROWS`), their length, and the lengths of the chunks through a cache."""
 FEW = 9
-"""Rows at once with a cache: for few numbers the products are the native operators'."""
+"""Batch size with a cache: small batches use the native matmuls."""
 CHOICES = (torch.ops.aten.topk.default, torch.ops.aten.max.dim)
-"""What routers choose experts with."""
+"""Operators with which routers choose experts."""
 
 Outcome = tuple[Tensor, list[Tensor]]
-"""Logits, and who was chosen in each layer, `(rows, seq, any)` sorted numbers."""
+"""Logits, and the sorted ids of the chosen experts in each layer, `(rows, seq, any)`."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Errors of bfloat16, added up over tokens.
+    """Errors of bfloat16, summed over tokens.
 
     Attributes:
-        ours: squared differences of our logits from float32's.
-        theirs: of transformers'.
-        scale: squares of float32's logits.
-        kept: tokens whose experts are float32's, on both sides.
-        tokens: all.
+        ours: squared differences of our bfloat16 logits from our float32 logits.
+        theirs: squared differences of transformers' logits.
+        scale: squared float32 logits.
+        kept: number of tokens with the same experts as in float32, on both sides.
+        tokens: number of all tokens.
     """
 
     ours: float
@@ -54,7 +54,7 @@ class Rounding:
 
     @property
     def ratio(self) -> float:
-        """Our root mean square error over theirs."""
+        """Our root mean square error divided by theirs."""
         return (self.ours / self.theirs) ** 0.5
 
     def __add__(self, other: "Rounding") -> "Rounding":
@@ -66,16 +66,17 @@ class Rounding:
 def measure(
     model_type: str, options: dict[str, Any], seed: int = 0, *, native: bool = False
 ) -> tuple[Rounding, Rounding | None]:
-    """Both models' errors on a random model of that shape.
+    """Measure the errors of both implementations on a random model.
 
     Args:
-        model_type: whose.
-        options: its shape.
-        seed: of weights and texts.
-        native: measure decoding with a cache and native operators too.
+        model_type: model type in transformers.
+        options: shape of the model, as fields of its config.
+        seed: seed of weights and tokens.
+        native: True to also measure decoding with a cache and native operators.
 
     Returns:
-        The errors of a plain forward; those of decoding, None where angles depend on the length.
+        The errors of a plain forward pass, and of decoding. The latter is None if it is not
+        measured, or if RoPE angles depend on the length.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCAB, (ROWS, SEQ), generator=generator)
@@ -113,7 +114,7 @@ def _depends_on_length(decoder: Decoder) -> bool:
 
 
 def _decoded(decoder: Decoder, tokens: Tensor) -> Outcome:
-    """A prompt and then token by token, a few rows at once."""
+    """Run a prompt and then single tokens through a cache, in batches of `FEW`."""
     outcomes = []
     for rows in tokens.split(FEW):
         cache = decoder.new_cache(len(rows), SEQ)
@@ -132,7 +133,7 @@ def _joined(outcomes: Sequence[Outcome], dim: int) -> Outcome:
 
 
 class Choices(TorchDispatchMode):
-    """Remembers what was chosen for each of `rows × seq` tokens."""
+    """Records the chosen experts of each of `rows × seq` tokens."""
 
     def __init__(self, rows: int, seq: int) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ def _watched(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Outcome:
 
 
 def _errors(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Rounding:
-    """Of float32 and bfloat16 of each."""
+    """Compare the float32 and bfloat16 outcomes of each implementation."""
     kept = _agreed(*ours) & _agreed(*theirs)
     mine, my_low, exact, low = (logits[kept].double() for logits, _ in (*ours, *theirs))
     return Rounding(
@@ -166,7 +167,7 @@ def _errors(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Rounding:
 
 
 def _agreed(exact: Outcome, low: Outcome) -> Tensor:
-    """Tokens that have, with all before them, the same experts in every layer."""
+    """Mask of tokens for which they and all earlier tokens have the same experts in all layers."""
     same = torch.ones(exact[0].shape[:2], dtype=torch.bool)
     for one, other in zip(exact[1], low[1], strict=True):
         same &= (one == other).all(dim=-1)

@@ -1,4 +1,4 @@
-"""Write `docs/families.md`: every model type measured beside transformers.
+"""Write `docs/families.md`: measurements of every model type, compared with transformers.
 
 python -m tests.parity.table [--out docs/families.md] [TYPE ...]
 """
@@ -22,26 +22,29 @@ from tests.parity.rounding import ROWS, SEQ, Rounding, measure
 from workhorse.models.huggingface import MODEL_TYPES, family
 
 HEADING = """\
-# Families: what is read and written, measured
+# Families: supported model types, measured
 
-Every model type of Hugging Face transformers that Workhorse reads and writes, beside transformers
-{version} on small random weights in float32 (PyTorch {torch}, CPU). Made by `make families`; the
-same checks run in the tests (`tests/parity/`), on the same shapes (`tests/parity/cases/`).
+`make families` compares every model type that Workhorse reads and writes with Hugging Face
+transformers {version}, on small random weights in float32 (PyTorch {torch}, CPU). The tests run
+the same checks (`tests/parity/`) on the same shapes (`tests/parity/cases/`).
 
 - **logits, cached, ragged**: the largest difference from transformers' logits, relative to their
-  scale, over all shapes: of whole texts; in uneven chunks through our cache; of rows of different
-  lengths padded to one batch. The bound is 1e-5. "by length": its angles depend on the length of
-  the text (dynamic NTK, LongRoPE) in some shapes, which no chunks can equal; the others count.
-- **generated**: greedy and with 3 beams, 8 tokens of 3 prompts, the same tokens as `generate`.
-- **back**: written again by us, every tensor has the same name, shape and bytes,
-  `AutoModelForCausalLM` loads it with nothing missing or unexpected, and its logits differ by this.
-- **bfloat16**: the root mean square error of our logits in bfloat16, relative to float32's, over
-  all shapes; **×**: that error over transformers' own, in the shape where it is largest. All
-  weights are numbers of bfloat16, so the error is that of computing; {seeds} random models of each
-  shape, {tokens:,} tokens each, both sides on their plain path with their default attention
-  (`execution="reference"` here).
-- **near ties**: tokens left out of the last two, on both sides, because rounding made a router
-  choose another expert for them or for a token before them, in their model or in ours.
+  scale, over all shapes. `logits`: whole sequences. `cached`: uneven chunks through our cache.
+  `ragged`: prompts of different lengths, padded to one batch. The bound is 1e-5. "by length": in
+  some shapes the RoPE angles depend on the sequence length (dynamic NTK, LongRoPE), so chunks
+  cannot give the same logits; these shapes are not in the figure.
+- **generated**: the tokens are the same as with `generate` of transformers, greedy and with 3 beams
+  (8 tokens for each of 3 prompts).
+- **back**: the model written by Workhorse has the same tensor names, shapes and bytes.
+  `AutoModelForCausalLM` loads it without missing or unexpected tensors. The column is the largest
+  difference of its logits.
+- **bfloat16**: the root mean square error of our logits in bfloat16, relative to float32, over all
+  shapes. **×**: that error divided by transformers' error, in the shape with the largest ratio.
+  The weights are rounded to bfloat16 first, so only the computation contributes errors. There are
+  {seeds} random models of each shape with {tokens:,} tokens each. Both sides use their plain path
+  with their default attention (`execution="reference"` here).
+- **near ties**: the share of tokens excluded from the last two columns on both sides. Rounding made
+  a router, in either model, choose another expert for the token or for an earlier one.
 
 """
 
@@ -50,67 +53,66 @@ COLUMNS = (
     *("bfloat16", "×", "near ties"),
 )
 SUMMARY = """
-{types} model types, {shapes} shapes. In bfloat16 our error is {median:.3f} of transformers' in the
-median shape and {worst:.3f} at most (`{where}`). Decoding token by token with a cache and
-the native operators, measured on the first shape of each type: {native_median:.3f} and
-{native_worst:.3f} (`{native_where}`) of the error of transformers' whole pass.
+{types} model types, {shapes} shapes. In bfloat16 our error divided by transformers' error is
+{median:.3f} in the median shape and {worst:.3f} in the worst (`{where}`). For decoding token by
+token with a cache and the native operators, compared with transformers' whole pass, it is
+{native_median:.3f} and {native_worst:.3f} (`{native_where}`), on the first shape of each type.
 Measured on {cpu}.
 """
 SEEDS = 2
 
 
 NOTES = """
-PaLM was never released: `tests/models/test_unreleased.py` holds it to a forward pass written
-from its paper's equations, to 1e-5. The text parts of `gemma3`, `llama4`, `mistral3`, `aria` and
-`cohere_compass` are read out of the multimodal models (`tests/parity/test_multimodal.py`).
+PaLM was never released. `tests/models/test_unreleased.py` compares it with a forward pass written
+from the equations of its paper, to 1e-5. The text parts of `gemma3`, `llama4`, `mistral3`, `aria`
+and `cohere_compass` are read from the multimodal models (`tests/parity/test_multimodal.py`).
 
-## Where transformers is not followed, or an option is refused
+## Deviations from transformers, and refused options
 
-- `phimoe` past its original length: transformers keeps the short LongRoPE factors, we take the
+- `phimoe` beyond its original length: transformers keeps the short LongRoPE factors; we use the
   long ones.
 - `falcon` with ALiBi: transformers' eager attention adds the biases twice; the cases use its
-  sdpa.
-- `mpt`: transformers ignores `alibi_bias_max`; it is honoured on reading, and only 8 is written.
-- `olmoe` with `clip_qkv`, `deepseek_v2` with `norm_topk_prob`, `gemma3_text` with
-  `attn_logit_softcapping`, `phimoe` with other than two experts a token: refused, each with its
-  reason.
-- `hunyuan_v1_*`: `alpha` of its scaling is read into theta, and theta is what is written back.
-- `bitnet` with a `quantization_config`: refused. Its linear layers round weights and inputs, and
-  ours are those that are not rounded.
-- `internlm3` and `iquestcoder` are LLaMA's class in transformers; a run exports as `llama`.
+  sdpa attention.
+- `mpt`: transformers ignores `alibi_bias_max`. Workhorse uses it on reading, and writes only 8.
+- Refused with the reason: `olmoe` with `clip_qkv`, `deepseek_v2` with `norm_topk_prob`,
+  `gemma3_text` with `attn_logit_softcapping`, and `phimoe` with another number than two experts
+  per token.
+- `hunyuan_v1_*`: `alpha` of the scaling is folded into theta on reading; only theta is written.
+- `bitnet` with a `quantization_config`: refused. Its linear layers round weights and inputs; ours
+  do not round.
+- `internlm3` and `iquestcoder` use LLaMA's class in transformers; a run exports as `llama`.
 
-## Not there
+## Unsupported types
 
-Of the other types that transformers {version} maps to a causal language model:
+The other types that transformers {version} maps to a causal language model:
 
-| what it would take | types |
+| missing feature | types |
 |---|---|
-| nothing at all: their files say another type | `gpt-sw3` (`gpt2`), `llama4` (`llama4_text`), `gemma3` (`gemma3_text`) |
+| none: their files have another model type | `gpt-sw3` (`gpt2`), `llama4` (`llama4_text`), `gemma3` (`gemma3_text`) |
 | a factor on the values | `mimo_v2_flash` |
 | a softplus gate for each head, a cap on a router's logits | `laguna` |
 | experts in attention | `jetmoe` |
-| a residual stream weighed layer by layer, a gate with a bias | `beam` |
-| layers that are shared, nested or repeated, a difference of two attentions | `gemma3n*`, `gemma4*`, `diffllama`, `longcat_flash`, `hrm_text` |
-| attention that chooses what it sees, or is linear | `deepseek_v32`, `deepseek_v4`, `glm_moe_dsa`, `axk2`, `hy_v4`, `dots3_note*`, `minimax`, `minimax_m3_vl_text`, `kimi_linear`, `bailing_hybrid`, `qwen3_next`, `qwen3_5*`, `qwen4_exp*`, `doge` |
+| a residual stream weighted layer by layer, a gate with a bias | `beam` |
+| shared, nested or repeated layers, the difference of two attentions | `gemma3n*`, `gemma4*`, `diffllama`, `longcat_flash`, `hrm_text` |
+| sparse attention that selects its keys, or linear attention | `deepseek_v32`, `deepseek_v4`, `glm_moe_dsa`, `axk2`, `hy_v4`, `dots3_note*`, `minimax`, `minimax_m3_vl_text`, `kimi_linear`, `bailing_hybrid`, `qwen3_next`, `qwen3_5*`, `qwen4_exp*`, `doge` |
 | recurrences or convolutions | `mamba`, `mamba2`, `falcon_mamba`, `rwkv`, `xlstm`, `jamba`, `bamba`, `zamba`, `zamba2`, `zaya`, `falcon_h1`, `nemotron_h`, `lfm*`, `granitemoehybrid`, `olmo_hybrid`, `recurrent_gemma`, `inkling*` |
 | bytes instead of tokens, hashing, permutations, segments | `blt`, `reformer`, `xlnet`, `xlm`, `cpmant` |
 
-What is left are encoders run as decoders (`bert` and its kin), decoders that attend to an encoder
-(`bart` and its kin, `whisper`, `trocr`, …), and models whose tokens are images or sound (`emu3`,
-`fuyu`, `git`, `mllama`, `moshi`, `musicgen`, `phi4_multimodal`, …): other architectures than this
-decoder.
+The remaining types have other architectures: encoders run as decoders (`bert` and its relatives),
+decoders that attend to an encoder (`bart` and its relatives, `whisper`, `trocr`, …), and models of
+images or audio (`emu3`, `fuyu`, `git`, `mllama`, `moshi`, `musicgen`, `phi4_multimodal`, …).
 """  # noqa: E501 a row of a table is a line
 
 
 @dataclass
 class Ratios:
-    """Our errors in bfloat16 in parts of transformers', by model type, shape by shape."""
+    """Ratios of our bfloat16 errors to transformers', by model type, one per shape."""
 
     plain: dict[str, list[float]] = field(default_factory=dict)
     native: dict[str, list[float]] = field(default_factory=dict)
 
     def measure(self, model_type: str, cases: list[dict[str, Any]]) -> list[str]:
-        """Cells of a model type's row."""
+        """Measure a model type, and return the last cells of its row."""
         shapes: list[Rounding] = []
         for number, options in enumerate(cases):
             runs = [measure(model_type, options, s, native=number + s == 0) for s in range(SEEDS)]
@@ -126,7 +128,7 @@ class Ratios:
         ]
 
     def summary(self) -> str:
-        """The line below the table."""
+        """The paragraph below the table."""
         (median, worst, where), native = map(_median_and_worst, (self.plain, self.native))
         return SUMMARY.format(
             types=len(self.plain),
@@ -148,7 +150,7 @@ def _median_and_worst(ratios: dict[str, list[float]]) -> tuple[float, float, str
 
 
 def _cpu() -> str:
-    """The processor's name, and what of it matters for bfloat16."""
+    """Name of the processor, and its units for bfloat16."""
     if not Path("/proc/cpuinfo").exists():
         return platform.processor()
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -162,7 +164,7 @@ def _cpu() -> str:
 
 
 def row(model_type: str, cases: list[dict[str, Any]], ratios: Ratios) -> str:
-    """One line of the table; raises where a check that is no number fails."""
+    """One row of the table. Raises an error if a check without a figure fails."""
     figures: dict[str, list[float]] = {"full": [], "cached": [], "ragged": [], "back": []}
     by_length, same = False, True
     for number, options in enumerate(cases):

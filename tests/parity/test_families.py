@@ -1,4 +1,4 @@
-"""Every model type beside transformers: logits, caches, generations, and the way there and back."""
+"""Every model type compared with transformers: logits, caches, generation, and round trips."""
 
 import inspect
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.parity.cases.llama import GROUPED, LONG
 from workhorse.models.huggingface import MODEL_TYPES, family
 
 BOUND = 1e-5
-"""Of the largest difference, relative to the logits' scale; float32's own noise is 2.4e-6."""
+"""Bound on the largest difference, relative to the logits; float32 noise is 2.4e-6."""
 EACH = [  # by default the first shape of each type
     pytest.param(model_type, options, id=f"{model_type}-{n}", marks=[pytest.mark.slow] if n else [])
     for model_type, cases in ALL.items()
@@ -34,7 +34,7 @@ def test_every_model_type_has_cases() -> None:
 
 @pytest.mark.parametrize(("model_type", "options"), EACH)
 def test_parity(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """The whole way: out of a directory, through the model, and back into one."""
+    """The round trip: read a directory, run the model, and write a directory."""
     pair = reference.make(model_type, options, tmp_path / "theirs")
     assert reference.full(pair) <= BOUND
     if not reference.depends_on_length(pair):
@@ -47,9 +47,9 @@ def test_parity(model_type: str, options: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize("options", BY_LENGTH, ids=["dynamic", "longrope"])
 @torch.no_grad()
 def test_rotations_that_depend_on_the_length(options: dict[str, Any], tmp_path: Path) -> None:
-    """Within and past the original length, whole and token by token with a cache.
+    """Within and beyond the original length: whole sequences, and single tokens with a cache.
 
-    Past it the reference's cached keys keep their angles too.
+    Beyond it, cached keys keep their angles in the reference too.
     """
     pair = reference.make("llama", GROUPED | options, tmp_path)
     assert reference.depends_on_length(pair)
@@ -58,7 +58,7 @@ def test_rotations_that_depend_on_the_length(options: dict[str, Any], tmp_path: 
         expected = pair.theirs(tokens[:, :seq], use_cache=False).logits
         assert reference.relative(pair.ours(tokens[:, :seq]), expected) <= BOUND
     cache, past = pair.ours.new_cache(len(tokens), 14), None
-    # transformers 5.24 renamed its argument
+    # transformers 5.24 renamed the argument
     renamed = "cache" in inspect.signature(pair.theirs.forward).parameters
     name = "cache" if renamed else "past_key_values"
     for part in tokens.split([6, *[1] * 8], dim=1):

@@ -1,4 +1,4 @@
-"""The text model inside models of images, beside transformers reading the same text."""
+"""The text part of multimodal models, compared with transformers on the same tokens."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def test_the_text_part_alone(model_type: str, tmp_path: Path) -> None:
         "tensors belong to other parts of the model: left out"
     ]
     tokens = torch.arange(3, 24)[None]
-    if model_type == "llama4_text":  # transformers 5.24 passes no text without pictures through all
+    if model_type == "llama4_text":  # transformers 5.24 cannot run it without images
         theirs = theirs.language_model
     with torch.no_grad():
         assert relative(decoder(tokens), theirs(input_ids=tokens).logits) <= 1e-5

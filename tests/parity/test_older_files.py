@@ -1,7 +1,7 @@
-"""Files written before transformers 5, as most published ones are: other keys, the same model.
+"""Config files written before transformers 5, like most published ones: other keys, same model.
 
-What such a file leaves out, or calls by an older name, must mean to us what it means to
-transformers, and no key of it may go unread.
+Missing keys and keys with older names must have the same meaning as in transformers, and every key
+must be read.
 """
 
 import importlib
@@ -31,14 +31,14 @@ FILES: dict[str, dict[str, Any]] = {}
 for _path in sorted(Path(__file__).with_name("older").glob("*.py")):
     FILES |= importlib.import_module(f"tests.parity.older.{_path.stem}").FILES
 READ_ONLY = {"mpt-7b-storywriter"}
-"""Where transformers does not compute what the file says: ALiBi's slopes in MPT."""
+"""Files that transformers does not compute as they say: it ignores ALiBi's slopes in MPT."""
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_older_file_means_what_transformers_reads_in_it(name: str) -> None:
     file = FILES[name]
     with quiet(), torch.device("meta"):
-        theirs = hf.AutoConfig.for_model(**deepcopy(file))  # it writes into mappings
+        theirs = hf.AutoConfig.for_model(**deepcopy(file))  # transformers modifies nested mappings
         model = hf.AutoModelForCausalLM.from_config(theirs)
     reader = family(file["model_type"])
     fields = Fields(with_own_names(file)[0])
@@ -51,7 +51,7 @@ def test_an_older_file_means_what_transformers_reads_in_it(name: str) -> None:
 
 
 def n_parameters(model: nn.Module) -> int:
-    """Those that gradients train: what balances experts is a buffer there in some families."""
+    """Number of trainable parameters. Load-balancing biases are buffers in some families."""
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
@@ -60,7 +60,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.mark.parametrize("model_type", ALL)
 def test_rope_scaling_beside_rope_parameters_means_what_it_means_there(model_type: str) -> None:
-    """As when somebody adds a scaling by hand to a file of transformers 5."""
+    """For example, a user adds a scaling by hand to a file of transformers 5."""
     with quiet():
         file = their_config(model_type, ALL[model_type][0]).to_dict()
         if not file.get("rope_parameters"):
@@ -73,15 +73,15 @@ def test_rope_scaling_beside_rope_parameters_means_what_it_means_there(model_typ
     try:
         expected = family(model_type).read(Fields(theirs))
     except WorkhorseError as error:
-        pytest.skip(f"no such model here: {error}")
+        pytest.skip(f"not supported here: {error}")
     ours = family(model_type).read(Fields(file))
     assert list(compare_plain(plain(ours), plain(expected))) == []
-    expected = "rope_scaling differs from rope_parameters; rope_scaling counts"
+    expected = "rope_scaling differs from rope_parameters; rope_scaling is used"
     assert any(one.startswith(expected) for one in contradictions(file))
 
 
 def test_every_second_name_of_a_key_is_known() -> None:
-    """`num_mtp_layers` counts layers that only guess ahead, which are left out."""
+    """`num_mtp_layers` is excluded: it counts layers for multi-token prediction."""
     for model_type in MODEL_TYPES:
         if model_type in CONFIG_MAPPING:
             there = dict(CONFIG_MAPPING[model_type].attribute_map)
@@ -90,12 +90,12 @@ def test_every_second_name_of_a_key_is_known() -> None:
 
 
 REFUSED_THERE = ("num_hidden_layers", "qkv_bias", "bias")
-"""Which must agree with other keys: the length of lists, biases of other layers."""
+"""Keys that must agree with other keys: the length of lists, biases of other layers."""
 
 
 @pytest.mark.parametrize("model_type", ALL)
 def test_of_two_names_the_same_counts_as_there(model_type: str) -> None:
-    """In either order, and with a line for the one that does not count."""
+    """In either order, with a remark about the ignored value."""
     with quiet():
         file = their_config(model_type, ALL[model_type][0]).to_dict()
     names = {**ALIASES.get(model_type, {}), **OLDER.get(model_type, {})}
@@ -132,12 +132,12 @@ def test_a_usual_name_that_the_class_does_not_know_is_named() -> None:
 
 
 OVERRIDDEN = ("granite_swa", "granitemoe_swa")
-"""Types whose every layer may have a theta of its own."""
+"""Types in which each layer may have its own theta."""
 
 
 @pytest.mark.parametrize("model_type", ALL)
 def test_a_key_beside_a_rotation_means_what_it_means_there(model_type: str) -> None:
-    """With `rope_parameters` and, as older files are, without; passed over, it is named."""
+    """With `rope_parameters`, and without as in older files. An ignored key is reported."""
     with quiet():
         saved = their_config(model_type, ALL[model_type][0]).to_dict()
     older = {key: value for key, value in saved.items() if key != "rope_parameters"}
@@ -170,7 +170,7 @@ def test_unknown_keys_are_named_wherever_they_stand(model_type: str) -> None:
 
 
 def understood(values: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """What a file means to us, if it is not refused, and the keys and lines that are told of it."""
+    """The config read from a file (None if refused), and its unused keys and remarks."""
     fields = Fields(values)
     try:
         ours = plain(family(values["model_type"]).read(fields))
@@ -180,7 +180,7 @@ def understood(values: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]
 
 
 def mappings(file: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Where the mappings of a file stand, except those for kinds of layer that it does not have."""
+    """Yield the paths of a file's mappings, except for layer types that it does not have."""
     no_layers = {"full_attention", "sliding_attention"}.difference(file.get("layer_types") or ())
     yield ()
     for key, value in file.items():

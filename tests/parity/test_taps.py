@@ -1,4 +1,4 @@
-"""What hooks see in the reference, beside the hidden states and attentions of transformers."""
+"""Hook outputs of the reference, compared with hidden states and attentions of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.execute.choose import decoding_body
 
 WITHOUT_SINK = ("granite_swa", "granitemoe_swa")
-"""Transformers returns their weights before a sink takes its share."""
+"""Types whose attention weights transformers returns before it applies the sink."""
 
 
 @pytest.mark.parametrize("model_type", ALL)
@@ -22,7 +22,7 @@ WITHOUT_SINK = ("granite_swa", "granitemoe_swa")
 def test_hidden_states_and_attentions(model_type: str, tmp_path: Path) -> None:
     pair = reference.make(model_type, ALL[model_type][0], tmp_path)
     ours = HuggingFaceDirectory(tmp_path).load_decoder(kernel="eager", dtype=torch.float32)
-    decoding_body(ours)  # which leaves its reference as it is
+    decoding_body(ours)  # must not change the reference
     seen: dict[str, Tensor] = {}
     for path, module in ours.named_modules():
         module.register_forward_hook(

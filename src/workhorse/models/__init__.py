@@ -3,7 +3,8 @@
     from workhorse.models import preset
     decoder = preset("gpt2").build()          # random weights
 
-Listing the names imports no torch; a family's file is imported when one of its presets is used.
+Listing the names does not import torch. A family's file is imported when one of its presets is
+used.
 """
 
 import importlib
@@ -122,11 +123,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "bloom-176b",
     ),
 }
-"""The presets of each family; `workhorse.models.families.<family>` defines them in `PRESETS`."""
+"""Preset names by family; `workhorse.models.families.<family>` defines them in `PRESETS`."""
 
 
 def preset_names() -> list[str]:
-    """Every preset's name, by family. Imports no torch."""
+    """Names of all presets, grouped by family. Does not import torch."""
     return [name for names in FAMILIES.values() for name in names]
 
 
@@ -134,7 +135,7 @@ def preset(name: str) -> "DecoderConfig":
     """The config of a published model.
 
     Raises:
-        WorkhorseError: there is no preset of that name.
+        WorkhorseError: no preset has that name.
     """
     return find_preset(name).config
 
@@ -143,7 +144,7 @@ def find_preset(name: str) -> Preset:
     """A published model with its parameter count, source and notes.
 
     Raises:
-        WorkhorseError: there is no preset of that name.
+        WorkhorseError: no preset has that name.
     """
     for family, names in FAMILIES.items():
         if name in names:
@@ -152,15 +153,17 @@ def find_preset(name: str) -> Preset:
 
 
 def presets() -> dict[str, Preset]:
-    """Every preset by its name. Their configs are built when accessed."""
+    """All presets by name. Each config is built on first access."""
     return {name: found for family in FAMILIES for name, found in _family(family).items()}
 
 
 def search(text: str = "") -> list[list[str]]:
-    """The names that contain a text, ignoring case, family by family. Imports no torch.
+    """Preset names that contain a string, grouped by family. Case is ignored.
+
+    Does not import torch.
 
     Raises:
-        WorkhorseError: there is none.
+        WorkhorseError: no name contains the string.
     """
     groups = [[name for name in names if text.lower() in name] for names in FAMILIES.values()]
     groups = [names for names in groups if names]

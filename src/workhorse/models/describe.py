@@ -17,28 +17,28 @@ from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
 from workhorse.nn.norms import norm_facts
 
 FLOPS_PER_PARAMETER = 6
-"""Of training, for each token: two of the forward pass, four of the backward pass."""
+"""Training FLOPs per parameter and token: 2 in the forward pass, 4 in the backward pass."""
 SCORES = "scores"
-"""The component of the attention's own products, without its projections."""
+"""Component name of attention's own matmuls, without the projections."""
 
 
 def forward_flops(decoder: Decoder, seq_len: int) -> dict[str, int]:
-    """Floating-point operations of the forward pass, for each token of a text, by component.
+    """Floating-point operations of the forward pass per token, by component.
 
-    Two for each weight that multiplies (in a mixture those of `top_k` experts), and in each layer
-    `2 · heads · (head_dim + value_dim) · keys` for scores and outputs of the attention. `keys` is
-    `seq_len`, or the window or chunk if that is smaller: keys that a causal mask hides count, as in
-    PaLM (2204.02311 appendix B), and those that a window hides do not. Look-ups, norms,
-    activations, short convolutions and the softmax do not count. PyTorch's counter gives the same,
+    Each weight of a matmul counts 2; of a mixture's experts only `top_k` count. Each layer adds
+    `2 · heads · (head_dim + value_dim) · keys` for attention scores and outputs. `keys` is
+    `seq_len`, or the window or chunk if that is smaller. Keys hidden by the causal mask count, as
+    in PaLM (2204.02311 appendix B); keys hidden by a window do not. Look-ups, norms, activations,
+    short convolutions and the softmax do not count. PyTorch's FLOP counter gives the same result,
     except for windows and chunks.
 
     Args:
-        decoder: on any device, `meta` among them.
-        seq_len: of the text, in tokens.
+        decoder: the decoder, on any device including `meta`.
+        seq_len: sequence length in tokens.
 
     Returns:
         The operations of `embedding` (its projections), `attention` (its projections), `scores`,
-        `feed_forward` and `head`; components without any are left out.
+        `feed_forward` and `head`. Components without operations are omitted.
     """
     flops: Counter[str] = Counter()
     for path, module in cast(Iterable[tuple[str, nn.Module]], decoder.named_modules()):
@@ -55,16 +55,16 @@ def forward_flops(decoder: Decoder, seq_len: int) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder, seq_len: int) -> int:
-    """Floating-point operations to train on one token: three times those of `forward_flops`.
+    """Floating-point operations of training per token: three times the sum of `forward_flops`.
 
-    The backward pass multiplies twice as much. What is recomputed does not count, nor does the
-    optimizer.
+    The backward pass needs twice the operations of the forward pass. Recomputation and the
+    optimizer do not count.
     """
     return 3 * sum(forward_flops(decoder, seq_len).values())
 
 
 def _multiplied(mixture: MixtureOfExperts) -> int:
-    """Weights of a mixture's experts that multiply one token."""
+    """Number of expert weights of a mixture that are used per token."""
     stacks = [part for part in mixture.experts.modules() if isinstance(part, GroupedLinear)]
     matrices = sum(stack.weight.numel() for stack in stacks)
     return matrices * mixture.router.top_k // mixture.router.n_experts
@@ -72,14 +72,14 @@ def _multiplied(mixture: MixtureOfExperts) -> int:
 
 COMPONENTS = ("embedding", "attention", "feed_forward", "norms", "head")
 EXPERTS = ["feed_forward", "experts"]
-"""The path of a layer's routed experts."""
+"""Path of the routed experts inside a layer."""
 
 
 def count_parameters(config: DecoderConfig) -> dict[str, int]:
-    """The parameters of each of `COMPONENTS`, and their `total`.
+    """Number of parameters of each of `COMPONENTS`, and their `total`.
 
-    `embedding` counts token vectors and learned positions, `norms` every norm, wherever it is, and
-    `head` what the head does not share with the embedding: a tied matrix is counted once.
+    `embedding` counts token vectors and learned positions. `norms` counts all norms of the model.
+    `head` counts only parameters not shared with the embedding: a tied matrix is counted once.
     """
     counts: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
     for path, owner, _, number in _parameters(config):
@@ -88,7 +88,7 @@ def count_parameters(config: DecoderConfig) -> dict[str, int]:
 
 
 def active_parameters(config: DecoderConfig) -> int:
-    """Parameters active on one token: of a mixture's experts, as many as the router chooses.
+    """Number of parameters active per token: only `top_k` of a mixture's experts count.
 
     The whole embedding counts, although a token looks up only one row.
     """
@@ -101,7 +101,7 @@ def active_parameters(config: DecoderConfig) -> int:
 
 
 def components_of(decoder: Decoder) -> dict[str, str]:
-    """The component of every parameter and buffer, by name: one of `COMPONENTS`, or `experts`."""
+    """Component of each parameter and buffer, by name: one of `COMPONENTS`, or `experts`."""
     return {
         name: "experts" if _is_of_experts(path := name.split(".")) else _component(path, owner)
         for name in decoder.state_dict(keep_vars=True)
@@ -112,18 +112,18 @@ def components_of(decoder: Decoder) -> dict[str, str]:
 def _parameters(
     config: DecoderConfig,
 ) -> Iterator[tuple[list[str], nn.Module, BlockConfig | None, int]]:
-    """Each parameter of a decoder with one layer of each kind.
+    """Parameters of a decoder that has one layer of each kind.
 
     Yields:
-        path: its name in parts.
-        owner: the module that holds it.
-        block: the config of its layer, None outside the layers.
-        number: its size times the number of layers of its kind.
+        path: parameter name, split at its dots.
+        owner: module that holds the parameter.
+        block: config of its layer; None outside the layers.
+        number: element count times the number of layers of that kind.
     """
     layers = Counter(config.layer_names())
-    kinds = tuple(layers)  # layers of one name are equally large: one of each is built
+    kinds = tuple(layers)  # layers with the same name have the same size: build one of each
     decoder = config.replace(n_layers=len(kinds), pattern=kinds).build(device="meta")
-    for name, parameter in decoder.named_parameters():  # names a tied matrix once, as embedding
+    for name, parameter in decoder.named_parameters():  # lists a tied matrix once, as embedding
         path = name.split(".")
         owner = decoder.get_submodule(".".join(path[:-1]))
         kind = kinds[int(path[1])] if path[0] == "layers" else None
@@ -136,7 +136,7 @@ def _is_of_experts(path: list[str]) -> bool:
 
 
 def _component(path: list[str], owner: nn.Module) -> str:
-    """The component that the parameter at a path belongs to."""
+    """Component of the parameter at a path."""
     if norm_facts(owner) is not None:
         return "norms"
     return path[2].removesuffix("_convolution") if path[0] == "layers" else path[0]
@@ -146,7 +146,7 @@ WIDTH = 96
 
 
 def summary(preset: Preset) -> dict[str, Any]:
-    """A preset as a row of a table, in plain data."""
+    """One table row about a preset, as plain data."""
     return {
         "name": preset.name,
         "parameters": preset.parameters,
@@ -157,9 +157,9 @@ def summary(preset: Preset) -> dict[str, Any]:
 
 
 def shape(config: DecoderConfig) -> dict[str, int | None]:
-    """The sizes of a model; heads and widths are those of its first layer.
+    """Sizes of a model. Heads and widths are the first layer's.
 
-    Those of a mixture are of the first one, None if there is none.
+    The sizes of experts are the first mixture's; None if there is no mixture.
     """
     block, *_ = blocks = [config.blocks[name] for name in config.layer_names()]
     mixture = next((block.mixture for block in blocks if block.mixture), None)
@@ -179,7 +179,7 @@ def shape(config: DecoderConfig) -> dict[str, int | None]:
 
 
 def details(preset: Preset) -> dict[str, Any]:
-    """Everything about a preset in plain data."""
+    """All facts about a preset, as plain data."""
     return {
         **facts(preset.name, "preset", preset.config),
         "exactness": preset.exactness,
@@ -192,12 +192,12 @@ def details(preset: Preset) -> dict[str, Any]:
 
 
 def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
-    """The properties of a model that follow from its config, with `parameters` by component.
+    """Properties of a model that follow from its config; `parameters` are by component.
 
     Args:
-        name: of the model.
-        kind: the kind of model on disk, in words.
-        config: the decoder's.
+        name: name of the model.
+        kind: kind of model on disk, in words.
+        config: config of the decoder.
     """
     return {
         "name": name,
@@ -210,16 +210,16 @@ def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The result of `details` or `describe` as comments above the config in YAML.
+    """Format the result of `details` or `describe`: comments above the config in YAML.
 
-    `DecoderConfig.from_yaml` reads it.
+    `DecoderConfig.from_yaml` can read the page.
     """
     counts, active = found["parameters"], found["active_parameters"]
     exactness = f" ({found['exactness']})" if "exactness" in found else ""
     lines = [f"{found['name']}: {counts['total']:,} parameters{exactness}"]
     lines += [f"  {part:<14}{counts[part]:>19,}" for part in counts if part != "total"]
     if active != counts["total"]:
-        lines.append(f"At work on a token: {active:,} parameters.")
+        lines.append(f"Active per token: {active:,} parameters.")
     config = DecoderConfig.from_dict(found["config"])
     for sentence in _sentences(found, config):
         lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
@@ -228,10 +228,10 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]:
-    """Everything except the counts, a line each."""
+    """Yield everything except the counts, one line per fact."""
     if found.get("printed"):
         verdict = "agrees" if found["agrees"] else "does not agree; see the notes"
-        yield f"Printed: {found['printed']}, which {verdict}."
+        yield f"Printed count: {found['printed']} ({verdict})."
     yield from _shape(config)
     yield from found.get("stored", ())
     yield f"Exports as: {found['exports_as']}."
@@ -241,9 +241,9 @@ def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]
 
 
 def _shape(config: DecoderConfig) -> Iterator[str]:
-    """The sizes of a model; where its layers differ, those of each kind of layer."""
+    """Describe the sizes of a model; if its layers differ, of each kind of layer."""
     width = f"{_layers(config.n_layers)} of width {config.d_model}"
-    ends = f"vocabulary {config.vocab_size:,}, texts of up to {config.max_seq_len:,} tokens"
+    ends = f"vocabulary {config.vocab_size:,}, sequences of up to {config.max_seq_len:,} tokens"
     if len(config.blocks) == 1:
         (block,) = config.blocks.values()
         heads, feed_forward = _heads(block, config.d_model), _feed_forward(block)
@@ -264,17 +264,17 @@ def _layers(count: int) -> str:
 def _heads(block: WiringConfig, d_model: int) -> str:
     attention = block.attention
     shared = attention.n_kv_heads or attention.n_heads
-    grouped = f" over {shared} of keys and values" if shared != attention.n_heads else ""
+    grouped = f", {shared} key-value heads" if shared != attention.n_heads else ""
     return f"{attention.n_heads} heads of {attention.key_dim(d_model)}{grouped}"
 
 
 def _sees(block: WiringConfig) -> Iterator[str]:
-    """How far a layer's attention sees, and its kind of position."""
+    """Yield the range of a layer's attention and its kind of position encoding."""
     attention = block.attention
     if attention.window or attention.chunk:
         yield f"window {attention.window}" if attention.window else f"chunk {attention.chunk}"
     else:
-        yield "the whole text"
+        yield "full attention"
     yield f"position {attention.position.kind}"
 
 
@@ -285,15 +285,15 @@ def _feed_forward(block: WiringConfig) -> str:
 
 
 def exports_as(config: DecoderConfig) -> str:
-    """The class of transformers that can hold a model, or the differences from the nearest."""
+    """The transformers class that can hold a model, or the differences from the nearest class."""
     found = native_class(config)
     if isinstance(found, str):
-        return f"no native class of transformers; nearest is {found}"
+        return f"no native transformers class; nearest is {found}"
     return found.architecture
 
 
 def short_count(parameters: int) -> str:
-    """A count in three digits: 124M, 6.74B, 540B."""
+    """Format a count with three digits: 124M, 6.74B, 540B."""
     unit = "B" if parameters >= UNITS["B"] else "M"
     number = parameters / UNITS[unit]
     decimals = max(3 - len(str(int(number))), 0)

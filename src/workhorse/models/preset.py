@@ -1,4 +1,4 @@
-"""What a preset states about a published model."""
+"""`Preset`: a published model's config, parameter count and source."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ class Preset:
     """One published model, as data.
 
     Attributes:
-        name: the published one, in kebab case.
-        make: builds the config; called when `config` is first accessed.
+        name: published name, in kebab case.
+        make: function that builds the config; called when `config` is first accessed.
         parameters: exact parameter count of that config, a tied matrix counted once.
-        exactness: where that count comes from. `released`: published code or weights determine it;
-            `printed`: it follows from the shape printed in a paper; `derived`: from the shape of a
-            part of a published model.
-        printed: the count as the source prints it ("6.7B"), empty if it prints none.
-        source: paper and table, or released config, that the shape was taken from.
-        notes: where sources contradict each other, and what was chosen where they are silent.
-        released: the fields of `config.json` that the config is read from, if it is.
+        exactness: source of that count. `released`: published code or weights determine it;
+            `printed`: it follows from the shape printed in a paper; `derived`: it follows from the
+            shape of a part of a published model.
+        printed: count as printed in the source ("6.7B"); empty if the source prints none.
+        source: paper and table, or released config, with the shape.
+        notes: contradictions between sources, and choices for facts that no source states.
+        released: `config.json` fields that the config is read from; None if code builds it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Preset:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the exact count rounds to the printed one; None if none is printed."""
+        """True if the exact count rounds to the printed one; None if no count is printed."""
         if not self.printed:
             return None
         low, high = rounding(self.printed)
@@ -51,7 +51,7 @@ class Preset:
 
 
 def rounding(printed: str) -> tuple[float, float]:
-    """The range of counts that round to a printed one: 6.65e9 to 6.75e9 for "6.7B"."""
+    """Range of the counts that round to a printed count: 6.65e9 to 6.75e9 for "6.7B"."""
     number, unit = printed[:-1], UNITS[printed[-1]]
     half = 0.5 * 10 ** -len(number.partition(".")[2])
     return (float(number) - half) * unit, (float(number) + half) * unit

@@ -7,7 +7,7 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 ALIBI = SMALL | {"alibi": True, "attn_implementation": "sdpa"}
-"""transformers' eager attention adds these biases twice; its usual one does not."""
+"""transformers' eager attention adds the ALiBi biases twice; its default attention does not."""
 NEW = SMALL | {"new_decoder_architecture": True, "num_kv_heads": 2}
 CASES = {
     "falcon": [

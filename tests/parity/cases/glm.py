@@ -14,7 +14,7 @@ CASES = {
         HEADS,
         HEADS
         | {"attention_bias": False, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
-        HEADS | {"head_dim": 10},  # half of it is odd
+        HEADS | {"head_dim": 10},  # half of the head width is odd
         HEADS
         | {
             "head_dim": 12,

@@ -8,7 +8,7 @@ CASES = {
         SMALL | {"hidden_size": 64},
         SMALL | {"use_parallel_residual": False, "rotary_pct": 1.0, "rotary_emb_base": 500},
         SMALL | {"attention_bias": False, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
-        SMALL | {"rotary_pct": 0.65},  # turns 5 of 8 features, and so 6
+        SMALL | {"rotary_pct": 0.65},  # 5 of 8 features, rounded up to 6
         SMALL
         | {
             "hidden_size": 48,

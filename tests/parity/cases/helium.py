@@ -1,4 +1,4 @@
-"""Small shapes of Helium, whose heads together are as wide as the model."""
+"""Small shapes of Helium; all heads together are as wide as the model."""
 
 from tests.parity.cases.llama import GROUPED, SMALL
 

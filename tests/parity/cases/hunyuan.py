@@ -28,7 +28,7 @@ CASES = {
         SMALL
         | {
             "head_dim": 12,
-            "max_position_embeddings": 16,  # fewer than the texts': `alpha` goes by no length
+            "max_position_embeddings": 16,  # below SEQ: `alpha` ignores the length
             "rope_theta": 500.0,
             "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
         },

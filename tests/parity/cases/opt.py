@@ -1,4 +1,4 @@
-"""Small shapes of OPT, the 350M's among them."""
+"""Small shapes of OPT, including the layout of OPT-350M."""
 
 SMALL = {
     "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and Moonlight, which is one of them."""
+"""DeepSeek-V2 and V3, and Moonlight, which has the architecture of V3."""
 
 from typing import Any
 

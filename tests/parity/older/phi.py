@@ -5,7 +5,7 @@ from typing import Any
 from tests.parity.older.until_2022 import SAVED
 
 GROWING = [1.0 + pair / 10 for pair in range(64)]
-"""Instead of the published factors of LongRoPE, one for each pair of a head."""
+"""Placeholders for the published LongRoPE factors, one for each pair of features in a head."""
 FILES: dict[str, dict[str, Any]] = {
     "phi-2": {
         **SAVED,

@@ -1,4 +1,4 @@
-"""Small files in forms that no whole one here has; the shapes are nobody's."""
+"""Small files in forms that no complete file here has. The shapes are invented."""
 
 from typing import Any
 

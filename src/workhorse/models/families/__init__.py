@@ -1,1 +1,1 @@
-"""Families of models as data: presets, how a Hugging Face config is read, names of tensors."""
+"""Model families as data: presets, readers of Hugging Face configs, and tensor names."""

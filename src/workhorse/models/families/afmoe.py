@@ -42,10 +42,10 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Norms on both sides, gated attention outputs, and rotations in the local layers alone."""
-    hf.refuse("score_func", "sigmoid", "transformers has AFMoE with this one only")
-    hf.refuse("route_norm", True, "transformers always divides by the sum")
-    hf.refuse("n_group", 1, "transformers chooses among all experts")
+    """Norms before and after each sub-layer, gated attention, and RoPE only in local layers."""
+    hf.refuse("score_func", "sigmoid", "transformers implements only sigmoid scores for AFMoE")
+    hf.refuse("route_norm", True, "transformers always divides the weights by their sum")
+    hf.refuse("n_group", 1, "transformers always chooses among all experts")
     hf.ignore("topk_group", "load_balance_coeff", "use_grouped_mm")
     norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
     bias = hf.get("attention_bias", False)
@@ -97,7 +97,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def mup_enabled(data: Data) -> bool:
-    """Whether the embedding is scaled."""
+    """True if the embedding is scaled."""
     return data["embedding"]["multiplier"] != 1.0
 
 

@@ -26,16 +26,16 @@ from workhorse.nn.positions.rope import Llama3ScalingConfig
 STRETCH = Llama3ScalingConfig(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
 )
-"""Of the released models; a config that says nothing of the rotation means it."""
+"""Scaling of the released models, and the default for a config without RoPE settings."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with an ungated xIELU and norms on queries and keys."""
+    """LLaMA with an ungated xIELU feed-forward, and norms on queries and keys."""
     norm = rms_norm(hf, eps=1e-5)
     bias = hf.get("attention_bias", False)
-    hf.refuse("qk_norm", True, "transformers has no Apertus without norms on queries and keys")
-    hf.refuse("post_norm", False, "transformers has no Apertus with norms after the sub-layers")
-    hf.refuse("mlp_bias", False, "transformers has no Apertus with biases in the feed-forward")
+    hf.refuse("qk_norm", True, "Apertus in transformers always has norms on queries and keys")
+    hf.refuse("post_norm", False, "Apertus in transformers has no norms after the sub-layers")
+    hf.refuse("mlp_bias", False, "Apertus in transformers has no feed-forward biases")
     block = PreNormConfig(
         norm=norm,
         attention=attention(
@@ -55,7 +55,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def xielu(ours: str, theirs: str) -> Rule:
-    """The two learned numbers of xIELU, and the two constants saved beside them."""
+    """Rule for the two learned parameters of xIELU and the two constants saved with them."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block

@@ -1,4 +1,4 @@
-"""The language model of Aria (Rhymes AI, 2410.05993), which mixes experts and sees images."""
+"""The language model of Aria (Rhymes AI, 2410.05993), a multimodal mixture of experts."""
 
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
@@ -25,7 +25,7 @@ from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with a mixture in every layer, and shared experts, which are one as wide as all."""
+    """LLaMA with a mixture in every layer. The shared experts form one wide expert."""
     norm, bias = rms_norm(hf), hf.get("attention_bias", False)
     d_ff, n_shared = hf.need("intermediate_size", int), hf.get("moe_num_shared_experts", 2)
     block = PreNormConfig(
@@ -34,7 +34,7 @@ def read(hf: Fields) -> DecoderConfig:
         feed_forward=MoEConfig(
             n_experts=hf.get("moe_num_experts", 8),
             top_k=hf.get("moe_topk", 2),
-            d_ff=d_ff,  # with silu, whatever `hidden_act` is
+            d_ff=d_ff,  # always silu; only the shared expert uses `hidden_act`
             router=RouterConfig(normalize=True),
             shared=gated_mlp(hf, d_ff=n_shared * d_ff, bias=hf.get("mlp_bias", False)),
         ),

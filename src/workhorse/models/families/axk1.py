@@ -24,13 +24,13 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek-V3 with a norm after each mixture, and not after the dense layers."""
-    hf.ignore("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux")  # of training
-    hf.refuse("scoring_func", "sigmoid", "this model's scores are a sigmoid")
+    """DeepSeek-V3 with a norm after each mixture but not after the dense feed-forwards."""
+    hf.ignore("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux")  # for training
+    hf.refuse("scoring_func", "sigmoid", "A.X K1 uses sigmoid scores")
     norm = rms_norm(hf)
     neighbours = hf.optional("rope_interleave", bool, True) or False
     heads = latent_attention(hf, neighbours=neighbours).replace(
-        q_rank=hf.get("q_lora_rank", 1536)  # null is no choice here
+        q_rank=hf.get("q_lora_rank", 1536)  # null means the default here
     )
     mixture = sigmoid_mixture(
         hf, n_experts=192, top_k=8, d_ff=2048, scale=2.5, n_group=8, topk_group=4
@@ -45,7 +45,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _older_layer_types(hf: Fields) -> list[str]:
-    """What the two keys of older files say: where mixtures begin, and how often one comes."""
+    """Layer kinds from two keys of older files: index of the first mixture, and the period."""
     first, period = hf.get("first_k_dense_replace", 1), hf.positive("moe_layer_freq", 1)
     return [
         SPARSE if n >= first and n % period == 0 else DENSE
@@ -67,9 +67,9 @@ HUGGING_FACE = (
         rules=(
             *DEEPSEEK_RULES,
             same(FEED_FORWARD + "output_norm", "model.layers.{i}.post_mlp_layernorm"),
-            zeros(FEED_FORWARD + "router.selection_bias"),  # which the published files lack
+            zeros(FEED_FORWARD + "router.selection_bias"),  # missing from the published files
         ),
-        ignored=(  # the dense layers of the published files have a norm that nothing uses
+        ignored=(  # the published files have unused norms in the dense layers
             r".*\.rotary_emb\.inv_freq",
             r"model\.layers\.\d+\.post_mlp_layernorm\.weight",
         ),

@@ -1,7 +1,7 @@
-"""BitNet b1.58 2B4T (Microsoft, 2504.12285), with the weights that its ternary ones are made of.
+"""BitNet b1.58 2B4T (Microsoft, 2504.12285), with the weights before ternary rounding.
 
 Rounding weights to three values and activations to eight bits is a quantisation of the linear
-layers. A checkpoint says that it has it in its `quantization_config`.
+layers. A checkpoint declares it in its `quantization_config`.
 """
 
 from workhorse.models.huggingface.family import Family
@@ -22,9 +22,9 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with a squared ReLU, and norms before both sub-layers' last projections."""
+    """LLaMA with a squared ReLU, and a norm before the last projection of each sub-layer."""
     width, n_heads = hf.need("hidden_size", int), hf.need("num_attention_heads", int)
-    hf.refuse("head_dim", width // n_heads, "the norm of the heads' outputs has hidden_size")
+    hf.refuse("head_dim", width // n_heads, "the norm on the heads' outputs has width hidden_size")
     norm, bias = rms_norm(hf, eps=1e-5), hf.get("attention_bias", False)
     block = PreNormConfig(
         norm=norm,

@@ -27,14 +27,13 @@ MEGATRON_KEYS = (
     "slow_but_exact",
     "unk_token_id",
 )
-"""How it was trained and is computed, and what transformers reads nowhere."""
+"""Keys about training and implementation, and keys that transformers never reads."""
 
 
 def read(hf: Fields) -> DecoderConfig:
     """ALiBi and a norm on the embedding; the feed-forward is four times as wide as the model.
 
-    No key gives the length of texts that transformers knows; the published files have
-    `seq_length`.
+    transformers reads no key for the context length; the published files have `seq_length`.
     """
     hf = hf.renamed(NAMES)
     hf.ignore(*MEGATRON_KEYS)

@@ -1,4 +1,4 @@
-"""Command R (Cohere, 2024) and Command R7B and A, whose report is 2504.00698."""
+"""Command R (Cohere, 2024), and Command R7B and Command A (report: 2504.00698)."""
 
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
@@ -25,7 +25,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Attention and feed-forward side by side, neighbours turn together, logits are scaled."""
+    """Parallel blocks, RoPE on pairs of adjacent features, and scaled logits."""
     hf.ignore("model_max_length")
     norm, bias = layer_norm(hf), hf.get("attention_bias", False)
     block = ParallelConfig(
@@ -45,7 +45,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_cohere2(hf: Fields) -> DecoderConfig:
-    """Command R7B: windows in three layers of four, and no positions in the fourth."""
+    """Command R7B: three of four layers have a window and RoPE, the fourth has no positions."""
     hf.ignore("head_dim", *DESCRIPTIONS)
     norm, bias = layer_norm(hf), hf.get("attention_bias", False)
     rope = read_rope(hf, pairing="interleaved", precision="float32")
@@ -87,16 +87,16 @@ DESCRIPTIONS = (
     "use_parallel_block",
     "use_parallel_embedding",
 )
-"""Keys of Command R7B's file that say in words what every model of this type does."""
+"""Keys of Command R7B's file about properties that all models of this type have."""
 
 
 def layer_norm(hf: Fields) -> LayerNormConfig:
-    """The norm of a config."""
+    """Read the norm of a config."""
     return LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5), bias=False, precision="float32")
 
 
 def scaled(hf: Fields) -> Data:
-    """Fields of the head."""
+    """Fields of `HeadConfig` that scale the logits."""
     return {"multiplier": hf.get("logit_scale", 0.0625)}
 
 

@@ -43,9 +43,9 @@ AVERAGE, SUM = "average", "sum"
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Command R7B with a mixture in most layers, whose shared experts are one as wide as all."""
+    """Command R7B with mixtures in most layers. The shared experts form one wide expert."""
     norm = _either_norm(hf)
-    # transformers fills in what stands beside the mapping only where there is none
+    # transformers reads the top-level key only if there is no mapping
     fraction_key = "partial_rotary_factor" if hf.values.get("rope_parameters") is None else None
     rope = read_rope(hf, fraction_key=fraction_key, pairing="interleaved", precision="float32")
     bias, window = hf.get("attention_bias", False), hf.optional("sliding_window", int, 4096)
@@ -90,7 +90,7 @@ def _either_norm(hf: Fields) -> LayerNormConfig | RMSNormConfig:
 
 
 def _prefixed_types(hf: Fields, n_dense: int) -> list[str]:
-    """Windows in all layers but every so many, counted anew after the dense ones."""
+    """Layer types: every n-th layer is full. Counting restarts after the dense layers."""
     dense, sparse = (
         every(hf, key, default)
         for key, default in (
@@ -132,7 +132,7 @@ def _dense(hf: Fields) -> GatedMlpConfig:
 
 
 def dense_layers_turn(data: Data) -> int:
-    """`prefix_dense_sliding_window_pattern`: 1 where dense layers without a window turn."""
+    """`prefix_dense_sliding_window_pattern`: 1 if full dense layers use RoPE, else 2."""
     for layer in data["layers"]:
         attention = layer["attention"]
         if layer["feed_forward"]["kind"] != "moe" and attention["window"] is None:
@@ -141,7 +141,7 @@ def dense_layers_turn(data: Data) -> int:
 
 
 def norm_eps(kind: str) -> FieldPath:
-    """The epsilon of the final norm where it is of that kind."""
+    """Field path to the epsilon of the final norm, if the norm is of that kind."""
 
     def write(data: Data) -> object:
         if data["final_norm"]["kind"] != kind:
@@ -152,7 +152,7 @@ def norm_eps(kind: str) -> FieldPath:
 
 
 def combination(data: Data) -> str:
-    """What is done with the routed and the shared experts' outputs."""
+    """`shared_expert_combination_strategy`: sum or average of routed and shared outputs."""
     return SUM if look_up(data, of_sparse("multiplier")) == 1.0 else AVERAGE
 
 

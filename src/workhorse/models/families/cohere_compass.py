@@ -1,4 +1,4 @@
-"""The language model of North Micro Vision (Cohere, 2026), which also sees images."""
+"""The language model of North Micro Vision (Cohere, 2026), a multimodal model."""
 
 from workhorse.config.base import ConfigError
 from workhorse.models.families.cohere import COHERE_KEYS, COHERE_RULES, layer_norm
@@ -22,12 +22,12 @@ from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Command R turning halves, whose kinds of layer each have a window and a rotation, or none.
+    """Command R with RoPE on the two halves; each kind of layer has its own window and RoPE.
 
-    A token of text stands at one place in time, height and width, so the sections of the rotation
-    that turn by each turn alike.
+    A text token has the same position in time, height and width, so the three sections of the
+    multimodal RoPE use the same positions.
     """
-    hf.ignore("head_dim", "pooling")  # made of the other keys; of classifiers
+    hf.ignore("head_dim", "pooling")  # derived from other keys; for classifiers
     norm, bias = layer_norm(hf), hf.get("attention_bias", False)
     types = layer_types(hf, [FULL] * hf.need("num_hidden_layers", int))
     window = hf.get("sliding_window", 4096)
@@ -57,21 +57,21 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _position(hf: Fields, kind: str) -> RopeConfig | NoPositionConfig:
-    """The rotation of a kind of layer; null says that it has none."""
+    """RoPE settings of a kind of layer; null in the file means no positions."""
     rotations = hf.section("rope_parameters")
     if rotations is None or kind not in rotations.values:
         raise ConfigError(
-            f"{hf.where}: rope_parameters has no {kind!r}; give it a rotation, or null for none"
+            f"{hf.where}: rope_parameters has no {kind!r}; add RoPE settings, or null for none"
         )
     rotation = rotations.section(kind)
     if not rotation:
         return NoPositionConfig()
-    rotation.ignore("mrope_section")  # of positions that are the same for text
+    rotation.ignore("mrope_section")  # sections have the same positions for text
     return read_rope(hf, layer_type=kind)
 
 
 def rotations(data: Data) -> Data:
-    """`rope_parameters` of a plain config: one for each kind of layer, null for none."""
+    """`rope_parameters` of a plain config: one entry for each kind of layer, null for none."""
     positions: Data = {}
     for kind, layer in zip(written_layer_types(data), data["layers"], strict=True):
         position = layer["attention"]["position"]

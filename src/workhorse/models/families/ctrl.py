@@ -17,9 +17,9 @@ NAMES = GPT_NAMES | {"intermediate_size": "dff"}
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """The 2017 decoder with its norms moved to the inputs; the tied head has a bias.
+    """The 2017 decoder with pre-norm blocks; the tied head has a bias.
 
-    The layers' epsilon stands in no config; `layer_norm_epsilon` is the final norm's alone.
+    No key sets the epsilon of the layers; `layer_norm_epsilon` applies only to the final norm.
     """
     hf = hf.renamed(NAMES)
     hf.ignore("n_ctx")

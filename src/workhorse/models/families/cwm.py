@@ -24,10 +24,10 @@ from workhorse.nn.positions.rope import Llama3ScalingConfig
 STRETCH = Llama3ScalingConfig(
     factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
 )
-"""Of the released model; a config that says nothing of the rotation means it."""
+"""Scaling of the released model, and the default for a config without RoPE settings."""
 
 BOS = 128_000
-"""Its class in transformers wants a number here, even without a tokenizer; this is its default."""
+"""The transformers class needs a `bos_token_id` even without a tokenizer; this is its default."""
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -21,22 +21,26 @@ from workhorse.nn.norms import LayerNormConfig
 
 def read(hf: Fields) -> DecoderConfig:
     """LayerNorm without biases, clipped queries, keys and values, and a softmax-routed mixture."""
-    hf.ignore("num_key_value_heads")  # a copy of attn_config's
-    hf.refuse("tie_word_embeddings", False, "transformers has no DBRX with a tied head")
+    hf.ignore("num_key_value_heads")  # a copy of the value in attn_config
+    hf.refuse("tie_word_embeddings", False, "DBRX in transformers has no tied head")
     parts = hf.section("attn_config") or Fields({})
     experts = hf.section("ffn_config") or Fields({})
     experts.ignore("moe_loss_weight")
-    experts.refuse("hidden_size", hf.get("d_model", 2048), "the experts are as wide as the model")
+    experts.refuse(
+        "hidden_size", hf.get("d_model", 2048), "the experts must have the width of the model"
+    )
     normalize = experts.optional("moe_normalize_expert_weights", float, 1.0)
     if normalize is not None:
-        experts.refuse("moe_normalize_expert_weights", 1.0, "weights are divided by their sum")
+        experts.refuse(
+            "moe_normalize_expert_weights", 1.0, "weights are always divided by their sum"
+        )
     norm = LayerNormConfig(eps=1e-5, bias=False)
     block = PreNormConfig(
         norm=norm,
         attention=AttentionConfig(
             n_heads=hf.get("n_heads", 16),
             n_kv_heads=parts.get("kv_n_heads", 1),
-            clip=parts.need("clip_qkv", float),  # transformers cannot do without
+            clip=parts.need("clip_qkv", float),  # required by transformers
             position=read_rope(hf, theta=parts.get("rope_theta", 10_000.0)),
             dropout=parts.get("attn_pdrop", 0.0),
         ),
@@ -62,7 +66,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def attn_config(data: Data) -> Data:
-    """Their mapping of attention's options."""
+    """`attn_config` of a plain config: options of the attention."""
     attention = data["block"]["attention"]
     return {
         "kv_n_heads": attention["n_kv_heads"],
@@ -72,7 +76,7 @@ def attn_config(data: Data) -> Data:
 
 
 def ffn_config(data: Data) -> Data:
-    """Their mapping of the mixture's options."""
+    """`ffn_config` of a plain config: options of the mixture."""
     mixture = data["block"]["feed_forward"]
     return {
         "hidden_size": data["d_model"],
@@ -85,12 +89,12 @@ def ffn_config(data: Data) -> Data:
 
 
 def flat(shape: Shape) -> Shape:
-    """All experts' rows below one another."""
+    """Shape of one matrix that holds the rows of all experts."""
     return shape[0] * shape[1], shape[2]
 
 
 def flat_transposed(ours: str, theirs: str) -> Rule:
-    """All experts' columns, as rows below one another."""
+    """Rule for one matrix whose rows are the columns of all experts."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del block

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (2405.04434) and DeepSeek-V3 (2412.19437); R1 (2501.12948) is the latter."""
+"""DeepSeek-V2 (2405.04434) and DeepSeek-V3 (2412.19437). R1 (2501.12948) is built like V3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,8 +40,8 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
 def read_v2(hf: Fields) -> DecoderConfig:
-    """A softmax over all experts, of which the best are chosen, or the best of the best groups."""
-    hf.refuse("norm_topk_prob", False, "transformers does not do it and DeepSeek's own code does")
+    """Softmax over all experts; the best experts are chosen, or the best of the best groups."""
+    hf.refuse("norm_topk_prob", False, "transformers ignores it, unlike DeepSeek's own code")
     _refuse_other_choices(hf, "softmax")
     width = hf.get("moe_intermediate_size", 1407)
     bias = hf.get("mlp_bias", False)
@@ -68,14 +68,14 @@ def _v2_groups(hf: Fields) -> Mapping[str, Any]:
         remedy = nearest(method, (GREEDY, LIMITED))
         raise ConfigError(f"{hf.where}: topk_method {method!r} is unknown; {remedy}")
     if groups is None or chosen is None:
-        raise ConfigError(f"{hf.where}: {LIMITED} needs n_group and topk_group; give both")
+        raise ConfigError(f"{hf.where}: {LIMITED} needs n_group and topk_group; set both")
     return {"n_groups": groups, "top_groups": chosen}
 
 
 def read_v3(hf: Fields) -> DecoderConfig:
-    """A sigmoid of each expert, and a bias that only the choice looks at."""
-    hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads that only training uses
-    hf.refuse("topk_method", "noaux_tc", "DeepSeek-V3 chooses by score and bias")
+    """Sigmoid scores, and a bias per expert that only affects the choice."""
+    hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads used only in training
+    hf.refuse("topk_method", "noaux_tc", "DeepSeek-V3 chooses experts by score plus bias")
     _refuse_other_choices(hf, "sigmoid")
     mixture = sigmoid_mixture(
         hf, n_experts=256, top_k=8, d_ff=2048, scale=2.5, n_group=8, topk_group=4
@@ -87,10 +87,10 @@ def read_v3(hf: Fields) -> DecoderConfig:
 
 
 def _refuse_other_choices(hf: Fields, score: str) -> None:
-    """Keys of DeepSeek's own code that transformers takes for granted."""
-    hf.ignore("aux_loss_alpha", "ep_size", "seq_aux")  # of training and of its machines
+    """Refuse values of DeepSeek's own keys that transformers does not implement."""
+    hf.ignore("aux_loss_alpha", "ep_size", "seq_aux")  # used only in training
     hf.refuse("moe_layer_freq", 1, "every layer after the dense ones is a mixture")
-    hf.refuse("scoring_func", score, f"this model's scores are a {score}")
+    hf.refuse("scoring_func", score, f"this model uses {score} scores")
 
 
 def _decoder(
@@ -132,6 +132,7 @@ HUGGING_FACE = (
         read=read_v3,
         keys=DEEPSEEK_KEYS | PAIRING_KEYS,
         rules=DEEPSEEK_RULES,
+        # Layer 61 of the published files is for multi-token prediction.
         ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.61\..*"),
     ),
 )

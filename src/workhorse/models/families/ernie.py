@@ -31,7 +31,7 @@ from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with neighbours that turn together and one switch for every bias."""
+    """LLaMA with RoPE on pairs of adjacent features, and one switch for all biases."""
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(
         norm=norm,
@@ -46,11 +46,11 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """The same with mixtures in every so many layers of a range; its experts have no biases."""
-    hf.ignore("moe_capacity", "moe_gate", "moe_use_aux_free")  # how training spreads tokens
-    hf.ignore("num_nextn_predict_layers")  # heads that only training uses
-    hf.refuse("moe_gate_act", "softmax", "transformers scores by a softmax here")
-    hf.refuse("moe_norm_min", 1e-12, "the weights of the chosen are divided by their sum")
+    """The same with a mixture in every n-th layer of a range. Routed experts have no biases."""
+    hf.ignore("moe_capacity", "moe_gate", "moe_use_aux_free")  # load balancing in training
+    hf.ignore("num_nextn_predict_layers")  # heads used only in training
+    hf.refuse("moe_gate_act", "softmax", "transformers uses softmax scores here")
+    hf.refuse("moe_norm_min", 1e-12, "the weights of the chosen experts are divided by their sum")
     norm = rms_norm(hf, eps=1e-5)
     bias = hf.get("use_bias", False)
     width = hf.get("moe_intermediate_size", 1536)
@@ -82,7 +82,7 @@ def _heads(hf: Fields, **changes: Any) -> AttentionConfig:
 
 
 def _kinds(hf: Fields) -> list[str]:
-    """The kind of every layer: sparse at multiples of an interval, counted from 1, in a range."""
+    """Kind of each layer: in a range, every n-th layer is sparse, counted from 1."""
     depth = hf.need("num_hidden_layers", int)
     first, last = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
     last = depth - 1 if last == -1 else last
@@ -93,18 +93,18 @@ def _kinds(hf: Fields) -> list[str]:
 
 
 def sparse_layers(data: Data) -> list[int]:
-    """The layers that are mixtures, counted from 0."""
+    """Indices of the layers that have a mixture, counted from 0."""
     layers = enumerate(data["layers"])
     return [n for n, layer in layers if layer["feed_forward"]["kind"] == "moe"]
 
 
 def first_mixture(data: Data) -> int:
-    """`moe_layer_start_index`; past the end where there is no mixture."""
+    """`moe_layer_start_index`; past the last layer if there is no mixture."""
     return next(iter(sparse_layers(data)), data["n_layers"])
 
 
 def last_mixture(data: Data) -> int:
-    """`moe_layer_end_index`; left out where there is no mixture."""
+    """`moe_layer_end_index`; omitted if there is no mixture."""
     return sparse_layers(data)[-1]
 
 

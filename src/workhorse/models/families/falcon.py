@@ -63,9 +63,7 @@ def falcon(
 
 
 SOURCE = "2311.16867 §5; the released config.json"
-TIED = (
-    "The head is tied, but the released files hold a second copy of its matrix: {stored} numbers."
-)
+TIED = "The head is tied, but the released files hold a second copy of its matrix: {stored} in all."
 
 PRESETS = (
     Preset(
@@ -86,7 +84,7 @@ PRESETS = (
         source=SOURCE,
         notes=(
             TIED.format(stored="41,835,970,560"),
-            "Printed as 40B; the released shape holds 41.3B.",
+            "Printed as 40B; the released model has 41.3B.",
         ),
     ),
     Preset(
@@ -98,7 +96,7 @@ PRESETS = (
         source=SOURCE,
         notes=(
             TIED.format(stored="179,522,565,120"),
-            "Printed as 180B, which only the files with the copy round to; the model holds 178.6B.",
+            "Printed as 180B, which counts the copy in the files; the model has 178.6B.",
         ),
     ),
 )
@@ -108,7 +106,7 @@ NAMES = {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation"}
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Falcon: the 7B's layout, that of the larger ones, and Falcon-RW with ALiBi."""
+    """Falcon-7B's layout, the layout of the larger models, and Falcon-RW with ALiBi."""
     hf = hf.renamed(NAMES)
     hf.ignore("ffn_factor", "rotary", "rope_parameters", "rope_scaling", "rope_theta")
     hf.refuse(
@@ -137,7 +135,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _kv_heads(hf: Fields) -> int | None:
-    """Heads of keys and values: the larger models' own number, else one or as many as queries."""
+    """Number of key-value heads; None means one per query head."""
     few = hf.optional("num_kv_heads", int)
     one = hf.get("multi_query", True)
     if hf.get("new_decoder_architecture", False):
@@ -146,10 +144,10 @@ def _kv_heads(hf: Fields) -> int | None:
 
 
 def _norms(hf: Fields) -> Literal[1, 2] | None:
-    """How many norms a parallel block has; None where the sub-layers follow each other.
+    """Number of norms in a parallel block; None if the sub-layers are sequential.
 
     Raises:
-        ConfigError: transformers cannot run it either.
+        ConfigError: transformers cannot run the combination either.
     """
     given = hf.optional("num_ln_in_parallel_attn", int)
     parallel = hf.get("parallel_attn", True)
@@ -157,7 +155,7 @@ def _norms(hf: Fields) -> Literal[1, 2] | None:
     if (new and not parallel) or given not in ((None, 1, 2) if new else (None, 1)):
         raise ConfigError(
             f"{hf.where}: new_decoder_architecture={new}, parallel_attn={parallel} and "
-            f"num_ln_in_parallel_attn={given} are of no Falcon; correct the file"
+            f"num_ln_in_parallel_attn={given} are not a Falcon layout; correct the file"
         )
     if new:
         return 1 if given == 1 else 2
@@ -165,7 +163,7 @@ def _norms(hf: Fields) -> Literal[1, 2] | None:
 
 
 def is_new(data: Data) -> bool:
-    """Whether only the larger models' layout can say it: two norms, or few key-value heads."""
+    """True if only the larger models' layout can express it: two norms or grouped heads."""
     block = data["block"]
     grouped = 1 < block["attention"]["n_kv_heads"] < block["attention"]["n_heads"]
     return block["kind"] == "parallel" and (grouped or block["norms"] == 2)  # noqa: PLR2004

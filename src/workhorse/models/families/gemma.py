@@ -1,6 +1,6 @@
 """Gemma: Open Models Based on Gemini Research and Technology (Gemma Team, 2403.08295).
 
-Gemma 2 (2408.00118), Gemma 3 (2503.19786) and VaultGemma (2510.15001) are read too.
+Also reads Gemma 2 (2408.00118), Gemma 3 (2503.19786) and VaultGemma (2510.15001).
 """
 
 import math
@@ -53,7 +53,7 @@ def gemma(
     vocab_size: int = 256_000,
     max_seq_len: int = 8192,
 ) -> DecoderConfig:
-    """Pre-norm with RMSNorm around 1, GeGLU, wide heads and embeddings times `sqrt(d_model)`."""
+    """Pre-norm with RMSNorm (1 + weight), GeGLU, wide heads, embeddings times `sqrt(d_model)`."""
     norm = RMSNormConfig(eps=1e-6, offset=True, multiply="before_cast")
     block = PreNormConfig(
         norm=norm,
@@ -83,8 +83,8 @@ REPORT = (
     "The report prints a vocabulary of 256,128, with which its Table 2 agrees; the released "
     "embedding has 256,000 rows.",
     "The report counts the feed-forward's two input branches together: twice the width here.",
-    "The report speaks of norms on input and output of each sub-layer; the released model has "
-    "them on the input only (Gemma 2 has both).",
+    "The report describes norms on input and output of each sub-layer; the released model has "
+    "only norms on the input (Gemma 2 has both).",
     "Early configs say 'gelu', the exact form; the model was trained with the tanh form.",
 )
 
@@ -96,7 +96,7 @@ PRESETS = (
         exactness="released",
         printed="2B",
         source=SOURCE,
-        notes=("Named 2B; it holds 2.51B, 1.98B of them outside the embedding.", *REPORT),
+        notes=("Named 2B; it has 2.51B, or 1.98B without the embedding.", *REPORT),
     ),
     Preset(
         "gemma-7b",
@@ -105,7 +105,7 @@ PRESETS = (
         exactness="released",
         printed="7B",
         source=SOURCE,
-        notes=("Named 7B; it holds 8.54B, 7.75B of them outside the embedding.", *REPORT),
+        notes=("Named 7B; it has 8.54B, or 7.75B without the embedding.", *REPORT),
     ),
 )
 
@@ -133,17 +133,17 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_gemma2(hf: Fields) -> DecoderConfig:
-    """Gemma 2 (2408.00118 §2): norms on both sides, caps, every other layer local."""
+    """Gemma 2 (2408.00118 §2): sandwich norms, capped scores and logits, alternating windows."""
     return _capped(hf, SandwichNormConfig)
 
 
 def read_vaultgemma(hf: Fields) -> DecoderConfig:
-    """VaultGemma (2510.15001), trained with differential privacy: Gemma 2 with norms on inputs."""
+    """VaultGemma (2510.15001), trained with differential privacy: Gemma 2 in pre-norm."""
     return _capped(hf, PreNormConfig)
 
 
 def _capped(hf: Fields, wiring: type[PreNormConfig] | type[SandwichNormConfig]) -> DecoderConfig:
-    """Caps on scores and logits, every other layer local."""
+    """A decoder with capped scores and logits, and alternating windows."""
     return _alternating(
         hf,
         wiring,
@@ -154,13 +154,13 @@ def _capped(hf: Fields, wiring: type[PreNormConfig] | type[SandwichNormConfig]) 
 
 
 def read_gemma3(hf: Fields) -> DecoderConfig:
-    """Gemma 3 (2503.19786 §2): norms on queries and keys for the cap, one layer of six global.
+    """Gemma 3 (2503.19786 §2): norms on queries and keys, not caps; one of six layers is global.
 
-    Local and global layers have rotations of their own; a scaling that is not given for each kind
-    is that of the global ones.
+    Local and global layers have separate RoPE settings. A scaling that is not given for each kind
+    applies to the global layers.
     """
     hf.ignore("_sliding_window_pattern")
-    hf.refuse("attn_logit_softcapping", None, "transformers reads it and caps nothing")
+    hf.refuse("attn_logit_softcapping", None, "transformers reads it but does not cap scores")
     types = [FULL if last else SLIDING for last in every(hf, "sliding_window_pattern", 6)]
     return _alternating(
         hf,
@@ -192,15 +192,15 @@ def _alternating(
     ropes: Mapping[str, RopeConfig] = {},
     **heads: Any,
 ) -> DecoderConfig:
-    """Local and global layers.
+    """A decoder with local and global layers.
 
     Args:
         hf: the config.
-        wiring: where the norms sit.
-        types: the kinds of layer of a config that does not list them.
-        cap: on the logits.
-        ropes: of each kind of layer, where they differ.
-        heads: fields of `AttentionConfig`.
+        wiring: block class, which determines the position of the norms.
+        types: layer types for a config that does not list them.
+        cap: cap on the logits.
+        ropes: RoPE settings of each layer type, if they differ.
+        heads: fields of `AttentionConfig` to set.
     """
     norm, width, bias = _shared(hf)
     types = layer_types(hf, types)
@@ -235,19 +235,19 @@ def _alternating(
 
 
 def _shared(hf: Fields) -> tuple[RMSNormConfig, int, bool]:
-    """The norm, the width of a head and whether attention has biases."""
+    """The norm, the head width, and True if attention has biases."""
     hf.refuse("use_bidirectional_attention", False, "only causal attention can generate")
     norm = rms_norm(hf, offset=True, multiply="before_cast")
     return norm, hf.get("head_dim", 256), hf.get("attention_bias", False)
 
 
 def _scaled(hf: Fields) -> EmbeddingConfig:
-    width = max(hf.need("hidden_size", int), 0)  # the decoder's own check refuses what is below
+    width = max(hf.need("hidden_size", int), 0)  # the decoder's own check refuses a negative width
     return EmbeddingConfig(multiplier=math.sqrt(width), round_multiplier=width != 1)
 
 
 def query_scalar(data: Data) -> int:
-    """`query_pre_attn_scalar`, a whole number, of the scale of scores."""
+    """`query_pre_attn_scalar`, a whole number, computed from the scale of the scores."""
     return round(data["block"]["attention"]["scale"] ** -2)
 
 

@@ -29,7 +29,7 @@ from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Half of every head turns, in pairs of neighbours."""
+    """LLaMA with RoPE on half of each head, in pairs of adjacent features."""
     return _read_dense(hf, PreNormConfig)
 
 
@@ -57,8 +57,8 @@ def _read_dense(
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """GLM-4.5: DeepSeek-V3's mixture behind grouped queries; half of a head turns, in halves."""
-    hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads that only training uses
+    """GLM-4.5: DeepSeek-V3's mixture, grouped-query attention, and RoPE on half of each head."""
+    hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads used only in training
     norm = rms_norm(hf, eps=1e-5)
     mixture = sigmoid_mixture(hf, n_experts=128, top_k=8, d_ff=1408)
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 10944))
@@ -124,6 +124,7 @@ HUGGING_FACE = (
             "use_qk_norm": differs("block.attention.qk_norm", None),
         },
         rules=(*RULES, *MIXTURE_RULES),
+        # Layers 46 and 92 of the published files are for multi-token prediction.
         ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.(46|92)\..*"),
     ),
 )

@@ -29,12 +29,12 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek-V3's attention and mixture; every layer but the first is one."""
-    hf.ignore("num_nextn_predict_layers")  # heads that only training uses
+    """DeepSeek-V3's attention and mixture. Only the first layer is dense."""
+    hf.ignore("num_nextn_predict_layers")  # heads used only in training
     hf.refuse("first_k_dense_replace", 1, "transformers reads mlp_layer_types only")
-    hf.refuse("topk_method", "noaux_tc", "it chooses by score and bias")
+    hf.refuse("topk_method", "noaux_tc", "GLM-4.7-Flash chooses experts by score plus bias")
     for size in ("qk_nope_head_dim", "v_head_dim"):
-        hf.need(size, int)  # whose defaults differ from DeepSeek's
+        hf.need(size, int)  # required, because the defaults differ from DeepSeek's
     norm = rms_norm(hf, eps=1e-5)
     neighbours = hf.get("rope_interleave", True)
     heads = latent_attention(hf, neighbours=neighbours).replace(
@@ -60,6 +60,7 @@ HUGGING_FACE = (
         keys={key: path for key, path in PLACES.items() if key != "first_k_dense_replace"}
         | {"mlp_layer_types": written_mlp_layer_types},
         rules=instead(*LATENT_RULES, *MIXTURE_RULES, base=RULES),
+        # Layer 47 of the published files is for multi-token prediction.
         ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.47\..*"),
     ),
 )

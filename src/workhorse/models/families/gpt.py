@@ -62,7 +62,7 @@ PRESETS = (
         exactness="released",
         source="Radford et al. 2018 §4.1; openai/finetune-transformer-lm (vocabulary 40,478)",
         notes=(
-            "The paper prints no count. The 117M often quoted for it is this number rounded.",
+            "The paper prints no count. The 117M often quoted for it is this count, rounded.",
             "The vocabulary is 40,000 merges over 478 base symbols; the tokens that fine-tuning "
             "adds are not part of it.",
         ),
@@ -76,7 +76,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "silu": "silu",
     "swish": "silu",
 }
-"""What `afn` may say: its `gelu` is the tanh form, as the original code has it."""
+"""Values of `afn`. Its `gelu` is the tanh form, as in the original code."""
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -100,7 +100,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def afn(data: Data) -> str:
-    """The first name in `afn` of the activation."""
+    """`afn` of a plain config: the first name of its activation."""
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     return names[data["block"]["feed_forward"]["activation"]]
 

@@ -48,10 +48,10 @@ def gpt2(
 
 SOURCE = "Radford et al. 2019 Table 2; the hparams.json released in openai/gpt-2"
 WRONG_COUNT = (
-    "The paper prints {printed} for a shape that holds {exact}; the authors' repository says that "
+    "The paper prints {printed} for a shape with {exact}; the authors' repository says that "
     "the paper's counts were wrong."
 )
-HEADS = "The paper prints no number of heads; the released hparams.json has it."
+HEADS = "The paper does not print the number of heads; it is taken from the released hparams.json."
 
 PRESETS = (
     Preset(
@@ -94,7 +94,7 @@ PRESETS = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2, with transformers' options of scaling the scores."""
+    """GPT-2, with transformers' options for scaling the scores."""
     hf.ignore("n_ctx", "reorder_and_upcast_attn", "add_cross_attention")
     hf.ignore(*(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels")))
     hf.ignore("summary_type", "summary_use_proj")

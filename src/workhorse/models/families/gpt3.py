@@ -12,7 +12,7 @@ from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 BAND = 256
-"""Positions that a locally banded layer sees, a choice of ours; GPT-Neo's replication took 256."""
+"""Window of a locally banded layer. The paper does not give it; GPT-Neo's replication uses 256."""
 
 
 def gpt3(
@@ -24,9 +24,9 @@ def gpt3(
     vocab_size: int = 50257,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """GPT-2 whose layers alternate between dense and locally banded attention (§2.1).
+    """GPT-2 with layers that alternate between dense and locally banded attention (§2.1).
 
-    The width of a head is given apart, because the printed table has rows where it is not
+    `head_dim` is a separate argument, because in some rows of the printed table it is not
     `d_model / n_heads`.
     """
     norm = LayerNormConfig(eps=1e-5)
@@ -93,8 +93,8 @@ PRESETS = (
         source=SOURCE,
         notes=(
             SILENT,
-            "Table 2.1 prints 24 heads of 128, which is not d_model = 2048 and gives 1.52B where "
-            "Table D.1 prints 1.32B (2.1: 1.3B). 16 heads of 128 would give 1.316B.",
+            "Table 2.1 prints 24 heads of 128, which is not d_model = 2048 and gives 1.52B. Table "
+            "D.1 prints 1.32B (2.1: 1.3B). 16 heads of 128 would give 1.316B.",
         ),
     ),
     Preset(
@@ -124,8 +124,8 @@ PRESETS = (
         source=SOURCE,
         notes=(
             SILENT,
-            "Table 2.1 prints d_model = 5140 beside 40 heads of 128 (5120), which gives 12.94B "
-            "where Table D.1 prints 12.85B (2.1: 13.0B). d_model = 5120 would give 12.85B.",
+            "Table 2.1 prints d_model = 5140 and 40 heads of 128 (5120), which gives 12.94B. "
+            "Table D.1 prints 12.85B (2.1: 13.0B). d_model = 5120 would give 12.85B.",
         ),
     ),
     Preset(

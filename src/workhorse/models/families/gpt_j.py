@@ -21,7 +21,7 @@ from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Attention and feed-forward behind one norm; part of a head turns, in neighbouring pairs."""
+    """Parallel blocks with one norm; RoPE on part of each head, in pairs of adjacent features."""
     hf = hf.renamed(GPT_NAMES)
     hf.ignore("n_ctx", *SUMMARY_KEYS)
     hf.refuse("rotary", True, "transformers ignores it")
@@ -31,8 +31,8 @@ def read(hf: Fields) -> DecoderConfig:
     turned = hf.get("rotary_dim", 64)
     if not 0 < turned <= head_dim:
         raise ConfigError(
-            f"{hf.where}: rotary_dim={turned} is no part of a head, {head_dim} wide; "
-            "choose an even number up to that"
+            f"{hf.where}: rotary_dim={turned} does not fit a head of width {head_dim}; "
+            "choose an even number up to that width"
         )
     block = ParallelConfig(
         norm=norm,
@@ -48,25 +48,25 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_codegen(hf: Fields) -> DecoderConfig:
-    """GPT-J, its projections stored in as many pieces as the machines that it was trained on."""
+    """GPT-J with projections stored in `MACHINES` pieces."""
     config = read(hf)
     heads = config.blocks["main"].attention.n_heads
     if heads % MACHINES:
         raise ConfigError(
-            f"{hf.where}: n_head={heads} is not divisible by {MACHINES}, the pieces that CodeGen's "
-            "projections are stored in; choose a multiple"
+            f"{hf.where}: n_head={heads} is not divisible by {MACHINES}, the number of pieces of "
+            "CodeGen's stored projections; choose a multiple"
         )
     return config
 
 
 def rotary_dim(data: Data) -> int:
-    """How many features of a head turn."""
+    """Number of features per head that RoPE rotates."""
     attention = data["block"]["attention"]
     return int(attention["head_dim"] * attention["position"]["fraction"])
 
 
 MACHINES = 4
-"""transformers has this number in its code, too."""
+"""Number of machines that CodeGen was trained on. transformers also hard-codes it."""
 KEYS = written(GPT_NAMES, gelu_tanh="gelu_new") | {
     "rotary_dim": rotary_dim,
     "layer_norm_epsilon": "final_norm.eps",

@@ -29,7 +29,7 @@ NAMES = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2 with windows in some layers, no biases on q, k and v, and scores left unscaled."""
+    """GPT-2 with windows in some layers, no biases on q, k and v, and unscaled scores."""
     hf = hf.renamed(NAMES)
     hf.ignore("classifier_dropout", *SUMMARY_KEYS)
     norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
@@ -52,10 +52,10 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _kinds(hf: Fields) -> list[str]:
-    """`global` or `local` for every layer.
+    """`global` or `local` for each layer.
 
     Raises:
-        ConfigError: it is not said for as many layers as there are.
+        ConfigError: the config does not give one of the two for each layer.
     """
     hf.ignore("attention_types")
     n_layers = hf.need("num_hidden_layers", int)
@@ -65,14 +65,14 @@ def _kinds(hf: Fields) -> list[str]:
         kinds = _expanded(stretches, n_layers)
     if len(kinds) != n_layers or not {"global", "local"}.issuperset(kinds):
         raise ConfigError(
-            f"{hf.where}: attention_types does not say global or local for {n_layers} layers; "
+            f"{hf.where}: attention_types does not give global or local for {n_layers} layers; "
             'write it as [[["global", "local"], repetitions], …]'
         )
     return kinds
 
 
 def _expanded(stretches: Any, at_most: int) -> list[str]:
-    """The kinds that a list of `[kinds, repetitions]` stands for; none where it is no such list."""
+    """Expand a list of `[kinds, repetitions]` into kinds; a malformed list gives no kinds."""
     kinds: list[str] = []
     try:
         for names, count in cast(list[tuple[list[Any], int]], stretches):

@@ -14,7 +14,7 @@ from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Attention and feed-forward side by side, with a norm each; a quarter of a head turns."""
+    """Parallel blocks with two norms, and RoPE on a quarter of each head."""
     hf.ignore("classifier_dropout")
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     bias = hf.get("attention_bias", True)
@@ -36,12 +36,12 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _rope(hf: Fields, fraction: float) -> RopeConfig:
-    """Transformers passes over the usual keys beside `rope_parameters`."""
+    """RoPE settings. transformers ignores the usual top-level keys here."""
     return read_rope(hf, theta_key="rotary_emb_base", fraction=fraction, fraction_key="rotary_pct")
 
 
 def read_japanese(hf: Fields) -> DecoderConfig:
-    """One sub-layer after the other; the only bias is that of the last layer's attention."""
+    """Sequential sub-layers. The only bias is on the last layer's attention output."""
     hf.ignore("is_decoder")
     norm, depth = (
         LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5)),
@@ -64,10 +64,10 @@ def read_japanese(hf: Fields) -> DecoderConfig:
 
 
 def intermediate_multiple(data: Data) -> int:
-    """How many times as wide as the model the feed-forward is.
+    """Width of the feed-forward in multiples of the model's width.
 
     Raises:
-        KeyError: not a whole number of times.
+        KeyError: the width is not a multiple.
     """
     if data["block"]["feed_forward"]["d_ff"] % data["d_model"]:
         raise KeyError("intermediate_multiple_size")

@@ -36,7 +36,7 @@ from workhorse.nn.feedforward import ClampedSwigluConfig
 from workhorse.nn.positions.rope import YarnScalingConfig
 
 STRETCH = YarnScalingConfig(factor=32.0, original_max_seq_len=4096, truncate=False)
-"""Of the released models; a config that says nothing of the rotation means it."""
+"""Scaling of the released models, and the default for a config without RoPE settings."""
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -78,7 +78,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def alternated(ours: tuple[str, str], theirs: str) -> Rule:
-    """Rows of our two stacks in turn: the first of each, the second of each, and so on."""
+    """Rule for one stack that alternates the rows of two of ours: first of each, second of each."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block

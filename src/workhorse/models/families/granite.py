@@ -1,6 +1,6 @@
 """Granite: dense (IBM, Granite 3.0 Language Models, 2024) and mixtures of experts (2408.13359).
 
-A LLaMA whose embedding, scores, sub-layers and logits each have a multiplier (muP, 2203.03466).
+LLaMA with multipliers on embedding, scores, sub-layers and logits (muP, 2203.03466).
 """
 
 from collections.abc import Sequence
@@ -32,17 +32,17 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """A softmax over the chosen experts."""
+    """The mixture, with a softmax over the chosen experts."""
     return multiplied(hf, block(hf, mixture(hf)))
 
 
 def read_shared(hf: Fields) -> DecoderConfig:
-    """The same with an expert that works on every token, unless its width is 0."""
+    """The same with a shared expert, unless its width is 0."""
     return multiplied(hf, block(hf, mixture(hf, shared=shared_expert(hf))))
 
 
 def mixture(hf: Fields, *, shared: GatedMlpConfig | None = None) -> MoEConfig:
-    """The routed experts, and a shared one."""
+    """The routed experts, and an optional shared expert."""
     return MoEConfig(
         n_experts=hf.get("num_local_experts", 8),
         top_k=hf.get("num_experts_per_tok", 2),
@@ -54,7 +54,7 @@ def mixture(hf: Fields, *, shared: GatedMlpConfig | None = None) -> MoEConfig:
 
 
 def shared_expert(hf: Fields) -> GatedMlpConfig | None:
-    """The expert that works on every token, None where its width is 0."""
+    """The expert that processes every token; None if its width is 0."""
     width = hf.get("shared_intermediate_size", 0)
     return gated_mlp(hf, d_ff=width) if width else None
 
@@ -66,9 +66,9 @@ def block(
 
     Args:
         hf: the config.
-        feed_forward: of the layer.
-        eps: the family's default.
-        heads: fields of `AttentionConfig`.
+        feed_forward: feed-forward of the layer.
+        eps: default epsilon of the norms in the family.
+        heads: fields of `AttentionConfig` to set.
     """
     bias = hf.get("attention_bias", False)
     return PreNormConfig(
@@ -84,7 +84,7 @@ def block(
 def multiplied(
     hf: Fields, layers: PreNormConfig | Sequence[PreNormConfig], **more: Any
 ) -> DecoderConfig:
-    """Layers between an embedding and logits with multipliers; `more` as of `decoder`."""
+    """A decoder with multipliers on embedding and logits; `more` is passed to `decoder`."""
     first = layers[0] if isinstance(layers, Sequence) else layers
     return decoder(
         hf,
@@ -97,12 +97,12 @@ def multiplied(
 
 
 def logits_scaling(data: Data) -> float:
-    """What divides the logits."""
+    """`logits_scaling`: the divisor of the logits."""
     return 1 / data["head"]["multiplier"]
 
 
 def shared_width(data: Data) -> int:
-    """The width of the shared expert, 0 where there is none."""
+    """Width of the shared expert; 0 if there is none."""
     shared = data["block"]["feed_forward"]["shared"]
     return shared["d_ff"] if shared else 0
 

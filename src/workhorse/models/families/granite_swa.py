@@ -1,7 +1,7 @@
 """Granite with windows (IBM, Granite Swash, 2026): dense and mixtures.
 
-Three layers of four see a window, every head has a learned sink (2508.10925), and each layer may
-have a rotation of its own, or none.
+Three of four layers have a window, every head has a learned sink (2508.10925), and each layer may
+have its own RoPE theta or no positions.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """The mixture, whose shared expert may be left out."""
+    """The mixture, with an optional shared expert."""
     n_heads = hf.need("num_attention_heads", int)
     feed_forward = mixture(hf, shared=shared_expert(hf))
     return _read(hf, feed_forward, eps=1e-6, n_kv_heads=n_heads, tied=False)
@@ -55,7 +55,7 @@ def read_mixture(hf: Fields) -> DecoderConfig:
 def _read(
     hf: Fields, feed_forward: FeedForwardConfig, *, eps: float, n_kv_heads: int, tied: bool
 ) -> DecoderConfig:
-    """The model; beside its feed-forward the arguments are the family's defaults."""
+    """The decoder; the arguments after `feed_forward` are the family's defaults."""
     types = layer_types(hf, alternating(hf, (FULL, SLIDING, SLIDING, SLIDING)))
     thetas, window = _thetas(hf, len(types)), hf.optional("sliding_window", int, 128)
     rope = read_rope(hf)
@@ -77,19 +77,20 @@ def _read(
 
 
 def _thetas(hf: Fields, n_layers: int) -> list[float]:
-    """The theta of every layer, 0 of one that does not turn."""
+    """Theta of each layer; 0 for a layer without RoPE."""
     thetas = hf.sequence("layer_rope_theta", float)
     if thetas is None:
         return [read_rope(hf).theta] * n_layers
     if len(thetas) != n_layers:
         raise ConfigError(
-            f"{hf.where}: {len(thetas)} layer_rope_theta for {n_layers} layers; give each one"
+            f"{hf.where}: layer_rope_theta has length {len(thetas)} for {n_layers} layers; "
+            "give one value per layer"
         )
     return thetas
 
 
 def _rotation_names(thetas: list[float]) -> Mapping[float, str]:
-    """What the name of a layer says of its rotation: nothing where all have the same."""
+    """Suffix of layer names for each theta; empty if all layers with RoPE share one theta."""
     turning = sorted({theta for theta in thetas if theta})
     numbers = {theta: f"_{number}" for number, theta in enumerate(turning, 1)}
     return (numbers if len(turning) > 1 else dict.fromkeys(turning, "")) | {0.0: "_no_rope"}

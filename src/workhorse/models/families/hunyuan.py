@@ -46,31 +46,35 @@ FIXED: dict[str, object] = {
     "use_qk_norm": True,
     "use_rotary_pos_emb": True,
 }
-"""Switches of published files that transformers does not look at, as it takes them to stand."""
+"""Switches in published files that transformers does not read, with the values it assumes."""
 IDLE = (
     *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num"),
     *("dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id"),
     *("moe_drop_tokens", "moe_random_routing_dropped_token", "org_vocab_size", "pad_id"),
     *("pool_type", "skip_cls_token", "text_end_id", "text_start_id"),
 )
-"""Keys of published files that change nothing that is computed."""
+"""Keys of published files that do not affect the computation."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with norms on queries and keys after they were turned."""
+    """LLaMA with norms on queries and keys after RoPE."""
     norm = _check(hf)
     block = PreNormConfig(norm=norm, attention=_heads(hf), feed_forward=gated_mlp(hf))
     return decoder(hf, block, norm)
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """The same with a mixture and a shared expert as wide as the others in every layer."""
+    """The same with a mixture in every layer, and a shared expert as wide as the others."""
     norm = _check(hf)
     width = hf.need("intermediate_size", int)
     for key, value in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
         per_layer = isinstance(hf.values.get(key), list)
         allowed = [value] * hf.need("num_hidden_layers", int) if per_layer else value
-        hf.refuse(key, allowed, "transformers has one shared expert, all of intermediate_size")
+        hf.refuse(
+            key,
+            allowed,
+            "transformers has one shared expert, and all experts have width intermediate_size",
+        )
     mixture = MoEConfig(
         n_experts=hf.get("num_experts", 1),
         top_k=1,
@@ -86,8 +90,8 @@ def read_mixture(hf: Fields) -> DecoderConfig:
 
 
 def read_hy3(hf: Fields) -> DecoderConfig:
-    """Hy3 (2026): norms before the rotation, and DeepSeek-V3's mixture without its groups."""
-    hf.ignore("enable_moe_fp32_combine")  # in which precision the shared expert is added
+    """Hy3 (2026): norms before RoPE, and DeepSeek-V3's mixture without groups of experts."""
+    hf.ignore("enable_moe_fp32_combine")  # precision in which the shared expert is added
     hf.refuse("first_k_dense_replace", 1, "transformers reads mlp_layer_types only")
     norm = rms_norm(hf, eps=1e-5)
     bias, mlp_bias = hf.get("attention_bias", False), hf.get("mlp_bias", False)
@@ -124,10 +128,10 @@ def read_hy3(hf: Fields) -> DecoderConfig:
 
 
 def _check(hf: Fields) -> RMSNormConfig:
-    """The norm of a config, of which nothing else was asked that is not there."""
+    """Refuse unsupported switches, and read the norm of a config."""
     hf.ignore(*IDLE)
     for key, value in FIXED.items():
-        hf.refuse(key, value, "transformers has no such Hunyuan")
+        hf.refuse(key, value, "transformers does not implement this for Hunyuan")
     return rms_norm(hf, eps=1e-5)
 
 
@@ -143,7 +147,7 @@ def _heads(hf: Fields) -> AttentionConfig:
 
 
 def _rotation(hf: Fields) -> RopeConfig:
-    """A "dynamic" scaling with an `alpha` is theta · alpha^(d / (d - 2)), whatever the length."""
+    """RoPE settings. "dynamic" with `alpha` sets theta · alpha^(d / (d - 2)) for any length."""
     given = rope_section(hf) or Fields({})
     kind = given.get("rope_type", given.get("type", "default"))
     alpha = given.optional("alpha", float) if kind == "dynamic" else None
@@ -157,27 +161,31 @@ def _rotation(hf: Fields) -> RopeConfig:
         return rope.replace(theta=rope.theta * alpha ** (head_dim / (head_dim - 2)))
     except ArithmeticError:
         raise ConfigError(
-            f"{given.where}: alpha={alpha} gives no theta for head_dim={head_dim}; correct the file"
+            f"{given.where}: alpha={alpha} gives no finite theta for head_dim={head_dim}; "
+            "correct the file"
         ) from None
 
 
 def _chosen(hf: Fields) -> list[int]:
-    """How many experts work on a token in every layer: one number for all, or one each.
+    """Number of chosen experts in each layer. The key holds one value, or one per layer.
 
     Raises:
-        ConfigError: as many are given as there are not layers.
+        ConfigError: the list has another length than the layers.
     """
     depth = hf.need("num_hidden_layers", int)
     if not isinstance(hf.values.get("moe_topk"), list):
         return [hf.get("moe_topk", 1)] * depth
     chosen = hf.sequence("moe_topk", int) or []
     if len(chosen) != depth:
-        raise ConfigError(f"{hf.where}: {len(chosen)} moe_topk for {depth} layers; give each one")
+        raise ConfigError(
+            f"{hf.where}: moe_topk has length {len(chosen)} for {depth} layers; "
+            "give one value per layer"
+        )
     return chosen
 
 
 def written_chosen(data: Data) -> int | list[int]:
-    """`moe_topk`: one number where all layers have the same."""
+    """`moe_topk`: one value if all layers share it, else one per layer."""
     chosen: list[int] = [layer["feed_forward"]["top_k"] for layer in data["layers"]]
     return chosen if len(set(chosen)) > 1 else chosen[0]
 
@@ -237,6 +245,7 @@ HUGGING_FACE = (
             *SHARED_RULES,
             base=RULES,
         ),
+        # Layer 80 of the published files is for multi-token prediction.
         ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.80\..*"),
     ),
 )

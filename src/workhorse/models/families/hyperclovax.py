@@ -1,4 +1,4 @@
-"""HyperCLOVA X SEED Think (NAVER, 2025; 2404.01954 of the first models).
+"""HyperCLOVA X SEED Think (NAVER, 2025; first models: 2404.01954).
 
 Granite's multipliers on LLaMA's block, and norms on both sides of each sub-layer (2502.02732).
 """
@@ -20,7 +20,7 @@ from workhorse.nn.embedding import EmbeddingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with multipliers; the logits' is no divisor, as in Granite."""
+    """LLaMA with multipliers. `logits_scaling` multiplies the logits; Granite divides by it."""
     norm, bias = rms_norm(hf), hf.get("attention_bias", False)
     wiring = SandwichNormConfig if hf.get("use_post_norm", True) else PreNormConfig
     block = wiring(

@@ -19,14 +19,14 @@ def read(hf: Fields) -> DecoderConfig:
     """LLaMA with biases everywhere or nowhere.
 
     Raises:
-        ConfigError: biases in some places only, which transformers does not load.
+        ConfigError: only some of the biases are enabled, which transformers does not load.
     """
     norm = rms_norm(hf, eps=1e-5)
     bias, others = hf.get("attention_bias", False), hf.get("mlp_bias", False)
     if bias != others:
         raise ConfigError(
-            f"{hf.where}: attention_bias={bias} and mlp_bias={others} (qkv_bias and bias, in its "
-            "own files) differ; transformers needs one value"
+            f"{hf.where}: attention_bias={bias} and mlp_bias={others} (qkv_bias and bias in "
+            "InternLM's own files) differ; set both to the same value"
         )
     block = PreNormConfig(
         norm=norm,

@@ -15,7 +15,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA; what only its own code can do is refused, as transformers does."""
+    """LLaMA, as in transformers. Options that only the original code implements are refused."""
     hf.refuse("clip_qkv", None, "transformers does not clip in this model")
     hf.refuse("use_sliding_window", False, "transformers has no window in this model")
     norm = rms_norm(hf, eps=1e-5)

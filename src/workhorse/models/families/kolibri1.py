@@ -29,12 +29,12 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """EXAONE 4's heads and windows between norms on both sides, and a mixture in every layer.
+    """EXAONE 4's attention and windows, sandwich norms, and a mixture in every layer.
 
-    The experts are chosen by logit plus bias and weighed by the sigmoid of the logit.
+    Experts are chosen by logit plus bias, and weighted by the sigmoid of the logit.
     """
     hf = hf.renamed({"num_experts": "num_local_experts"})
-    hf.ignore("intermediate_size")  # of layers that it does not have
+    hf.ignore("intermediate_size")  # width of dense layers, which Kolibri 1 does not have
     norm, rope = rms_norm(hf), read_rope(hf)
     window = hf.get("sliding_window", 513)
     types = layer_types(hf, alternating(hf, (SLIDING,) * 4 + (FULL,)))

@@ -34,8 +34,8 @@ def llama(
 ) -> DecoderConfig:
     """Pre-norm with RMSNorm, rotary positions and SwiGLU; no biases, no dropout, an untied head.
 
-    Rotations pair feature i with i + head_dim/2, as the Hugging Face checkpoints need. Meta's own
-    files pair neighbours; the two differ by a fixed order of the rows of q_proj and k_proj.
+    RoPE pairs feature i with i + head_dim/2, as the Hugging Face checkpoints need. Meta's own files
+    pair adjacent features. The two differ by a fixed permutation of the rows of q_proj and k_proj.
     """
     norm = RMSNormConfig(eps=eps, multiply="after_cast")
     block = PreNormConfig(
@@ -61,7 +61,7 @@ WIDTH = (
     "The paper gives the feed-forward width as 2/3 · 4d; the released code rounds it up to a "
     "multiple of 256."
 )
-INIT = "The paper says nothing of how weights are drawn; normal 0.02 here."
+INIT = "The paper does not give the initialization of weights; normal 0.02 here."
 
 PRESETS = (
     Preset(
@@ -101,15 +101,15 @@ PRESETS = (
         notes=(
             WIDTH,
             INIT,
-            "The paper prints 65.2B; the released shape holds 65.29B.",
-            "Its eps is 1e-5 where the smaller sizes have 1e-6.",
+            "The paper prints 65.2B; the released model has 65.29B.",
+            "Its eps is 1e-5; the smaller sizes have 1e-6.",
         ),
     ),
 )
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA of any generation: Llama 3's rotation is a scaling of it."""
+    """LLaMA of any generation; Llama 3 only adds a RoPE scaling."""
     norm = rms_norm(hf)
     bias = hf.get("attention_bias", False)
     block = PreNormConfig(

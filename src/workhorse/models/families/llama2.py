@@ -18,7 +18,7 @@ PRESETS = (
         exactness="released",
         printed="7B",
         source=SOURCE,
-        notes=("Early conversions say eps 1e-6; the authors corrected it to 1e-5.",),
+        notes=("Early conversions have eps 1e-6; the authors corrected it to 1e-5.",),
     ),
     Preset(
         "llama-2-13b",
@@ -36,8 +36,8 @@ PRESETS = (
         printed="34B",
         source="2307.09288 Table 1; the config.json of Code Llama 34B (2308.12950)",
         notes=(
-            "Never released. The shape is Code Llama 34B's, which was trained on from it, with "
-            "Llama 2's rotation (theta 10,000) and context.",
+            "Never released. The shape is taken from Code Llama 34B, which continued its training; "
+            "RoPE theta (10,000) and context are Llama 2's.",
         ),
     ),
     Preset(
@@ -47,6 +47,6 @@ PRESETS = (
         exactness="released",
         printed="70B",
         source=SOURCE,
-        notes=("Printed as 70B; the released shape holds 68.98B.",),
+        notes=("Printed as 70B; the released model has 68.98B.",),
     ),
 )

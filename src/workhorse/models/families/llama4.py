@@ -33,9 +33,9 @@ CHUNKED = "chunked_attention"
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Chunked layers that turn neighbours, and global ones without positions.
+    """Chunked layers with RoPE on adjacent features, and global layers without positions.
 
-    A mixture's router weighs what its expert reads, not what it writes.
+    The weights of a mixture's router scale the inputs of the experts, not their outputs.
     """
     hf.ignore("router_jitter_noise", "for_llm_compressor")
     n_layers = hf.need("num_hidden_layers", int)
@@ -93,7 +93,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
-    """Of layers with positions: a rotation, and then a norm without weight."""
+    """Fields of `AttentionConfig` for layers with RoPE, followed by a norm without weights."""
     norm = QKNormConfig(norm=RMSNormConfig(eps=eps, weight=False), after_rope=True)
     return {
         "position": read_rope(hf, theta=500_000.0, pairing="interleaved", precision="float32"),
@@ -102,7 +102,7 @@ def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
 
 
 def _still(hf: Fields) -> Mapping[str, Any]:
-    """Of layers without positions: queries that grow along the text."""
+    """Fields of `AttentionConfig` for layers without RoPE: queries that grow with the position."""
     growth = QueryScalingConfig(
         scale=hf.get("attn_scale", 0.1), length=hf.get("floor_scale", 8192), offset=1
     )
@@ -113,42 +113,42 @@ def _still(hf: Fields) -> Mapping[str, Any]:
 
 
 def attentions(data: Data) -> list[Data]:
-    """The attention of every layer."""
+    """Attention of each layer."""
     return [layer["attention"] for layer in data["layers"]]
 
 
 def written_turning(data: Data) -> list[int]:
-    """`no_rope_layers`: 1 for the layers that do turn."""
+    """`no_rope_layers`: despite the name, 1 for layers with RoPE."""
     return [int(one["position"]["kind"] == "rope") for one in attentions(data)]
 
 
 def written_types(data: Data) -> list[str]:
-    """`layer_types`: which layers are chunked."""
+    """`layer_types`: chunked or full attention for each layer."""
     return [CHUNKED if one["chunk"] else FULL for one in attentions(data)]
 
 
 def chunk_size(data: Data) -> int:
-    """`attention_chunk_size`: that of the first chunked layer."""
-    return [one["chunk"] for one in attentions(data) if one["chunk"]][0]  # noqa: RUF015 as there
+    """`attention_chunk_size`: the chunk of the first chunked layer."""
+    return [one["chunk"] for one in attentions(data) if one["chunk"]][0]  # noqa: RUF015 needs IndexError
 
 
 def moe_layers(data: Data) -> list[int]:
-    """Which layers are mixtures."""
+    """`moe_layers`: indices of the layers that have a mixture."""
     layers = data["layers"]
     return [n for n, layer in enumerate(layers) if layer["feed_forward"]["kind"] == "moe"]
 
 
 def any_has(part: str) -> FieldPath:
-    """Whether the attention of some layer has that part."""
+    """Field path that gives True if the attention of any layer has that part."""
     return lambda data: any(one[part] for one in attentions(data))
 
 
 def growth(field: str) -> FieldPath:
-    """How queries grow in the first layer where they do."""
+    """Field path to a field of the query scaling in the first layer that has one."""
 
     def find(data: Data) -> object:
         grown = (one["query_scaling"] for one in attentions(data))
-        return [one for one in grown if one][0][field]  # noqa: RUF015 as above
+        return [one for one in grown if one][0][field]  # noqa: RUF015 needs IndexError
 
     return find
 

@@ -39,8 +39,8 @@ THETAS = {FULL: 500_000.0, SLIDING: 10_000.0}
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Qwen3's mixture, whose layers with and without a window have rotations of their own."""
-    hf.ignore("mtp_layer_types", "mtp_mlp_layer_types")  # heads that only training uses
+    """Qwen3's mixture, with separate RoPE settings for layers with and without a window."""
+    hf.ignore("mtp_layer_types", "mtp_mlp_layer_types")  # heads used only in training
     hf.ignore("num_mtp_layers", "num_nextn_predict_layers")
     norm = rms_norm(hf)
     bias = hf.get("attention_bias", False)

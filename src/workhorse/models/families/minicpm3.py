@@ -21,9 +21,9 @@ from workhorse.nn.embedding import EmbeddingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek's attention turning halves, in a LLaMA with multipliers.
+    """LLaMA with multipliers, and DeepSeek's attention with RoPE on the two halves.
 
-    Each sub-layer is scaled by the root of the depth, the logits by the width.
+    Sub-layer outputs are divided by the root of the depth, the logits by the width.
     """
     width, depth = hf.need("hidden_size", int), hf.need("num_hidden_layers", int)
     n_heads, scaled = hf.need("num_attention_heads", int), hf.get("scale_emb", 12.0)
@@ -51,12 +51,12 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def scale_depth(data: Data) -> float:
-    """What the sub-layers of all layers together are scaled by."""
+    """`scale_depth`: the residual multiplier times the root of the depth."""
     return data["block"]["residual_multiplier"] * math.sqrt(data["n_layers"])
 
 
 def dim_model_base(data: Data) -> int:
-    """The width at which logits are not scaled."""
+    """`dim_model_base`: the model width at which logits are not scaled."""
     return round(data["head"]["multiplier"] * data["d_model"])
 
 

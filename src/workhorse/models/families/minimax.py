@@ -22,14 +22,22 @@ from workhorse.nn.experts.router import RouterConfig
 def read(hf: Fields) -> DecoderConfig:
     """A sigmoid-routed mixture in every layer, one norm over all queries and one over all keys."""
     hf.ignore("router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    hf.refuse("scoring_func", "sigmoid", "transformers has MiniMax-M2 with this one only")
-    hf.refuse("use_qk_norm", True, "transformers has no MiniMax-M2 without it")
-    hf.refuse("qk_norm_type", "per_layer", "transformers has no other")
+    hf.refuse(
+        "scoring_func", "sigmoid", "transformers implements only sigmoid scores for MiniMax-M2"
+    )
+    hf.refuse(
+        "use_qk_norm", True, "MiniMax-M2 in transformers always has norms on queries and keys"
+    )
+    hf.refuse("qk_norm_type", "per_layer", "transformers implements only per_layer")
     hf.refuse("shared_intermediate_size", 0, "transformers has no shared expert here")
-    hf.refuse("attn_type_list", [1] * hf.need("num_hidden_layers", int), "linear attention")
+    hf.refuse(
+        "attn_type_list",
+        [1] * hf.need("num_hidden_layers", int),
+        "linear attention is not implemented",
+    )
     norm = rms_norm(hf)
     head_dim = hf.get("head_dim", 128)
-    turning = hf.get("rotary_dim", head_dim)  # in files older than transformers' own class
+    turning = hf.get("rotary_dim", head_dim)  # key of files older than the transformers class
     block = PreNormConfig(
         norm=norm,
         attention=attention(

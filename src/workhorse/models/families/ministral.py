@@ -21,7 +21,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Mistral whose layers may differ by their window."""
+    """Mistral; each layer has a window or full attention."""
     norm = rms_norm(hf)
     window = hf.optional("sliding_window", int, 4096)
     kinds = layer_types(hf, alternating(hf, [SLIDING if window else FULL]))

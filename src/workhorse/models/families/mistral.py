@@ -53,7 +53,7 @@ def _read(
     window: int | None = None,
     eps: float = 1e-6,
 ) -> DecoderConfig:
-    """What both share; the keywords are defaults."""
+    """The decoder of both types; keyword arguments are the family's defaults."""
     norm = rms_norm(hf, eps=eps)
     block = PreNormConfig(
         norm=norm,
@@ -73,19 +73,19 @@ STRETCHED = RopeConfig(
     scaling=YarnScalingConfig(factor=16.0, original_max_seq_len=16384, mscale_all_dim=1.0),
 )
 GROWING = QueryScalingConfig(scale=0.1, length=16384)
-"""The rotation and the growth of queries of a Ministral 3 whose config says nothing of them."""
+"""Default RoPE settings and query scaling of a Ministral 3 config that does not give them."""
 
 
 def read_ministral3(hf: Fields) -> DecoderConfig:
-    """Mistral with a long rotation, whose queries grow with their position as in Llama 4."""
+    """Mistral with long-context RoPE, and queries that grow with the position as in Llama 4."""
     if len(set(hf.sequence("layer_types", str) or ())) > 1:
-        raise ConfigError(f"{hf.where}: layer_types differ; layers of a ministral3 are all alike")
+        raise ConfigError(f"{hf.where}: layer_types differ; give all layers of ministral3 one type")
     growth, given = GROWING, rope_section(hf)
     if given is None:
         rope = STRETCHED.replace(fraction=hf.get("partial_rotary_factor", 1.0))
     else:
         rope = read_rope(hf)
-        still = given.optional("llama_4_scaling_beta", float) == 0.0  # Devstral 2 does not grow
+        still = given.optional("llama_4_scaling_beta", float) == 0.0  # Devstral 2 has no growth
         scale = 0.0 if still else given.need("llama_4_scaling_beta", float)
         length = given.need("original_max_position_embeddings", int)
         growth = QueryScalingConfig(scale=scale, length=length) if scale else None
@@ -106,7 +106,7 @@ def read_ministral3(hf: Fields) -> DecoderConfig:
 
 
 def with_growth(rope: Data, data: Data) -> Data:
-    """A written rotation and how queries grow, which one mapping says together."""
+    """Add the query scaling to written RoPE settings; the config has one mapping for both."""
     growth = data["block"]["attention"]["query_scaling"]
     if growth is None:
         length = {"original_max_position_embeddings": data["max_seq_len"]}

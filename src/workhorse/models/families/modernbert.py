@@ -30,11 +30,11 @@ from workhorse.nn.embedding import EmbeddingConfig, HeadTransformConfig
 from workhorse.nn.norms import LayerNormConfig
 
 THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
-"""Older files' key for the rotation of each kind of layer, and what it is without one."""
+"""For each layer type: the key of theta in older files, and the default theta."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """A norm on the embedding in the place of the first layer's, one global layer of three."""
+    """A norm on the embedding instead of in the first layer; one of three layers is global."""
     hf.ignore(*DESCRIPTIONS, *(key for key, _ in THETAS.values()))
     norm = LayerNormConfig(eps=hf.get("norm_eps", 1e-5), bias=hf.get("norm_bias", False))
     first = every(hf, "global_attn_every_n_layers", 3, offset=0)
@@ -97,7 +97,7 @@ DESCRIPTIONS = (
     "sparse_prediction",
     "unk_token_id",
 )
-"""Keys of ModernBERT the encoder and of training, which a decoder's forward pass does not read."""
+"""Keys for the ModernBERT encoder and for training; they do not affect the decoder."""
 
 
 def _window(hf: Fields) -> int:
@@ -106,7 +106,7 @@ def _window(hf: Fields) -> int:
     window = hf.get("sliding_window", both // 2)
     if window < 1:
         raise ConfigError(
-            f"{hf.where}: local_attention={both} leaves nothing to see; give 2 or more"
+            f"{hf.where}: local_attention={both} gives an empty window; set it to 2 or more"
         )
     return window
 
@@ -154,7 +154,7 @@ HUGGING_FACE = (
             "local_attention": both_directions,
             "layer_types": written_layer_types,
             "rope_parameters": written_rope_by_type,
-            "pad_token_id": lambda _: 0,  # null is no value of it there
+            "pad_token_id": lambda _: 0,  # the transformers class does not accept null
             "bos_token_id": lambda _: 0,
         },
         rules=instead(

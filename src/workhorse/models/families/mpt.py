@@ -51,7 +51,7 @@ def mpt(
 SOURCE = "the released model card and config.json"
 PADDED = (
     "The tokenizer has 50,277 tokens; the embedding is padded to 50,432, which is counted.",
-    "The released configs clip neither q, k nor v (an early one of the 30B's chat model has 6).",
+    "The released configs do not clip q, k or v (an early one of the 30B chat model clips at 6).",
 )
 
 PRESETS = (
@@ -62,7 +62,7 @@ PRESETS = (
         exactness="released",
         printed="6.7B",
         source=SOURCE,
-        notes=("The card prints 6.7B; the released shape holds 6.65B.", *PADDED),
+        notes=("The card prints 6.7B; the released model has 6.65B.", *PADDED),
     ),
     Preset(
         "mpt-30b",
@@ -71,7 +71,7 @@ PRESETS = (
         exactness="released",
         printed="29.95B",
         source=SOURCE,
-        notes=("The card prints 29.95B; the released shape holds 29.957B.", *PADDED),
+        notes=("The card prints 29.95B; the released model has 29.957B.", *PADDED),
     ),
 )
 
@@ -86,30 +86,30 @@ PRECISIONS: dict[str, Literal["low", "native"]] = {
     "low_precision_layernorm": "low",
     "layernorm": "native",
 }
-ALWAYS_ALIBI = "transformers has ALiBi in every MPT"
+ALWAYS_ALIBI = "MPT in transformers always has ALiBi"
 ATTENTION_OPTIONS = {
     "alibi": (True, ALWAYS_ALIBI),
-    "attn_type": ("multihead_attention", "transformers has all heads in every MPT"),
-    "attn_uses_sequence_id": (False, "give documents to the decoder instead"),
+    "attn_type": ("multihead_attention", "MPT in transformers always has multi-head attention"),
+    "attn_uses_sequence_id": (False, "pass document ids to the decoder instead"),
     "prefix_lm": (False, "only causal attention can generate"),
-    "qk_ln": (False, "transformers has no such norms in MPT"),
+    "qk_ln": (False, "MPT in transformers has no norms on queries and keys"),
     "rope": (False, ALWAYS_ALIBI),
 }
-"""Options of the original code that transformers passes over, and the value that they must have."""
+"""Options of the original code that transformers ignores: required value, and reason."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """MPT as transformers runs it, which knows fewer options than the code it was trained with.
+    """MPT as transformers runs it, with fewer options than the original training code.
 
-    transformers has ALiBi's slopes end at 2^-8 whatever `alibi_bias_max` says; here they end where
-    it says, as in the code that was released with the weights (MPT-7B-StoryWriter has 16). Such a
-    model is read, and is not written: transformers would compute another.
+    transformers ignores `alibi_bias_max`: its smallest ALiBi slope is always 2^-8. Here the key is
+    used, as in the code released with the weights (MPT-7B-StoryWriter has 16). Such a model can be
+    read but not written, because transformers would compute something else.
     """
     hf = hf.renamed(NAMES)
     hf.ignore("embedding_fraction", "emb_pdrop", "init_config", "init_device", "learned_pos_emb")
     hf.ignore("resid_pdrop", "tokenizer_name", "verbose")
-    hf.refuse("expansion_ratio", 4, "transformers has 4 in every MPT")
-    hf.refuse("no_bias", True, "transformers has no biases in MPT")
+    hf.refuse("expansion_ratio", 4, "MPT in transformers always has ratio 4")
+    hf.refuse("no_bias", True, "MPT in transformers has no biases")
     hf.refuse("logit_scale", None, "transformers ignores it")
     options = _attention_options(hf)
     kind = hf.get("norm_type", "low_precision_layernorm")
@@ -135,10 +135,10 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _attention_options(hf: Fields) -> Fields:
-    """`attn_config`, in which there is nothing that we or transformers would pass over.
+    """Read `attn_config`, and check that it has no option that would be ignored.
 
     Raises:
-        ConfigError: there is.
+        ConfigError: it has such an option.
     """
     options = hf.section("attn_config") or Fields({})
     for key, (allowed, reason) in ATTENTION_OPTIONS.items():
@@ -146,7 +146,7 @@ def _attention_options(hf: Fields) -> Fields:
     options.ignore("attn_impl", "attn_pdrop", "alibi_bias_max", "clip_qkv", "softmax_scale")
     if unknown := options.unused():
         raise ConfigError(
-            f"{options.where} has {unknown[0]!r}, which transformers passes over in MPT; remove it"
+            f"{options.where} has {unknown[0]!r}, which transformers ignores in MPT; remove it"
         )
     return options
 

@@ -20,9 +20,10 @@ from workhorse.nn.feedforward import MlpConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Norms without weights, on embeddings, queries and keys too; rotations the other way round."""
-    hf.ignore("logits_soft_cap", "resid_dropout")  # the first by the name that it had before
-    hf.refuse("qkv_bias", False, "a nanochat has them all, as attention_bias, or none")
+    """Norms without weights, also on embeddings, queries and keys; RoPE in reverse direction."""
+    # logits_soft_cap is the old name of final_logit_softcapping.
+    hf.ignore("logits_soft_cap", "resid_dropout")
+    hf.refuse("qkv_bias", False, "nanochat enables all biases at once, with attention_bias")
     norm = rms_norm(hf, weight=False)
     bias = hf.get("attention_bias", False)
     block = PreNormConfig(

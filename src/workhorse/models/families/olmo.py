@@ -1,6 +1,6 @@
 """OLMo: Accelerating the Science of Language Models (Groeneveld et al., 2402.00838).
 
-OLMo 2 (2501.00656), OLMo 3 (2512.13961) and the mixture OLMoE (2409.02060) are read too.
+Also reads OLMo 2 (2501.00656), OLMo 3 (2512.13961) and the mixture OLMoE (2409.02060).
 """
 
 from functools import partial
@@ -50,11 +50,11 @@ def olmo(
     vocab_size: int = 50304,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """LLaMA's block with LayerNorm that has neither weight nor bias and computes in float32.
+    """LLaMA's block with LayerNorm without weight and bias, computed in float32.
 
-    Weights start at a width of `1/sqrt(fan_in)`, those onto the residual stream smaller. The
-    original divides the latter by `sqrt(2 · layer)`, layer by layer, and cuts the tails at three
-    deviations; here all are divided by `sqrt(2 · n_layers)` and nothing is cut.
+    Weights start with standard deviation `1/sqrt(fan_in)`. Projections onto the residual stream
+    start smaller: the original divides by `sqrt(2 · layer)` and truncates at three deviations; here
+    all are divided by `sqrt(2 · n_layers)`, without truncation.
     """
     norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
     block = PreNormConfig(
@@ -120,7 +120,7 @@ PRESETS = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """OLMo 1. Its norm has no weights, and its epsilon stands in no config."""
+    """OLMo 1. Its norm has no weights, and no key sets its epsilon."""
     norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
     block = PreNormConfig(
         norm=norm,
@@ -146,9 +146,9 @@ def read_olmo2(hf: Fields) -> DecoderConfig:
 
 
 def read_olmo3(hf: Fields) -> DecoderConfig:
-    """OLMo 3 (2512.13961): OLMo 2 with windows in three layers of four.
+    """OLMo 3 (2512.13961): OLMo 2 with windows in three of four layers.
 
-    A scaling that is not given for each kind of layer is that of the layers without a window.
+    A scaling that is not given for each kind of layer applies to the layers without a window.
     """
     norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
     types = layer_types(hf, alternating(hf, (SLIDING, SLIDING, SLIDING, FULL)))
@@ -177,8 +177,12 @@ def read_olmo3(hf: Fields) -> DecoderConfig:
 
 
 def read_olmoe(hf: Fields) -> DecoderConfig:
-    """OLMoE (2409.02060): small experts, norms on queries and keys, LLaMA's order of norms."""
-    hf.refuse("clip_qkv", None, "it clips behind the norms of queries and keys, which we do before")
+    """OLMoE (2409.02060): small experts, norms on queries and keys, pre-norm blocks."""
+    hf.refuse(
+        "clip_qkv",
+        None,
+        "OLMoE clips after the norms on queries and keys; here clipping comes before them",
+    )
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(
         norm=norm,

@@ -18,11 +18,11 @@ NAMES = {
     "initializer_range": "init_std",
 }
 FAIRSEQ_OFFSET = 2
-"""Rows that no position uses, before the first that one does: fairseq counts from its padding's."""
+"""Number of unused rows before the first position: fairseq counts from its padding id."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Pre-norm; the 350M is post-norm, without a norm at the end, and has a narrow embedding."""
+    """Pre-norm. OPT-350M is post-norm without a final norm, and has a narrow embedding."""
     hf = hf.renamed(NAMES)
     hf.ignore("activation_dropout", "layerdrop")
     affine = hf.get("layer_norm_elementwise_affine", True)
@@ -43,12 +43,12 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def removed_norm(data: Data) -> bool:
-    """Whether a pre-norm model has no norm at the end, as some fine-tuned before 2022 have none."""
+    """True if a pre-norm model has no final norm, as in some models fine-tuned before 2022."""
     return data["block"]["kind"] == "pre_norm" and data["final_norm"]["kind"] == "none"
 
 
 def decoder_rules(theirs: str) -> tuple[Rule, ...]:
-    """What BART's line of decoders calls its tensors, of which OPT, XGLM and BioGPT are."""
+    """Tensor rules for decoders derived from BART: OPT, XGLM and BioGPT."""
     layer = theirs + "layers.{i}."
     return (
         same("embedding.tokens", theirs + "embed_tokens"),

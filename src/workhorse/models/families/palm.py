@@ -24,7 +24,7 @@ def palm(
 ) -> DecoderConfig:
     """Parallel blocks with SwiGLU of width 4d, multi-query attention and no biases anywhere (§2).
 
-    Embeddings start at a width of 1, so the tied head divides its logits by `sqrt(d_model)` (§5).
+    Embeddings start with deviation 1, so the tied head divides its logits by `sqrt(d_model)` (§5).
     """
     norm = LayerNormConfig(eps=1e-6, bias=False)
     block = ParallelConfig(
@@ -52,8 +52,8 @@ def palm(
 SOURCE = "2204.02311 Table 1"
 SILENT = (
     "Never released. The paper gives neither LayerNorm's eps (1e-6 here, as in T5X) nor the "
-    "pairing of the rotation (halves here). Its '256k' vocabulary is 256,000: only that gives its "
-    "counts."
+    "pairing of the rotation (halves here). Its '256k' vocabulary is 256,000: only that matches "
+    "its counts."
 )
 
 PRESETS = (

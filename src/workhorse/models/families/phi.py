@@ -32,7 +32,7 @@ from workhorse.nn.positions.rope import LongRopeScalingConfig, RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Phi-1 to Phi-2: attention and feed-forward side by side, half of a head turns, all biases."""
+    """Phi-1 to Phi-2: parallel blocks, RoPE on half of each head, and all biases."""
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     block = ParallelConfig(
         norm=norm,
@@ -55,12 +55,12 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_phi3(hf: Fields) -> DecoderConfig:
-    """LLaMA whose matrices with one input are stored as one."""
+    """LLaMA with fused q/k/v and fused gate/up matrices in its files."""
     hf.ignore("embd_pdrop", "original_max_position_embeddings")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        hf.refuse(key, False, "a phi3 has no biases")
+        hf.refuse(key, False, "Phi-3 has no biases")
     for key in ("full_attn_mod", "interpolate_factor"):
-        hf.refuse(key, 1, "transformers reads it and does nothing")
+        hf.refuse(key, 1, "transformers reads it but does not use it")
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(
         norm=norm,
@@ -72,10 +72,10 @@ def read_phi3(hf: Fields) -> DecoderConfig:
 
 
 def read_phimoe(hf: Fields) -> DecoderConfig:
-    """A mixture whose router weighs each of two experts among its near rivals.
+    """A mixture with a SparseMixer router: each of two experts competes only with close scores.
 
-    Past the original length transformers keeps the short factors of the rotation and reads the long
-    ones nowhere; here they are used, as in the code that was released with the weights.
+    Beyond the original length, transformers keeps the short RoPE factors and never reads the long
+    ones. Here the long ones are used, as in the code released with the weights.
     """
     hf.ignore("hidden_dropout", "input_jitter_noise", "original_max_position_embeddings")
     hf.refuse("num_experts_per_tok", 2, "this router chooses two experts")
@@ -103,20 +103,20 @@ def read_phimoe(hf: Fields) -> DecoderConfig:
 
 
 def _long_rope(hf: Fields) -> RopeConfig:
-    """Phi-3's rotation; its files name no other scaling that is what it is called."""
+    """RoPE settings of Phi-3; its only supported scaling is LongRoPE."""
     rope = read_rope(hf)
     if rope.scaling is None:
         return rope
     if not isinstance(rope.scaling, LongRopeScalingConfig):
         raise ConfigError(
-            f"{hf.where}: rope_type {rope.scaling.kind!r} is not supported; Phi-3 has 'longrope'"
+            f"{hf.where}: rope_type {rope.scaling.kind!r} is not supported; use 'longrope'"
         )
-    hf.need("original_max_position_embeddings", int)  # transformers would take 4096
+    hf.need("original_max_position_embeddings", int)  # transformers would assume 4096
     return rope
 
 
 def _amplified(hf: Fields, rope: RopeConfig) -> RopeConfig:
-    """The rotation with the amplitude that Phi-3.5-MoE's files give in the place of a formula."""
+    """Set the amplitude of RoPE, which Phi-3.5-MoE's files give explicitly."""
     if rope.scaling is None:
         return rope
     given = rope_section(hf)
@@ -124,14 +124,14 @@ def _amplified(hf: Fields, rope: RopeConfig) -> RopeConfig:
     short, long = (given.need(f"{length}_mscale", float) for length in ("short", "long"))
     if short != long or not isinstance(rope.scaling, LongRopeScalingConfig):
         raise ConfigError(
-            f"{hf.where}: a {rope.scaling.kind} rotation with short_mscale={short} and "
-            f"long_mscale={long} is not supported; it must be longrope, and the two alike"
+            f"{hf.where}: {rope.scaling.kind} scaling with short_mscale={short} and "
+            f"long_mscale={long} is not supported; use longrope with two equal values"
         )
     return rope.replace(scaling=rope.scaling.replace(attention_factor=short))
 
 
 def with_amplitude(rope: Data) -> Data:
-    """A written rotation that says its amplitude as `_amplified` reads it."""
+    """Written RoPE settings, with the amplitude in the keys that `_amplified` reads."""
     if rope["rope_type"] == "default":
         return rope
     amplitude = rope.pop("attention_factor")

@@ -32,19 +32,19 @@ from workhorse.nn.feedforward import GatedMlpConfig
 
 def read_qwen2(hf: Fields) -> DecoderConfig:
     """LLaMA with biases on queries, keys and values, and windows in the upper layers."""
-    hf.refuse("use_mrope", False, "only text has no need of it")
+    hf.refuse("use_mrope", False, "a model of text does not need multimodal RoPE")
     heads = attention(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), qkv_bias=True)
     return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
 
 
 def read_qwen3(hf: Fields) -> DecoderConfig:
-    """Qwen2 with norms on queries and keys in the place of the biases."""
+    """Qwen2 with norms on queries and keys instead of the biases."""
     heads = _normed_heads(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), head_dim=128)
     return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
 
 
 def read_qwen2_moe(hf: Fields) -> DecoderConfig:
-    """A mixture with a gated shared expert; windows, where it has them, in every other layer."""
+    """A mixture with a gated shared expert. Windows, if enabled, are in every other layer."""
     heads = attention(
         hf,
         n_kv_heads=hf.optional("num_key_value_heads", int, 16),
@@ -63,8 +63,8 @@ def read_qwen2_moe(hf: Fields) -> DecoderConfig:
 
 
 def read_qwen3_moe(hf: Fields) -> DecoderConfig:
-    """Qwen3 with a mixture, and a window in every layer where it has one."""
-    hf.ignore("max_window_layers")  # transformers has no use for it here
+    """Qwen3 with a mixture. A window, if enabled, is in every layer."""
+    hf.ignore("max_window_layers")  # transformers does not use it here
     heads = _normed_heads(hf, n_kv_heads=hf.get("num_key_value_heads", 4), head_dim=None)
     n_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
     mixture = _mixture(hf, n_experts=n_experts, top_k=8, d_ff=768)
@@ -89,7 +89,7 @@ def _normed_heads(hf: Fields, *, n_kv_heads: int | None, head_dim: int | None) -
 
 
 def _windows_above(hf: Fields) -> list[str]:
-    """Windows from layer `max_window_layers` on, whatever that key's name says."""
+    """Windows from layer `max_window_layers` upwards, despite the name of the key."""
     first = hf.get("max_window_layers", 28)
     depth = _depth(hf)
     if not hf.get("use_sliding_window", False) or _window(hf) is None:
@@ -107,13 +107,13 @@ def _windowed(
     types: Sequence[str],
     feed_forwards: Sequence[FeedForwardConfig],
 ) -> DecoderConfig:
-    """A decoder whose layers differ by their window and their feed-forward.
+    """A decoder with layers that differ in window and feed-forward.
 
     Args:
         hf: the config.
         heads: attention without its window.
-        types: the kinds of layer of a config that does not list them.
-        feed_forwards: of each layer.
+        types: layer types for a config that does not list them.
+        feed_forwards: feed-forward of each layer.
     """
     norm = rms_norm(hf)
     window = _window(hf)
@@ -147,9 +147,9 @@ def _mixture(hf: Fields, *, n_experts: int, top_k: int, d_ff: int) -> MoEConfig:
 
 
 def _sparse(hf: Fields, mixture: MoEConfig, *, d_ff: int) -> list[FeedForwardConfig]:
-    """A mixture in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`.
+    """A mixture in every `decoder_sparse_step`-th layer, except in `mlp_only_layers`.
 
-    `d_ff` is the default width of the others.
+    `d_ff` is the default width of the dense layers.
     """
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", d_ff))
     excepted = set(hf.sequence("mlp_only_layers", int) or ())
@@ -160,13 +160,13 @@ def _sparse(hf: Fields, mixture: MoEConfig, *, d_ff: int) -> list[FeedForwardCon
 
 
 def dense_layers(data: Data) -> list[int]:
-    """`mlp_only_layers`: those whose feed-forward is no mixture, counted from 0."""
+    """`mlp_only_layers`: indices of the layers without a mixture, counted from 0."""
     layers = enumerate(data["layers"])
     return [n for n, layer in layers if layer["feed_forward"]["kind"] != "moe"]
 
 
 def uses_window(data: Data) -> bool:
-    """`use_sliding_window`: whether any layer has one."""
+    """`use_sliding_window`: True if any layer has a window."""
     return any(layer["attention"]["window"] for layer in data["layers"])
 
 

@@ -27,8 +27,8 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA whose layers differ by rotation and window."""
-    hf.ignore("max_window_layers")  # the layers' kinds say it
+    """LLaMA with layers that differ in RoPE and window."""
+    hf.ignore("max_window_layers")  # the layer types contain it
     turning = _turning(hf)
     window = hf.optional("sliding_window", int)
     windowed = hf.get("use_sliding_window", False) and window is not None
@@ -59,12 +59,13 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _turning(hf: Fields) -> list[int]:
-    """1 for each layer with a rotation and 0 for the others: what `no_rope_layers` really says."""
+    """`no_rope_layers`: despite the name, 1 for layers with RoPE and 0 for the others."""
     given = hf.sequence("no_rope_layers", int)
     without = every(hf, "no_rope_layer_interval", 4)
     if given is not None and len(given) != len(without):
         raise ConfigError(
-            f"{hf.where}: {len(given)} no_rope_layers for {len(without)} layers; give each one"
+            f"{hf.where}: no_rope_layers has length {len(given)} for {len(without)} layers; "
+            "give one value per layer"
         )
     return [int(not one) for one in without] if given is None else given
 

@@ -22,10 +22,10 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek-V3's mixture in every layer, behind LLaMA's attention."""
-    hf.refuse("first_k_dense_replace", 0, "every layer is a mixture")
-    hf.refuse("use_qk_norm", False, "transformers has no Solar Open with it")
-    hf.ignore("intermediate_size")  # of layers that it does not have
+    """LLaMA's attention, and DeepSeek-V3's mixture in every layer."""
+    hf.refuse("first_k_dense_replace", 0, "every layer of Solar Open has a mixture")
+    hf.refuse("use_qk_norm", False, "Solar Open in transformers has no norms on queries and keys")
+    hf.ignore("intermediate_size")  # width of dense layers, which Solar Open does not have
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(
         norm=norm,
@@ -42,7 +42,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 ABSENT = ("intermediate_size", "first_k_dense_replace")
-"""Keys of the layers without a mixture that its relatives begin with."""
+"""Keys for leading dense layers, which only related families have."""
 
 HUGGING_FACE = (
     Family(

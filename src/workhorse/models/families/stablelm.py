@@ -12,7 +12,7 @@ from workhorse.nn.norms import LayerNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with LayerNorm; a quarter of a head turns, and each head may have norms of its own."""
+    """LLaMA with LayerNorm, RoPE on a quarter of each head, and optional norms per head."""
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     per_head = QKNormConfig(norm=norm.replace(bias=False), over="each_head")
     parts: Data = {

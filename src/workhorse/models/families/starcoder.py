@@ -1,4 +1,4 @@
-"""StarCoder (Li et al., 2305.06161), which is `gpt_bigcode`, and StarCoder 2 (2402.19173)."""
+"""StarCoder (Li et al., 2305.06161; type `gpt_bigcode`) and StarCoder 2 (2402.19173)."""
 
 from workhorse.models.huggingface.family import Family, differs, equals
 from workhorse.models.huggingface.fields import Fields
@@ -35,7 +35,7 @@ HOW_IT_IS_COMPUTED = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2 whose heads all share one key and value, or, as it says itself, none do."""
+    """GPT-2 with one key-value head, or one per query head if `multi_query` is false."""
     hf = hf.renamed(GPT_NAMES)
     hf.ignore(*HOW_IT_IS_COMPUTED, *SUMMARY_KEYS)
     norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
@@ -56,7 +56,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_starcoder2(hf: Fields) -> DecoderConfig:
-    """Rotations, grouped heads, LayerNorm, and biases everywhere or nowhere."""
+    """RoPE, grouped-query attention, LayerNorm, and biases everywhere or nowhere."""
     hf = hf.renamed({"hidden_dropout": "residual_dropout"})
     hf.ignore("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon")
     hf.ignore("scale_attention_softmax_in_fp32")

@@ -1,4 +1,4 @@
-"""The decoder of Attention Is All You Need (Vaswani et al., 1706.03762), by itself."""
+"""The decoder of Attention Is All You Need (Vaswani et al., 1706.03762), without its encoder."""
 
 import math
 from functools import partial
@@ -49,13 +49,13 @@ def transformer2017(
 
 SOURCE = "1706.03762 Table 3; tensor2tensor's hyperparameters where the paper is silent"
 SILENT = (
-    "Where the paper is silent tensor2tensor decides: no biases in attention, LayerNorm's eps "
-    "1e-6, texts of at most 256 tokens. The vocabulary of 37,000 is the paper's 'about 37000' "
-    "(§5.1)."
+    "Values that the paper does not give are tensor2tensor's: no biases in attention, LayerNorm's "
+    "eps 1e-6, sequences of up to 256 tokens. The vocabulary of 37,000 is the paper's 'about "
+    "37000' (§5.1)."
 )
 WHOLE = (
-    "The paper prints {printed} for encoder and decoder together, for which its shape and a "
-    "vocabulary of 37,000 give {exact}; this is the decoder without its attention to the encoder."
+    "The paper prints {printed} for encoder and decoder together; its shape and a vocabulary of "
+    "37,000 give {exact}. This preset is the decoder without its attention to the encoder."
 )
 
 PRESETS = (

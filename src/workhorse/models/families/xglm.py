@@ -21,18 +21,20 @@ NAMES = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2 with sinusoids whose sines all come first.
+    """GPT-2 with sinusoidal positions, all sines before all cosines.
 
     Raises:
-        ConfigError: an odd width, or a padding token by which a position would lose its vector.
+        ConfigError: the width is odd, or the padding id is the row of a used position.
     """
     hf = hf.renamed(NAMES)
     if hf.need("hidden_size", int) % 2:
-        raise ConfigError(f"{hf.where}: XGLM's positions need an even d_model; choose one")
+        raise ConfigError(
+            f"{hf.where}: XGLM's positions need an even d_model; choose an even number"
+        )
     if hf.get("pad_token_id", 1) >= FAIRSEQ_OFFSET:
         raise ConfigError(
-            f"{hf.where}: pad_token_id must be below {FAIRSEQ_OFFSET} in XGLM, whose positions "
-            "count from there; remove it"
+            f"{hf.where}: pad_token_id must be below {FAIRSEQ_OFFSET} in XGLM, because its "
+            "positions start there; remove it"
         )
     waves = SinusoidalPositionConfig(
         layout="halves", spacing="half_minus_one", offset=FAIRSEQ_OFFSET

@@ -21,7 +21,7 @@ from workhorse.nn.blocks import PreNormConfig
 def read(hf: Fields) -> DecoderConfig:
     """DeepSeek-V3's attention in a dense model."""
     hf.ignore("embedding_initializer_range")
-    hf.refuse("mlp_bias", False, "transformers gives its feed-forward no bias")
+    hf.refuse("mlp_bias", False, "Youtu-LLM in transformers has no feed-forward biases")
     norm = rms_norm(hf)
     neighbours = hf.optional("rope_interleave", bool, True) or False
     block = PreNormConfig(

@@ -1,9 +1,9 @@
-"""The model types of Hugging Face transformers that are supported.
+"""Registry of the supported model types of Hugging Face transformers.
 
     from workhorse.models.huggingface import family
     family("llama").read(Fields(json.loads(text)))      # -> DecoderConfig
 
-A model type's file is imported when it is needed.
+The module of a model type is imported on first use.
 """
 
 import importlib
@@ -93,27 +93,27 @@ MODULES: dict[str, tuple[str, ...]] = {
     "axk1": ("axk1",),
     "kolibri1": ("kolibri1",),
 }
-"""The model types in each module of `workhorse.models`, the most used first."""
+"""Model types by module of `workhorse.models.families`, most used first."""
 
 KIND = 4
-"""This many different numbers count as much as one different kind of part."""
+"""Weight of a different kind of part in `_distance`; a different number has weight 1."""
 _WHOLE = re.compile(r"layers\.\d+\.(attention\.)?kind is")
 MODEL_TYPES = {name: module for module, names in MODULES.items() for name in names}
 
 
 @cache
 def family(model_type: str) -> Family:
-    """The family of that `model_type`.
+    """The family of a `model_type`.
 
     Raises:
-        WorkhorseError: it is not one of `MODEL_TYPES`.
+        WorkhorseError: the type is not one of `MODEL_TYPES`.
     """
     if model_type not in MODEL_TYPES:
-        name = model_type[:60]  # a stranger's, and the search for the nearest takes its time
+        name = model_type[:60]  # untrusted input: the search for near names is slow for long ones
         if kind := other_kind(name):
             raise WorkhorseError(
-                f"model type {name!r} is not supported, since it is {kind}; workhorse models list "
-                "has the decoder-only transformers that are"
+                f"model type {name!r} is not supported, because it is {kind}; "
+                "workhorse models list shows the supported decoder-only transformers"
             )
         raise WorkhorseError(f"model type {name!r} is not supported; {nearest(name, MODEL_TYPES)}")
     module = importlib.import_module(f"workhorse.models.families.{MODEL_TYPES[model_type]}")
@@ -122,15 +122,15 @@ def family(model_type: str) -> Family:
 
 
 def families() -> Iterator[Family]:
-    """Every family, the most used first, each imported when it is reached."""
+    """Iterate over all families, most used first; each is imported when it is reached."""
     return map(family, MODEL_TYPES)
 
 
 def native_class(config: DecoderConfig) -> Family | str:
-    """The first family that can express a config, or one equivalent to it.
+    """The first family that can express a config or an equivalent one.
 
-    A dense model is a mixture's only if no dense family can express it. If there is no family at
-    all: the nearest, and everything in the config that it cannot express.
+    A dense model maps to a mixture's family only if no dense family can express it. If no family
+    can, the result is a string: the nearest class and everything that it cannot express.
     """
     is_dense = all(one.feed_forward.kind != "moe" for one in config.blocks.values())
     found: dict[str, list[str]] = {}
@@ -147,23 +147,23 @@ def native_class(config: DecoderConfig) -> Family | str:
 
 
 def nearest_of(found: Iterable[tuple[str, list[str]]], config: DecoderConfig) -> str:
-    """The nearest of the families that cannot express a config, and all differences.
+    """The nearest of the families that cannot express a config, with all differences.
 
     Args:
-        found: names, each with the differences from `Family.differences`.
-        config: what they cannot express.
+        found: pairs of a class name and the result of `Family.differences`.
+        config: the config that they cannot express.
     """
     name, differences = min(found, key=lambda one: _distance(one[1]))
     return f"{name}: {in_the_way(differences, config)}"
 
 
 def in_the_way(differences: Iterable[str], config: DecoderConfig) -> str:
-    """Differences in one line; those of layers with the same block only once."""
+    """Join differences into one line; layers with the same block are listed once."""
     return "; ".join(dict.fromkeys(_in_recipe(one, config) for one in differences))
 
 
 def _in_recipe(difference: str, config: DecoderConfig) -> str:
-    """A difference with its field named as in a recipe, where blocks have names."""
+    """Name the field of a difference as in a recipe: block names instead of layer indices."""
     if difference.startswith(IMPOSSIBLE):
         return difference
     names = config.layer_names()
@@ -173,11 +173,11 @@ def _in_recipe(difference: str, config: DecoderConfig) -> str:
 
 
 def _distance(differences: list[str]) -> tuple[bool, int]:
-    """How far a family is from a config.
+    """Distance of a family from a config.
 
-    Breaking a family's own rules counts most, since nothing could then be compared. A part too many
-    or too few counts more than another kind of part, and that more than another number, because
-    each hides further differences; another kind of block or attention hides the most.
+    Breaking the family's own rules counts most, because nothing else can be compared then. An extra
+    or missing part counts more than a different kind of part, because it hides more differences. A
+    different number counts least. Another kind of block or attention hides the most.
     """
     kinds = sum(".kind is" in difference for difference in differences)
     parts = sum(" given" in difference for difference in differences)

@@ -1,9 +1,9 @@
 """A model type of Hugging Face transformers as data: reading and writing its config and tensors.
 
-A reader is a plain function of the config's fields. There is no writer: a table says where in our
-config the value of each of their keys stands, and a written config is read again. It is right if
-that gives the config we started from; otherwise the difference says why the family does not fit. A
-family also fits if it only has extra parts that weights of one or zero make ineffective.
+A reader is a plain function of the config's fields. Writing needs no function: a table maps each
+key of `config.json` to a path in our config. A written config is read back. If the result equals
+the original, the family can express it; otherwise the differences say why it cannot. A family also
+fits if it only has extra parts that weights of one or zero make ineffective.
 """
 
 import math
@@ -19,8 +19,9 @@ from workhorse.nn import DecoderConfig
 
 Data = dict[str, Any]
 FieldPath = str | Callable[[Data], object]
-"""Where a value stands in `plain(config)`, dotted (`block` is the first of its `layers`), or a
-function that computes it from there."""
+"""Dotted path of a value in `plain(config)`, or a function that computes the value from it.
+
+In a path, `block` is the first of the `layers`."""
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TRAINING_ONLY = frozenset({"dropout", "init"})
@@ -31,14 +32,14 @@ class Family:
     """One model type.
 
     Attributes:
-        model_type: its name in `config.json`.
-        architecture: transformers' class for language modelling.
-        read: their config to ours.
-        keys: their keys, and where the value of each stands in our config. A key whose field
-            does not exist is left out.
-        rules: which of their tensors hold which of ours.
-        ignored: patterns of full names of tensors that hold no weights: buffers that old versions
-            saved.
+        model_type: name in `config.json`.
+        architecture: transformers' class for causal language modelling.
+        read: function that converts their config to ours.
+        keys: their keys, each with the path of its value in our config. A key whose field does
+            not exist is omitted.
+        rules: mapping between their tensors and ours.
+        ignored: regular expressions for full names of tensors that hold no weights, such as
+            buffers saved by old versions.
     """
 
     model_type: str
@@ -50,15 +51,15 @@ class Family:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether it was made for mixtures of experts."""
+        """True if the family is made for mixtures of experts."""
         return any("expert" in key or key.startswith("moe_") for key in self.keys)
 
     def write(self, config: DecoderConfig) -> Data:
-        """Their config, as far as this family can express ours."""
+        """Convert our config to theirs, as far as this family can express it."""
         data = plain(config)
         data["block"] = data["layers"][0]
         written: Data = {"architectures": [self.architecture], "model_type": self.model_type}
-        written |= dict.fromkeys(SPECIAL_IDS)  # each class has defaults, of its own tokenizer
+        written |= dict.fromkeys(SPECIAL_IDS)  # else the class sets the ids of its own tokenizer
         for key, path in self.keys.items():
             value = look_up(data, path)
             if value is not MISSING:
@@ -66,13 +67,13 @@ class Family:
         return written
 
     def difference(self, config: DecoderConfig) -> str | None:
-        """The first thing in a config that this family cannot express; None: `write` is exact."""
+        """The first thing in a config that this family cannot express; None if `write` is exact."""
         return next(iter(self.differences(config)), None)
 
     def differences(self, config: DecoderConfig) -> list[str]:
         """Everything in a config that this family cannot express.
 
-        If the config breaks the family's own rules, that is all that is reported.
+        If the config breaks the family's own rules, only that is reported.
         """
         try:
             return [str(one) for one in compare_plain(plain(config), plain(self.again(config)))]
@@ -80,10 +81,10 @@ class Family:
             return [f"{IMPOSSIBLE}{error.reason}"]
 
     def equivalent(self, config: DecoderConfig) -> DecoderConfig | None:
-        """A config that this family can express and that computes the same, or None.
+        """An equivalent config that this family can express, or None.
 
-        It is the same config, or one with extra parts that change nothing when their weights are
-        `NEUTRAL`: a model without a bias equals one whose bias is zero.
+        It is the same config, or one with extra parts that have no effect if their weights are
+        `NEUTRAL`. For example, a model without a bias equals one with a zero bias.
         """
         try:
             again = self.again(config)
@@ -97,12 +98,12 @@ class Family:
         return again
 
     def again(self, config: DecoderConfig) -> DecoderConfig:
-        """A config written and read again; raises ConfigError if that is impossible."""
+        """Write a config and read it back; raises ConfigError if that is impossible."""
         return self.read(Fields(self.write(config)))
 
 
 MISSING = object()
-IMPOSSIBLE = "its config cannot be: "
+IMPOSSIBLE = "its config would be invalid: "
 NEUTRAL = {
     "weight": 1.0,
     "bias": 0.0,
@@ -110,11 +111,11 @@ NEUTRAL = {
     "out_bias": 0.0,
     "selection_bias": 0.0,
 }
-"""Fields that add weights, and the value with which those weights change nothing."""
+"""Fields that add weights, with the weight value that has no effect."""
 
 
 class Difference(NamedTuple):
-    """One field in which two pieces of plain data differ."""
+    """One field that differs between two configs as plain data."""
 
     path: str
     ours: object
@@ -122,8 +123,8 @@ class Difference(NamedTuple):
 
     @property
     def is_neutral(self) -> bool:
-        """Whether theirs computes the same once the extra weights are filled in."""
-        if self.path == "head.tied":  # the head is a copy of the embedding
+        """True if theirs computes the same once the extra weights are filled in."""
+        if self.path == "head.tied":  # an untied head can hold a copy of the embedding
             return self.ours is True
         field = self.path.rpartition(".")[2]
         return self.ours is False and self.theirs is True and field in NEUTRAL
@@ -133,10 +134,10 @@ class Difference(NamedTuple):
 
 
 def plain(config: DecoderConfig) -> Data:
-    """A config as plain data that is equal for equal models.
+    """Convert a config to plain data that is equal for equal models.
 
-    Defaults that depend on other fields are filled in, blocks are listed layer by layer in
-    `layers`, and fields that only matter in training are left out.
+    Defaults that depend on other fields are filled in. Blocks are listed layer by layer in
+    `layers`. Fields that only matter in training are omitted.
     """
     data = cast(Data, _without(config.to_dict()))
     blocks = {name: _filled(block, config.d_model) for name, block in data.pop("blocks").items()}
@@ -168,12 +169,12 @@ def _without(data: Any) -> Any:
 
 
 def look_up(data: Data, path: FieldPath) -> object:
-    """The value at a path in a plain config; `MISSING` if there is none."""
+    """Value at a path in a plain config; `MISSING` if there is none."""
     if callable(path):
         try:
             return path(data)
         except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError):
-            return MISSING  # that model has no such part; the comparison will name the difference
+            return MISSING  # the model has no such part; the comparison reports the difference
     value: Any = data
     for part in path.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -183,12 +184,12 @@ def look_up(data: Data, path: FieldPath) -> object:
 
 
 def always(value: object) -> FieldPath:
-    """The same value for every model."""
+    """Field path that gives the same value for every model."""
     return lambda data: value
 
 
 def equals(path: str, value: object) -> FieldPath:
-    """Whether the field at a path has that value."""
+    """Field path that gives True if the field at `path` has that value."""
 
     def write(data: Data) -> object:
         found = look_up(data, path)
@@ -198,7 +199,7 @@ def equals(path: str, value: object) -> FieldPath:
 
 
 def differs(path: str, value: object) -> FieldPath:
-    """Whether the field at a path has another value."""
+    """Field path that gives True if the field at `path` has another value."""
 
     def write(data: Data) -> object:
         found = look_up(data, path)
@@ -208,13 +209,13 @@ def differs(path: str, value: object) -> FieldPath:
 
 
 def compare_plain(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference]:
-    """Where two pieces of plain data differ; numbers may differ by rounding."""
+    """Yield the differences of two pieces of plain data; floats may differ by rounding."""
     same = ours == theirs
     if isinstance(ours, dict) and isinstance(theirs, dict):
         mine, other = cast(Data, ours), cast(Data, theirs)
         keys = [*mine, *(key for key in other if key not in mine)]
         if mine.get("kind") != other.get("kind"):
-            keys = ["kind"]  # which explains all else
+            keys = ["kind"]  # a different kind explains all other differences
         for key in keys:
             where = f"{path}.{key}" if path else key
             yield from compare_plain(mine.get(key), other.get(key), where)
@@ -226,13 +227,14 @@ def compare_plain(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference
                 yield from compare_plain(*pair, f"{path}.{n}")
             return
     if isinstance(ours, float) and isinstance(theirs, int | float):
+        # writing and reading convert values such as scales in both directions
         same = math.isclose(ours, theirs, rel_tol=1e-9)
     if not same:
         yield Difference(path, ours, theirs)
 
 
 def _shown(value: object) -> str:
-    """A value of a config for a message; of a part only that it is given."""
+    """Format a config value for a message; a nested part is only called "given"."""
     if isinstance(value, dict):
         return "given"
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""The fields of a Hugging Face config, with the other names that they have had.
+"""Fields of a Hugging Face config, including alternative names of keys.
 
-The classes of transformers have names of their own for some sizes and accept the usual name too
-(`attribute_map`). In a config that gives both, the usual name counts: it is set last. Older files
-have further names, which no class keeps.
+Some transformers classes have their own names for some sizes and also accept the usual names
+(`attribute_map`). If a config gives both, the usual name wins, because transformers sets it last.
+Older files use further names that no class lists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,23 +47,26 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "num_attention_heads": "attention_heads",
     },
 }
-"""By model type, the name of the class for each usual name."""
+"""By model type: usual key names, mapped to the names of the transformers class."""
 OLDER: Mapping[str, Mapping[str, str]] = {
     "bloom": {"n_embed": "hidden_size"},
     "falcon": {"n_embed": "hidden_size"},
 }
-"""By model type, the name of the class for names that only older files have; these count."""
+"""By model type: key names of older files, mapped to those of the class. The older name wins."""
 OF_ALL = {"torch_dtype": "dtype"}
-"""The same for every type; the newer name counts."""
+"""Older key names of every type, mapped to the newer ones. The newer name wins."""
 OWN_COUNTS = ("kolibri1", "mellum", "qwen3_moe")
-"""Types whose own name counts instead."""
+"""Types for which the name of the class wins over the usual name."""
 
 
 def with_own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A config with the names of its class alone, and a line for each key that says two things.
+    """Rename the keys of a config to the names of its transformers class.
 
     Args:
-        values: as parsed from JSON, with a `model_type`.
+        values: config parsed from JSON, with a `model_type`.
+
+    Returns:
+        The renamed config, and one line for each value that is given twice and differently.
     """
     found, remarks = dict(values), list[str]()
     model_type = values["model_type"]
@@ -79,7 +82,7 @@ def with_own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         if given is not None and given != value:
             counts = f"{own}={given}" if own_counts else f"{usual}={value}"
             passed = f"{usual}={value}" if own_counts else f"{own}={given}"
-            remarks.append(f"{counts} counts, and {passed} does not, as in transformers")
+            remarks.append(f"{counts} is used and {passed} is ignored, as in transformers")
     return found, remarks
 
 
@@ -89,7 +92,7 @@ TYPES = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
-    str: "text",
+    str: "a string",
     list: "a list",
     dict: "a mapping",
 }
@@ -112,16 +115,16 @@ SILENT = frozenset(
     unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905 the list is long
 )
-"""Keys that do not affect what a forward pass computes, or that the reader handles itself."""
+"""Keys that do not affect the forward pass, or that the reader handles itself."""
 
 
 class Fields:
     """The keys and values of one config.
 
     Args:
-        values: as parsed from JSON.
-        where: its name in errors.
-        names: the config's own name for a key, where that is not the usual one.
+        values: config parsed from JSON.
+        where: name of the config in error messages.
+        names: usual key names, mapped to the config's own names.
     """
 
     def __init__(
@@ -135,13 +138,13 @@ class Fields:
         self.names = names
         self.seen: set[str] = set()
         self.sections: dict[str, Fields] = {}
-        """The mappings inside this one that were read, by key."""
+        """Nested mappings that were read, by key."""
 
     def renamed(self, names: Mapping[str, str]) -> "Fields":
-        """The same config, accessed by usual names for keys that it may call otherwise.
+        """The same config, accessed by the usual key names.
 
         Args:
-            names: the config's own names by the usual ones.
+            names: usual key names, mapped to the config's own names.
         """
         again = Fields(self.values, self.where, names)
         again.seen, again.sections = self.seen, self.sections
@@ -151,16 +154,16 @@ class Fields:
         """The value of a key, of the default's type; the default if it is missing or null.
 
         Raises:
-            ConfigError: the value is of another type, or not finite.
+            ConfigError: the value has another type, or is NaN.
         """
         value = self.optional(key, type(default))
         return default if value is None else value
 
     def positive(self, key: str, default: Value) -> Value:
-        """Like `get`, for a number that others are divided by.
+        """Like `get`, for a number that is used as a divisor.
 
         Raises:
-            ConfigError: as by `get`; or it is not above zero.
+            ConfigError: as in `get`, or the value is not above zero.
         """
         value = self.get(key, default)
         if not isinstance(value, int | float) or value <= 0:
@@ -168,15 +171,15 @@ class Fields:
         return value
 
     def need(self, key: str, kind: type[Value]) -> Value:
-        """The value of a key that has no default; a number is above 0, as every size is.
+        """The value of a required key. Numbers must be above 0, because they are sizes.
 
         Raises:
-            ConfigError: as by `get`; or it is missing, or a number that is not above 0.
+            ConfigError: as in `get`, or the key is missing, or a number is not above 0.
         """
         value = self.optional(key, kind)
         name = self.names.get(key, key)
         if value is None:
-            raise ConfigError(f"{self.where} has no {name!r}; give it {TYPES[kind]}")
+            raise ConfigError(f"{self.where} has no {name!r}; set it to {TYPES[kind]}")
         if not isinstance(value, bool | str) and value <= 0:
             raise ConfigError(f"{self.where}: {name}={value} is not above 0; correct the file")
         return value
@@ -188,13 +191,13 @@ class Fields:
         return None if value is None else self._checked(key, value, kind)
 
     def truth(self, key: str, default: bool) -> bool:
-        """A flag, which some published files write as a number."""
+        """A Boolean value, which some published files write as 0 or 1."""
         self.seen.add(key)
         value = self.values.get(key, default)
         return bool(value) if isinstance(value, int) else self.get(key, default)
 
     def sequence(self, key: str, kind: type[Value]) -> list[Value] | None:
-        """A list of values of one type; None if it is missing or null."""
+        """A list of values of one type; None if the key is missing or null."""
         key = self._called(key)
         value = self.values.get(key)
         if value is None:
@@ -204,10 +207,10 @@ class Fields:
         return [self._checked(key, item, kind) for item in cast(Sequence[Any], value)]
 
     def ids(self, key: str) -> list[int]:
-        """The token ids of a key: a list of them, a single one, or none.
+        """Token ids of a key that holds a list, a single id or nothing.
 
         Raises:
-            ConfigError: it is anything else, which transformers refuses too.
+            ConfigError: the value is anything else; transformers refuses it too.
         """
         if isinstance(self.values.get(self._called(key)), list):
             return self.sequence(key, int) or []
@@ -215,7 +218,7 @@ class Fields:
         return [] if one is None else [one]
 
     def section(self, key: str) -> "Fields | None":
-        """A mapping inside this one; None if it is missing or null."""
+        """A nested mapping; None if the key is missing or null."""
         key = self._called(key)
         value = self.values.get(key)
         if value is None:
@@ -226,7 +229,7 @@ class Fields:
         return self.sections.setdefault(key, inside)
 
     def refuse(self, key: str, allowed: object, reason: str) -> None:
-        """Refuse any value of a key except the neutral one.
+        """Raise an error if a key has any value except `allowed` and null.
 
         Raises:
             ConfigError: the key has another value.
@@ -241,7 +244,7 @@ class Fields:
         self.seen.update(keys)
 
     def unused(self) -> list[str]:
-        """Keys that were not read and might mean something, in mappings inside dotted."""
+        """Keys that were not read and may matter. Keys in nested mappings are dotted."""
         known = self.seen | SILENT
         unused = [
             key for key, value in self.values.items() if key not in known and value is not None
@@ -250,7 +253,7 @@ class Fields:
         return sorted(unused + inside)
 
     def _called(self, key: str) -> str:
-        """The name that a key has in this config, recorded as read."""
+        """Mark a key as read, and return its name in this config."""
         name = self.names.get(key, key)
         self.seen.add(name)
         return name

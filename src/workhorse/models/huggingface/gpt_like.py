@@ -1,7 +1,7 @@
-"""What the families before LLaMA share: LayerNorm, plain feed-forwards, fused projections.
+"""Shared parts of the families before LLaMA: LayerNorm, ungated feed-forwards, fused projections.
 
-Their configs have many names for the same things; a family maps the usual names to its own, and is
-then read and written like the rest.
+Their configs use different names for the same settings. A family maps the usual names to its own
+names, and is then read and written like the others.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ GPT_NAMES = {
     "hidden_dropout": "resid_pdrop",
     "embedding_dropout": "embd_pdrop",
 }
-"""The names of the usual keys in GPT and its nearest kin."""
+"""Usual key names, mapped to the names in GPT and its closest relatives."""
 
 SUMMARY_KEYS = (
     "summary_activation",
@@ -37,7 +37,7 @@ SUMMARY_KEYS = (
     "summary_type",
     "summary_use_proj",
 )
-"""Keys of a classification head, which such configs describe too."""
+"""Keys of a classification head, which these configs also contain."""
 
 
 def attention(hf: Fields, *, dropout: float = 0.0, **changes: Any) -> AttentionConfig:
@@ -45,8 +45,8 @@ def attention(hf: Fields, *, dropout: float = 0.0, **changes: Any) -> AttentionC
 
     Args:
         hf: the config.
-        dropout: the family's default.
-        changes: fields of `AttentionConfig`.
+        dropout: default attention dropout in the family.
+        changes: fields of `AttentionConfig` to set.
     """
     given: Data = {
         "n_heads": hf.need("num_attention_heads", int),
@@ -60,8 +60,8 @@ def mlp(hf: Fields, default: str, **changes: Any) -> MlpConfig:
 
     Args:
         hf: the config.
-        default: the family's activation.
-        changes: fields of `MlpConfig`.
+        default: default activation in the family.
+        changes: fields of `MlpConfig` to set.
     """
     given: Data = {
         "activation": activation(hf, default=default),
@@ -73,12 +73,12 @@ def mlp(hf: Fields, default: str, **changes: Any) -> MlpConfig:
 
 
 def d_ff_or_fourfold(hf: Fields) -> int:
-    """The width of a feed-forward; four times the model's by default."""
+    """Width of a feed-forward; by default four times the width of the model."""
     return hf.optional("intermediate_size", int) or 4 * hf.need("hidden_size", int)
 
 
 def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
-    """An embedding with a table of positions; `dropout` is the family's default."""
+    """An embedding with learned positions; `dropout` is the family's default."""
     return EmbeddingConfig(
         position=LearnedPositionConfig(), dropout=hf.get("embedding_dropout", dropout)
     )
@@ -87,11 +87,11 @@ def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
 def written(
     names: Mapping[str, str] = {}, *, gelu_tanh: str = "gelu_pytorch_tanh"
 ) -> dict[str, FieldPath]:
-    """Where the values of the common keys stand in our config.
+    """The common keys, with the paths of their values in our config.
 
     Args:
-        names: the family's names for them.
-        gelu_tanh: its name for the tanh form of GELU.
+        names: usual key names, mapped to the family's names.
+        gelu_tanh: name of the tanh form of GELU in the family.
     """
     paths: dict[str, FieldPath] = {
         "vocab_size": "vocab_size",
@@ -107,12 +107,12 @@ def written(
 
 
 def kv_heads(block: BlockConfig) -> int:
-    """Heads of keys and values."""
+    """Number of key-value heads."""
     assert block.grouped is not None
     return block.grouped.n_kv_heads or block.grouped.n_heads
 
 
 def fused_qkv(theirs: str) -> Rule:
-    """q, k and v in one matrix: each key, then its value, follows the queries that share it."""
+    """Rule for fused q, k and v: per key-value head, its query heads, then its key and value."""
     ours = tuple(f"layers.{{i}}.attention.{name}_proj" for name in "qkv")
     return interleaved_by(ours, theirs, groups=kv_heads)

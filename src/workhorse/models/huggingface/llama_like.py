@@ -1,6 +1,6 @@
-"""Configs and weights of families built like LLaMA, and of latent attention.
+"""Config parts and weight rules for families built like LLaMA, and for latent attention.
 
-A family's reader assembles these parts; where it deviates, it changes a field.
+A family's reader assembles these parts and overrides the fields that differ.
 """
 
 import math
@@ -31,14 +31,14 @@ from workhorse.nn.positions.rope import YarnScalingConfig
 def latent_attention(
     hf: Fields, *, neighbours: bool, precision: Literal["native", "float32"] = "native"
 ) -> LatentAttentionConfig:
-    """The latent attention of a config.
+    """Read the latent attention of a config.
 
     Args:
         hf: the config.
-        neighbours: whether features are paired with their neighbours, or in halves.
-        precision: of the rotation.
+        neighbours: True if RoPE pairs adjacent features; False if it pairs the two halves.
+        precision: precision in which RoPE is computed.
     """
-    # every head has keys of its own; the widths are made of the other keys, whatever they say
+    # No effect: every head has its own keys, and the widths follow from other config keys.
     hf.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
     bias = hf.get("attention_bias", False)
     nope_dim, rope_dim = hf.get("qk_nope_head_dim", 128), hf.get("qk_rope_head_dim", 64)
@@ -54,7 +54,7 @@ def latent_attention(
         rope_dim=rope_dim,
         value_dim=hf.get("v_head_dim", 128),
         position=position,
-        norm=RMSNormConfig(eps=1e-6),  # whatever `rms_norm_eps` is
+        norm=RMSNormConfig(eps=1e-6),  # independent of `rms_norm_eps`
         scale=scale,
         qkv_bias=bias,
         out_bias=bias,
@@ -71,11 +71,11 @@ LATENT_KEYS: dict[str, FieldPath] = {
     "v_head_dim": "block.attention.value_dim",
     "attention_bias": "block.attention.qkv_bias",
 }
-"""Where the values of the usual keys stand in our config."""
+"""Usual keys of latent attention, with the paths of their values in our config."""
 PAIRING_KEYS: dict[str, FieldPath] = {
     "rope_interleave": equals("block.attention.position.pairing", "interleaved"),
 }
-"""For models that may rotate neighbours or halves; DeepSeek-V2 rotates neighbours."""
+"""For models with either RoPE pairing; DeepSeek-V2 always pairs adjacent features."""
 
 
 def _n_heads(block: BlockConfig) -> int:
@@ -91,7 +91,7 @@ LATENT_RULES: tuple[Rule, ...] = (
     same(OURS + "kv_norm", THEIRS + "kv_a_layernorm"),
     interleaved_by((OURS + "k_up_proj", OURS + "v_up_proj"), THEIRS + "kv_b_proj", _n_heads),
 )
-"""The usual rules; they come before those of LLaMA."""
+"""Usual rules of latent attention; put them before the rules of LLaMA."""
 
 
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -106,15 +106,15 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "swish": "silu",
     "xielu": "xielu",
 }
-"""transformers' names of activations, and ours; the first that fits is written."""
+"""transformers' names of activations, mapped to ours. Of several names the first is written."""
 WRITTEN_ACTIVATIONS = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
 
 def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> ActivationName:
-    """The activation that a config names.
+    """Read the activation of a config.
 
     Raises:
-        ConfigError: it is unknown.
+        ConfigError: the name is unknown.
     """
     name = hf.get(key, default)
     if name not in ACTIVATIONS:
@@ -125,7 +125,7 @@ def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> Ac
 def written_activation(
     path: str = "block.feed_forward.activation", gelu_tanh: str = "gelu_pytorch_tanh"
 ) -> FieldPath:
-    """The name to write for the activation at that path; GELU's tanh form has several."""
+    """Field path to the name of an activation; `gelu_tanh` names the tanh form of GELU."""
     names = WRITTEN_ACTIVATIONS | {"gelu_tanh": gelu_tanh}
 
     def write(data: Data) -> object:
@@ -138,7 +138,7 @@ def written_activation(
 
 
 def rms_norm(hf: Fields, **changes: Any) -> RMSNormConfig:
-    """The norm of a config; `changes` are fields of `RMSNormConfig`."""
+    """Read the norm of a config; `changes` are fields of `RMSNormConfig`."""
     return RMSNormConfig(eps=hf.get("rms_norm_eps", changes.pop("eps", 1e-6)), **changes)
 
 
@@ -178,11 +178,11 @@ def decoder(
 
     Args:
         hf: the config.
-        layers: the block of every layer, or one for all.
-        final_norm: before the head.
-        names: the kind of each layer, if there is more than one; those of `layer_types` get their
+        layers: block of each layer, or one block for all layers.
+        final_norm: norm before the head.
+        names: kind of each layer, if there are several; names of `layer_types` are shortened by
             `SHORT_NAMES`.
-        tied: the family's default of `tie_word_embeddings`.
+        tied: default of `tie_word_embeddings` in the family.
         head: fields of `HeadConfig`.
         changes: further fields of `DecoderConfig`.
     """
@@ -222,22 +222,23 @@ SHORT_NAMES = {SLIDING: "local", FULL: "global", "chunked_attention": "local"}
 
 
 def layer_types(hf: Fields, default: Iterable[str], local: str = SLIDING) -> list[str]:
-    """The kind of attention of every layer, by transformers' names.
+    """Kind of attention of each layer, by transformers' names.
 
     Args:
         hf: the config.
-        default: for a config that does not list them.
-        local: the name of layers with limited attention; the others are `FULL`.
+        default: kinds for a config that does not list them.
+        local: name of layers with limited attention; the others are `FULL`.
 
     Raises:
-        ConfigError: their number is not that of the layers, or one is unknown.
+        ConfigError: the list has another length than the layers, or a kind is unknown.
     """
     n_layers = hf.need("num_hidden_layers", int)
     given = hf.sequence("layer_types", str)
     types = list(default) if given is None else given
     if len(types) != n_layers:
         raise ConfigError(
-            f"{hf.where}: {len(types)} layer_types for {n_layers} layers; give each one"
+            f"{hf.where}: layer_types has length {len(types)} for {n_layers} layers; "
+            "give one value per layer"
         )
     for name in types:
         if name not in (local, FULL):
@@ -247,33 +248,33 @@ def layer_types(hf: Fields, default: Iterable[str], local: str = SLIDING) -> lis
 
 
 def alternating(hf: Fields, kinds: Sequence[str]) -> list[str]:
-    """Kinds of layer repeated over the depth."""
+    """Repeat a sequence of layer kinds over all layers."""
     return [kinds[n % len(kinds)] for n in range(hf.need("num_hidden_layers", int))]
 
 
 def every(hf: Fields, key: str, default: int, *, offset: int = 1) -> list[bool]:
-    """Whether each layer's index plus `offset` is a multiple of a key's value.
+    """For each layer, True if its index plus `offset` is a multiple of the value of `key`.
 
     Raises:
-        ConfigError: it is not a whole number above zero.
+        ConfigError: the value is not a whole number above zero.
     """
     period = hf.positive(key, default)
     return [(n + offset) % period == 0 for n in range(hf.need("num_hidden_layers", int))]
 
 
 def written_layer_types(data: Data) -> list[str]:
-    """`layer_types` of a plain config: which layers have a window."""
+    """`layer_types` of a plain config: sliding for layers with a window, else full."""
     return [SLIDING if layer["attention"]["window"] else FULL for layer in data["layers"]]
 
 
 def written_window(data: Data) -> int:
-    """`sliding_window` of a plain config: that of the first layer that has one."""
+    """`sliding_window` of a plain config: the window of the first layer that has one."""
     windows = (cast(int | None, layer["attention"]["window"]) for layer in data["layers"])
-    return [window for window in windows if window][0]  # noqa: RUF015 an IndexError says: none
+    return [window for window in windows if window][0]  # noqa: RUF015 an IndexError means: none
 
 
 def written_rope_by_type(data: Data) -> Data:
-    """`rope_parameters` of a plain config whose kinds of layer each have a rotation."""
+    """`rope_parameters` of a plain config with separate RoPE settings for each kind of layer."""
     types = written_layer_types(data)
     firsts = {kind: data["layers"][types.index(kind)] for kind in (SLIDING, FULL) if kind in types}
     return {kind: written_rope(layer["attention"]["position"]) for kind, layer in firsts.items()}
@@ -284,8 +285,8 @@ ROPE_BY_TYPE_KEYS: dict[str, FieldPath] = {
     "rope_theta": lambda data: written_rope_by_type(data)[FULL]["rope_theta"],
     "rope_scaling": lambda data: older_scaling(written_rope_by_type(data)[FULL]),
 }
-"""How rotations that differ between layers with and without a window are written. Before
-transformers 5 there were keys only for the latter."""
+"""Keys for RoPE settings that differ between layers with and without a window. Before
+transformers 5 there were keys only for layers without a window."""
 
 KEYS: dict[str, FieldPath] = {
     "vocab_size": "vocab_size",
@@ -301,7 +302,7 @@ KEYS: dict[str, FieldPath] = {
     "tie_word_embeddings": "head.tied",
     **ROPE_KEYS,
 }
-"""Where the values of the usual keys stand in our config."""
+"""Usual keys, with the paths of their values in our config."""
 
 RULES: tuple[Rule, ...] = (
     same("embedding.tokens", "model.embed_tokens"),
@@ -319,4 +320,4 @@ RULES: tuple[Rule, ...] = (
     same("final_norm", "model.norm"),
     same("head.proj", "lm_head"),
 )
-"""LLaMA's rules; a family that differs replaces some by `instead`."""
+"""LLaMA's rules; a family that differs replaces some of them with `instead`."""

@@ -1,6 +1,6 @@
-"""What DeepSeek-V3's descendants share: a few dense layers, then mixtures of experts.
+"""Shared parts of DeepSeek-V3's descendants: a few dense layers, then mixtures of experts.
 
-Keys are looked up in the first layer of their kind, since the first of all may be of either kind.
+Keys are looked up in the first layer of their kind, because layer 0 may be dense or sparse.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def dense_first(hf: Fields, n_dense: int) -> list[str]:
-    """The kind of every layer: the first few dense, the rest sparse."""
+    """Kind of each layer: the first `n_dense` are dense, the rest sparse."""
     return [DENSE if n < n_dense else SPARSE for n in range(hf.need("num_hidden_layers", int))]
 
 
 def written_n_dense(data: Data) -> int:
-    """The number of layers before the first mixture."""
+    """Number of layers before the first mixture."""
     kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
     return kinds.index("moe") if "moe" in kinds else len(kinds)
 
 
 def mlp_layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
-    """The kind of every layer's feed-forward.
+    """Kind of each layer's feed-forward.
 
     Args:
         hf: the config.
-        default: for a config that does not list them.
+        default: kinds for a config that does not list them.
 
     Raises:
-        ConfigError: their number is not that of the layers, or one is unknown.
+        ConfigError: the list has another length than the layers, or a kind is unknown.
     """
     kinds = hf.sequence("mlp_layer_types", str)
     if kinds is None:
@@ -45,7 +45,8 @@ def mlp_layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
     n_layers = hf.need("num_hidden_layers", int)
     if len(kinds) != n_layers:
         raise ConfigError(
-            f"{hf.where}: {len(kinds)} mlp_layer_types for {n_layers} layers; give each one"
+            f"{hf.where}: mlp_layer_types has length {len(kinds)} for {n_layers} layers; "
+            "give one value per layer"
         )
     for kind in kinds:
         if kind not in (DENSE, SPARSE):
@@ -61,12 +62,12 @@ def written_mlp_layer_types(data: Data) -> list[str]:
 
 
 def of_dense(field: str) -> FieldPath:
-    """The value of a field of the first feed-forward that is not a mixture."""
+    """Field path to a field of the first feed-forward that is not a mixture."""
     return lambda data: _feed_forwards(data, sparse=False)[0][field]
 
 
 def of_sparse(field: str) -> FieldPath:
-    """The value of a field of the first mixture, dotted."""
+    """Field path to a dotted field of the first mixture."""
 
     def find(data: Data) -> object:
         value: Any = _feed_forwards(data, sparse=True)[0]
@@ -78,10 +79,10 @@ def of_sparse(field: str) -> FieldPath:
 
 
 def n_shared_experts(data: Data) -> int:
-    """How many times as wide as an expert the shared one is; 0 if there is none.
+    """Width of the shared expert in multiples of a routed expert's; 0 if there is none.
 
     Raises:
-        KeyError: it is not a whole number.
+        KeyError: the width is not a multiple.
     """
     mixture = _feed_forwards(data, sparse=True)[0]
     width = mixture["shared"]["d_ff"] if mixture["shared"] else 0
@@ -100,11 +101,11 @@ def router_groups(hf: Fields, *, n_group: int = 1, topk_group: int = 1) -> Data:
 
     Args:
         hf: the config.
-        n_group: the family's default.
-        topk_group: the family's default.
+        n_group: default number of groups in the family.
+        topk_group: default number of chosen groups in the family.
     """
     groups, chosen = hf.get("n_group", n_group), hf.get("topk_group", topk_group)
-    if groups == chosen:
+    if groups == chosen:  # all groups are chosen: no restriction
         return {}
     return {"n_groups": groups, "top_groups": chosen, "group_score": "top2_sum"}
 
@@ -125,21 +126,21 @@ def sigmoid_mixture(
 ) -> MoEConfig:
     """DeepSeek-V3's mixture (2412.19437 §2.1.2).
 
-    Each expert has a sigmoid score and a bias that only affects the choice; the shared experts are
-    one of their total width. The arguments are the family's defaults, None if it has none.
+    Each expert has a sigmoid score and a bias that only affects the choice. The shared experts
+    form one expert of their total width. A default of None makes the key required.
 
     Args:
         hf: the config.
-        n_experts: of `count`.
-        top_k: of `num_experts_per_tok`.
-        d_ff: of `moe_intermediate_size`.
-        n_shared: of `shared`.
-        scale: of `routed_scaling_factor`.
-        normalize: of `norm_topk_prob`.
-        count: the key that counts the routed experts.
-        shared: the key that counts the shared ones.
-        n_group: of the key of that name.
-        topk_group: of the key of that name.
+        n_experts: default of the key `count`.
+        top_k: default of `num_experts_per_tok`.
+        d_ff: default of `moe_intermediate_size`.
+        n_shared: default of the key `shared`.
+        scale: default of `routed_scaling_factor`.
+        normalize: default of `norm_topk_prob`.
+        count: key with the number of routed experts.
+        shared: key with the number of shared experts.
+        n_group: default of `n_group`.
+        topk_group: default of `topk_group`.
     """
     width = hf.get("moe_intermediate_size", d_ff)
 
@@ -176,7 +177,7 @@ MIXTURE_KEYS: dict[str, FieldPath] = {
     "n_shared_experts": n_shared_experts,
     "first_k_dense_replace": written_n_dense,
 }
-"""Where the values of the usual keys stand in our config."""
+"""Usual keys of a mixture, with the paths of their values in our config."""
 
 FEED_FORWARD = "layers.{i}.feed_forward."
 MLP = "model.layers.{i}.mlp."
@@ -194,4 +195,4 @@ MIXTURE_RULES: tuple[Rule, ...] = (
     *EXPERT_RULES,
     *SHARED_RULES,
 )
-"""The usual rules for a mixture's tensors."""
+"""Usual rules for the tensors of a mixture."""

@@ -1,13 +1,13 @@
-"""How tensors of a foreign checkpoint map to our parameters, as rules that work both ways.
+"""Rules that map tensors of a foreign checkpoint to our parameters, in both directions.
 
-RULES = (
+    RULES = (
         same("embedding.tokens", "model.embed_tokens"),
         joined(("layers.{i}.attention.q_proj", …), "model.layers.{i}.self_attn.qkv_proj"),
     )
 
-A template names a module or a parameter; what follows it in a parameter's name (`.weight`, `.bias`)
-is the same on both sides. `{i}` is the layer. `{*}` on either side stands for every number that
-occurs: one of our tensors may be a stack of many of theirs, or the other way round.
+A template names a module or a parameter; the rest of a parameter's name (`.weight`, `.bias`) is the
+same on both sides. `{i}` is the layer index. `{*}` on either side stands for every index that
+occurs: one of our tensors may be a stack of several of theirs, or the reverse.
 """
 
 import re
@@ -28,19 +28,19 @@ from workhorse.nn.experts.router import ALWAYS_FLOAT32
 Tensors = list[Tensor]
 Shape = tuple[int, ...]
 Layout = Callable[[Tensors, Sequence[Shape], BlockConfig], Tensors]
-"""Tensors of one side to tensors of the other, given our shapes and the layer's config."""
+"""Converts tensors of one side to the other, given our shapes and the layer's config."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Some of our tensors, which of theirs hold them, and in what layout.
+    """A mapping between some of our tensors and theirs, with the conversion of layouts.
 
     Attributes:
-        ours: templates of our names.
-        theirs: templates of theirs.
-        take: their tensors to ours.
-        put: our tensors to theirs.
-        wiring: the wiring of blocks that it applies to; None: any.
+        ours: name templates of our tensors.
+        theirs: name templates of their tensors.
+        take: function that converts their tensors to ours.
+        put: function that converts our tensors to theirs.
+        wiring: kind of block that the rule applies to; None for any kind.
     """
 
     ours: tuple[str, ...]
@@ -51,13 +51,13 @@ class Rule:
 
 
 def instead(*own: Rule, base: Sequence[Rule]) -> tuple[Rule, ...]:
-    """A family's own rules, and those of `base` for tensors that they do not cover."""
+    """A family's own rules, and the rules of `base` for tensors that they do not cover."""
     spoken_of = {template for rule in own for template in rule.ours}
     return (*own, *(rule for rule in base if spoken_of.isdisjoint(rule.ours)))
 
 
 def same(ours: str, theirs: str, *, wiring: str | None = None) -> Rule:
-    """The same tensor under another name, which it may have in blocks of one wiring only."""
+    """Rule for the same tensor under another name; `wiring` limits it to one kind of block."""
 
     def unchanged(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -67,7 +67,7 @@ def same(ours: str, theirs: str, *, wiring: str | None = None) -> Rule:
 
 
 def zeros(ours: str) -> Rule:
-    """Zeros, if another rule's tensor is not stored; it must come after that rule."""
+    """Rule that fills in zeros if a tensor is not stored. Put it after the rule that reads it."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del tensors, block
@@ -81,7 +81,7 @@ def zeros(ours: str) -> Rule:
 
 
 def reshaped(ours: str, theirs: str, shape: Callable[[Shape], Shape]) -> Rule:
-    """The same numbers in the same order under another shape, which `shape` makes of ours."""
+    """Rule for the same elements in the same order; `shape` computes their shape from ours."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del block
@@ -95,7 +95,7 @@ def reshaped(ours: str, theirs: str, shape: Callable[[Shape], Shape]) -> Rule:
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """Matrices stored as (in, out); stacks of them too. Vectors are the same."""
+    """Rule for matrices, or stacks of them, stored as (in, out). Vectors are unchanged."""
 
     def turn(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -105,7 +105,7 @@ def transposed(ours: str, theirs: str) -> Rule:
 
 
 def concatenated(tensors: Tensors, dim: int) -> Tensor:
-    """Like `torch.cat`, which for tensors on meta imports PyTorch's compiler: 1.5 seconds."""
+    """Like `torch.cat`, but without importing PyTorch's compiler (1.5 s) for meta tensors."""
     if not tensors[0].is_meta:
         return torch.cat(tensors, dim)
     size = list(tensors[0].shape)
@@ -114,7 +114,7 @@ def concatenated(tensors: Tensors, dim: int) -> Tensor:
 
 
 def joined(ours: tuple[str, ...], theirs: str, *, dim: int = 0) -> Rule:
-    """Several of ours, concatenated along one axis of theirs."""
+    """Rule for several of our tensors that are concatenated along `dim` in theirs."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del block
@@ -130,9 +130,10 @@ def joined(ours: tuple[str, ...], theirs: str, *, dim: int = 0) -> Rule:
 def interleaved_by(
     ours: tuple[str, ...], theirs: str, groups: Callable[[BlockConfig], int]
 ) -> Rule:
-    """Groups of rows of several of ours, interleaved: the first of each, then the second of each.
+    """Rule for several of our tensors whose row groups are interleaved in theirs.
 
-    With one group per head, the q, k and v of each head are adjacent.
+    The first group of each tensor comes first, then the second group of each, and so on. With one
+    group per head, the q, k and v of each head are adjacent.
     """
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
@@ -151,7 +152,7 @@ def interleaved_by(
 
 
 def stacked(ours: str, theirs: str) -> Rule:
-    """Ours is a stack of theirs, whose names are numbered by `{*}`."""
+    """Rule for one of our tensors that is a stack of theirs, numbered by `{*}`."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -165,7 +166,7 @@ def stacked(ours: str, theirs: str) -> Rule:
 
 
 def unstacked(ours: str, theirs: str) -> Rule:
-    """Theirs is a stack of ours, whose names are numbered by `{*}`."""
+    """Rule for one of their tensors that is a stack of ours, numbered by `{*}`."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -218,17 +219,17 @@ def plan(
     config: DecoderConfig,
     stored: Iterable[str] | None = None,
 ) -> list[Move]:
-    """The moves for all of our tensors, in our order.
+    """Plan the moves for all of our tensors, in our order.
 
     Args:
-        rules: the family's; if several fit a name, the first whose tensors are `stored`, or else
-            the first.
-        shapes: of our parameters.
-        config: of the decoder that has them.
-        stored: the stored names, when reading.
+        rules: rules of the family. If several match a name, the first one whose tensors are all
+            `stored` is used, or else the first.
+        shapes: shapes of our parameters.
+        config: config of our decoder.
+        stored: names of the stored tensors when reading; None when writing.
 
     Raises:
-        LookupError: no rule knows one of our names: a gap in the family's data.
+        LookupError: no rule matches one of our names. The family's data has a gap.
     """
     blocks = [config.blocks[name] for name in config.layer_names()]
     there = None if stored is None else set(stored)
@@ -260,12 +261,13 @@ def _fit(
     many = "{*}" in ours[0]
     if many:
         ours = [numbered for one in ours for numbered in _numbered(one, shapes)]
-    if not all(one in shapes for one in ours):  # another layout of this layer has other parts
+    if not all(one in shapes for one in ours):  # the rule is for a layer with other parts
         return None
     block = blocks[int(layer)] if layer else blocks[0]
     if rule.wiring not in (None, block.kind):
         return None
     theirs = [template.replace("{i}", layer) + end for template in rule.theirs]
+    # Without a `{*}` of ours, theirs are the slices of our stack along its first dimension.
     count = len(ours) // len(rule.ours) if many else shapes[ours[0]][0]
     theirs = [
         one.replace("{*}", str(n)) for one in theirs for n in range(count if "{*}" in one else 1)
@@ -281,7 +283,7 @@ def _numbered(template: str, shapes: Mapping[str, Shape]) -> list[str]:
 
 
 def check(moves: Sequence[Move], shapes: Mapping[str, Shape], source: TensorSource) -> None:
-    """Check that every tensor needed is there and fits; nothing is read.
+    """Check that every required tensor is stored with the right shape. Reads no tensor.
 
     Raises:
         WorkhorseError: a tensor is missing or has another shape.
@@ -290,15 +292,15 @@ def check(moves: Sequence[Move], shapes: Mapping[str, Shape], source: TensorSour
     for move in moves:
         for name in move.theirs:
             if name not in stored:
-                raise WorkhorseError(f"tensor {name!r} is missing; the checkpoint is not whole")
+                raise WorkhorseError(f"tensor {name!r} is missing; the checkpoint is incomplete")
         theirs = [torch.empty(stored[name], device="meta") for name in move.theirs]
         wanted = [torch.empty(shapes[name], device="meta") for name in move.ours]
         expected = move.rule.put(wanted, [shapes[name] for name in move.ours], move.block)
         for name, found, fits in zip(move.theirs, theirs, expected, strict=True):
             if found.shape != fits.shape:
                 raise WorkhorseError(
-                    f"tensor {name!r} has shape {tuple(found.shape)} where the config makes "
-                    f"{tuple(fits.shape)}; they are not of one model"
+                    f"tensor {name!r} has shape {tuple(found.shape)}, but the config needs "
+                    f"{tuple(fits.shape)}; use files of the same model"
                 )
 
 
@@ -309,14 +311,14 @@ def read_tensors(
     """Copy tensors from the source into our parameters, one move at a time, the largest first.
 
     Raises:
-        WorkhorseError: one holds integers or booleans, which are not weights.
+        WorkhorseError: a tensor holds integers or booleans, which are not weights.
     """
 
     def n_bytes(move: Move) -> int:
         return sum(parameters[name].nbytes for name in move.ours)
 
-    # A tensor's mapped pages are in memory beside its copy until they are released. That makes the
-    # peak if it is a large tensor's turn when almost all copies are there.
+    # The mapped pages of a tensor stay in memory beside its copy until they are released. Copying a
+    # large tensor last, when almost all copies exist, would raise the memory peak.
     for move in sorted(moves, key=n_bytes, reverse=True):
         shapes = [tuple(parameters[name].shape) for name in move.ours]
         stored = [source.read(name) for name in move.theirs]
@@ -328,27 +330,27 @@ def read_tensors(
 
 
 def check_weight(name: str, tensor: Tensor) -> None:
-    """Refuse integers and booleans in place of weights.
+    """Check that a weight is not stored as integers or booleans.
 
     Raises:
-        WorkhorseError: the tensor holds them.
+        WorkhorseError: the tensor does not have a floating-point dtype.
     """
     if not tensor.is_floating_point():
         raise WorkhorseError(
-            f"tensor {name!r} holds {dtype_name(tensor.dtype)}, which is no type of weights; "
-            "fetch the model in a floating-point type"
+            f"tensor {name!r} holds {dtype_name(tensor.dtype)}, which is not a dtype of weights; "
+            "download the model in a floating-point dtype"
         )
 
 
 def written_tensors(
     moves: Sequence[Move], parameters: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]]:
-    """The name, shape and dtype of every tensor to write, and a function that makes it.
+    """Name, shape and dtype of every tensor to write, and a function that makes it.
 
     Args:
-        moves: the plan.
-        parameters: ours.
-        dtype: of the written tensors, except those that are float32 in any model.
+        moves: result of `plan`.
+        parameters: our parameters by name.
+        dtype: dtype of the written tensors, except those that are always float32.
     """
     result: list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]] = []
     for move in moves:

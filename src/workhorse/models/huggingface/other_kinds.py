@@ -1,4 +1,4 @@
-"""Model types of transformers that are not supported, by what they are."""
+"""Unsupported model types of transformers, grouped by kind of model."""
 
 from fnmatch import fnmatchcase
 
@@ -9,15 +9,13 @@ OTHER_KINDS = {
         "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling* jamba kimi_linear lfm2* lfm3* "
         "nemotron_h* olmo_hybrid qwen3_next qwen3_5* qwen4_exp* zamba zamba2 zaya"
     ),
-    "a model whose attention selects what it reads": (
+    "a model with sparse attention that selects its keys": (
         "axk2 deepseek_v32 deepseek_v4 doge dots3_note* glm_moe_dsa hy_v4 minimax_m3*"
     ),
-    "a model whose layers are shared, nested or repeated": (
-        "gemma3n* gemma4* hrm_text longcat_flash"
-    ),
+    "a model with shared, nested or repeated layers": ("gemma3n* gemma4* hrm_text longcat_flash"),
     "a diffusion language model": "diffusion_gemma dream llada* sdar*",
-    "a model of bytes, hashes or segments": "blt cpmant reformer",
-    "a model of pictures, sound or video": (
+    "a model with bytes, hashes or segments instead of tokens": "blt cpmant reformer",
+    "an image, audio or video model": (
         "*_vl *_vl_* *asr *audio* *flamingo* *llava* *ocr* *omni* *speech* *vision* *vlm* blip* "
         "chameleon cosmos3* emu3 evolla florence2 fuyu git glm46v* glm4v* idefics* "
         "instructblip* internvl janus kimi_k25 kosmos* mllama molmo* moshi moss_* musicgen* "
@@ -34,11 +32,11 @@ OTHER_KINDS = {
         "pegasus* prophetnet seamless* switch_transformers t5* umt5"
     ),
 }
-"""Patterns of names. A name that is supported is not looked up here."""
+"""Name patterns by kind. Supported model types are not looked up here."""
 
 
 def other_kind(model_type: str) -> str | None:
-    """What a model type is, if it is known and no decoder-only transformer of ours."""
+    """Kind of a model type, if it is known and not supported; else None."""
     for kind, names in OTHER_KINDS.items():
         if any(fnmatchcase(model_type, name) for name in names.split()):
             return kind

@@ -1,8 +1,8 @@
-"""Rotations in `config.json`: how every family since LLaMA writes theta, fraction and scaling.
+"""RoPE settings in `config.json`: theta, rotated fraction and scaling in all families since LLaMA.
 
-transformers 5 has one mapping, `rope_parameters`, or one for each kind of layer; older files have
-`rope_theta`, `rope_scaling` and `partial_rotary_factor` beside each other. Both are read and both
-are written. If a file has both mappings, `rope_scaling` counts, as in transformers.
+transformers 5 has one mapping, `rope_parameters`, or one for each kind of layer. Older files have
+`rope_theta`, `rope_scaling` and `partial_rotary_factor` as separate top-level keys. Both forms are
+read and written. If a file has both mappings, `rope_scaling` wins, as in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ BESIDE = {
     "partial_rotary_factor": "partial_rotary_factor",
     "rotary_pct": "partial_rotary_factor",
 }
-"""Keys beside a rotation's mapping, and the key inside it that says the same."""
+"""Top-level RoPE keys, mapped to the equivalent keys inside `rope_parameters`."""
 
 
 def read_rope(
@@ -48,19 +48,19 @@ def read_rope(
     older: Literal["replaces", "updates", "ignored"] = "replaces",
     **more: Any,
 ) -> RopeConfig:
-    """The rotation of a config.
+    """Read the RoPE settings of a config.
 
     Args:
         hf: the config.
-        theta: the family's default.
-        theta_key: its key beside the mapping, one of `BESIDE`; None if that is passed over.
-        fraction: the family's default fraction of a head that is rotated.
-        fraction_key: its key beside the mapping, as `theta_key`.
-        pairing: which features are paired; no config says it.
-        layer_type: the kind of layer, if kinds have separate rotations.
-        scaled: whether the scaling applies to this kind of layer.
-        absent: the scaling of a config that does not mention rotation.
-        older: what `rope_scaling` does to this kind of layer if `rope_parameters` has one mapping
+        theta: default theta in the family.
+        theta_key: top-level key of theta, one of `BESIDE`; None if it is ignored.
+        fraction: default fraction of each head that is rotated.
+        fraction_key: top-level key of the fraction; None if it is ignored.
+        pairing: pairing of features; no config states it.
+        layer_type: kind of layer, if each kind has its own settings.
+        scaled: True if the scaling applies to this kind of layer.
+        absent: scaling for a config without RoPE settings.
+        older: effect of `rope_scaling` on this kind of layer if `rope_parameters` has one mapping
             for each kind.
         more: further fields of `RopeConfig`.
     """
@@ -72,7 +72,7 @@ def read_rope(
     theta = rope.get("rope_theta", theta)
     fraction = rope.get("partial_rotary_factor", fraction)
     counts = {"rope_theta": theta, "partial_rotary_factor": fraction}
-    for beside, key in BESIDE.items():  # what is passed over without a line in `contradictions`
+    for beside, key in BESIDE.items():  # ignored keys that get no line from `contradictions`
         if key in rope.values or hf.values.get(beside) == counts[key]:
             hf.ignore(beside)
     return RopeConfig(
@@ -85,18 +85,18 @@ def read_rope(
 
 
 def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """A line for each setting of the rotation that a config states twice and differently.
+    """One line for each RoPE setting that a config gives twice and differently.
 
-    `rope_scaling` counts before `rope_parameters`, and a value inside a mapping before one beside
-    it, as in transformers.
+    `rope_scaling` wins over `rope_parameters`, and a value inside a mapping wins over a top-level
+    value, as in transformers.
     """
     found: list[str] = []
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(name)
     if name == "rope_scaling" and _differs(values):
         found.append(
-            "rope_scaling differs from rope_parameters; rope_scaling counts (repeat rope_theta in "
-            "it, if the default is not meant)"
+            "rope_scaling differs from rope_parameters; rope_scaling is used (set rope_theta in it "
+            "unless the default is right)"
         )
     rope = cast(Data, rope) if isinstance(rope, Mapping) else {}
     mappings = [rope, *(cast(Data, one) for one in rope.values() if isinstance(one, Mapping))]
@@ -105,12 +105,12 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         inside = [one[inner] for one in mappings if one.get(inner) is not None]
         if inside and beside is not None and beside not in inside:
             counts = " and ".join(dict.fromkeys(map(str, inside)))
-            found.append(f"{key}={beside} is not the {counts} of {name}, which counts")
+            found.append(f"{key}={beside} is ignored; {name} has {counts}")
     return found
 
 
 def _differs(values: Mapping[str, Any]) -> bool:
-    """Whether `rope_scaling` says another rotation than `rope_parameters` beside it."""
+    """True if `rope_scaling` and `rope_parameters` describe different settings."""
     older, newer = values["rope_scaling"], values.get("rope_parameters")
     if not (isinstance(older, Mapping) and isinstance(newer, Mapping) and newer):
         return False
@@ -128,7 +128,7 @@ def _differs(values: Mapping[str, Any]) -> bool:
 
 
 def rope_section(hf: Fields) -> Fields | None:
-    """`rope_scaling`, or else `rope_parameters`, in the order of transformers."""
+    """`rope_scaling` if it is given, else `rope_parameters`: the precedence in transformers."""
     for key in ("rope_scaling", "rope_parameters"):
         if hf.values.get(key):
             return hf.section(key)
@@ -148,7 +148,7 @@ def _rope_fields(
         nested.ignore(*nested.values)
         rope.ignore(*rope.values)
         return Fields({**nested.values, **rope.values}, rope.where)
-    rope.ignore("full_attention", "sliding_attention")  # of kinds that no layer has
+    rope.ignore("full_attention", "sliding_attention")  # for kinds that no layer has
     nested = rope.section(layer_type) if layer_type else None
     return nested or rope
 
@@ -173,9 +173,9 @@ def _context(hf: Fields) -> int:
 
 
 def _original(rope: Fields, hf: Fields) -> int:
-    """The context length of the original training, before it was extended.
+    """Context length of the original training, before it was extended.
 
-    If it is given both beside the rotation and inside it, the one beside counts.
+    If it is given both at the top level and inside the mapping, the top level wins.
     """
     inside = rope.optional("original_max_position_embeddings", int)
     beside = hf.optional("original_max_position_embeddings", int)
@@ -207,7 +207,7 @@ def _yarn(rope: Fields, hf: Fields) -> YarnScalingConfig:
         truncate=rope.get("truncate", True),
     )
     halfway = scaling.mscale_all_dim and not rope.get("mscale", 0.0)
-    if halfway and scaling.attention_factor is None:  # one without the other divides nothing
+    if halfway and scaling.attention_factor is None:  # transformers divides only if both are given
         return scaling.replace(attention_factor=scaling.growth(1.0))
     return scaling
 
@@ -238,7 +238,7 @@ _SCALINGS: dict[str, Callable[[Fields, Fields], RopeScalingConfig]] = {
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
-    "su": _longrope,  # the first name of Phi-3's files
+    "su": _longrope,  # older name, in Phi-3's first files
 }
 _NAMES = {"dynamic_ntk": "dynamic"}
 _KEYS = {"original_max_seq_len": "original_max_position_embeddings"}
@@ -255,19 +255,19 @@ def written_rope(position: Data) -> Data:
 
 
 def rope_parameters(data: Data) -> Data:
-    """`rope_parameters` of the first layer with a rotation."""
+    """`rope_parameters` of the first layer with RoPE."""
     return written_rope(_first_rope(data))
 
 
 def rope_scaling(data: Data) -> Data:
-    """`rope_scaling` of the first layer with a rotation."""
+    """`rope_scaling` of the first layer with RoPE."""
     return older_scaling(written_rope(_first_rope(data)))
 
 
 def older_scaling(rope: Data) -> Data:
-    """`rope_scaling` of a written rotation, for readers older than transformers 5."""
+    """`rope_scaling` of written RoPE settings, for readers older than transformers 5."""
     if rope["rope_type"] == "default":
-        raise KeyError("rope_scaling")  # older readers want no mapping at all
+        raise KeyError("rope_scaling")  # older readers expect no mapping at all
     return {key: value for key, value in rope.items() if key != "rope_theta"}
 
 
@@ -283,4 +283,4 @@ ROPE_KEYS: dict[str, Callable[[Data], object]] = {
     "rope_theta": lambda data: _first_rope(data)["theta"],
     "rope_scaling": rope_scaling,
 }
-"""How a rotation shared by all layers is written."""
+"""Keys for RoPE settings that all layers share."""

@@ -1,1 +1,1 @@
-"""Published models whose presets are what their `config.json` says, one file per family."""
+"""Presets read from the `config.json` of published models, one file per family."""

@@ -16,7 +16,7 @@ bloom = Release(
 
 
 def size(name: str, parameters: int, width: int, depth: int, heads: int, *, printed: str) -> Preset:
-    """A BLOOM: its feed-forward is four times as wide as the model."""
+    """One size of BLOOM. The feed-forward is four times as wide as the model."""
     return bloom(name, parameters, printed=printed, hidden_size=width, n_layer=depth, n_head=heads)
 
 

@@ -6,7 +6,7 @@ from workhorse.models.families.released.release import Release
 
 
 def stretched(mscale: float) -> dict[str, Any]:
-    """YaRN of a model that was trained on 4,096 tokens."""
+    """YaRN scaling of a model trained on sequences of 4,096 tokens."""
     return {
         "rope_type": "yarn",
         "factor": 40.0,
@@ -93,8 +93,8 @@ PRESETS = (
         671_026_419_200,
         printed="671B",
         notes=(
-            "The files hold a 62nd layer too, which predicts a second token in training; it is "
-            "left out.",
+            "The files also hold a 62nd layer, which predicts a second token in training; it is "
+            "omitted.",
         ),
         hidden_size=7168,
         num_hidden_layers=61,

@@ -38,14 +38,14 @@ SEEING: dict[str, Any] = {
     "max_position_embeddings": 131_072,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
-TEXT = "The text part of a model that reads images too; those have 64 tokens of the vocabulary."
+TEXT = "The text part of a model that also reads images; 64 tokens in the vocabulary are for those."
 
 PRESETS = (
     gemma2(
         "gemma-2-2b",
         2_614_341_888,
         printed="2B",
-        notes=("Named 2B; it holds 2.61B, 590M of them the embedding.",),
+        notes=("Named 2B; it has 2.61B, including 590M in the embedding.",),
         hidden_size=2304,
         num_hidden_layers=26,
         num_attention_heads=8,
@@ -78,7 +78,7 @@ PRESETS = (
         "gemma-3-270m",
         268_098_176,
         printed="270M",
-        notes=("Named 270M; it holds 268.1M, 168M of them the embedding.",),
+        notes=("Named 270M; it has 268.1M, including 168M in the embedding.",),
         hidden_size=640,
         num_hidden_layers=18,
         num_attention_heads=4,

@@ -6,7 +6,7 @@ from workhorse.models.families.released.release import Release
 
 
 def stretched(factor: float) -> dict[str, Any]:
-    """Llama 3.1's scaling of the rotation."""
+    """RoPE scaling of Llama 3.1."""
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 LONG: dict[str, Any] = {"max_position_embeddings": 131_072, "rope_scaling": stretched(8.0)}
-ROUNDED = "A name more than a count: the released shape holds 70.55B, printed as 70B."
+ROUNDED = "Printed as 70B, a name more than a count; the released model has 70.55B."
 SMALL: dict[str, Any] = {
     "max_position_embeddings": 131_072,
     "rope_scaling": stretched(32.0),
@@ -66,7 +66,7 @@ PRESETS = (
         "llama-3.1-405b",
         405_853_388_800,
         printed="405B",
-        notes=("A name more than a count: the released shape holds 405.85B, printed as 405B.",),
+        notes=("Printed as 405B, a name more than a count; the released model has 405.85B.",),
         **SIZES["405B"],
         **LONG,
     ),

@@ -43,7 +43,7 @@ PRESETS = (
         vocab_size=32768,
         rope_theta=1e6,
         sliding_window=None,
-        notes=("From version 0.2 on there is no window, and theta is a million.",),
+        notes=("Since version 0.2 there is no window, and theta is 1e6.",),
     ),
     mixtral(
         "mixtral-8x7b",

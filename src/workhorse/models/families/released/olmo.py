@@ -56,7 +56,7 @@ PRESETS = (
         "olmo-2-13b",
         13_716_198_400,
         printed="13B",
-        notes=("A name more than a count: the released shape holds 13.72B, named 13B.",),
+        notes=("Named 13B; the released model has 13.72B.",),
         hidden_size=5120,
         num_hidden_layers=40,
         num_attention_heads=40,

@@ -16,7 +16,7 @@ opt = Release(
 
 
 def size(name: str, parameters: int, width: int, depth: int, heads: int, *, printed: str) -> Preset:
-    """An OPT: its feed-forward is four times as wide as the model."""
+    """One size of OPT. The feed-forward is four times as wide as the model."""
     return opt(
         name,
         parameters,
@@ -36,7 +36,7 @@ PRESETS = (
         331_196_416,
         printed="350M",
         notes=(
-            "Named 350M; it holds 331.2M. It alone is post-norm and has an embedding narrower "
+            "Named 350M; it has 331.2M. Only this size is post-norm, with an embedding narrower "
             "than the model.",
         ),
         hidden_size=1024,

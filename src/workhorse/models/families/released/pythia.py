@@ -38,7 +38,7 @@ def size(
     printed: str = "",
     notes: tuple[str, ...] = (),
 ) -> Preset:
-    """A Pythia: its feed-forward is four times as wide as the model."""
+    """One size of Pythia. The feed-forward is four times as wide as the model."""
     return pythia(
         name,
         parameters,
@@ -54,8 +54,24 @@ def size(
 
 PRESETS = (
     size("pythia-70m", 70_426_624, 512, 6, 8, printed="70M"),
-    size("pythia-160m", 162_322_944, 768, 12, 12, printed="160M", notes=("Named 160M: 162.3M.",)),
-    size("pythia-410m", 405_334_016, 1024, 24, 16, printed="410M", notes=("Named 410M: 405.3M.",)),
+    size(
+        "pythia-160m",
+        162_322_944,
+        768,
+        12,
+        12,
+        printed="160M",
+        notes=("Named 160M; it has 162.3M.",),
+    ),
+    size(
+        "pythia-410m",
+        405_334_016,
+        1024,
+        24,
+        16,
+        printed="410M",
+        notes=("Named 410M; it has 405.3M.",),
+    ),
     size("pythia-1b", 1_011_781_632, 2048, 16, 8, printed="1.0B"),
     size("pythia-1.4b", 1_414_647_808, 2048, 24, 16, printed="1.4B"),
     size("pythia-2.8b", 2_775_208_960, 2560, 32, 32, printed="2.8B"),
@@ -73,7 +89,7 @@ PRESETS = (
         "gpt-neox-20b",
         20_554_567_680,
         printed="20B",
-        notes=("Named 20B; it holds 20.55B.",),
+        notes=("Named 20B; it has 20.55B.",),
         vocab_size=50432,
         hidden_size=6144,
         num_hidden_layers=44,

@@ -38,7 +38,7 @@ qwen3_moe = Release(
     use_sliding_window=False,
     tie_word_embeddings=False,
 )
-BASE = "The base model's config.json gives it 32,768 positions; this is the chat model's."
+BASE = "The base model's config.json has 32,768 positions; this preset has the chat model's."
 
 PRESETS = (
     qwen25(
@@ -84,7 +84,7 @@ PRESETS = (
         "qwen2.5-7b",
         7_615_616_512,
         printed="7.61B",
-        notes=("Printed as 7.61B; the released shape holds 7.616B.",),
+        notes=("Printed as 7.61B; the released model has 7.616B.",),
         vocab_size=152_064,
         hidden_size=3584,
         num_hidden_layers=28,
@@ -97,7 +97,7 @@ PRESETS = (
         "qwen2.5-14b",
         14_770_033_664,
         printed="14.7B",
-        notes=("Printed as 14.7B; the released shape holds 14.77B.",),
+        notes=("Printed as 14.7B; the released model has 14.77B.",),
         vocab_size=152_064,
         hidden_size=5120,
         num_hidden_layers=48,
@@ -111,7 +111,7 @@ PRESETS = (
         "qwen2.5-32b",
         32_763_876_352,
         printed="32.5B",
-        notes=("Printed as 32.5B; the released shape holds 32.76B.",),
+        notes=("Printed as 32.5B; the released model has 32.76B.",),
         vocab_size=152_064,
         hidden_size=5120,
         num_hidden_layers=64,

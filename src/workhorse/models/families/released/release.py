@@ -1,4 +1,4 @@
-"""A preset out of the fields of a published `config.json`."""
+"""Makes presets from the fields of a published `config.json`."""
 
 from functools import partial
 from typing import Any
@@ -9,13 +9,13 @@ from workhorse.nn import DecoderConfig
 
 
 class Release:
-    """What the sizes of a family share; a call is one size.
+    """The fields that all sizes of a family share. A call makes the preset of one size.
 
     Args:
-        model_type: of transformers, whose reader makes the config.
-        source: where the fields were published.
-        shared: fields of `config.json` that all sizes have. What transformers ignores, and what
-            tells of a tokenizer or of training, is left out.
+        model_type: model type in transformers; its reader makes the config.
+        source: publication of the fields.
+        shared: fields of `config.json` that all sizes have. Fields that transformers ignores, and
+            fields about the tokenizer or training, are omitted.
     """
 
     def __init__(self, model_type: str, source: str, **shared: Any) -> None:
@@ -32,15 +32,15 @@ class Release:
         part: bool = False,
         **fields: Any,
     ) -> Preset:
-        """One size.
+        """Make the preset of one size.
 
         Args:
             name: see `Preset`.
             parameters: see `Preset`.
             printed: see `Preset`.
             notes: see `Preset`.
-            part: whether the model is a part of what was published.
-            fields: of its `config.json`; over those that are shared.
+            part: True if the model is only a part of the published model.
+            fields: further fields of its `config.json`; they override the shared fields.
         """
         released = {**self.shared, **fields}
         return Preset(
@@ -56,5 +56,5 @@ class Release:
 
 
 def read_released(released: dict[str, Any]) -> DecoderConfig:
-    """The config that a `config.json` says."""
+    """Read the config from the fields of a `config.json`."""
     return family(released["model_type"]).read(Fields(released))

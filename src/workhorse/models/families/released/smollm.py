@@ -28,7 +28,7 @@ PRESETS = (
         "smollm2-360m",
         361_821_120,
         printed="360M",
-        notes=("Named 360M; it holds 361.8M.",),
+        notes=("Named 360M; it has 361.8M.",),
         hidden_size=960,
         num_hidden_layers=32,
         num_attention_heads=15,

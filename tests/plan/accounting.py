@@ -185,27 +185,27 @@ def measure_all(only: list[str], tell: Any = lambda line: None) -> list[Row]:
 HEADING = """\
 # Accounting: predicted and measured
 
-What `workhorse plan` says of a training step beside what a real one does on a CPU, over {count}
+Predictions of `workhorse plan` for a training step, compared with a real step on a CPU, for {count}
 models and settings (PyTorch {torch}). Made by `python -m tests.plan.accounting --out
-docs/accounting.md`; `make campaign-accounting` checks the bounds. {native} run with the native
-operators, {plain} with PyTorch's alone. `kernel: flex` has no row: it does not train on a CPU.
+docs/accounting.md`; `make campaign-accounting` checks the bounds. {native} run with native
+operators, {plain} only with PyTorch's. `kernel: flex` has no row: it does not train on a CPU.
 
 | quantity | measured by | largest difference |
 |---|---|---|
 {summary}
 
-- **operations**: PyTorch's counter, forward and backward, on the kernel `eager`. It also counts the
-  keys that windows and chunks hide; these are added to ours here, and to nothing else. It does not
-  know the grouped product of experts, so it is told. What checkpointing repeats is counted by
-  neither.
-- **activations**: saved-tensor hooks, each storage once, if autograd still has it when the forward
-  pass ends, and what checkpointing keeps in closures; but not the state of the random generator,
-  5,056 bytes a layer, which `plan` leaves out.
-- **cache**: of the paged cache, all layers, in float32.
-- **peak**: PyTorch's own record of its CPU allocator during the second step. What is missing is
-  what operators allocate inside themselves and free before they end: for most rows oneDNN's copies
-  of matrices in the order in which it multiplies them. They are as large as one matrix, so they
-  matter less the more layers there are.
+- **operations**: PyTorch's counter, forward and backward, on the kernel `eager`. The counter
+  includes keys that windows and chunks mask; these are added to our count here, and nothing else
+  is. The counter does not know the grouped matmul of experts, so the tests register it. Neither
+  count includes recomputation by checkpointing.
+- **activations**: saved-tensor hooks. Each storage counts once if autograd still has it at the end
+  of the forward pass. Tensors that checkpointing keeps in closures count too. The state of the
+  random generator, 5,056 bytes per layer, is excluded, as in `plan`.
+- **cache**: the paged cache, all layers, in float32.
+- **peak**: PyTorch's own record of its CPU allocator during the second step. The prediction omits
+  memory that operators allocate and free internally: for most rows oneDNN's copies of matrices in
+  the order in which it multiplies them. Such a copy is as large as one matrix, so the difference
+  gets smaller with more layers.
 
 """
 COLUMNS = (

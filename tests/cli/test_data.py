@@ -87,7 +87,7 @@ def test_inspect_for_a_person(capsys) -> None:
     ("arguments", "line"),
     [
         (["prepare", "missing.yaml"], "cannot read missing.yaml: No such file"),
-        (["prepare", "recipe.yaml", "data.corpus.path=nowhere"], "there is no folder nowhere in "),
+        (["prepare", "recipe.yaml", "data.corpus.path=nowhere"], "the folder nowhere in "),
         (["prepare", "recipe.yaml", "data.corpsu=stdlib"], "did you mean 'corpus'?"),
         (["inspect", "recipe.yaml", "train.seq_len=5000"], "fewer than one window of"),
         (

@@ -168,7 +168,7 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
     assert ", in place of the tokenizer that was there\n" in capsys.readouterr().out
     assert load_tokenizer(out).vocab_size == 290
     assert main([*train, "300", "--out", str(corpus)]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    assert "has other files and no tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,14 +177,14 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
         (["CORPUS"], "bpe needs --vocab-size; 4096 suits a small corpus"),
         (["--vocab-size", "300"], "no FILES to train bpe on; name some, or - for stdin"),
         (["CORPUS", "--vocab-size", "200"], "vocab_size: 200 is too small"),
-        (["CORPUS", "--vocab-size", "260"], "vocab_size=260 has no room"),
+        (["CORPUS", "--vocab-size", "260"], "vocab_size=260 is too small for the bytes"),
         (["CORPUS", "--vocab-size", "300", "--set", "digit=1"], "did you mean 'digits'?"),
         (["CORPUS", "--vocab-size", "300", "--set", "digits"], "'digits' is not a setting"),
         (["CORPUS", "--vocab-size", "300", "--set", "kind=unigram"], "use --algorithm"),
         (["CORPUS", "--vocab-size", "300", "--set", "vocab_size=400"], "use --vocab-size"),
         (["CORPUS", "--vocab-size", "many"], "'many' is not a whole number"),
         (["nowhere.txt", "--vocab-size", "300"], "nowhere.txt"),
-        (["CORPUS/empty", "--vocab-size", "300"], "the corpus holds no text"),
+        (["CORPUS/empty", "--vocab-size", "300"], "the corpus has no text"),
         (["CORPUS/latin", "--vocab-size", "300"], "UTF-8"),
         (["CORPUS", "--algorithm", "spm"], "'spm' is not one of"),
         (["--algorithm", "bytes", "--vocab-size", "300"], "does not go with bytes"),
@@ -226,7 +226,7 @@ def test_a_report_without_a_tokenizer_or_texts_is_one_line(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tokenizer", "report", str(corpus), str(corpus)]) == 2
-    assert "; give the folder of a tokenizer, or of a model with one" in capsys.readouterr().err
+    assert "merges.txt; choose a folder with such files" in capsys.readouterr().err
     main(["tokenizer", "train", "--algorithm", "bytes", "--out", str(tmp_path / "out")])
     assert main(["tokenizer", "report", str(tmp_path / "out")]) == 2
     assert "no FILES to measure on" in capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_a_folder_inside_the_corpus(make_study, fields, tmp_path: Path):
         (texts / f"{name}.txt").write_text(f"text {name} of some words\n" * 20)
     data = {"corpus": {"kind": "folder", "path": str(texts)}}
     study = make_study(base={**fields["base"], "data": data})
-    with pytest.raises(WorkhorseError, match="lies in the corpus"):
+    with pytest.raises(WorkhorseError, match="is inside the corpus"):
         compare(study, texts / "out")
     assert len(list(texts.iterdir())) == 3
 

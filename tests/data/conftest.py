@@ -1,4 +1,4 @@
-"""A byte tokenizer, and streams held in memory."""
+"""A byte tokenizer, and token streams in memory."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from workhorse.data import Split, TokenStream
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, then bos and eos."""
+    """A tokenizer with the ids 0 to 255 for UTF-8 bytes, 256 for bos and 257 for eos."""
 
     vocab_size = 258
     bos_id: int | None = 256
@@ -25,7 +25,7 @@ class ByteTokenizer:
         return [list(text.encode()) for text in texts]
 
     def count_unknown(self, ids: Sequence[int]) -> int:
-        """GPT-2's unk is its eos, which here too ends documents and comes of no text."""
+        """Count eos too: GPT-2's unk is its eos, which ends documents and never comes from text."""
         return ids.count(257) + ids.count(ord("?"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -38,11 +38,11 @@ def tokenizer() -> ByteTokenizer:
     return ByteTokenizer()
 
 
-@pytest.fixture(scope="session")  # hypothesis asks it many times
+@pytest.fixture(scope="session")  # hypothesis calls it many times
 def make_split() -> Callable[..., Split]:
-    """A split of streams of counting tokens, so that a token tells its position.
+    """Return a function that makes a split in which each token shows its position.
 
-    Each argument is the lengths of the documents of one source.
+    Each argument of the function is the list of document lengths of one source.
     """
 
     def make(*sources: Sequence[int], weights: Sequence[float] | None = None) -> Split:

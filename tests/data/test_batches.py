@@ -59,7 +59,7 @@ def test_the_stream_of_rows_does_not_depend_on_the_batch_size(make_split: MakeSp
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_random_stops_leave_the_stream_as_it_is(make_split: MakeSplit, packing: str) -> None:
-    """A thousand, now and then with another batch size, on one to four processes; over epochs."""
+    """Simulate 1,000 resumes over many epochs, with changing batch sizes and 1 to 4 processes."""
     chance = random.Random(packing)
     split = make_split([40, 7, 90] * 20, [300, 5] * 4, weights=[2, 1])
     settings = {"seq_len": 8, "seed": 3, "packing": packing}
@@ -85,7 +85,7 @@ def test_random_stops_leave_the_stream_as_it_is(make_split: MakeSplit, packing: 
 
 
 class Stream:
-    """SHA-256 of the rows that are added, of their tokens, targets … each."""
+    """SHA-256 over all added rows, one for each field of `Batch`."""
 
     def __init__(self) -> None:
         self.hashes = {field.name: hashlib.sha256() for field in fields(Batch)}
@@ -185,10 +185,10 @@ def test_a_small_source_starts_over_while_a_large_one_goes_on(make_split: MakeSp
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"seq_len": 0}, "seq_len=0 is not a size; choose 1 or more"),
-        ({"batch_size": -1}, "batch_size=-1 is not a size; choose 1 or more"),
-        ({"seq_len": 10}, "'source0' has 10 tokens to train on, fewer than one window of"),
-        ({"seq_len": 10, "packing": "random_windows"}, "smaller seq_len"),
+        ({"seq_len": 0}, "seq_len=0 is less than 1; choose 1 or more"),
+        ({"batch_size": -1}, "batch_size=-1 is less than 1; choose 1 or more"),
+        ({"seq_len": 10}, "'source0' has 10 training tokens, fewer than one window of"),
+        ({"seq_len": 10, "packing": "random_windows"}, "add text or reduce seq_len"),
     ],
 )
 def test_impossible_batches_are_refused(make_split: MakeSplit, change: dict, line: str) -> None:

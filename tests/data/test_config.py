@@ -57,10 +57,10 @@ def test_sources_of_a_mixture_weigh_one_unless_told() -> None:
         ),
         (
             {"kind": "text", "path": "a", "validation": "-"},
-            "corpus: the standard input can train but not validate; name a file",
+            "corpus: validation=- is not supported: stdin can only be training data; name a file",
         ),
         ({"kind": "mixture", "sources": {}}, "a mixture needs sources; name at least one"),
-        ({"kind": "mixture", "sources": {"a/b": "stdlib"}}, "'a/b' cannot name a source"),
+        ({"kind": "mixture", "sources": {"a/b": "stdlib"}}, "'a/b' is not a valid source name"),
         (
             {"kind": "mixture", "sources": {"a": "stdlib"}, "weights": {"b": 1}},
             r"'b' is not one of the sources \(a\)",

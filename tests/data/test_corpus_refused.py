@@ -1,4 +1,4 @@
-"""Text that cannot be prepared is named, with what to do, and nothing of it stays."""
+"""A corpus that cannot be prepared gives an error with a remedy, and no files are left."""
 
 import re
 from pathlib import Path
@@ -12,13 +12,13 @@ from workhorse.errors import WorkhorseError
 @pytest.mark.parametrize(
     ("content", "fraction", "line"),
     [
-        ("", 0.1, "corpus.txt is empty: none for the validation split; give it some"),
-        ("", 0.0, "corpus.txt is empty: none for the train split; give it some"),
+        ("", 0.1, "corpus.txt is empty: no text for the validation split; add some"),
+        ("", 0.0, "corpus.txt is empty: no text for the train split; add some"),
         (
             "x",
             0.1,
-            "corpus.txt is too short to hold out a part; give it more, or train on all of it with "
-            r"data\.corpus\.validation_fraction=0$",
+            "corpus.txt is too short to hold out a part for validation; add more, or train on all "
+            r"text with data\.corpus\.validation_fraction=0$",
         ),
     ],
 )
@@ -34,12 +34,12 @@ def test_a_corpus_without_text_is_refused(
 def test_a_pattern_that_matches_no_file_is_named(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "texts/deep").mkdir(parents=True)
     config = DataConfig(corpus={"kind": "folder", "path": tmp_path / "texts", "glob": "*.zzz"})
-    with pytest.raises(WorkhorseError, match="texts holds no file; name another folder"):
+    with pytest.raises(WorkhorseError, match="texts has no files; name another folder"):
         prepare(config, tokenizer, tmp_path / "data")
     for name in ("a.txt", "deep/b.txt", ".hidden"):
         (tmp_path / "texts" / name).write_text("text")
     with pytest.raises(
-        WorkhorseError, match=r"glob='\*\.zzz' matches no file in .*s \(it holds 2\);"
+        WorkhorseError, match=r"glob='\*\.zzz' matches no file in .*s \(it has 2\);"
     ):
         prepare(config, tokenizer, tmp_path / "data")
 
@@ -48,22 +48,20 @@ def test_a_folder_of_empty_files_is_not_called_empty(tokenizer, tmp_path: Path) 
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).touch()
     config = DataConfig(corpus={"kind": "folder", "path": tmp_path})
-    with pytest.raises(
-        WorkhorseError, match="has no text in the files that are read: none for the valid"
-    ):
+    with pytest.raises(WorkhorseError, match="has no text in its files: no text for the valid"):
         prepare(config, tokenizer, tmp_path / "data")
 
 
-@pytest.mark.parametrize("name", ["b.txt", "a.txt"])  # by their hashes, b trains and a is held out
+@pytest.mark.parametrize("name", ["b.txt", "a.txt"])  # by hash, b trains, a is held out
 def test_a_single_document_cannot_train_and_be_held_out(
     tokenizer, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / name).write_text("the only text")
     folder = {"kind": "folder", "path": tmp_path / "texts"}
-    remedy = "give it more, or train on all of it with data.corpus.validation_fraction=0"
+    remedy = "add more, or train on all text with data.corpus.validation_fraction=0"
     with pytest.raises(
-        WorkhorseError, match=f"texts has one document, and needs two .*; {re.escape(remedy)}$"
+        WorkhorseError, match=f"texts has only one document, but .* needs two; {re.escape(remedy)}$"
     ):
         prepare(DataConfig(corpus=folder), tokenizer, tmp_path / "data")
     mixture = {"kind": "mixture", "sources": {"notes": folder}}

@@ -95,7 +95,7 @@ def test_a_terminal_is_not_a_corpus(monkeypatch: pytest.MonkeyPatch, piped: None
 
 @pytest.fixture
 def piped() -> Iterator[None]:
-    """Forget the standard input before and after."""
+    """Clear the cached copy of the standard input before and after the test."""
     files._stdin_file.cache_clear()
     yield
     if files._stdin_file.cache_info().currsize:
@@ -128,7 +128,7 @@ def test_bad_bytes_are_replaced_where_asked(tmp_path: Path) -> None:
     ]
 
 
-# Long texts
+# Long documents
 
 
 @given(st.text(alphabet="ab \n\r", max_size=200), st.integers(1, 20))
@@ -177,8 +177,8 @@ def test_held_out_files_stay_held_out_when_others_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "fraction", "held"),
     [
-        ("bcde", 0.1, "c"),  # their hashes are 0.999, 0.31, 0.99 and 0.80 of all
-        ("abcde", 0.1, "a"),  # 0.097, within the tenth
+        ("bcde", 0.1, "c"),  # the hashes are 0.999, 0.31, 0.99 and 0.80 of the range
+        ("abcde", 0.1, "a"),  # the hash is 0.097, below 0.1
         ("bd", 0.999, "d"),
         ("bd", 0.9995, "d"),  # both would be held out
     ],
@@ -188,7 +188,7 @@ def test_of_two_documents_or_more_each_split_gets_one(
 ) -> None:
     for name in names:
         (tmp_path / f"{name}.txt").write_text(name)
-    (tmp_path / "1.txt").write_text("")  # 0.04, and no text
+    (tmp_path / "1.txt").write_text("")  # the smallest hash, 0.04, but no text
     corpus = {"kind": "folder", "path": tmp_path, "validation_fraction": fraction}
     assert texts("validation", **corpus) == [held]
     assert texts(**corpus) == [name for name in names if name != held]
@@ -253,7 +253,7 @@ def test_equal_records_are_held_out_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_of_a_few_records_one_is_held_out(tmp_path: Path, kind: str) -> None:
-    words = ["one", "two", "", "three", "two"]  # the hash of "two" is the smallest: 0.25 of all
+    words = ["one", "two", "", "three", "two"]  # the hash of "two" is the smallest: 0.25
     write_jsonl(tmp_path / "a.jsonl", [{"text": word} for word in words])
     parquet.write_table(pyarrow.table({"text": words}), tmp_path / "a.parquet")
     corpus = {"kind": kind, "path": tmp_path / f"a.{kind}"}
@@ -273,14 +273,17 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
     assert list(iterate_texts(config, "validation")) == []
 
 
-# What can be wrong
+# Errors
 
 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
         (b'{"text": "a"}\n{"text": ', r"a\.jsonl:2 is not JSON: .*; correct or remove the line"),
-        (b'{"text": ' + b"[" * 5000, r"a\.jsonl:1 is nested too deep; correct or remove the line"),
+        (
+            b'{"text": ' + b"[" * 5000,
+            r"a\.jsonl:1 is nested too deeply; correct or remove the line",
+        ),
         (
             b'{"n": ' + b"9" * 5000 + b"}",
             r"a\.jsonl:1 is not JSON: Exceeds the limit .* conversion",
@@ -288,11 +291,11 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
         (b"[1]\n", r"a\.jsonl:1 is not a JSON object"),
         (
             b'{"txt": "a"}\n',
-            r"has no field 'text'; choose another with data\.corpus\.text_field \(did you mean",
+            r"has no field 'text'; set data\.corpus\.text_field to another field \(did you mean",
         ),
-        (b'{"text": 5}\n', "'text' is a int, not a text"),
+        (b'{"text": 5}\n', "'text' is a int, not a string; correct it"),
         (b'{"text": "ok"}\n{"text": "\xff"}\n', "byte 0xff at offset 25 is not UTF-8"),
-        (b'{"text": "\\ud800"}\n', r"holds a lone surrogate \\ud800"),
+        (b'{"text": "\\ud800"}\n', r"has a lone surrogate \\ud800"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, content: bytes, line: str) -> None:
@@ -308,7 +311,7 @@ def test_bad_records_are_mended_where_asked(tmp_path: Path) -> None:
 
 
 def write_parquet(path: Path, rows: list[bytes | None]) -> None:
-    """Rows of bytes in a column of strings, as other writers leave them."""
+    """Write bytes that are not UTF-8 into a string column, as some other writers do."""
     column = pyarrow.array(rows, pyarrow.binary())
     column = pyarrow.Array.from_buffers(pyarrow.string(), len(rows), column.buffers())
     parquet.write_table(pyarrow.table({"text": column}), path)
@@ -337,17 +340,21 @@ def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
         ({"kind": "text", "path": "/dev/zero"}, "is a pipe or device; name a file, or - for stdin"),
         ({"kind": "text", "path": "."}, "is a folder; name a file in it"),
         ({"kind": "folder", "path": "a.txt"}, "is not a folder; use kind: text for one file"),
-        ({"kind": "folder", "path": ".", "glob": ""}, "glob='' is not a pattern"),
-        ({"kind": "jsonl", "path": "."}, "holds no .jsonl or .* file; name another folder"),
-        ({"kind": "parquet", "path": "a.txt"}, "cannot read a.txt: .*; fetch it again"),
+        ({"kind": "folder", "path": ".", "glob": ""}, "glob='' is not a valid pattern"),
+        ({"kind": "jsonl", "path": "."}, "no .jsonl or .* file in .; name another folder"),
+        ({"kind": "parquet", "path": "a.txt"}, "cannot read a.txt: .*; download it again"),
         ({"kind": "parquet", "path": "a.parquet"}, "a.parquet has no column 'text'"),
         (
             {"kind": "parquet", "path": "a.parquet", "text_field": "id"},
-            r"column 'id' is int64; choose another with data\.corpus\.text_field \(known: id\)",
+            r"column 'id' has the type int64, not string; set data\.corpus\.text_field to another "
+            r"field \(known: id\)",
         ),
-        ({"kind": "parquet", "path": "twice.parquet"}, "twice.parquet has 2 columns 'text'; give"),
-        ({"kind": "text", "path": "cut.gz"}, "cut.gz is damaged: .*; fetch it again"),
-        ({"kind": "text", "path": "cut.zst"}, "cut.zst is damaged: .*; fetch it again"),
+        (
+            {"kind": "parquet", "path": "twice.parquet"},
+            "twice.parquet has 2 columns named 'text'; rename",
+        ),
+        ({"kind": "text", "path": "cut.gz"}, "cut.gz is damaged: .*; download it again"),
+        ({"kind": "text", "path": "cut.zst"}, "cut.zst is damaged: .*; download it again"),
     ],
 )
 def test_wrong_files_are_one_line(

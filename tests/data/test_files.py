@@ -1,4 +1,4 @@
-"""Which files a pattern finds, and what is said of those that it cannot look for."""
+"""Files that a pattern matches, errors for folders that cannot be searched, and zstd files."""
 
 import os
 from pathlib import Path
@@ -25,12 +25,14 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_that_cannot_be_read_is_not_passed_over(
     folder: Path, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Played, for root may read any folder."""
+    """Simulated, because root can read any folder."""
     able = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: Path(path) != folder / closed and able(path, mode)
     )
-    with pytest.raises(WorkhorseError, match=rf"cannot read the folder {folder / closed}; give"):
+    with pytest.raises(
+        WorkhorseError, match=rf"cannot read the folder {folder / closed}: perm.*; change"
+    ):
         visible_files(folder, "**/*")
     assert visible_files(folder, "*.txt") == [folder / "top.txt"]
 
@@ -44,14 +46,14 @@ def test_a_hidden_folder_may_be_closed(folder: Path, monkeypatch: pytest.MonkeyP
 def test_folders_too_deep_to_search_are_not_blamed_on_the_pattern(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Played, for newer versions of Python search them."""
+    """Simulated, because newer versions of Python can search such folders."""
 
     def too_deep(path: Path, pattern: str) -> list[Path]:
         raise RecursionError("maximum recursion depth exceeded")
 
     monkeypatch.setattr(Path, "glob", too_deep)
     with pytest.raises(
-        WorkhorseError, match=rf"folders in {folder} are nested too deep .*; name one fur"
+        WorkhorseError, match=rf"folders in {folder} are nested too deeply .*; name a fol"
     ):
         visible_files(folder, "**/*")
 
@@ -70,7 +72,7 @@ def test_a_zstd_file_cut_short_is_damaged_and_no_shorter_text(tmp_path: Path, si
     (tmp_path / "a.zst").write_bytes(b"".join(ZSTD_FRAMES)[:size])
     with (
         pytest.raises(
-            WorkhorseError, match=r"a\.zst is damaged: the file ends inside .*; fetch it"
+            WorkhorseError, match=r"a\.zst is damaged: the file ends inside .*; download"
         ),
         open_bytes(tmp_path / "a.zst") as file,
     ):

@@ -1,4 +1,4 @@
-"""Files that are not UTF-8 text are named with what they are and what to do, before any work."""
+"""Files that are not UTF-8 text give an error with their type and a remedy, before any work."""
 
 import gzip
 import io
@@ -90,17 +90,17 @@ def folder(tmp_path: Path) -> Path:
         (
             "z.png",
             PNG,
-            "z.png is a PNG picture, not text; leave it out with data.corpus.glob='**/*.txt'",
+            "z.png is a PNG picture, not text; exclude it with data.corpus.glob='**/*.txt'",
         ),
         (
             "z.txt",
             PNG,
-            "z.txt is a PNG picture, not text; leave it out with data.corpus.glob='**/*.md'",
+            "z.txt is a PNG picture, not text; exclude it with data.corpus.glob='**/*.md'",
         ),
         (
             "z.tar.gz",
             gzip.compress(tar(), mtime=0),
-            "z.tar.gz is a tar archive, not text; leave it out with data.corpus.glob='**/*.txt'",
+            "z.tar.gz is a tar archive, not text; exclude it with data.corpus.glob='**/*.txt'",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_file_is_refused_before_a_tokenizer_is_trained_or_text_encoded(
         corpus={"kind": "mixture", "sources": {"x": {"kind": "folder", "path": folder}}}
     )
     monkeypatch.setattr("workhorse.data.preparation.iterate_texts", None)
-    remedy = r"leave it out with data\.corpus\.sources\.x\.glob='\*\*/\*\.txt'"
+    remedy = r"exclude it with data\.corpus\.sources\.x\.glob='\*\*/\*\.txt'"
     with pytest.raises(WorkhorseError, match=remedy):
         prepare_tokenizer(tokenizer_config({"kind": "bpe", "vocab_size": 300}), config, tmp_path)
     with pytest.raises(WorkhorseError, match=remedy):
@@ -155,7 +155,7 @@ def test_a_bad_byte_near_the_beginning_is_found_by_the_first_look(folder: Path) 
             '{"text": "a"}\n'.encode("UTF-16"),
             "is UTF-16, not UTF-8; convert it to UTF-8",
         ),
-        ("z.jsonl", b'{"txt": "a"}\n', r"rename the one with the text \(did you mean 'txt'\?\)$"),
+        ("z.jsonl", b'{"txt": "a"}\n', r"rename the field with the text \(did you mean 'txt'\?\)$"),
         ("z.jsonl", b'{"text": "\\ud800"}\n', "lone surrogate .*; correct the line$"),
     ],
 )

@@ -36,7 +36,7 @@ def test_every_place_is_about_equally_likely_over_keys(size: int) -> None:
 
 
 def test_the_order_never_changes_between_versions() -> None:
-    """A run resumed with a later version must see the same rows."""
+    """A run that is resumed with a later version must get the same rows."""
     key = derive(1, "order", 0)
     assert permute(np.arange(10), 10, key).tolist() == [0, 3, 8, 2, 6, 9, 4, 5, 1, 7]
     assert permute(np.arange(290, 300), 300, key).tolist() == [

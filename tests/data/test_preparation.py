@@ -26,7 +26,7 @@ TEXTS = [f"document {i}: " + "é" * (i % 7) for i in range(40)]
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of a hundred tokens, encoded three documents at a time; no waiting for the disk."""
+    """Make shards of 100 tokens, encode three documents at a time, and skip fsync."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     monkeypatch.setattr(preparation, "SHARD_TOKENS", 100)
     monkeypatch.setattr(preparation, "BLOCK_PIECES", 3)
@@ -88,7 +88,9 @@ def test_it_is_told_if_more_is_held_out_than_trains(
     config = DataConfig(corpus={"kind": "folder", "path": texts})
     prepare(config, tokenizer, tmp_path / "data", tell=lines.append)
     assert bool(lines) == told
-    assert not told or lines[0].startswith("401 tokens are held out for validation and 4 train")
+    assert not told or lines[0].startswith(
+        "the validation split has 401 tokens and the training split 4, because only whole documents"
+    )
 
 
 def test_unknown_characters_are_counted_kept_and_told(
@@ -99,7 +101,7 @@ def test_unknown_characters_are_counted_kept_and_told(
     assert (known.train.unknown_rate, told) == (0, [])
     lines = [json.dumps({"text": text.replace("é", "?")}) + "\n" for text in TEXTS]
     config.sources["corpus"].path.write_text("".join(lines))
-    for _ in range(2):  # made, and found again
+    for _ in range(2):  # prepared, then opened again
         dataset = prepare(config, tokenizer, tmp_path / "data", tell=told.append)
         splits = (dataset.train, dataset.validation)
         tokens = sum(split.n_tokens for split in splits)
@@ -239,7 +241,9 @@ def test_an_unfinished_data_set_is_not_opened(
     with pytest.raises(KeyboardInterrupt):
         prepare(config, tokenizer, tmp_path / "data")
     (folder,) = (tmp_path / "data").iterdir()
-    with pytest.raises(WorkhorseError, match="was not prepared to the end; prepare it again"):
+    with pytest.raises(
+        WorkhorseError, match="is incomplete: its preparation was interrupted; run workhorse data"
+    ):
         open_dataset(folder)
 
 
@@ -361,5 +365,5 @@ def test_a_failure_of_the_tokenizer_is_passed_on(
 
 
 def test_no_data_is_not_a_data_set(tmp_path: Path) -> None:
-    with pytest.raises(WorkhorseError, match="holds no prepared data; run workhorse data prepare"):
+    with pytest.raises(WorkhorseError, match="has no prepared data; run workhorse data prepare"):
         open_dataset(tmp_path)

@@ -30,14 +30,14 @@ def test_every_module_is_in_one_split() -> None:
     )
     assert sorted(train + held) == sorted(module.name for module in stdlib.modules())
     assert 0.05 < len(held) / len(train + held) < 0.2
-    assert "json" in held  # the same modules on every machine
+    assert "json" in held  # the same modules on all machines
 
 
 @pytest.mark.parametrize(
     ("texts", "kept"),
     [
         (["\n".join(BODY), "\n".join(BODY)], [0]),
-        (["\n".join(BODY), "\n\n  ".join(BODY)], [0]),  # white space tells nothing
+        (["\n".join(BODY), "\n\n  ".join(BODY)], [0]),  # white space does not count
         (["\n".join(BODY), "\n".join([*BODY[:30], *"abcdefghij"])], [0]),
         (["\n".join(BODY), "\n".join([*BODY[:10], *map(str, range(30))])], [0, 1]),
         (["", "\n \n", "x"], [2]),

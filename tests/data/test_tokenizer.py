@@ -15,7 +15,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with every training."""
+    """A list that grows by one element with every training."""
     times: list[int] = []
 
     def train(*arguments: object) -> Tokenizer:
@@ -92,7 +92,7 @@ def test_progress_counts_the_training_text(config: DataConfig, tmp_path: Path) -
 
 
 def test_a_character_run_has_exactly_the_characters(config: DataConfig, tmp_path: Path) -> None:
-    """As nanoGPT prepares its Shakespeare: a token for each character, cut at nine tenths."""
+    """As in nanoGPT's character data: one token per character, split at 90%."""
     config.corpus.path.write_text(text := "0123456789" * 30 + "987")
     tokenizer = prepare_tokenizer(CharactersConfig(), config, tmp_path / "data")
     dataset = prepare(config, tokenizer, tmp_path / "data")

@@ -1,4 +1,4 @@
-"""One small tokenizer of each kind, trained once on text that holds a bit of everything."""
+"""One small tokenizer of each kind, trained once on a mixed corpus."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def trained() -> Callable[[str], Tokenizer]:
-    """The tokenizer of a name in `CONFIGS`."""
+    """Return a function that trains the tokenizer of a name in `CONFIGS` once."""
 
     def tokenizer(name: str) -> Tokenizer:
         if name not in _trained:
@@ -57,7 +57,7 @@ def trained() -> Callable[[str], Tokenizer]:
 
 @pytest.fixture(scope="session", params=list(CONFIGS))
 def tokenizer(request: pytest.FixtureRequest, trained: Callable[[str], Tokenizer]) -> Tokenizer:
-    """Each kind in turn."""
+    """The tokenizer of each kind, one after the other."""
     return trained(request.param)
 
 
@@ -66,5 +66,5 @@ def tokenizer(request: pytest.FixtureRequest, trained: Callable[[str], Tokenizer
     params=["byte_fallback_bpe without prefix", "byte_fallback_bpe", "unigram"],
 )
 def lossless(request: pytest.FixtureRequest, trained: Callable[[str], Tokenizer]) -> Tokenizer:
-    """Each kind after SentencePiece that knows any text."""
+    """Each SentencePiece-like tokenizer without unknown characters."""
     return trained(request.param)

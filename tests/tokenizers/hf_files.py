@@ -1,4 +1,4 @@
-"""Folders of files, as tests write them down."""
+"""Writes folders of files that tests describe as mappings."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 Files = dict[str, Any]
-"""Names of files and what is in them: bytes, a text, a library's tokenizer or JSON."""
+"""File names and contents: bytes, a string, a tokenizer of the library, or JSON values."""
 
 
 def token(content: str, **flags: bool) -> dict[str, Any]:

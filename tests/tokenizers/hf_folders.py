@@ -1,4 +1,4 @@
-"""Folders in the shapes that published models have, each with a small tokenizer trained here."""
+"""Folders with the same files as published models, each with a small tokenizer trained here."""
 
 import json
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def gpt2_vocab() -> Files:
 
 
 def opt_vocab() -> Files:
-    """OPT begins with </s>, in files of GPT-2's kind."""
+    """OPT: the files of GPT-2, but sequences begin with </s>."""
     files = gpt2_vocab()
     files["vocab.json"] = {**files["vocab.json"], "</s>": 420, "<pad>": 421}
     files["tokenizer_config.json"] = {
@@ -71,7 +71,7 @@ def opt_vocab() -> Files:
 
 
 def llama2(legacy: bool | None) -> Files:
-    """As published in 2023: the file prepends a space to every segment."""
+    """LLaMA as published in 2023: the file prepends a space to every segment."""
     tokenizer = template_bos(byte_fallback(["<unk>", "<s>", "</s>"], legacy=True), "<s>")
     settings: dict[str, Any] = {
         "tokenizer_class": "LlamaTokenizerFast",
@@ -341,7 +341,7 @@ def xglm() -> Files:
 
 
 def bare() -> Files:
-    """Nothing but the definition, as many small models are shared."""
+    """Only a `tokenizer.json`, as in many small models."""
     files = gpt2()
     return {
         "tokenizer.json": template_bos(files["tokenizer.json"], "<|endoftext|>", "<|endoftext|>"),
@@ -350,7 +350,7 @@ def bare() -> Files:
 
 
 def grown() -> Files:
-    """Settings that name tokens which the vocabulary lacks: they get new ids."""
+    """Settings with tokens that are not in the vocabulary: they get new ids."""
     files = llama3()
     settings = files["tokenizer_config.json"]
     del settings["added_tokens_decoder"]

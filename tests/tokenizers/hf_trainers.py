@@ -1,4 +1,4 @@
-"""Small tokenizers with the pipelines of published ones, trained on a few kB."""
+"""Small tokenizers with the same steps as published ones, trained on a few kB."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def byte_level(
     first: bool = True,
     **flags: Any,
 ) -> Tokenizer:
-    """BPE over bytes, as GPT-2, Llama 3, Qwen, Falcon and BLOOM have it."""
+    """BPE over bytes, as in GPT-2, Llama 3, Qwen, Falcon and BLOOM."""
     tokenizer = Tokenizer(models.BPE(**flags))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -95,7 +95,7 @@ def sentencepiece_model(**options: Any) -> bytes:
 
 
 def byte_fallback(special: list[str], legacy: bool = False, prefix: bool = True) -> Tokenizer:
-    """BPE over characters, as LLaMA and Mistral (with a space before a text) and Gemma have it."""
+    """BPE over characters, as in LLaMA, Mistral (both add a space before the input) and Gemma."""
     trainer = trainers.BpeTrainer(
         vocab_size=520,
         special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)],
@@ -138,7 +138,7 @@ def template_bos(tokenizer: Tokenizer, bos: str, eos: str | None = None) -> Toke
 
 
 def words_with_ends() -> Tokenizer:
-    """BPE over characters of lower-case words, whose last piece says so, as GPT had it."""
+    """BPE over lower-case words, with an end-of-word suffix, as in GPT."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -151,7 +151,7 @@ def words_with_ends() -> Tokenizer:
 
 
 def unigram_after_eos() -> Tokenizer:
-    """Unigram behind eos, as XGLM has it."""
+    """Unigram that adds eos at the beginning, as in XGLM."""
     names = ["<s>", "<pad>", "</s>", "<unk>"]
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex(" {2,}"), " ")])

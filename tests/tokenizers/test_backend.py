@@ -1,4 +1,4 @@
-"""What the `tokenizers` library fails at is one line, whatever it raises."""
+"""All failures of the `tokenizers` library become one-line errors."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ from workhorse.tokenizers.backend import library_errors
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 NEVER_ENDS = {"Regex": "(a+)+$"}
-"""Tries every way to split a run of a, and gives up after many."""
+"""A pattern that tries all ways to split a run of a, until the retry limit."""
 
 
 def definition(model: dict[str, Any] = BPE, **parts: Any) -> str:
-    """A `tokenizer.json`, as a stranger may have written it."""
+    """Return a `tokenizer.json`, as an untrusted author may have written it."""
     whole = {
         "version": "1.0",
         "truncation": None,
@@ -64,7 +64,9 @@ def test_a_tokenizer_that_fails_at_a_text_is_one_line(
     file: str, reason: str, allow_special: bool
 ) -> None:
     tokenizer = Tokenizer(file)
-    with pytest.raises(WorkhorseError, match=rf"fails at a text \(.*{reason}.*; give its") as error:
+    with pytest.raises(
+        WorkhorseError, match=rf"fails on a string \(.*{reason}.*; use the"
+    ) as error:
         tokenizer.encode("a" * 50 + "b", allow_special=allow_special)
     assert "\n" not in str(error.value)
 
@@ -77,7 +79,7 @@ def test_an_added_token_that_the_normalizer_fails_at_names_the_file(tmp_path: Pa
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"added_tokens_decoder": {"2": token}})
     )
-    with pytest.raises(WorkhorseError, match=r"tokenizer\.json: .* fails at a token beside"):
+    with pytest.raises(WorkhorseError, match=r"tokenizer\.json: .* fails on an added token"):
         load_tokenizer(tmp_path)
 
 

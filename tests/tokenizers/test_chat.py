@@ -1,4 +1,4 @@
-"""Chat templates: what users type stays text, and a template cannot eat the machine."""
+"""Chat templates: typed text stays text, and a template cannot exhaust the machine."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -97,7 +97,7 @@ def test_typed_text_never_becomes_a_control_token(
 
 
 def test_harmless_chats_encode_as_the_rendered_text(trained: Trained) -> None:
-    """As transformers would: the text between control tokens in one piece."""
+    """As in transformers: the text between control tokens is encoded in one piece."""
     for name in ("bpe", "byte_fallback_bpe", "unigram"):
         tokenizer = trained(name)
         for source in (None, CHATML, LLAMA_2):
@@ -110,7 +110,7 @@ def test_harmless_chats_encode_as_the_rendered_text(trained: Trained) -> None:
 
 
 def test_a_role_cannot_smuggle_a_control_token(trained: Trained) -> None:
-    with pytest.raises(WorkhorseError, match="holds a special token"):
+    with pytest.raises(WorkhorseError, match="contains a special token"):
         ChatTemplate(CHATML).encode(trained("bpe"), [{"role": "<|end|>", "content": ""}])
 
 
@@ -144,7 +144,7 @@ def test_neither_keys_nor_values_become_control_tokens(
         ids = ChatTemplate(WALKS).encode(
             bpe, messages, tools=tools, documents=documents, extra=extra
         )
-    except WorkhorseError:  # sorted in another order, and then joined
+    except WorkhorseError:  # the keys were sorted differently, then joined
         return
     controls = [bpe.token_id("<|user|>"), bpe.token_id("<|end|>")]
     assert [i for i in ids if i in bpe.special_tokens.values()] == controls
@@ -166,7 +166,7 @@ def test_a_role_is_no_control_token_that_the_template_writes(trained: Trained, r
     token = {**definition["added_tokens"][0], "id": 9999, "special": False, "content": "<think>"}
     definition["added_tokens"].append(token)
     template = ChatTemplate("{{ messages[0].role | lower }}:{{ messages[0].content }}<think>")
-    with pytest.raises(WorkhorseError, match=r"holds a special token, or .*; use a plain word"):
+    with pytest.raises(WorkhorseError, match=r"contains a special token, or .*; use a plain word"):
         template.encode(Tokenizer(json.dumps(definition)), [{"role": role, "content": "x"}])
 
 
@@ -189,7 +189,9 @@ def test_a_template_that_takes_messages_apart_is_still_safe(trained: Trained) ->
 
 def test_what_a_template_makes_of_parts_of_messages_is_no_control_token(trained: Trained) -> None:
     bpe = trained("bpe")
-    with pytest.raises(WorkhorseError, match=r"takes messages apart, which produced '<\|eos\|>'"):
+    with pytest.raises(
+        WorkhorseError, match=r"template splits messages, which produced '<\|eos\|>'"
+    ):
         ChatTemplate(JOINING).encode(bpe, turns("a<|e-os|>b"))
     for typed in ("abc", "a<|eos|>bcdefghijkl"):
         ids = ChatTemplate(CUTTING).encode(bpe, turns(typed))
@@ -211,14 +213,17 @@ def test_messages_side_by_side_do_not_make_a_control_token(trained: Trained) -> 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "user"}], "message 0 has .* give each a 'role' and a 'content'"),
-        ([{"role": "user", "content": 1}], "message 0: content=1 is not text"),
-        ([{"content": "x", "name": "me"}], "message 0 has .* give each a 'role'"),
-        ([{"role": "user", "content": "", "x": {1, 2}}], "the chat holds a set; give text"),
-        ([{"role": "user", "content": "", "x": {1: 2}}], "has a key 1, which is not text"),
+        ([{"role": "user"}], "message 0 has .* it needs a 'role' and a 'content'"),
+        ([{"role": "user", "content": 1}], "message 0: content=1 is not a string"),
+        ([{"content": "x", "name": "me"}], "message 0 has .* it needs a 'role'"),
+        ([{"role": "user", "content": "", "x": {1, 2}}], "the chat has a set; use strings"),
+        ([{"role": "user", "content": "", "x": {1: 2}}], "has a key 1, which is not a string"),
         (["hello"], "message 0 has hello"),
-        (None, "messages=None is not a list; give one of messages"),
-        ([{"role": "user", "content": "x" * 5_000_000}], "at most 4,000,000 can be used"),
+        (None, "messages=None is not a list; pass a list of messages"),
+        (
+            [{"role": "user", "content": "x" * 5_000_000}],
+            "above the limit of 4,000,000; shorten it",
+        ),
     ],
 )
 def test_messages_of_another_form_are_refused(messages: Any, message: str) -> None:
@@ -304,7 +309,7 @@ BOMBS = {
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[TemplateProcess]:
-    """A process with narrower limits than the usual one; they are met sooner."""
+    """A process with lower limits than the default, which are reached sooner."""
     process = TemplateProcess(seconds=0.1, memory=200 * 2**20)
     yield process
     process.stop()
@@ -384,13 +389,13 @@ def test_what_real_templates_do_works() -> None:
 
 
 def test_a_template_that_is_no_jinja_is_refused_at_once() -> None:
-    with pytest.raises(WorkhorseError, match="a chat template is text, not 3; give its source"):
+    with pytest.raises(WorkhorseError, match="source=3 is not a string; pass jinja source"):
         ChatTemplate(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(WorkhorseError, match="names=3 is not a mapping; give special tokens"):
+    with pytest.raises(WorkhorseError, match="names=3 is not a mapping; map variable names"):
         ChatTemplate(names=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(WorkhorseError, match=r"the chat template cannot be used: .*endfor"):
         ChatTemplate("{% for m in messages %}")
-    with pytest.raises(WorkhorseError, match="has 100,001 characters; at most 100,000 are read"):
+    with pytest.raises(WorkhorseError, match="has 100,001 characters, above the limit of 100,000"):
         ChatTemplate("x" * 100_001)
 
 
@@ -401,7 +406,7 @@ def test_a_stand_in_is_never_what_somebody_typed(trained: Trained) -> None:
         ids = ChatTemplate.of(bpe).encode(bpe, messages)
         assert bpe.decode(ids) == ChatTemplate().render(messages)
         assert bpe.eos_id not in ids
-        escaped = json.dumps(chr(code)).strip('"')  # which a template might have written
+        escaped = json.dumps(chr(code)).strip('"')  # as a template might write it
         for typed in (escaped, f"\\U{code:08x}"):
             ids = ChatTemplate.of(bpe).encode(bpe, turns(typed, "secret"))
             assert bpe.decode(ids) == ChatTemplate().render(turns(typed, "secret"))
@@ -409,7 +414,7 @@ def test_a_stand_in_is_never_what_somebody_typed(trained: Trained) -> None:
 
 def test_half_a_surrogate_pair_is_refused(trained: Trained) -> None:
     bpe = trained("bpe")
-    with pytest.raises(WorkhorseError, match="half a surrogate pair"):
+    with pytest.raises(WorkhorseError, match="has a lone surrogate"):
         ChatTemplate.of(bpe).encode(bpe, turns("ab\ud83e"))
 
 
@@ -445,6 +450,8 @@ def test_a_message_that_the_template_leaves_out_is_an_error(trained: Trained) ->
 def test_named_templates_without_a_default_are_listed(trained: Trained) -> None:
     bpe = trained("bpe")
     named = Tokenizer(bpe.definition, bpe.roles, {"chat": "a", "tool_use": "b"})
-    with pytest.raises(WorkhorseError, match="there are: chat, tool_use; choose one by name"):
+    with pytest.raises(
+        WorkhorseError, match=r"'default' does not exist; choose one of: chat, tool_use$"
+    ):
         ChatTemplate.of(named)
     assert ChatTemplate.of(named, "chat").source == "a"

@@ -1,4 +1,4 @@
-"""Chats as transformers renders and encodes them, and what it would not keep apart."""
+"""Chats are rendered and encoded as in transformers, but typed text stays text."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ TEMPLATES = {
     for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 }
 SHAPES = ["llama 2", "llama 3", "qwen 3", "gemma", "phi 3", "mistral", "gpt2"]
-"""One folder for each way in which spaces and tokens meet."""
+"""One folder for each treatment of spaces next to tokens."""
 
 Message = dict[str, Any]
 
@@ -89,7 +89,7 @@ _made: dict[str, Path] = {}
 
 @pytest.fixture(scope="session")
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
-    """Both tokenizers of a shape with a template."""
+    """Return a function that loads a folder with a template: in transformers and here."""
 
     def pair(shape: str, template: str) -> tuple[Any, Tokenizer]:
         if shape not in _made:
@@ -105,12 +105,12 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], An
 def outcome(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     try:
         return call(*arguments, **named)
-    except Exception:  # a template may refuse a chat; then both do
+    except Exception:  # a template may raise an error; then both fail
         return "refused"
 
 
 LEAVES_OUT = ("functions", "phi", "qwen_3")
-"""Templates that leave out any content, results of tools, parts: an error of ours alone."""
+"""Templates that omit some content, tool results or parts: an error only in Workhorse."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -140,10 +140,10 @@ def test_chats_are_those_of_transformers(pair_of: Any, shape: str, template: str
         try:
             assert chat_template.encode(ours, messages, add, **more) == ids
         except WorkhorseError as error:
-            left_out = template in LEAVES_OUT and "leaves out the content" in str(error)
+            left_out = template in LEAVES_OUT and "omits the content" in str(error)
             assert left_out or ids == "refused"
         rendered += text != "refused"
-    # A template that needs bos cannot be rendered without one, by nobody.
+    # A template that needs bos cannot be rendered without one, here or in transformers.
     assert rendered >= 40 or (reference.bos_token is None and template == "llama_2")
 
 
@@ -164,7 +164,7 @@ typed = st.lists(st.sampled_from([*PIECES.split(), " ", "\n", "\U000f0000"]), ma
 def test_typed_text_never_becomes_a_control_token(
     pair_of: Any, shape: str, template: str, contents: list[str]
 ) -> None:
-    """The control tokens of a chat do not depend on what is typed, and no character is lost."""
+    """The control tokens of a chat do not depend on the typed text."""
     ours = _loaded(pair_of, shape, template)
     chat_template = ChatTemplate.of(ours)
     messages = [user(contents[0])]
@@ -200,7 +200,7 @@ def test_special_text_is_control_only_if_asked_for(pair_of: Any) -> None:
 
 
 def test_what_the_assistant_thought_is_its_own_tokens(pair_of: Any) -> None:
-    """The same characters are a token from the assistant and text from anybody else."""
+    """The same characters are a token from the assistant, but text from other roles."""
     _, ours = pair_of("qwen 3", "qwen_3")
     think = ours.token_id("<think>")
     template = ChatTemplate.of(ours)
@@ -243,6 +243,6 @@ def test_another_template_is_chosen_by_name(pair_of: Any, tmp_path: Path) -> Non
     assert ChatTemplate.of(both).render([user("x")]) == "a"
     assert ChatTemplate.of(both, "tool_use").render([user("x")]) == "b"
     with pytest.raises(
-        WorkhorseError, match="no chat template 'rag'; there are: default, tool_use"
+        WorkhorseError, match="chat template 'rag' does not exist; choose one of: default, tool_use"
     ):
         ChatTemplate.of(both, "rag")

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: what it may, what ends it, and what is left of it."""
+"""The process that renders chat templates: its rights, its limits, its restart and its end."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def test_what_comes_back_is_what_went_in(renderer: TemplateProcess) -> None:
 
 
 def test_nothing_is_open_to_it(renderer: TemplateProcess) -> None:
-    """Not even to a template that found a way out of jinja's sandbox."""
+    """Not even to a template that escapes from jinja's sandbox."""
     say(renderer, "x")
     of_it = Path(f"/proc/{pid_of(renderer)}")
     if not of_it.exists():
@@ -66,7 +66,7 @@ def test_nothing_is_open_to_it(renderer: TemplateProcess) -> None:
 
 
 def test_jinja_needs_no_file_that_is_closed_to_it(renderer: TemplateProcess) -> None:
-    """It imports some modules only when a filter needs them."""
+    """Jinja imports some modules only when a filter needs them."""
     values = ("'a&b\\n\\x41\\u1234'", "text", "1.5", "[1, 2]", "{'a': 1}")
     calls = [f"{{{{ {value} | {name} }}}}" for name in DEFAULT_FILTERS for value in values]
     calls += [f"{{{{ {value} is {name} }}}}" for name in DEFAULT_TESTS for value in values]
@@ -90,7 +90,9 @@ def test_one_that_ends_is_replaced(
     say(renderer, "x")
     assert renderer._running is not None
     first, _ = renderer._running
-    with pytest.raises(WorkhorseError, match="more than 1 seconds of processor time or 512 MB"):
+    with pytest.raises(
+        WorkhorseError, match="exceeds 1 seconds of CPU time, 512 MB of memory, or 4"
+    ):
         renderer.ask(source, {}, NOW)
     assert first.returncode in statuses
     assert say(renderer, "y") == "y"
@@ -109,7 +111,7 @@ def test_a_refusal_of_the_template_ends_nothing(renderer: TemplateProcess) -> No
     first = pid_of(renderer)
     with pytest.raises(WorkhorseError, match="cannot be used: two lines; change"):
         renderer.ask("{{ raise_exception('two\nlines') }}", {}, NOW)
-    with pytest.raises(WorkhorseError, match="makes more than 4,000,000 characters"):
+    with pytest.raises(WorkhorseError, match="or 4,000,000 characters of output; change"):
         renderer.ask("{{ 'a' * 4000001 }}", {}, NOW)
     with pytest.raises(WorkhorseError, match="4300 digits"):
         renderer.ask("x", {"number": 10**5000}, NOW)
@@ -191,7 +193,7 @@ if child:
 
 
 WARNINGS = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")
-"""Newer Pythons warn of every fork beside threads, such as NumPy's."""
+"""Newer versions of Python warn about a fork in a process with threads, such as NumPy's."""
 
 
 def run(script: str) -> tuple[int, list[str], str]:
@@ -206,7 +208,7 @@ def test_it_ends_with_the_one_that_started_it() -> None:
     assert (code, errors) == (-signal.SIGKILL, "")
     state = Path(f"/proc/{pid}/stat")
     with suppress(FileNotFoundError):
-        while not re.search(r"\) [ZX] ", state.read_text()):  # it takes a moment to see it
+        while not re.search(r"\) [ZX] ", state.read_text()):  # the process needs a moment to end
             time.sleep(0.01)
 
 

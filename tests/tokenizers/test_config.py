@@ -1,4 +1,4 @@
-"""Configs: what can be, what cannot, and that it is said in one line."""
+"""Tokenizer configs: valid ones round-trip, and invalid ones give a one-line error."""
 
 from typing import Any
 
@@ -38,10 +38,10 @@ def test_names_are_in_the_order_of_their_ids() -> None:
             "vocab_size: 255 is too small; give a whole number from 256 to 300000",
         ),
         ({"kind": "bpe", "vocab_size": 300_001}, "vocab_size: 300001 is too large; give"),
-        ({"kind": "bpe", "vocab_size": 256}, "vocab_size=256 .* choose at least 263"),
-        ({"kind": "byte_fallback_bpe", "vocab_size": 263}, "choose at least 264"),
-        ({"kind": "unigram", "vocab_size": 264}, "choose at least 265"),
-        ({"kind": "characters", "vocab_size": 2}, "choose at least 3"),
+        ({"kind": "bpe", "vocab_size": 256}, "vocab_size=256 .* choose 263 or more"),
+        ({"kind": "byte_fallback_bpe", "vocab_size": 263}, "choose 264 or more"),
+        ({"kind": "unigram", "vocab_size": 264}, "choose 265 or more"),
+        ({"kind": "characters", "vocab_size": 2}, "choose 3 or more"),
         ({"kind": "bpe"}, "'vocab_size' is missing"),
         ({"kind": "bep", "vocab_size": 300}, "unknown kind 'bep'; did you mean 'bpe'"),
         ({"kind": "bpe", "vocab_size": 300, "unk": "<unk>"}, "unknown key 'unk'"),
@@ -51,13 +51,16 @@ def test_names_are_in_the_order_of_their_ids() -> None:
         ),
         (
             {"kind": "bpe", "vocab_size": 300, "special": {"bos": "<|eos|>"}},
-            "special token '<|eos|>' is there twice",
+            "special token '<|eos|>' is given twice",
         ),
         (
             {"kind": "wordpiece", "vocab_size": 300, "unk": "<|eos|>"},
-            "special token '<|eos|>' is there twice",
+            "special token '<|eos|>' is given twice",
         ),
-        ({"kind": "bytes", "special": {"eos": "$"}}, "special token '\\$' is too short"),
+        (
+            {"kind": "bytes", "special": {"eos": "$"}},
+            "special token '\\$' is shorter than 2 characters",
+        ),
         ({"kind": "bytes", "special": {"eox": "</s>"}}, "unknown key 'eox'; did you mean 'eos'"),
     ],
 )
@@ -68,5 +71,5 @@ def test_what_cannot_be_is_refused_in_one_line(fields: dict[str, Any], message: 
 
 
 def test_a_changed_config_is_checked_again() -> None:
-    with pytest.raises(ConfigError, match="choose at least 263"):
+    with pytest.raises(ConfigError, match="choose 263 or more"):
         BpeConfig(vocab_size=300).replace(vocab_size=256)

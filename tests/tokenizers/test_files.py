@@ -1,4 +1,4 @@
-"""Saving, loading, and what is refused."""
+"""Saving and loading tokenizers, and errors for invalid files."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ def test_the_chat_template_is_kept(trained: Trained, tmp_path: Path) -> None:
 def test_of_one_tokenizer_over_another_one_is_there_whole_whatever_fails(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Whatever file-system call it is that fails, each of them in turn."""
+    """Let each file-system call fail in turn."""
     bpe = trained("bpe")
     first, second = (Tokenizer(bpe.definition, roles, {}) for roles in (bpe.roles, {}))
     real, left = getattr(os, call), 0
@@ -97,7 +97,7 @@ def test_transformers_reads_it_alike(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_a_bos_written_as_a_mapping_is_read(trained: Trained, tmp_path: Path) -> None:
-    """As older versions of transformers write it."""
+    """Older versions of transformers write it so."""
     trained("bpe").save(tmp_path)
     settings = {"bos_token": {"content": "<|bos|>", "lstrip": False}, "eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -106,14 +106,14 @@ def test_a_bos_written_as_a_mapping_is_read(trained: Trained, tmp_path: Path) ->
 
 
 def test_a_control_token_that_merges_can_reach_is_guarded() -> None:
-    """As in a tokenizer.json that others made, whose corpus held HTML."""
+    """As in a `tokenizer.json` that was trained on HTML."""
     vocab = {token: number for number, token in enumerate(["<s>", "<", "s", ">", "<s", "a"])}
     model = models.BPE(vocab=vocab, merges=[("<", "s"), ("<s", ">")])
     library = LibraryTokenizer(model)
     library.decoder = decoders.Fuse()
     library.add_special_tokens(["<s>"])
     library.encode_special_tokens = True
-    assert library.encode("a<s>a").ids == [5, 0, 5]  # the library alone would let it pass
+    assert library.encode("a<s>a").ids == [5, 0, 5]  # the library itself would produce the token
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.encode("a<s>a") == [5, 1, 2, 3, 5]
     assert tokenizer.encode("a<s>a", allow_special=True) == [5, 0, 5]
@@ -121,7 +121,7 @@ def test_a_control_token_that_merges_can_reach_is_guarded() -> None:
 
 
 def test_a_whole_word_of_the_vocabulary_is_guarded_too() -> None:
-    """With `ignore_merges` a word that is in the vocabulary needs no merges (Llama 3)."""
+    """With `ignore_merges` (Llama 3), a word in the vocabulary needs no merges."""
     model = models.BPE(vocab={"<s>": 0, "<": 1, "s": 2, ">": 3}, merges=[], ignore_merges=True)
     library = LibraryTokenizer(model)
     library.decoder = decoders.Fuse()
@@ -163,7 +163,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     check_output_folder(tmp_path)
     check_output_folder(tmp_path / "new")
     (tmp_path / "thesis.txt").write_text("")
-    with pytest.raises(WorkhorseError, match="holds something else; name a folder that is new"):
+    with pytest.raises(WorkhorseError, match="has other files and no tokenizer; choose a new"):
         check_output_folder(tmp_path)
     with pytest.raises(WorkhorseError, match=r"thesis\.txt is a file"):
         check_output_folder(tmp_path / "thesis.txt")
@@ -190,10 +190,12 @@ def test_what_cannot_be_loaded_says_so_in_one_line(trained: Trained, tmp_path: P
     refused("latin", b"{\xe9}", "is not UTF-8: bad byte at offset 1")
     refused("settings", definition.encode(), "is not valid JSON", "{")
     ctc = json.dumps({**json.loads(definition), "decoder": json.loads(CTC)})
-    refused("ctc", ctc.encode(), "the decoder 'CTC' cannot stream text")
-    with pytest.raises(WorkhorseError, match="there is no such file or folder"):
+    refused("ctc", ctc.encode(), "the decoder 'CTC' cannot decode token by token")
+    with pytest.raises(WorkhorseError, match="nowhere: no such file or folder"):
         load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(WorkhorseError, match=r"it holds no tokenizer\.json or tokenizer\.model"):
+    with pytest.raises(
+        WorkhorseError, match=r"it has no tokenizer\.json, no tokenizer\.model, and no"
+    ):
         load_tokenizer(tmp_path)
 
 

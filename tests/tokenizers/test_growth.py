@@ -1,4 +1,4 @@
-"""Rules that make a text grow without measure are refused before they see one."""
+"""Rules that could make a string grow too much are rejected before they are applied."""
 
 import json
 from pathlib import Path
@@ -46,15 +46,17 @@ def definition(
     ],
 )
 def test_rules_that_multiply_a_text_are_refused(file: str) -> None:
-    with pytest.raises(WorkhorseError, match="can make more than 256 characters of one"):
+    with pytest.raises(
+        WorkhorseError, match="can turn one character into more than 256, the limit"
+    ):
         Tokenizer(file)
 
 
 def test_a_table_of_characters_with_a_long_text_is_refused(tmp_path: Path) -> None:
-    """SentencePiece's, as a stranger may have compiled one: trie, then texts."""
+    """A SentencePiece table (a trie, then strings) as an untrusted author may compile it."""
     sentencepiece = pytest.importorskip("sentencepiece")
     rule = tmp_path / "rule.tsv"
-    rule.write_text(f"61\t{' '.join(['62'] * 300)}\n")  # 300 times b for an a
+    rule.write_text(f"61\t{' '.join(['62'] * 300)}\n")  # replaces a by 300 times b
 
     def train(name: str, **settings: str) -> Path:
         sentencepiece.SentencePieceTrainer.train(
@@ -68,7 +70,7 @@ def test_a_table_of_characters_with_a_long_text_is_refused(tmp_path: Path) -> No
         return tmp_path / f"{name}.model"
 
     load_tokenizer(train("usual", normalization_rule_name="nmt_nfkc_cf"))
-    with pytest.raises(WorkhorseError, match=r"long\.model: .* more than 256 characters of one"):
+    with pytest.raises(WorkhorseError, match=r"long\.model: .* one character into more than 256"):
         load_tokenizer(train("long", normalization_rule_tsv=str(rule)))
 
 
@@ -77,12 +79,14 @@ def test_it_is_refused_before_the_tokens_beside_the_vocabulary_are_normalized(
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(definition(Sequence([Replace("a", TEN)] * 6)))
     monkeypatch.setattr("workhorse.tokenizers.huggingface.read.library_tokenizer", None)
-    with pytest.raises(WorkhorseError, match=r"tokenizer\.json: .* more than 256 characters"):
+    with pytest.raises(
+        WorkhorseError, match=r"tokenizer\.json: .* one character into more than 256"
+    ):
         load_tokenizer(tmp_path)
 
 
 def test_many_rules_of_which_each_has_its_own_characters_are_not_refused() -> None:
-    """Their product is above 5,000; no character grows more than eightfold."""
+    """The product of all rules is above 5,000, but no character becomes more than eight."""
     rules = [Replace(old, new) for old, new in TYPOGRAPHY.items()] * 2
     spaces = [Replace(Regex(" {2,}"), " ")] * 9
     splitter = ByteLevelSplit(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Folders of every published shape: the ids and texts of transformers' AutoTokenizer."""
+"""Folders like those of published models: the same ids and strings as AutoTokenizer."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def theirs(folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Pair]]:
-    """The folder of a name in FOLDERS, and the two tokenizers in it, made once."""
+    """Return a function that writes a folder in FOLDERS and loads it, here and in transformers."""
 
     def folder(name: str) -> tuple[Path, Pair]:
         if name not in _made:
@@ -62,7 +62,7 @@ def published(request: pytest.FixtureRequest, folder_of: Any) -> tuple[Path, Pai
 
 
 def texts_with_tokens(reference: Any) -> list[str]:
-    """Texts laden with the names of tokens beside the vocabulary, spaces round them or not."""
+    """Return strings with many names of added tokens, with and without spaces around them."""
     names = list(reference.added_tokens_encoder)
     names = names[:9] + names[-9:]
     laden = [name.join(["ab ", " cd", "", "e\n"]) for name in names]
@@ -84,7 +84,7 @@ def test_ids_and_texts_are_those_of_transformers(published: tuple[Path, Pair]) -
 
 
 def test_typed_text_is_that_of_split_special_tokens(published: tuple[Path, Pair]) -> None:
-    """And stricter where transformers finds control tokens even so, as in a Unigram's pieces."""
+    """Except if transformers still finds control tokens, as in the pieces of a Unigram model."""
     _, (reference, ours) = published
     controls = set(ours.special_tokens.values()) - {ours.unk_id}
     for text in TEXTS + texts_with_tokens(reference):
@@ -130,7 +130,7 @@ def test_a_megabyte_of_text(folder_of: Any) -> None:
 def test_any_ids_decode_and_stream_as_in_transformers(
     published: tuple[Path, Pair], data: st.DataObject
 ) -> None:
-    """Half characters, bytes that are none, spaces at the start: whatever a model may give."""
+    """Any output of a model: incomplete characters, invalid bytes, spaces at the start."""
     _, (reference, ours) = published
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=25))
     for skip in (False, True):
@@ -141,7 +141,7 @@ def test_any_ids_decode_and_stream_as_in_transformers(
 
 
 def test_byte_tokens_that_are_no_character(folder_of: Any) -> None:
-    """A run of them is text or is none, so the stream waits for its end."""
+    """A run of byte tokens is valid or not as a whole, so the stream waits for its end."""
     _, (reference, ours) = folder_of("llama 2")
     fox = [ours.token_id(f"<0x{byte:02X}>") for byte in "é🦊".encode()]
     for cut in range(len(fox) + 1):
@@ -162,7 +162,7 @@ def test_the_same_files_go_back(published: tuple[Path, Pair], tmp_path: Path) ->
 def test_what_we_save_reads_the_same_in_transformers(
     published: tuple[Path, Pair], tmp_path: Path
 ) -> None:
-    """Beside a model of another type, or of none, in files of our own."""
+    """In Workhorse's own files, without a model and with a model of another type."""
     _, (reference, ours) = published
     ours.save(tmp_path)
     assert load_tokenizer(tmp_path).encode_text(TEXTS[7]) == ours.encode_text(TEXTS[7])
@@ -175,7 +175,7 @@ def test_what_we_save_reads_the_same_in_transformers(
 
 def test_a_type_with_rules_of_its_own_is_refused(folder_of: Any, tmp_path: Path) -> None:
     _, (_, llama) = folder_of("llama 3")
-    with pytest.raises(WorkhorseError, match="model type 'qwen2' rules of its own"):
+    with pytest.raises(WorkhorseError, match="special rules for tokenizers of model type 'qwen2'"):
         llama.save(tmp_path / "qwen", model_type="qwen2")
     assert not (tmp_path / "qwen").exists()
     _, (_, qwen) = folder_of("qwen 3")
@@ -240,15 +240,15 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"special_tokens_map.json": "[]"}, r"holds \[\], not a JSON object"),
     "no token": (
         {"tokenizer_config.json": {"bos_token": {"x": 1}}},
-        "special tokens are not in the expected form",
+        "special tokens have an invalid format",
     ),
     "number as token": (
         {"tokenizer_config.json": {"eos_token": 5}},
-        "special tokens are not in the expected form",
+        "special tokens have an invalid format",
     ),
     "odd ids": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"one": {"content": "a"}}}},
-        "special tokens are not in the expected form",
+        "special tokens have an invalid format",
     ),
     "a text as flag": (
         {"tokenizer_config.json": {"drop_leading_space": "no"}},
@@ -256,7 +256,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no list": (
         {"tokenizer_config.json": {"extra_special_tokens": 5}},
-        "special tokens are not in the expected form; write",
+        "special tokens have an invalid format; write",
     ),
     "template name": (
         {"tokenizer_config.json": {"chat_template": [{"name": "../../x", "template": ""}]}},
@@ -265,7 +265,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "empty definition": ({"tokenizer.json": "{}"}, "not a tokenizer.json"),
     "no model": (
         {"tokenizer.json": "{}", "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}},
-        "not as the tokenizers library writes it",
+        "not in the format of the tokenizers library",
     ),
     "a flag as normalizer": (
         {
@@ -274,7 +274,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
                 "normalizer": True,
             }
         },
-        r"not as the tokenizers library writes it \(a value of another type\)",
+        r"not in the format of the tokenizers library \(a value has the wrong type\)",
     ),
     "huge id": (
         {
@@ -283,7 +283,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
                 "model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 2**31}},
             }
         },
-        "token ids beyond",
+        "a token id is above 2,097,152",
     ),
     "twice the text": (
         {
@@ -297,29 +297,29 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
                 },
             }
         },
-        "uses a text 2 times",
+        "inserts the input 2 times",
     ),
     "sentencepiece": (
         {"tokenizer.json": None, "tokenizer.model": b"\x0a\xff\xff\xff\xff\x0f" + b"\x80" * 999},
-        "is no SentencePiece model",
+        "is not a SentencePiece model",
     ),
     "endless number": (
         {"tokenizer.json": None, "tokenizer.model": b"\x80" * 1_000_000},
-        "is no SentencePiece model",
+        "is not a SentencePiece model",
     ),
     "long piece": (
         {
             "tokenizer.json": None,
             "tokenizer.model": b"\x0a\x84\x80\x40\x0a\x80\x80\x40" + b"a" * 2**20,
         },
-        "is no SentencePiece model",
+        "is not a SentencePiece model",
     ),
     "merges": ({"tokenizer.json": None, "vocab.json": {"a": 0}, "merges.txt": "a b c"}, "merges"),
     "vocabulary": (
         {"tokenizer.json": None, "vocab.json": "[]", "merges.txt": ""},
         "not a JSON object",
     ),
-    "nothing": ({"tokenizer.json": None}, "it holds no tokenizer.json"),
+    "nothing": ({"tokenizer.json": None}, "it has no tokenizer.json"),
 }
 
 
@@ -357,7 +357,7 @@ def test_links_into_a_download_cache_are_followed(tmp_path: Path) -> None:
             name, up = f"additional_chat_templates/{name}", Path("../../../blobs")
         (snapshot / name).symlink_to(up / f"{number:040x}")
         file.rename(blobs / f"{number:040x}")
-    # Newer versions keep one copy for all repositories.
+    # Newer versions of the cache keep one copy for all repositories.
     moved, shared = blobs / f"{0:040x}", f"ab/ab{0:062x}"
     (tmp_path / "blobs" / "ab").mkdir(parents=True)
     moved.rename(tmp_path / "blobs" / shared)
@@ -368,7 +368,7 @@ def test_links_into_a_download_cache_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_sentencepiece_model_without_a_class_is_sentencepiece(tmp_path: Path) -> None:
-    """And not what the generic class of transformers makes of it, which adds no space."""
+    """The generic class of transformers would add no space."""
     import sentencepiece
 
     files = llama_model()

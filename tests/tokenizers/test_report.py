@@ -1,4 +1,4 @@
-"""The report: counts that can be checked by hand."""
+"""The tokenizer report: counts that can be checked by hand."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def test_a_subword_tokenizer_is_shorter_than_bytes(trained: Trained) -> None:
 
 
 def test_nothing_to_measure_is_refused(trained: Trained) -> None:
-    with pytest.raises(WorkhorseError, match="the corpus holds no text"):
+    with pytest.raises(WorkhorseError, match="the corpus has no text"):
         tokenizer_report(trained("bytes"), [])
-    with pytest.raises(WorkhorseError, match="2 bytes of text made no token"):
+    with pytest.raises(WorkhorseError, match="2 bytes of text have no tokens"):
         tokenizer_report(trained("wordpiece"), ["\n "])

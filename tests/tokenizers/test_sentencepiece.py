@@ -1,4 +1,4 @@
-"""SentencePiece models: the ids and the texts of the SentencePiece library itself."""
+"""SentencePiece models: the same ids and strings as in the SentencePiece library."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from workhorse.tokenizers import load_tokenizer
 from workhorse.tokenizers.huggingface.sentencepiece import convert
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its SWIG types have no module
+    warnings.simplefilter("ignore")  # its SWIG types have no `__module__`
     sentencepiece = pytest.importorskip("sentencepiece")
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "unigram across words": {"model_type": "unigram", "split_by_whitespace": False},
 }
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-"""`normalizer_spec { add_dummy_prefix: false }`, which overrules that of the model before it."""
+"""`normalizer_spec { add_dummy_prefix: false }`: appended to a model, it overrides the setting."""
 TEXTS = [
     "The quick brown fox",
     " leading",
@@ -104,7 +104,7 @@ def llama(lines: list[str]) -> bytes:
 
 
 def llama_folder(folder: Path, data: bytes, files: str, **settings: Any) -> Path:
-    """A LLaMA directory: `files` names `tokenizer.model`, `tokenizer.json` or both."""
+    """Write a LLaMA folder with `tokenizer.model`, `tokenizer.json` or both, as `files` says."""
     folder.mkdir(exist_ok=True)
     if "model" in files:
         (folder / "tokenizer.model").write_bytes(data)
@@ -122,7 +122,7 @@ AFTER_SPECIAL = ("<s>hello", "<s> hello", "<s>   hello", "the</s>the </s> of", "
 
 
 def spelled(processor: Any, text: str) -> list[int]:
-    """SentencePiece has no special tokens in a text: what stands between them is encoded."""
+    """Encode the parts between special tokens: SentencePiece does not match special tokens."""
     ids: list[int] = []
     for part in re.split("(<s>|</s>)", text):
         special = part in ("<s>", "</s>")
@@ -136,7 +136,7 @@ def spelled(processor: Any, text: str) -> list[int]:
 def test_the_class_of_llama_keeps_a_leading_space(
     files: str, legacy: bool | None, prefix: bool | None, llama: bytes, tmp_path: Path
 ) -> None:
-    """As SentencePiece and a GGUF file of the same model."""
+    """As in SentencePiece and in a GGUF file of the same model."""
     said = {"legacy": legacy, "add_prefix_space": prefix}
     said = {name: value for name, value in said.items() if value is not None}
     ours = load_tokenizer(llama_folder(tmp_path, llama, files, **said))
@@ -201,8 +201,10 @@ def test_other_models_and_damaged_files_are_refused(lines: list[str], tmp_path: 
     good = train(lines, **MODELS["bpe"])
     for damaged in (b"", b"hello world", good[: len(good) // 2], b"\x00" * 100):
         file.write_bytes(damaged)
-        with pytest.raises(WorkhorseError, match="is no SentencePiece model, or damaged"):
+        with pytest.raises(WorkhorseError, match="is not a SentencePiece model, or it is damaged"):
             load_tokenizer(file)
     file.write_bytes(train(lines, model_type="char"))
-    with pytest.raises(WorkhorseError, match="only BPE and Unigram models can be read"):
+    with pytest.raises(
+        WorkhorseError, match=r"has the type word or char, .*; use a BPE or Unigram model"
+    ):
         load_tokenizer(file)

@@ -40,7 +40,7 @@ NASTY = [
 @example(text="\r\n\t\x00")
 def test_any_text_comes_back_but_for_the_visible_space(lossless: Tokenizer, text: str) -> None:
     back = lossless.decode(lossless.encode(text))
-    assert back == text.replace(SPACE, " ")  # SentencePiece takes U+2581 for a space
+    assert back == text.replace(SPACE, " ")  # SentencePiece treats U+2581 as a space
 
 
 @pytest.mark.parametrize("name", ["bpe", "bytes"])
@@ -87,7 +87,7 @@ def test_no_context_makes_a_control_token_either(
 
 
 def test_a_typed_unk_is_no_unknown_token(trained: Trained) -> None:
-    """`[UNK]` and `<unk>` are made of known characters."""
+    """`[UNK]` and `<unk>` consist of known characters."""
     for name, typed in (("wordpiece", "[UNK]"), ("unigram", "<unk>"), ("characters", "<|unk|>")):
         tokenizer = trained(name)
         assert tokenizer.unk_id is not None
@@ -107,7 +107,7 @@ def test_special_tokens_are_found_when_asked_for(tokenizer: Tokenizer) -> None:
     assert ids[-1] == tokenizer.eos_id
     assert tokenizer.decode(ids, skip_special=True) == "dog"
     assert tokenizer.decode(ids).endswith(eos)
-    # The switch of one call is not the switch of the next.
+    # The option of one call does not affect the next.
     assert tokenizer.eos_id not in tokenizer.encode(f"dog{eos}")
 
 
@@ -155,7 +155,7 @@ def test_a_stream_goes_on_after_a_prompt(tokenizer: Tokenizer) -> None:
 
 
 def test_decoding_is_the_library_s(tokenizer: Tokenizer) -> None:
-    """For text that is UTF-8; the library replaces other bytes one by one."""
+    """For valid UTF-8; the library replaces other bytes one by one."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_str(tokenizer.definition)
@@ -173,7 +173,7 @@ def test_batches_are_the_same_as_one_by_one(tokenizer: Tokenizer) -> None:
 
 
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(WorkhorseError, match=r"half a surrogate pair, '\\ud83e', at character 2"):
+    with pytest.raises(WorkhorseError, match=r"has a lone surrogate, '\\ud83e', at character 2"):
         tokenizer.encode("ab\ud83e")
 
 
@@ -185,8 +185,8 @@ def test_an_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, number: i
 
 @pytest.mark.parametrize("text", [5, None, b"a", ["a", "b"], ("a", "b")])
 def test_what_is_no_text_is_not_encoded(tokenizer: Tokenizer, text: Any) -> None:
-    """A pair of texts the library would take for one."""
-    line = r"a text to encode is a str, not .*; give a str"
+    """The library would encode a pair of strings as one sequence."""
+    line = r"^.* is not a string; pass a str$"
     for encode in (
         tokenizer.encode,
         tokenizer.encode_text,
@@ -198,12 +198,14 @@ def test_what_is_no_text_is_not_encoded(tokenizer: Tokenizer, text: Any) -> None
 
 @pytest.mark.parametrize("texts", ["ab", 5, None])
 def test_a_batch_of_texts_is_a_list(tokenizer: Tokenizer, texts: Any) -> None:
-    with pytest.raises(WorkhorseError, match="several texts to encode are a list, not"):
+    with pytest.raises(WorkhorseError, match=r"texts=.* is not a list of strings; pass a list$"):
         tokenizer.encode_batch(texts)
 
 
 def test_a_text_is_not_encoded_as_bytes(trained: Trained) -> None:
-    with pytest.raises(WorkhorseError, match="bytes to encode are bytes, not 'a'"):
+    with pytest.raises(
+        WorkhorseError, match="'a' is not bytes; pass bytes, or use encode for a str"
+    ):
         trained("bytes").encode_bytes("a")  # pyright: ignore[reportArgumentType]
 
 
@@ -212,7 +214,7 @@ def test_what_is_no_list_of_ids_is_not_decoded(trained: Trained, ids: Any) -> No
     tokenizer = trained("bytes")
     after = lambda some: tokenizer.stream(after=some)  # noqa: E731
     for decode in (tokenizer.decode, tokenizer.decode_bytes, tokenizer.pieces, after):
-        with pytest.raises(WorkhorseError, match="token ids are whole numbers in a list, not"):
+        with pytest.raises(WorkhorseError, match="is not a list of integer token ids; pass"):
             decode(ids)
 
 
@@ -224,12 +226,14 @@ def test_ids_of_an_array_are_ids(trained: Trained) -> None:
 def test_what_is_no_name_names_no_token(trained: Trained, name: Any) -> None:
     bpe = trained("bpe")
     for use in (bpe.token_id, bpe.beginning_with, lambda one: bpe.with_role("bos", one)):
-        with pytest.raises(WorkhorseError, match=r"a token's name is a text, not .*; give a str"):
+        with pytest.raises(WorkhorseError, match=r"token=.* is not a string; pass a str"):
             use(name)
 
 
 def test_an_unknown_token_names_the_special_ones(trained: Trained) -> None:
-    with pytest.raises(WorkhorseError, match=r"no token '<\|tool\|>' .* tokens: <\|bos\|>, "):
+    with pytest.raises(
+        WorkhorseError, match=r"token '<\|tool\|>' is not in .* tokens: <\|bos\|>, "
+    ):
         trained("bpe").token_id("<|tool|>")
 
 

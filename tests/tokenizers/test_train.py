@@ -1,4 +1,4 @@
-"""Training: sizes, order of ids, the same result every time."""
+"""Training of tokenizers: sizes, order of ids, and the same result every time."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_the_same_corpus_gives_the_same_tokenizer_in_any_process(
 
 
 def test_rare_unigram_characters_are_put_in_order() -> None:
-    """They come with equal steps of score in random order, and noise in the last places."""
+    """Their scores are in equal steps, in random order, with noise in the last digits."""
     pieces = [("ab", -1.0), ("a", -2.0), ("b", -3.5)]
     one = stable_vocabulary([*pieces, ("é", -9.0), ("東", -8.9999), ("ß", -8.9998)])
     other = stable_vocabulary([("東", -9.0), ("ß", -8.9999), ("é", -8.9998 + 1e-11), *pieces])
@@ -159,13 +159,13 @@ def test_the_least_vocabulary_is_bytes_alone() -> None:
 @pytest.mark.parametrize("texts", [[], [""], iter(())])
 def test_an_empty_corpus_is_refused(texts: list[str]) -> None:
     for config in (BpeConfig(vocab_size=300), CharactersConfig(), UnigramConfig(vocab_size=300)):
-        with pytest.raises(WorkhorseError, match=r"the corpus holds no text \(0 bytes\)"):
+        with pytest.raises(WorkhorseError, match=r"the corpus has no text \(0 bytes\)"):
             train_tokenizer(config, texts)
 
 
 @pytest.mark.parametrize("text", ["\0\0\0", "\u200b" * 10])
 def test_a_corpus_of_nothing_to_count_is_refused_by_unigram(text: str) -> None:
-    with pytest.raises(WorkhorseError, match="holds nothing that unigram can learn from"):
+    with pytest.raises(WorkhorseError, match="has nothing that unigram can learn from"):
         train_tokenizer(UnigramConfig(vocab_size=300), [text])
 
 
@@ -173,10 +173,10 @@ def test_a_corpus_of_nothing_to_count_is_refused_by_unigram(text: str) -> None:
 @pytest.mark.parametrize(
     ("texts", "line"),
     [
-        ("hello hello hello", "'hello hello hello' is one text; give a list of texts"),
-        (b"hello", "b'hello' is one text; give a list of texts"),
-        ([b"hello"], "a text of the corpus is a str, not b'hello'"),
-        (None, "a corpus is a list of texts, not None"),
+        ("hello hello hello", "texts='hello hello hello' is one string; pass a list of strings"),
+        (b"hello", "texts=b'hello' is one string; pass a list of strings"),
+        ([b"hello"], "b'hello' is not a string; pass documents as str"),
+        (None, "texts=None is not a list of strings; pass a list"),
     ],
 )
 def test_a_corpus_is_several_texts(config: Any, texts: Any, line: str) -> None:
@@ -186,7 +186,9 @@ def test_a_corpus_is_several_texts(config: Any, texts: Any, line: str) -> None:
 
 @pytest.mark.parametrize("config", [None, "bpe", {"kind": "bpe", "vocab_size": 300}, BpeConfig])
 def test_a_tokenizer_is_trained_from_a_config(config: Any) -> None:
-    with pytest.raises(WorkhorseError, match=r"from a config such as .*, not .*; tokenizer_config"):
+    with pytest.raises(
+        WorkhorseError, match=r"config=.* is not a tokenizer config; pass one such as .*_config"
+    ):
         train_tokenizer(config, ["some text"])
 
 
@@ -201,7 +203,7 @@ def test_an_error_of_the_reader_is_not_swallowed() -> None:
 
 
 def test_half_a_surrogate_pair_in_the_corpus_is_refused() -> None:
-    with pytest.raises(WorkhorseError, match="half a surrogate pair"):
+    with pytest.raises(WorkhorseError, match="document of the corpus has a lone surrogate"):
         train_tokenizer(BpeConfig(vocab_size=300), ["fine", "\udc80"])
 
 
@@ -231,7 +233,7 @@ def test_long_texts_are_cut_at_line_ends() -> None:
 def test_a_counted_corpus_can_be_read_again() -> None:
     with counted(iter(["abca", "é\n"])) as corpus:
         assert list(corpus) == list(corpus) == ["abca", "é\n"]
-        assert corpus.frequent(0.5, 10) == ["\n", "a"]  # of equals, the first code point
+        assert corpus.frequent(0.5, 10) == ["\n", "a"]  # equal counts: the first code point
         assert corpus.frequent(1.0, 2) == ["\n", "a"]
         assert list(corpus.keeping("abc")) == ["abca", "  "]
 

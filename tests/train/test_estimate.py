@@ -33,8 +33,14 @@ def changed(recipe: Recipe, section: str, **fields: Any) -> Recipe:
         (("train", {"device": "cuda:7"}), "device=cuda:7 is not there"),
         (("train", {"trackers": ["wandb"]}), "the tracker wandb is not installed"),
         (("train", {"seq_len": 10**6}), "fewer than one window of seq_len"),
-        (("data", {"corpus": {"kind": "folder", "path": "nowhere"}}), "there is no folder nowhere"),
-        (("data", {"corpus": {"kind": "text", "path": "nothing"}}), "there is no file nothing"),
+        (
+            ("data", {"corpus": {"kind": "folder", "path": "nowhere"}}),
+            "the folder nowhere in .* does not exist",
+        ),
+        (
+            ("data", {"corpus": {"kind": "text", "path": "nothing"}}),
+            "the file nothing in .* does not exist",
+        ),
         (("data", {"bos": True}), "the tokenizer has no bos token"),
         (("tokenizer", {"special": SPECIAL}), "the tokenizer has no eos token"),
         (("tokenizer", {"kind": "file", "path": "nowhere"}), "nowhere"),

@@ -142,7 +142,7 @@ def test_a_shard_cut_short_meanwhile_costs_no_step(make_recipe, tmp_path: Path) 
 
     train(make_recipe(), tmp_path / "whole")
     with pytest.raises(
-        WorkhorseError, match=r"tokens\.npy was cut short while it was read: it has"
+        WorkhorseError, match=r"tokens\.npy was truncated while it was in use: it has"
     ):
         train(make_recipe(), tmp_path / "run", on_event=cut)
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [6, 4]

@@ -208,7 +208,9 @@ def test_a_run_inside_its_own_corpus_is_refused(make_recipe, tmp_path: Path) -> 
         return make_recipe().replace(data=DataConfig.from_dict({"corpus": corpus}))
 
     inside = texts / "runs" / "mine"
-    with pytest.raises(WorkhorseError, match=r"mine lies in the corpus .*texts, .* another --out"):
+    with pytest.raises(
+        WorkhorseError, match=r"mine is inside the corpus .*texts, .* another --out"
+    ):
         train(over(corpus), inside)
     assert not (texts / "runs").exists()
     narrow = over(corpus | {"glob": "**/*.txt"})

@@ -1,4 +1,4 @@
-"""Text in, batches out: corpus readers, memory-mapped token shards, rows by step.
+"""Training data: corpus readers, memory-mapped token shards, and batches addressed by step.
 
 dataset = prepare(config, tokenizer, folder)
 batches = Batches(dataset.train, seq_len=256, batch_size=16, seed=1)

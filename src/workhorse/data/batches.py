@@ -1,8 +1,8 @@
-"""Batches of rows by the number of the step: random access, no state, no position to save.
+"""Training and validation batches, addressed by step: random access without state to save.
 
-`batches[step]` depends only on the seed, the step and the global batch size (and on the offset of a
-run that changed it). So the step is the exact position for a resume, and micro-batches and
-processes take slices of the same global batch.
+A batch holds rows: sequences of `seq_len` token ids. `batches[step]` depends only on the seed, the
+step and the global batch size, and on `offset` if a run changed its batch size. So a run resumes
+from the step alone, and micro-batches and ranks read slices of the same global batch.
 """
 
 import math
@@ -30,45 +30,46 @@ from workhorse.errors import WorkhorseError
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for training or validation; tensors are int64 unless another type is named."""
+    """Rows for training or validation. Tensors are int64 unless another dtype is given."""
 
     tokens: Tensor
-    """`(batch, seq)`; 0 on padding."""
+    """Input token ids, `(batch, seq)`; 0 on padding."""
     targets: Tensor
-    """`(batch, seq)`: the token after each; `IGNORE` (-100) on padding."""
+    """Next token of each position, `(batch, seq)`; `IGNORE` (-100) on padding."""
     documents: Tensor | None
-    """`(batch, seq)`: numbers of documents within each row, -1 on padding; None: rows are whole."""
+    """Index of each position's document within its row, `(batch, seq)`; -1 on padding. None if
+    attention crosses documents."""
     sources: Tensor
-    """`(batch,)`: the index of each row's source in `source_names`, -1 for a row of padding."""
+    """Index of each row's source in `source_names`, `(batch,)`; -1 for a row of padding."""
     weights: Tensor | None = None
-    """`(batch, seq)` float32: how much each target counts; None: 1 for each."""
+    """Loss weight of each target, `(batch, seq)` float32. None: 1 for each."""
     group: Tensor | None = None
-    """`(batch,)`: the number of the group that each row belongs to, such as a pair of answers or
-    all answers to a prompt; None: each row is by itself. Rows of a group are neighbours."""
+    """Index of each row's group, `(batch,)`. A group is, for example, a pair of answers or all
+    answers to a prompt; its rows are adjacent. None: each row is its own group."""
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return len(self.tokens)
 
     def rows(self, start: int, stop: int) -> "Batch":
-        """The rows `start` to `stop`: a micro-batch."""
+        """Return the rows `start:stop`, such as a micro-batch."""
         return self._each(lambda tensor: tensor[start:stop])
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """All tensors that are not None."""
         return [one for one in vars(self).values() if one is not None]
 
     def columns(self, own: slice) -> "Batch":
-        """Those tokens of every row."""
+        """Return the positions `own` of every row, such as a rank's part of each sequence."""
         return self._each(lambda tensor: tensor if tensor.ndim == 1 else tensor[:, own])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
-        """The same batch on another device."""
+        """Copy the batch to another device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pinned(self) -> "Batch":
-        """The same batch in pinned memory, from which copies to CUDA are asynchronous."""
+        """Copy the batch to pinned memory, so that copies to CUDA can be asynchronous."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -80,17 +81,18 @@ class Batches:
     """The endless training batches of a split.
 
     Args:
-        split: its streams and weights.
-        seq_len: tokens read, and predictions made, in a row.
-        batch_size: rows of the global batch of one step, over all processes and micro-batches.
-        seed: determines the order; the same seed gives the same tokens everywhere.
-        packing: how rows are cut (see `workhorse.data.sampling`).
-        offset: added to the number of every row, counted from the start of the run. A run whose
-            batch size changes midway continues with the next row by
-            `offset = rows read - steps done * batch_size`; earlier steps then have no batch.
+        split: the streams to read and their weights.
+        seq_len: number of input tokens, and of predictions, per row.
+        batch_size: number of rows in the global batch of a step, over all ranks and micro-batches.
+        seed: seed of the row order; the same seed gives the same tokens on every machine.
+        packing: how rows are cut from the streams (see `workhorse.data.sampling`).
+        offset: added to every row index. If the batch size changes during a run,
+            `offset = rows read - steps done * batch_size` continues with the next unread row;
+            earlier steps then have no batch.
 
     Raises:
-        WorkhorseError: a size below 1, a source shorter than one window, a weight too small.
+        WorkhorseError: a size is below 1, a source is shorter than one window, or a weight is too
+            small.
     """
 
     def __init__(
@@ -114,16 +116,16 @@ class Batches:
 
     @property
     def rows_per_epoch(self) -> dict[str, int]:
-        """The number of rows after which each source starts over."""
+        """Number of rows per epoch of each source."""
         pairs = zip(self.source_names, self._samplers, strict=True)
         return {name: sampler.rows_per_epoch for name, sampler in pairs}
 
     def __getitem__(self, step: int) -> Batch:
-        """The global batch of a step."""
+        """Return the global batch of a step."""
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """The rows `start` to `stop` of the global batch of a step."""
+        """Return the rows `start:stop` of the global batch of a step."""
         first = self.offset + step * self.batch_size
         assert first >= 0
         assert 0 <= start <= stop <= self.batch_size
@@ -136,22 +138,22 @@ class Batches:
 
 
 class ValidationBatches:
-    """Every token of a split predicted once, in batches of one shape.
+    """The validation batches of a split: each token is predicted once, all batches have one shape.
 
-    Windows are adjacent and share one token, so that all tokens but the first of each stream are
-    predicted once; the last window is padded. With `packing="documents"` the rows are those of the
-    packing, in order, and predict all tokens but the first of each document. The last batch is
-    filled up with rows of padding, so that a compiled model sees one shape.
+    Adjacent windows share one token, so every token except the first of each stream is predicted
+    once. The last window is padded. With `packing="documents"` the rows are the packed rows in
+    order; they predict every token except the first of each document. The last batch is filled with
+    rows of padding, so that a compiled model sees one shape.
 
     Args:
-        split: its streams; the weights are not used.
-        seq_len: predictions in a row.
-        batch_size: rows in a batch.
-        packing: as in training; `random_windows` validates as `windows` does.
-        max_rows: take only this many, spread evenly over the split; None: all.
+        split: the streams to read; the weights are not used.
+        seq_len: number of predictions per row.
+        batch_size: number of rows per batch.
+        packing: as in training; `random_windows` validates like `windows`.
+        max_rows: maximum number of rows, spread evenly over the split; None: all.
 
     Raises:
-        WorkhorseError: a size below 1, or nothing to predict.
+        WorkhorseError: a size is below 1, or the split has no token to predict.
     """
 
     def __init__(
@@ -172,12 +174,13 @@ class ValidationBatches:
         self._ends = np.cumsum([sampler.rows_per_epoch for sampler in self._samplers])
         total = int(self._ends[-1])
         if total == 0:
-            raise WorkhorseError("the validation split has no token to predict; give it more text")
+            raise WorkhorseError("the validation split has no token to predict; add text to it")
         taken = total if max_rows is None else min(max_rows, total)
+        # Indices of `taken` rows, spread evenly over all rows.
         self._rows = np.arange(taken) * total // taken
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """Number of batches."""
         return math.ceil(len(self._rows) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -199,7 +202,7 @@ class ValidationBatches:
 
 
 class _TiledWindows:
-    """Adjacent windows from the first token to the last, the last one padded."""
+    """Adjacent windows over a whole stream, in order; the last one is padded."""
 
     def __init__(self, stream: TokenStream, seq_len: int, _seed: int) -> None:
         self.stream, self.seq_len = stream, seq_len
@@ -219,7 +222,7 @@ class _TiledWindows:
 def _batch(
     parts: list[tuple[Indices, Rows]], sources: Indices, seq_len: int, packing: Packing
 ) -> Batch:
-    """Interleave the rows of several sources in the order of the batch."""
+    """Build a batch from the rows of each source, placed at their positions in the batch."""
     shape = (len(sources), seq_len)
     tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE)
     documents = np.full(shape, PADDING) if packing == "documents" else None
@@ -238,4 +241,4 @@ def _batch(
 def _check_sizes(seq_len: int, batch_size: int) -> None:
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if value < 1:
-            raise WorkhorseError(f"{name}={value} is not a size; choose 1 or more")
+            raise WorkhorseError(f"{name}={value} is less than 1; choose 1 or more")

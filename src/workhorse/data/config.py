@@ -1,4 +1,4 @@
-"""The section `data` of a recipe: sources, held-out documents, and how documents become rows."""
+"""The recipe section `data`: sources, validation splits, and packing of documents into rows."""
 
 import re
 from dataclasses import dataclass
@@ -13,40 +13,43 @@ if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
 
 STDIN = Path("-")
-"""A path of `-` is the standard input."""
+"""The path that stands for the standard input."""
 
 DEFAULT_FRACTION = 0.1
-"""Share of a corpus held out when its config says nothing."""
+"""Default fraction of a corpus that is held out for validation."""
 
 SHORTHANDS = {
     "stdlib": {"kind": "stdlib"},
     "stdin": {"kind": "text", "path": str(STDIN)},
 }
-"""`corpus: stdlib` and `corpus: stdin`: sources that need only a name."""
+"""Sources that a recipe can give as a bare name, such as `corpus: stdlib`, and their configs."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Packing = Literal["windows", "random_windows", "documents"]
 
 
 class HeldOut(Config):
-    """The validation split of a source: a part of it, or another path."""
+    """The validation split of a source: a fraction of its text, or a separate path."""
 
     validation: Annotated[Path | None, OnResume.SAME_TEXT] = None
-    """A separate path for the validation split, read like `path`, all of which then trains."""
+    """A separate path for the validation split, read like `path`. All of `path` is then used for
+    training."""
     validation_fraction: Fraction | None = None
-    """Share held out, 0 for none. None: a tenth, or nothing if `validation` names a path."""
+    """Fraction held out for validation; 0 for none. None: 0.1, or 0 if `validation` is set."""
 
     @model_validator(mode="after")
     def _one_validation(self) -> "HeldOut":
         if self.validation == STDIN:
-            raise ConfigError("the standard input can train but not validate; name a file")
+            raise ConfigError(
+                "validation=- is not supported: stdin can only be training data; name a file"
+            )
         if self.validation is not None and self.validation_fraction is not None:
             raise ConfigError("validation and validation_fraction are both set; keep one")
         return self
 
     @property
     def held_out(self) -> float:
-        """The share of `path` that belongs to the validation split."""
+        """Fraction of `path` that belongs to the validation split."""
         if self.validation is not None:
             return 0.0
         return DEFAULT_FRACTION if self.validation_fraction is None else self.validation_fraction
@@ -57,68 +60,77 @@ class HeldOut(Config):
 
 
 class TextConfig(HeldOut):
-    """One plain text file, one document; its validation split is the end of the text.
+    """One plain text file, read as one document. The validation split is the end of the file.
 
-    Of n characters the first `int((1 - validation_fraction) * n)` train.
+    The first `int((1 - validation_fraction) * n)` of its n characters are used for training.
     """
 
     kind: Literal["text"] = "text"
     path: Annotated[Path, OnResume.SAME_TEXT]
-    """A file, plain or compressed with gzip or zstd; `-` is the standard input."""
+    """A file, plain or compressed with gzip or zstd. `-` is the standard input."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
 
 class FolderConfig(HeldOut):
-    """A folder of text files, each one document, in the order of their paths.
+    """A folder of text files, sorted by path. Each file is one document.
 
-    A file is held out by a hash of its path inside the folder. Hidden files are left out.
+    A hash of its path inside the folder decides if a file is held out. Hidden files are skipped.
     """
 
     kind: Literal["folder"] = "folder"
     path: Annotated[Path, OnResume.SAME_TEXT]
     """The folder."""
     glob: Annotated[str, OnResume.SAME_TEXT] = "**/*"
-    """Which files: a pattern for `pathlib.Path.glob`."""
+    """Pattern of the files to read, as for `pathlib.Path.glob`."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
 
 class JsonlConfig(HeldOut):
-    """JSON lines, each an object with the text of one document, held out by a hash of the text."""
+    """JSON Lines files: each line is an object with the text of one document.
+
+    A hash of its text decides if a document is held out.
+    """
 
     kind: Literal["jsonl"] = "jsonl"
     path: Annotated[Path, OnResume.SAME_TEXT]
-    """A file, plain or compressed with gzip or zstd, or a folder of `.jsonl[.gz|.zst]` files; `-`
+    """A file, plain or compressed with gzip or zstd, or a folder of `.jsonl[.gz|.zst]` files. `-`
     is the standard input."""
     text_field: str = "text"
-    """The key of the text. Lines in which it is null or empty are skipped."""
+    """Key of the text in each object. Lines whose text is null or empty are skipped."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
 
 class ParquetConfig(HeldOut):
-    """Parquet files (needs pyarrow): each row a document, held out by a hash of the text."""
+    """Parquet files (needs pyarrow): each row is one document.
+
+    A hash of its text decides if a document is held out.
+    """
 
     kind: Literal["parquet"] = "parquet"
     path: Annotated[Path, OnResume.SAME_TEXT]
     """A file, or a folder of `.parquet` files."""
     text_field: str = "text"
-    """The column of the text. Rows in which it is null or empty are skipped."""
+    """Name of the text column. Rows whose text is null or empty are skipped."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
 
 class StdlibConfig(Config):
-    """The standard library of the running Python; modules are held out by a hash of their names."""
+    """The source code of the running Python's standard library: each module is one document.
+
+    A hash of its name decides if a module is held out.
+    """
 
     kind: Literal["stdlib"] = "stdlib"
     validation_fraction: Fraction = DEFAULT_FRACTION
-    """Share of the modules held out."""
+    """Fraction of the modules held out for validation."""
 
     @property
     def held_out(self) -> float:
@@ -133,15 +145,15 @@ SourceConfig = Annotated[
     TextConfig | FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
     Field(discriminator="kind"),
 ]
-"""One source of text."""
+"""The config of one source, selected by `kind`."""
 
 
 def source_of(name: str | Path) -> SourceConfig:
-    """The source that a bare name stands for; nothing is held out of it, except of `stdlib`.
+    """Return the source that a bare name stands for; only `stdlib` has a validation split.
 
     Args:
-        name: `stdlib`, `-` for the standard input, a folder of texts, or a file: `.jsonl` and
-            `.parquet` by their endings, others as plain text.
+        name: `stdlib`, `-` for the standard input, a folder of text files, or a file. Files named
+            `.jsonl` and `.parquet` are read as such, all others as plain text.
     """
     path = Path(name)
     if str(name) == "stdlib" and not path.exists():
@@ -159,13 +171,13 @@ def _spelled_out(source: Any) -> Any:
 
 
 class MixtureConfig(Config):
-    """Several named sources, their rows mixed by weight (see `workhorse.data.sampling`)."""
+    """Several named sources; their rows are mixed by weight (see `workhorse.data.sampling`)."""
 
     kind: Literal["mixture"] = "mixture"
     sources: dict[str, SourceConfig]
-    """The sources by name; a name is made of letters, digits, `_` and `-`."""
+    """The sources by name. Names consist of letters, digits, `_` and `-`."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
-    """Share of each source in the training rows, in any unit; a source left out has 1."""
+    """Relative number of training rows per source. The default for each source is 1."""
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -181,7 +193,8 @@ class MixtureConfig(Config):
         for name in self.sources:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ConfigError(
-                    f"{name!r} cannot name a source; use letters, digits, '_' and '-'", "sources"
+                    f"{name!r} is not a valid source name; use letters, digits, '_' and '-'",
+                    "sources",
                 )
         for name in self.weights:
             if name not in self.sources:
@@ -191,21 +204,21 @@ class MixtureConfig(Config):
 
 
 class DataConfig(Config):
-    """From text to rows of tokens."""
+    """The training and validation data of a run."""
 
     corpus: Annotated[
         TextConfig | FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig | MixtureConfig,
         Field(discriminator="kind"),
     ]
-    """One source, or a mixture of several. `stdlib` and `stdin` may be written as a bare name."""
+    """One source, or a mixture of several. `stdlib` and `stdin` can be given as a bare name."""
     packing: Packing = "windows"
-    """How training rows are cut from the tokens (see `workhorse.data.sampling`)."""
+    """How training rows are cut from the token stream (see `workhorse.data.sampling`)."""
     bos: bool = False
-    """Begin every document with the tokenizer's bos token."""
+    """True to begin every document with the tokenizer's bos token."""
     eos: bool = True
-    """End every document with the tokenizer's eos token."""
+    """True to end every document with the tokenizer's eos token."""
     cache_dir: Annotated[Path | None, OnResume.TAKEN] = None
-    """Where token shards are kept so that runs can share them; None: in the run directory."""
+    """Folder for token shards that runs can share. None: a folder in the run directory."""
 
     @field_validator("corpus", mode="before")
     @classmethod
@@ -213,26 +226,28 @@ class DataConfig(Config):
         return _spelled_out(corpus)
 
     def kept_in(self, folder: Path) -> Path:
-        """Where token shards are kept: `cache_dir`, or `folder` if it is not set."""
+        """Return the folder of the token shards: `cache_dir`, or `folder` if it is not set."""
         try:
             return (self.cache_dir or folder).expanduser()
         except RuntimeError:
-            raise ConfigError(f"there is no home of {self.cache_dir}", "data.cache_dir") from None
+            raise ConfigError(
+                f"cannot expand {self.cache_dir}: no home directory found", "data.cache_dir"
+            ) from None
 
     @property
     def packed(self) -> bool:
-        """Whether rows hold several documents, which see nothing of each other."""
+        """True if rows hold several documents that do not attend to each other."""
         return self.packing == "documents"
 
     @property
     def sources(self) -> dict[str, SourceConfig]:
-        """The sources by name; a single one is called `corpus`."""
+        """The sources by name. A single source is named `corpus`."""
         if isinstance(self.corpus, MixtureConfig):
             return self.corpus.sources
         return {"corpus": self.corpus}
 
     def key_of(self, name: str) -> str:
-        """The key of a source in a recipe."""
+        """Return the key of a source in a recipe."""
         single = not isinstance(self.corpus, MixtureConfig)
         return "data.corpus" if single else f"data.corpus.sources.{name}"
 
@@ -245,31 +260,31 @@ class DataConfig(Config):
 
 @dataclass(frozen=True)
 class Beginning:
-    """How texts begin for a model."""
+    """The tokens that a model expects at the beginning of a sequence."""
 
     prefix: tuple[int, ...]
-    """The tokens at the beginning of every text."""
+    """Tokens at the beginning of every document."""
     start: int | None
-    """The token before a text's own first one: the last of `prefix`, or the end of the text before.
-    None: there was none."""
+    """The token before the first token of a document's text: the last token of `prefix`, or the
+    eos token of the previous document. None if there was no such token."""
 
     def encode(self, tokenizer: "Tokenizer", prompt: str) -> list[int]:
-        """A prompt's tokens; an empty prompt asks for a text from its beginning.
+        """Encode a prompt. An empty prompt becomes the tokens that begin a document.
 
-        Empty if nothing stood before a text.
+        The result is empty only if the prompt is empty and no token precedes a document.
         """
         tokens = [*self.prefix, *tokenizer.encode(prompt)]
         return tokens or ([] if self.start is None else [self.start])
 
 
 def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
-    """How texts begin for a model.
+    """Return the tokens that a model expects at the beginning of a sequence.
 
     Args:
-        tokenizer: the model's.
-        data: what the model was trained on; None for a model from elsewhere, whose training is
-            unknown. Its texts begin as its tokenizer says; if that adds nothing, the token before a
-            text is bos or else eos, as in transformers and the lm-evaluation-harness.
+        tokenizer: the model's tokenizer.
+        data: the model's training data; None if it is unknown, as for a downloaded model. Sequences
+            then begin with the tokens that the tokenizer adds. If it adds none, the token before a
+            document is bos, or else eos, as in transformers and the lm-evaluation-harness.
     """
     bos = tokenizer.bos_id
     if data is None:
@@ -282,5 +297,5 @@ def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
 
 
 def beginning_token(tokenizer: "Tokenizer") -> int | None:
-    """The token that begins a text if the training is unknown: bos, or else eos."""
+    """Return the token before a document if the training data is unknown: bos, or else eos."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

@@ -1,4 +1,4 @@
-"""A prepared data set: memory-mapped token streams, by split and source."""
+"""Prepared data sets: memory-mapped token streams by split and source."""
 
 import hashlib
 import os
@@ -19,15 +19,15 @@ from workhorse.files.text_formats import open_plain
 
 
 class TokenStream:
-    """Concatenated tokens, and where the documents in them end.
+    """The concatenated tokens of one split of one source, and the ends of its documents.
 
     Args:
-        name: of the source.
-        shards: the tokens, unsigned integers, in order; usually memory-mapped.
-        ends: for each document the position after its last token, ascending; the last is the
-            length.
-        n_bytes: UTF-8 bytes of the text that the tokens stand for.
-        n_unknown: tokens that stand for characters outside the vocabulary.
+        name: name of the source.
+        shards: the tokens in order, as unsigned integers; usually memory-mapped.
+        ends: position after the last token of each document, ascending; the last value is the
+            length of the stream.
+        n_bytes: number of UTF-8 bytes of the text.
+        n_unknown: number of tokens that stand for characters outside the vocabulary.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TokenStream:
         assert (ends[-1] if len(ends) else 0) == len(self), "a document has no end"
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self._starts[-1]
 
     @property
@@ -55,10 +55,10 @@ class TokenStream:
         return len(self.ends)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The tokens `start` to `stop`, which must lie inside the stream.
+        """Return the tokens `start:stop`; the range must be inside the stream.
 
         Raises:
-            WorkhorseError: a mapped file has been truncated.
+            WorkhorseError: a memory-mapped file has been truncated.
         """
         assert 0 <= start <= stop <= len(self), f"tokens {start} to {stop} of {len(self)}"
         tokens = np.empty(stop - start, dtype=np.int64)
@@ -75,26 +75,26 @@ class TokenStream:
 
 
 def _check_whole(shard: np.ndarray) -> None:
-    """Refuse a map that extends past the end of its file: reading there would kill the process."""
+    """Raise an error if a mapped file was truncated: reading past its end kills the process."""
     if not isinstance(shard, np.memmap):
         return
     mapped: Any = shard.base
     if isinstance(mapped, mmap) and mapped.size() < len(mapped):
         raise WorkhorseError(
-            f"{shard.filename} was cut short while it was read: it has {mapped.size()} bytes of "
-            f"{len(mapped)}; put it back, or run workhorse data prepare again"
+            f"{shard.filename} was truncated while it was in use: it has {mapped.size()} of "
+            f"{len(mapped)} bytes; restore it, or run workhorse data prepare again"
         )
 
 
 TOKENS = ".tokens.npy"
 ENDS = ".ends.npy"
 _verified: set[tuple[str | int, ...]] = set()
-"""Checksums of files that this process has verified, with what identifies an unchanged file."""
+"""Files that this process has verified: checksum, device, inode, size and times of change."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The streams of one split, one for each source, and their weights in training."""
+    """The streams of one split, one per source, and their weights in training."""
 
     name: str
     streams: tuple[TokenStream, ...]
@@ -110,18 +110,18 @@ class Split:
 
     @property
     def n_bytes(self) -> int:
-        """UTF-8 bytes of the text."""
+        """Number of UTF-8 bytes of the text."""
         return sum(stream.n_bytes for stream in self.streams)
 
     @property
     def unknown_rate(self) -> float:
-        """Share of the tokens that stand for characters outside the tokenizer's vocabulary."""
+        """Fraction of the tokens that stand for characters outside the tokenizer's vocabulary."""
         return sum(stream.n_unknown for stream in self.streams) / self.n_tokens
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A prepared data set: `folder` holds the shards and the manifest."""
+    """A prepared data set; `folder` contains the shards and the manifest."""
 
     folder: Path
     manifest: ManifestConfig
@@ -130,14 +130,14 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all tokens: if equal, a run resumes on the same data."""
+        """SHA-256 over all tokens. Data sets with equal fingerprints have the same tokens."""
         return self.manifest.fingerprint
 
     def verify(self) -> None:
-        """Read every shard and compare its SHA-256.
+        """Read every shard and compare its SHA-256 with the manifest.
 
         Raises:
-            WorkhorseError: a shard is not what was written.
+            WorkhorseError: a shard is missing or damaged.
         """
         for split in (self.manifest.train, self.manifest.validation):
             for stream in split.values():
@@ -146,45 +146,48 @@ class Dataset:
 
 
 def mostly_held_out(dataset: Dataset) -> str | None:
-    """A warning if more text is held out than trains; else None."""
+    """Return a warning if validation has more tokens than training, else None."""
     if dataset.validation is None or dataset.validation.n_tokens <= dataset.train.n_tokens:
         return None
     return (
-        f"{dataset.validation.n_tokens:,} tokens are held out for validation and "
-        f"{dataset.train.n_tokens:,} train, since documents are held out whole; give more of them, "
-        "or others for validation (data.corpus.validation)"
+        f"the validation split has {dataset.validation.n_tokens:,} tokens and the training split "
+        f"{dataset.train.n_tokens:,}, because only whole documents are held out; add documents, or "
+        "set data.corpus.validation to other files"
     )
 
 
 def unknown_text(dataset: Dataset) -> str | None:
-    """A warning if the tokenizer does not know all characters of the text; else None."""
+    """Return a warning if the text has characters outside the vocabulary, else None."""
     splits = [split for split in (dataset.train, dataset.validation) if split is not None]
     unknown = sum(stream.n_unknown for split in splits for stream in split.streams)
     if not unknown:
         return None
     tokens = sum(split.n_tokens for split in splits)
     return (
-        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.2%}) are unknown characters, which "
-        "the model will never learn, and which make its loss and bits per byte too low; a "
-        "tokenizer that spells bytes knows all text (kind: bpe, or byte_fallback: true)"
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.2%}) are unknown characters: the "
+        "model cannot learn them, and they make its loss and bits per byte too low; use a "
+        "tokenizer with byte tokens (kind: bpe, or byte_fallback: true)"
     )
 
 
 def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Dataset:
-    """Open what `prepare` wrote, without looking at the sources.
+    """Open a data set that `prepare` wrote, without reading its sources.
 
     Args:
-        folder: the data set's own, `Dataset.folder`.
-        weights: of the sources in training; a source left out weighs 1.
+        folder: folder of the data set, `Dataset.folder`.
+        weights: training weights by source; the default for each source is 1.
 
     Raises:
-        WorkhorseError: nothing is there, the preparation was not finished, or a shard is damaged.
-            Checksums are compared when this process first opens a shard; `Dataset.verify` compares
-            them again.
+        WorkhorseError: the folder has no data set, its preparation was not finished, or a shard is
+            damaged. Checksums are compared when this process first opens a shard;
+            `Dataset.verify` compares them again.
     """
     manifest = read_manifest(folder)
     if not manifest.complete:
-        raise WorkhorseError(f"{folder} was not prepared to the end; prepare it again to go on")
+        raise WorkhorseError(
+            f"{folder} is incomplete: its preparation was interrupted; "
+            "run workhorse data prepare again"
+        )
 
     def split(name: str, streams: Mapping[str, StreamConfig]) -> Split:
         return Split(
@@ -198,10 +201,10 @@ def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Da
 
 
 def open_shard(folder: Path, shard: ShardConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens (memory-mapped) and the ends of documents of one shard.
+    """Open one shard: its tokens (memory-mapped) and the ends of its documents.
 
     Raises:
-        WorkhorseError: a file is missing, cut short, too long, or changed.
+        WorkhorseError: a file is missing, truncated, too long, or changed.
     """
     tokens = _open_array(folder / (shard.name + TOKENS), shard.tokens)
     ends = np.array(_open_array(folder / (shard.name + ENDS), shard.documents), dtype=np.int64)
@@ -213,12 +216,13 @@ def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None
     """Compare the SHA-256 of a shard's files with the manifest.
 
     Args:
-        folder: of the data set.
-        shard: whose files.
-        again: also of files that this process has read before and that have not changed since.
+        folder: folder of the data set.
+        shard: the shard to check.
+        again: True to also check files that this process has already checked and that have not
+            changed since.
 
     Raises:
-        WorkhorseError: one is not, byte for byte, what was written.
+        WorkhorseError: the checksum of a file differs.
     """
     for suffix, expected in ((TOKENS, shard.tokens_sha256), (ENDS, shard.ends_sha256)):
         path = folder / (shard.name + suffix)
@@ -246,6 +250,7 @@ def _open_array(path: Path, length: int) -> np.ndarray:
     if path.exists() and not path.is_file():
         raise _damaged(path, "it is not a plain file")
     try:
+        # An empty array cannot be memory-mapped.
         array = np.load(path, mmap_mode="r" if length else None, allow_pickle=False)
     except FileNotFoundError:
         raise _damaged(path, "it is missing") from None
@@ -254,7 +259,7 @@ def _open_array(path: Path, length: int) -> np.ndarray:
     offset = array.offset if isinstance(array, np.memmap) else None
     whole = offset is None or path.stat().st_size == offset + array.nbytes
     if array.shape != (length,) or not whole:
-        raise _damaged(path, f"it holds {array.size} values where {length} were written")
+        raise _damaged(path, f"it has {array.size} values instead of {length}")
     return array
 
 

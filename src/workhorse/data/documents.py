@@ -1,9 +1,10 @@
-"""Documents: what each kind of source yields, and which split a document belongs to.
+"""Reads the documents of each kind of source and assigns them to the splits.
 
-The hash depends on the document alone, so adding or removing one moves no other. Only if the given
-share would leave a split without documents does the threshold depend on them.
+A document is held out if its hash is below a threshold. The hash depends only on the document, so
+adding or removing a document does not move others. The threshold depends on the documents only if
+the given fraction would leave a split empty.
 
-At most one document is held at a time, and a long one arrives in pieces, so a text file may be
+Only one document is in memory at a time, and a long one is read in pieces, so a text file may be
 larger than memory.
 """
 
@@ -48,21 +49,22 @@ HASHES = 2**64
 
 
 def hash_of(identity: str) -> int:
-    """A hash below `HASHES`, the same on every machine."""
+    """Return a hash below `HASHES` that is the same on every machine."""
     digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -> float:
-    """The hash below which documents are held out; of two or more, each split gets at least one.
+    """Return the hash below which documents are held out for validation.
 
-    That is `fraction * HASHES` if it leaves documents in both splits. Otherwise only the document
-    with the smallest hash is held out, or only that with the largest trains.
+    The threshold is `fraction * HASHES` if both splits then have documents. Otherwise only the
+    document with the smallest hash is held out, or only the one with the largest hash is training
+    data. So with two or more documents, each split gets at least one.
 
     Args:
-        fraction: share of the documents; with 0 nothing is held out, and nothing is read.
-        documents: the identity of each, and its text in blocks. They are read until both splits
-            have one; documents without text do not count.
+        fraction: fraction of the documents to hold out; with 0 no documents are read.
+        documents: identity and text blocks of each document. They are read until both splits have
+            one; documents without text do not count.
     """
     asked = fraction * HASHES
     smallest, largest = HASHES, -1
@@ -72,7 +74,7 @@ def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -
             smallest, largest = min(smallest, number), max(largest, number)
             if smallest < asked <= largest:
                 return asked
-    if smallest >= largest:  # none, or one, which is on the side that its hash says
+    if smallest >= largest:  # no document, or only one, which its hash assigns
         return asked
     return smallest + 1 if smallest >= asked else largest
 
@@ -80,7 +82,7 @@ def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -
 SplitName = Literal["train", "validation"]
 
 PIECE_CHARS = 1 << 18
-"""Longest text, in characters, that is held and encoded in one piece."""
+"""Maximum number of characters that are read and encoded in one piece."""
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET_SUFFIXES = (".parquet",)
@@ -89,7 +91,10 @@ PARQUET_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document, or the next piece of one that is too long to hold."""
+    """A document, or a piece of one longer than `PIECE_CHARS`.
+
+    `begins` and `ends` are True if this piece is the first or the last of its document.
+    """
 
     name: str
     text: str
@@ -100,26 +105,26 @@ class Document:
 def read_documents(
     source: SourceConfig, split: SplitName, *, key: str | None = None
 ) -> Iterator[Document]:
-    """The documents of one split of a source, always in the same order; empty ones are left out.
+    """Read the documents of one split of a source in a fixed order; empty documents are skipped.
 
-    A document of more than `PIECE_CHARS` characters comes in pieces, cut if possible at the start
-    of a line, since most tokenizers split there too.
+    A document of more than `PIECE_CHARS` characters is read in pieces. They are cut at the start of
+    a line if possible, because most tokenizers also split there.
 
     Args:
-        source: where the documents are.
-        split: which of them.
-        key: the source's key in a recipe, for remedies; None: the command has no recipe.
+        source: the source to read.
+        split: the split to read.
+        key: the source's key in the recipe, for error messages; None without a recipe.
 
     Raises:
-        WorkhorseError: a missing or damaged file, one that is not text, bytes that are not UTF-8,
-            a missing field.
+        WorkhorseError: a file is missing, damaged or not text, has bytes that are not UTF-8, or
+            lacks the text field.
     """
     advice = _advice(source, key)
     if isinstance(source, TextConfig):
         yield from _read_text_file(source, split, advice)
         return
     files = data_files(source, split)
-    below = None  # where each split has files of its own
+    below = None  # the splits are separate files
     if isinstance(source, StdlibConfig) or source.validation is None:
         whole = _whole_documents(source, split, files, advice)
         every = ((identity, blocks) for identity, _, blocks in whole)
@@ -130,24 +135,24 @@ def read_documents(
 
 
 def iterate_texts(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
-    """Every text of a split, source after source, none longer than `PIECE_CHARS` characters."""
+    """Read the text of a split, source by source, in strings of up to `PIECE_CHARS` characters."""
     for name, source in config.sources.items():
         for document in read_documents(source, split, key=config.key_of(name)):
             yield document.text
 
 
 def check_text_files(config: DataConfig) -> None:
-    """Look at the first bytes of every text file of a corpus, which takes little time.
+    """Check the first bytes of every text file of a corpus, which is fast.
 
     Raises:
-        WorkhorseError: one is not UTF-8 text.
+        WorkhorseError: a file is not UTF-8 text.
     """
     for name, source in config.sources.items():
         check_source_files(source, key=config.key_of(name))
 
 
 def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
-    """The same for one source; `key` is as for `read_documents`."""
+    """Check the first bytes of every text file of a source; `key` is as for `read_documents`."""
     if not isinstance(source, StdlibConfig | ParquetConfig):
         check_files(all_files(source), source.errors, _advice(source, key))
 
@@ -159,7 +164,7 @@ def _advice(source: SourceConfig, key: str | None) -> Advice:
 
 
 def all_files(source: SourceConfig) -> list[Path]:
-    """The files of both splits of a source."""
+    """Return the files of both splits of a source."""
     files = data_files(source, "train")
     if not isinstance(source, StdlibConfig) and source.validation is not None:
         files = [*files, *data_files(source, "validation")]
@@ -167,7 +172,7 @@ def all_files(source: SourceConfig) -> list[Path]:
 
 
 def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
-    """The files that a split of a source is read from, in order; none if it has no such split."""
+    """Return the files of one split of a source, in order; none if it has no such split."""
     if isinstance(source, StdlibConfig):
         return [module.path for module in stdlib.candidates()]
     if split == "validation" and not source.has_validation:
@@ -188,6 +193,7 @@ def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Ite
     for path in data_files(source, split):
         first, last = 0, None
         if source.held_out > 0:
+            # Count the characters in a first pass: the cut depends on their total.
             characters = sum(len(block) for block in read_text(path, source.errors, advice))
             cut = int((1 - source.held_out) * characters)
             first, last = (0, cut) if split == "train" else (cut, characters)
@@ -202,9 +208,9 @@ def _whole_documents(
     files: Iterable[Path],
     advice: Advice,
 ) -> Iterator[tuple[str, str, Iterable[str]]]:
-    """For every document in the files of a split: its identity, its name, its text in blocks.
+    """Yield the identity, name and text blocks of every document in the files of a split.
 
-    The text of a file is read only when it is iterated.
+    A file is read only when its blocks are iterated.
     """
     match source:
         case StdlibConfig():
@@ -224,7 +230,7 @@ def _whole_documents(
 def _records(
     path: Path, source: JsonlConfig | ParquetConfig, advice: Advice
 ) -> Iterator[tuple[str, str]]:
-    """The (name, text) of each record of a file."""
+    """Yield the (name, text) of each record of a file."""
     if isinstance(source, JsonlConfig):
         return _read_jsonl(path, source, advice)
     return _read_parquet(path, source, advice)
@@ -251,9 +257,9 @@ def _text_of(line: str, source: JsonlConfig, where: str, advice: Advice) -> str:
     try:
         record = json.loads(line)
     except RecursionError:
-        raise WorkhorseError(f"{where} is nested too deep; correct or remove the line") from None
+        raise WorkhorseError(f"{where} is nested too deeply; correct or remove the line") from None
     except ValueError as error:
-        reason = str(error).partition(";")[0]  # Python's own advice is for programmers
+        reason = str(error).partition(";")[0]  # without Python's hint, which is for programmers
         raise WorkhorseError(f"{where} is not JSON: {reason}; correct or remove the line") from None
     if not isinstance(record, dict):
         raise WorkhorseError(f"{where} is not a JSON object; write one object per line")
@@ -263,14 +269,16 @@ def _text_of(line: str, source: JsonlConfig, where: str, advice: Advice) -> str:
     text = record[source.text_field]
     if text is not None and not isinstance(text, str):
         kind = type(text).__name__
-        raise WorkhorseError(f"{where}: {source.text_field!r} is a {kind}, not a text; correct it")
+        raise WorkhorseError(
+            f"{where}: {source.text_field!r} is a {kind}, not a string; correct it"
+        )
     text = text or ""
     try:
         return text.encode("utf-8", source.errors).decode()
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(error.object[error.start]):04x}"
         remedy = advice.mend("correct the line")
-        raise WorkhorseError(f"{where} holds a lone surrogate {lone}; {remedy}") from None
+        raise WorkhorseError(f"{where} has a lone surrogate {lone}; {remedy}") from None
 
 
 def _read_parquet(path: Path, source: ParquetConfig, advice: Advice) -> Iterator[tuple[str, str]]:
@@ -279,14 +287,14 @@ def _read_parquet(path: Path, source: ParquetConfig, advice: Advice) -> Iterator
         from pyarrow import parquet
     except ImportError:
         raise WorkhorseError(
-            f"{path} is parquet, which needs the package pyarrow; {to_install('data')}"
+            f"{path} is a parquet file, which needs the package pyarrow; {to_install('data')}"
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
             _check_column(path, source.text_field, file.schema_arrow, advice)
             number = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
-                # as bytes, for the library checks none of the strings that it is given
+                # Decode here: pyarrow does not check that its strings are UTF-8.
                 for data in _as_bytes(batch.column(0)).to_pylist():
                     where = f"{path}:{number}"
                     try:
@@ -296,11 +304,11 @@ def _read_parquet(path: Path, source: ParquetConfig, advice: Advice) -> Iterator
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise WorkhorseError(f"cannot read {path}: {reason}; fetch it again") from None
+        raise WorkhorseError(f"cannot read {path}: {reason}; download it again") from None
 
 
 def _as_bytes(column: "pyarrow.Array") -> "pyarrow.Array":
-    """A column of strings of any of pyarrow's types, undecoded."""
+    """Convert a column of any of pyarrow's string types to bytes."""
     import pyarrow
     from pyarrow import types
 
@@ -318,7 +326,7 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema", advice: Advic
         remedy = advice.other_field(nearest(name, schema.names))
         raise WorkhorseError(f"{path} has no column {name!r}; {remedy}")
     if (count := schema.names.count(name)) > 1:
-        raise WorkhorseError(f"{path} has {count} columns {name!r}; give each its own name")
+        raise WorkhorseError(f"{path} has {count} columns named {name!r}; rename all but one")
     kind = schema.field(name).type
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -327,11 +335,11 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema", advice: Advic
         for fits in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
     ):
         remedy = advice.other_field(f"known: {', '.join(schema.names)}")
-        raise WorkhorseError(f"{path}: column {name!r} is {kind}; {remedy}")
+        raise WorkhorseError(f"{path}: column {name!r} has the type {kind}, not string; {remedy}")
 
 
 def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:
-    """The characters from `first` to `last` (None: the end) of a text that comes in blocks."""
+    """Yield the characters `first:last` of a text given in blocks; `last` None: to the end."""
     position = 0
     for block in blocks:
         start = max(first - position, 0)
@@ -354,7 +362,10 @@ def _in_pieces(name: str, blocks: Iterable[str]) -> Iterator[Document]:
 
 
 def _line_start(text: str, limit: int) -> int:
-    """The start of the last unindented line up to `limit`, not after a blank one; else `limit`."""
+    """Return the start of the last unindented line before `limit`; `limit` if there is none.
+
+    Lines that follow a blank line do not count.
+    """
     end = limit
     while (end := text.rfind("\n", 0, end)) > 0:
         if not text[end - 1].isspace() and not text[end + 1].isspace():

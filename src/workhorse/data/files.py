@@ -1,4 +1,4 @@
-"""Reads files as text: finds, decompresses and decodes them; failures are one-line errors."""
+"""Finds, decompresses and decodes the text files of a corpus; errors are one line long."""
 
 import atexit
 import codecs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstandard import ZstdDecompressor
 
 HEAD_BYTES = 4096
-"""Leading bytes of a file (decompressed) that are looked at."""
+"""Number of leading bytes, after decompression, that show if a file is text."""
 
 KINDS = {
     rb"\x89PNG": "a PNG picture",
@@ -56,20 +56,20 @@ KINDS = {
     rb"OggS\0": "Ogg audio",
     rb"\0...ftyp": "MP4 video",
 }
-"""Kinds of file that are not text, by a pattern for their first bytes that no prose begins with."""
+"""File types that are not text, by a pattern for their first bytes. No prose matches one."""
 
 MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is the beginning of this one
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16: its mark is a prefix of this one
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""Encodings by their byte order marks."""
+"""Encodings by byte order mark."""
 
 CONTROL = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1b"))
-"""Bytes that plain text does not have."""
+"""Control bytes that do not occur in plain text."""
 MOST_CONTROL = 0.05
-"""Share of them above which bytes are not text; of random bytes it is 0.1."""
+"""Fraction of control bytes above which a file is not text. For random bytes it is 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +77,35 @@ class Advice:
     """The remedies in messages about the files of a source."""
 
     key: str | None = None
-    """The source's key in the recipe; None if the command at hand has no recipe."""
+    """The source's key in the recipe; None if the command has no recipe."""
     glob: Callable[[], str | None] | None = None
-    """Finds a pattern that only texts match; None unless the source is a folder of texts."""
+    """Finds a pattern that matches only text files. None unless the source is a folder."""
 
     def mend(self, what: str) -> str:
-        """The remedy for bytes that are not UTF-8."""
+        """Return the remedy for bytes that are not UTF-8."""
         return what if self.key is None else f"{what}, or set {self.key}.errors=replace"
 
     def leave_out(self) -> str:
-        """The remedy for a file that is not text."""
+        """Return the remedy for a file that is not text."""
         if self.glob is None:
             return "name a text file"
         pattern = self.glob() if self.key else None
         if pattern is None:
             return "move it out of the folder"
-        return f"leave it out with {self.key}.glob='{pattern}'"
+        return f"exclude it with {self.key}.glob='{pattern}'"
 
     def other_field(self, names: str) -> str:
-        """The remedy for a record without the field that is read; `names` says which it has."""
+        """Return the remedy for a record without the text field; `names` lists its fields."""
         if self.key is None:
-            return f"rename the one with the text ({names})"
-        return f"choose another with {self.key}.text_field ({names})"
+            return f"rename the field with the text ({names})"
+        return f"set {self.key}.text_field to another field ({names})"
 
 
 def check_head(path: Path, head: bytes, advice: Advice) -> None:
-    """Refuse a file that is not UTF-8 text by its leading bytes, up to `HEAD_BYTES` of them.
+    """Check the leading bytes of a file, up to `HEAD_BYTES`.
 
     Raises:
-        WorkhorseError: it is text in UTF-16 or UTF-32, or a picture, an archive, or other data.
+        WorkhorseError: the file is UTF-16 or UTF-32 text, a picture, an archive, or other data.
     """
     if encoding := encoding_of(head):
         raise WorkhorseError(f"{path} is {encoding}, not UTF-8; convert it to UTF-8")
@@ -114,7 +114,7 @@ def check_head(path: Path, head: bytes, advice: Advice) -> None:
 
 
 def encoding_of(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 if a text begins like that, with a byte order mark or without."""
+    """Return "UTF-16" or "UTF-32" if the bytes are so encoded, even without a byte order mark."""
     for mark, name in MARKS.items():
         if head.startswith(mark):
             return name
@@ -134,13 +134,13 @@ def encoding_of(head: bytes) -> str | None:
 
 
 def _like_high_bytes(high: bytes) -> bool:
-    """Whether these can be the high bytes of UTF-16: most are of one alphabet, some of ASCII."""
+    """Return True if these can be the high bytes of UTF-16: most of one alphabet, some of ASCII."""
     common, count = Counter(high).most_common(1)[0] if high else (0, 0)
     return common in CONTROL and 2 * count > len(high) and b"\0" in high
 
 
 def kind_of(head: bytes) -> str | None:
-    """The kind of a file that is not text, such as `a PNG picture`; None if it may be text."""
+    """Return the type of a file that is not text, such as `a PNG picture`; None if it may be."""
     for pattern, kind in KINDS.items():
         if re.match(pattern, head, re.DOTALL):
             return kind
@@ -149,20 +149,20 @@ def kind_of(head: bytes) -> str | None:
 
 
 BLOCK_BYTES = 1 << 20
-"""Bytes read at a time."""
+"""Number of bytes read at a time."""
 
 ZSTD_BYTES = 1 << 10
-"""Bytes given to zstd at a time, which expand to at most 32 MiB."""
+"""Number of bytes passed to zstd at a time. They expand to 32 MiB or less."""
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def source_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The file at `path`, or in a folder every visible file with one of the suffixes, by path.
+    """Return the file at `path`, or the folder's visible files with these suffixes, by path.
 
     Raises:
-        WorkhorseError: nothing is there, or the folder has no such file.
+        WorkhorseError: the path does not exist, or the folder has no such file.
     """
     if path == STDIN:
         return [stdin_copy()]
@@ -171,36 +171,36 @@ def source_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     files = visible_files(path, "**/*")
     found = [file for file in files if file.name.endswith(suffixes)]
     if not found:
-        raise WorkhorseError(f"{path} holds no {' or '.join(suffixes)} file; name another folder")
+        raise WorkhorseError(f"no {' or '.join(suffixes)} file in {path}; name another folder")
     return found
 
 
 def visible_files(folder: Path, glob: str) -> list[Path]:
-    """The files of a folder that match a pattern, in the order of their paths, none hidden.
+    """Return the files of a folder that match a pattern, sorted by path, without hidden files.
 
     Raises:
-        WorkhorseError: not a folder, not a pattern, folders nested thousands deep, or a folder that
-            cannot be read, whose files the pattern would silently miss.
+        WorkhorseError: the path is not a folder, the pattern is invalid, the folders are nested
+            thousands deep, or a folder cannot be read, so that its files would be missed.
     """
     if not folder.is_dir():
         if folder.exists():
             raise WorkhorseError(f"{folder} is not a folder; use kind: text for one file")
-        raise WorkhorseError(f"there is no folder {_place(folder)}; check the path")
+        raise WorkhorseError(f"the folder {_place(folder)} does not exist; check the path")
     try:
         matches = list(folder.glob(glob))
         for searched in _searched(folder, glob):
             if not os.access(searched, os.R_OK | os.X_OK):
                 raise WorkhorseError(
-                    f"cannot read the folder {searched}; give yourself permission, or exclude it "
-                    "by the pattern (glob)"
+                    f"cannot read the folder {searched}: permission denied; change its "
+                    "permissions, or exclude it from the pattern (glob)"
                 )
     except RecursionError:
         raise WorkhorseError(
-            f"the folders in {folder} are nested too deep to be searched for {shown(glob)}; "
-            "name one further down, or move the files up"
+            f"the folders in {folder} are nested too deeply to search for {shown(glob)}; "
+            "name a folder further down"
         ) from None
     except (ValueError, IndexError, NotImplementedError) as error:
-        raise WorkhorseError(f"glob={shown(glob)} is not a pattern: {error}") from None
+        raise WorkhorseError(f"glob={shown(glob)} is not a valid pattern: {error}") from None
     relative = sorted((match.relative_to(folder).as_posix(), match) for match in matches)
     return [
         file
@@ -210,7 +210,7 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
 
 
 def _searched(folder: Path, glob: str) -> Iterator[Path]:
-    """The visible folders whose files a pattern can match."""
+    """Yield the visible folders that can have files matching a pattern."""
     yield folder
     parts = glob.split("/")
     for depth in range(1, len(parts)):
@@ -221,18 +221,18 @@ def _searched(folder: Path, glob: str) -> Iterator[Path]:
 
 
 def _place(path: Path) -> str:
-    """A path, and where it begins if that is not in it: a recipe may be used elsewhere later."""
+    """Format a path; a relative one is followed by the working directory that it starts from."""
     return str(path) if path.is_absolute() else f"{path} in {Path.cwd()}"
 
 
 def existing_file(path: Path) -> Path:
-    """The path itself; an error says in one line what is wrong with it."""
+    """Return `path`, or raise a one-line error if it is not an existing plain file."""
     if path.is_dir():
         raise WorkhorseError(
-            f"{path} is a folder; name a file in it, or let a recipe say kind: folder"
+            f"{path} is a folder; name a file in it, or use a recipe with kind: folder"
         )
     if not path.exists():
-        raise WorkhorseError(f"there is no file {_place(path)}; check the path")
+        raise WorkhorseError(f"the file {_place(path)} does not exist; check the path")
     if not path.is_file():
         raise WorkhorseError(f"{path} is a pipe or device; name a file, or - for stdin")
     return path
@@ -240,7 +240,7 @@ def existing_file(path: Path) -> Path:
 
 @functools.cache
 def _stdin_file() -> IO[bytes]:
-    copy = tempfile.NamedTemporaryFile(prefix="workhorse-stdin-")  # noqa: SIM115 (lives as long as we)
+    copy = tempfile.NamedTemporaryFile(prefix="workhorse-stdin-")  # noqa: SIM115 (lives until exit)
     shutil.copyfileobj(sys.stdin.buffer, copy)
     copy.flush()
     atexit.register(copy.close)
@@ -248,15 +248,17 @@ def _stdin_file() -> IO[bytes]:
 
 
 def stdin_copy() -> Path:
-    """A copy of the standard input, which can be read only once; a corpus is read several times."""
+    """Copy the standard input to a file: a corpus is read several times, stdin only once."""
     if sys.stdin is None or sys.stdin.isatty():
-        raise WorkhorseError("the corpus is the standard input, a terminal; pipe text into it")
+        raise WorkhorseError(
+            "the corpus is the standard input, but that is a terminal; pipe text into it"
+        )
     return Path(_stdin_file().name)
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed if it begins like gzip or zstd.
+    """Open a file for reading bytes, decompressed if it begins like gzip or zstd.
 
     Raises:
         WorkhorseError: the file cannot be read, or its compression is damaged.
@@ -273,7 +275,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
             else:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise WorkhorseError(f"{path} is damaged: {error}; fetch it again") from None
+        raise WorkhorseError(f"{path} is damaged: {error}; download it again") from None
     except OSError as error:
         raise WorkhorseError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -292,13 +294,13 @@ def _unzstd(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
         with io.BufferedReader(frames, BLOCK_BYTES) as stream:
             yield stream
     except zstandard.ZstdError as error:
-        raise WorkhorseError(f"{path} is damaged: {error}; fetch it again") from None
+        raise WorkhorseError(f"{path} is damaged: {error}; download it again") from None
 
 
 def _zstd_content(file: BinaryIO, library: "ZstdDecompressor") -> Iterator[bytes]:
-    """The content of concatenated zstd frames.
+    """Decompress concatenated zstd frames.
 
-    The library's own reader takes an unfinished frame for the end of the file.
+    The library's own reader would treat an unfinished frame as the end of the file.
 
     Raises:
         EOFError: the file ends inside a frame.
@@ -315,7 +317,7 @@ def _zstd_content(file: BinaryIO, library: "ZstdDecompressor") -> Iterator[bytes
 
 
 class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a file."""
+    """A file object that reads from an iterator of byte blocks."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = blocks
@@ -337,10 +339,10 @@ class _Blocks(io.RawIOBase):
 
 
 def check_files(paths: Iterable[Path], errors: str, advice: Advice) -> None:
-    """Look at the first bytes of text files, before any is read.
+    """Check the first bytes of all text files before any file is read.
 
     Raises:
-        WorkhorseError: as `read_text`, for the first file that does not begin like text.
+        WorkhorseError: a file does not begin like UTF-8 text, as in `read_text`.
     """
     for path in paths:
         with open_bytes(path) as file:
@@ -354,7 +356,7 @@ def check_files(paths: Iterable[Path], errors: str, advice: Advice) -> None:
 
 
 def glob_of_texts(paths: Iterable[Path]) -> str | None:
-    """A pattern by the commonest suffix that only files of text have; None if there is none."""
+    """Return a pattern for the commonest suffix that only text files have, or None."""
     texts: Counter[str] = Counter()
     others: set[str] = set()
     for path in paths:
@@ -372,11 +374,13 @@ def glob_of_texts(paths: Iterable[Path]) -> str | None:
 
 
 def read_text(path: Path, errors: str, advice: Advice) -> Iterator[str]:
-    """The text of a UTF-8 file in blocks: no character split, line ends kept, no byte order mark.
+    """Read a UTF-8 file in blocks of whole characters.
+
+    Line ends are kept, and a byte order mark is removed.
 
     Raises:
-        WorkhorseError: it is not text or in another encoding, by its first bytes, or has a byte
-            that is not UTF-8, with its offset, unless `errors` is "replace".
+        WorkhorseError: its first bytes show that it is not text or has another encoding; or a byte
+            is not UTF-8 and `errors` is not "replace". The message has the offset of the byte.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0
@@ -385,7 +389,7 @@ def read_text(path: Path, errors: str, advice: Advice) -> Iterator[str]:
             block = file.read(BLOCK_BYTES)
             if not offset:
                 check_head(path, block[:HEAD_BYTES], advice)
-            held_back = len(decoder.getstate()[0])  # the start of a character, from the last block
+            held_back = len(decoder.getstate()[0])  # bytes of an incomplete character
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -404,7 +408,7 @@ def bad_byte(
     advice: Advice,
     mend: str = "convert the file to UTF-8",
 ) -> WorkhorseError:
-    """The error for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
+    """Return the error for a byte that is not UTF-8; `offset` is the start of the decoded bytes."""
     return WorkhorseError(
         f"{where}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
         f"UTF-8; {advice.mend(mend)}"

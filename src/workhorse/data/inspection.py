@@ -1,4 +1,4 @@
-"""What a model will see: rows decoded, document by document, and counts."""
+"""Inspection of a data set: rows decoded document by document, and counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentView:
-    """Neighbouring positions of one document."""
+    """A run of adjacent positions of one document in a row."""
 
     document: int | None
-    """Number within the row; None if documents see each other."""
+    """Index of the document within the row; None if attention crosses documents."""
     tokens: int
     text: str
-    """The text of the input tokens, special tokens spelled out."""
+    """The input tokens, decoded with their special tokens."""
     last_target: str
-    """The token that the last of them predicts; empty if it predicts nothing."""
+    """The target of the last position, decoded; empty if it has no target."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class RowView:
     padding: int
     """Number of positions without a token."""
     ignored: int
-    """Number of positions that predict nothing, padding included."""
+    """Number of positions without a target, including padding."""
 
 
 def view_rows(
     batch: Batch, tokenizer: "Tokenizer", source_names: tuple[str, ...]
 ) -> tuple[RowView, ...]:
-    """The rows of a batch, decoded."""
+    """Decode the rows of a batch."""
     views = []
     for row, source in enumerate(batch.sources.tolist()):
         tokens, targets = batch.tokens[row].tolist(), batch.targets[row].tolist()
@@ -73,7 +73,7 @@ def view_rows(
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """Counts of a data set, by split and source; `bytes` are UTF-8 bytes of the text."""
+    """Return the counts of a data set by split and source; `bytes` is in UTF-8."""
     splits = {}
     for split in (dataset.train, dataset.validation):
         if split is None:
@@ -100,7 +100,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
 
 
 def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """The (start, stop) of each run of equal neighbours."""
+    """Return the (start, stop) of each run of equal values."""
     edges = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
     bounds = [0, *edges, len(values)] if values else []
     return list(pairwise(bounds))

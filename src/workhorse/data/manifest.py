@@ -16,13 +16,13 @@ from workhorse.files.writing import write_atomically
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 100_000_000
-"""More bytes than any manifest has; a shard takes four hundred."""
+"""Maximum size of a manifest that is read. A shard takes about 400 bytes."""
 
 
 class ShardConfig(Config):
     """One shard: the tokens in `NAME.tokens.npy`, the ends of documents in `NAME.ends.npy`.
 
-    A document may continue in the next shard, which then has its end.
+    A document may continue in the next shard; that shard then has its end.
     """
 
     name: str
@@ -30,18 +30,18 @@ class ShardConfig(Config):
     documents: int
     """Number of documents that end in this shard."""
     bytes: int
-    """UTF-8 bytes of the text."""
+    """Number of UTF-8 bytes of the text."""
     pieces: int
-    """Pieces of documents read for this shard, which a resumed preparation skips."""
+    """Number of document pieces in this shard. A resumed preparation skips them."""
     unknown: int = 0
-    """Tokens that stand for characters outside the vocabulary. Data sets from before this was
-    counted have 0."""
+    """Number of tokens that stand for characters outside the vocabulary. Data sets of versions
+    that did not count them have 0."""
     tokens_sha256: str
     ends_sha256: str
 
 
 class StreamConfig(Config):
-    """One split of one source."""
+    """The shards of one split of one source."""
 
     shards: list[ShardConfig] = Field(default=[])
     complete: bool = False
@@ -64,7 +64,7 @@ class StreamConfig(Config):
 
 
 class ManifestConfig(Config):
-    """Everything about a data set except the tokens."""
+    """The description of a data set: everything except the tokens."""
 
     format: Literal[1] = 1
     tokenizer: str
@@ -74,17 +74,17 @@ class ManifestConfig(Config):
     bos: bool
     eos: bool
     sources: dict[str, dict[str, Any]]
-    """The config of each source, and the state of its files: files, bytes, a SHA-256."""
+    """The config of each source and the state of its files: their count, bytes and a SHA-256."""
     train: dict[str, StreamConfig] = Field(default={})
     """The training stream of each source."""
     validation: dict[str, StreamConfig] = Field(default={})
     """The validation stream of each source that has one."""
     complete: bool = False
-    """Whether every shard of every stream is written."""
+    """True if all shards of all streams are written."""
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the shards' checksums: equal if every token is equal."""
+        """SHA-256 over the checksums of the shards; equal if all tokens are equal."""
         sums = {
             split: {
                 name: [(shard.tokens_sha256, shard.ends_sha256) for shard in stream.shards]
@@ -99,14 +99,14 @@ class ManifestConfig(Config):
 
 
 def read_manifest(folder: Path) -> ManifestConfig:
-    """The manifest of a data set.
+    """Read the manifest of a data set.
 
     Raises:
-        WorkhorseError: there is none, or it is damaged.
+        WorkhorseError: the folder has no manifest, or it is damaged.
     """
     path = folder / MANIFEST
     if not path.exists():
-        raise WorkhorseError(f"{folder} holds no prepared data; run workhorse data prepare")
+        raise WorkhorseError(f"{folder} has no prepared data; run workhorse data prepare")
     try:
         return ManifestConfig.from_json(read_text(path, limit=MANIFEST_BYTES))
     except WorkhorseError as error:
@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> ManifestConfig:
 
 
 def write_array(path: Path, array: np.ndarray) -> str:
-    """Write an array as `.npy`, whole or not at all; returns the SHA-256 of the file."""
+    """Write an array as a `.npy` file, atomically, and return the SHA-256 of the file."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     write_atomically(path, buffer.getbuffer())

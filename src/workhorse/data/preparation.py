@@ -1,12 +1,13 @@
-"""From documents to token shards: parallel, resumable, reused when nothing changed.
+"""Encodes documents into token shards: in parallel, resumable, and reused if nothing changed.
 
-The `tokenizers` library spreads a block of texts over its own threads; meanwhile another block is
-read, or converted to arrays. The tokens and their order never depend on the number of threads.
+The `tokenizers` library encodes a block of strings in its own threads. Meanwhile another block is
+read or converted to arrays. The tokens and their order do not depend on the number of threads.
 
-A data set lives in a folder named after what decides its tokens: the tokenizer, the sources'
-configs, and the path, size and time of change of each file. So a change makes a new data set, and
-runs that share a folder share the work. Shards are cut after a fixed number of tokens and written
-one by one, the manifest after each; a build that was killed goes on after the last one.
+The folder of a data set is named after a hash of everything that determines its tokens: the
+tokenizer, the configs of the sources, and the path, size and time of change of each file. So a
+change makes a new data set, and runs that share a folder share the work. Shards have a fixed number
+of tokens and are written one by one, and the manifest after each; an interrupted preparation
+resumes after the last complete shard.
 """
 
 import contextlib
@@ -64,22 +65,23 @@ if TYPE_CHECKING:
 
 BLOCK_CHARS = 2 << 20
 BLOCK_PIECES = 4096
-"""Texts are encoded in blocks of at most this many characters or pieces."""
+"""A block of pieces to encode ends at this number of characters or pieces."""
 
+# Two: while the library encodes one block, the other is read or converted to arrays.
 BLOCKS_AT_ONCE = 2
 
 Stream = TypeVar("Stream")
 
 
 class Encoded(NamedTuple, Generic[Stream]):
-    """A document, or a piece of one, as tokens."""
+    """A document, or a piece of one, with its tokens."""
 
     stream: Stream
-    """The stream that it belongs to."""
+    """The stream that the document belongs to."""
     document: Document
     tokens: np.ndarray
     unknown: int
-    """How many of them stand for characters outside the vocabulary."""
+    """Number of tokens that stand for characters outside the vocabulary."""
 
 
 def encoded(
@@ -90,16 +92,15 @@ def encoded(
     eos: bool,
     dtype: str,
 ) -> Iterator[Encoded[Stream]]:
-    """Each document, or piece of one, with its tokens as `dtype`.
+    """Encode documents or document pieces.
 
     Args:
-        documents: each with what it belongs to, which is passed on; read up to `BLOCKS_AT_ONCE`
-            blocks ahead. A block may hold documents of several streams, so that no core waits at
-            the end of one.
-        tokenizer: its ids must fit into `dtype`.
-        bos: begin each document with the tokenizer's bos token.
-        eos: end each document with the tokenizer's eos token.
-        dtype: an unsigned integer dtype of NumPy.
+        documents: (stream, document) pairs, read up to `BLOCKS_AT_ONCE` blocks ahead. A block may
+            have documents of several streams, so that no core is idle at the end of a stream.
+        tokenizer: the tokenizer; its ids must fit into `dtype`.
+        bos: True to begin each document with the tokenizer's bos token.
+        eos: True to end each document with the tokenizer's eos token.
+        dtype: the NumPy dtype of the tokens, an integer type.
     """
 
     def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
@@ -130,7 +131,7 @@ def encoded(
 def stream_of(
     name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
 ) -> TokenStream:
-    """A few documents as a stream in memory, with the same tokens as in a prepared data set."""
+    """Encode a few documents into a stream in memory, as in a prepared data set."""
     tokens, ends, size, unknown = [np.zeros(0, np.int64)], [], 0, 0
     pairs = ((name, document) for document in documents)
     for found in encoded(pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"):
@@ -167,14 +168,14 @@ def prepare_tokenizer(
     progress: Progress | None = None,
     tell: Callable[[str], object] = lambda line: None,
 ) -> "Tokenizer":
-    """Train a tokenizer on the training texts of a corpus, or load it if nothing changed.
+    """Train a tokenizer on the training split of a corpus, or load it if nothing changed.
 
     Args:
-        tokenizer_config: what to train; one from a file is loaded and not stored again.
-        data_config: the texts; its `cache_dir`, if set, takes the place of `folder`.
-        folder: where tokenizers are kept, each in a folder named after what determines it.
-        progress: called with the amount of text that the training has read.
-        tell: called with warnings: that it has fewer tokens than asked for.
+        tokenizer_config: the tokenizer to train; one of `kind: file` is loaded and not stored.
+        data_config: the corpus; its `cache_dir`, if set, replaces `folder`.
+        folder: folder for tokenizers, each in a subfolder named after a hash of its inputs.
+        progress: called with the number of bytes that the training has read.
+        tell: called with a warning if the tokenizer has fewer tokens than requested.
 
     Raises:
         WorkhorseError: a source cannot be read, or the tokenizer cannot be trained on it.
@@ -196,13 +197,13 @@ def prepare_tokenizer(
             root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=root) as temporary:
             tokenizer.save(Path(temporary) / "new")
-            with contextlib.suppress(OSError):  # another process was faster, with the same
+            with contextlib.suppress(OSError):  # another process has stored the same tokenizer
                 (Path(temporary) / "new").rename(home)
     tokenizer = load_tokenizer(home)
     if missing := missing_tokens(tokenizer_config, tokenizer):
         tell(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, {missing:,} fewer than "
-            "tokenizer.vocab_size: the corpus holds too little to fill more"
+            "tokenizer.vocab_size: the corpus is too small for more"
         )
     return tokenizer
 
@@ -217,13 +218,13 @@ def _watched(texts: Iterable[str], total: int | None, progress: Progress | None)
 
 
 StreamKey = tuple[SplitName, str]
-"""A split of a source, by the names of both."""
+"""The name of a split and the name of a source."""
 
 SHARD_TOKENS = 1 << 25
-"""Tokens after which a shard ends: 64 MiB of 16-bit tokens."""
+"""Number of tokens at which a shard is written: 64 MiB of 16-bit tokens."""
 
 REPORT_BYTES = 1 << 20
-"""Bytes of text between two calls of the progress callback."""
+"""Number of bytes of text between two calls of the progress callback."""
 
 
 def prepare(
@@ -235,21 +236,21 @@ def prepare(
     verify: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Dataset:
-    """Make the token shards of a config, or open them if they are there already.
+    """Write the token shards of a corpus, or open them if they exist already.
 
     Args:
-        config: what to read; `config.cache_dir`, if set, takes the place of `folder`.
-        tokenizer: encodes the texts; ends (begins) documents with its eos (bos) if the config asks.
-        folder: where data sets are kept, usually the run directory's `data`.
-        progress: called with the progress.
-        verify: compare the checksums of shards that are there even if this process has done so. A
-            damaged shard is made again in any case.
-        tell: called with warnings: that more text is held out than trains, or that the tokenizer
-            does not know all its characters.
+        config: the corpus; `config.cache_dir`, if set, replaces `folder`.
+        tokenizer: the tokenizer; it must have the bos and eos tokens that the config asks for.
+        folder: folder for data sets, usually `data` in the run directory.
+        progress: called with the number of bytes done and in total.
+        verify: True to compare the checksums of existing shards even if this process has already
+            done so. A damaged shard is written again in any case.
+        tell: called with a warning if validation has more tokens than training, or if the text has
+            characters outside the vocabulary.
 
     Raises:
-        WorkhorseError: a source cannot be read or changes meanwhile, a split is empty, the
-            tokenizer lacks a token.
+        WorkhorseError: a source cannot be read or changes while it is read, a split is empty, or
+            the tokenizer lacks the bos or eos token.
     """
     fresh = _fresh_manifest(config, tokenizer)
     home = config.kept_in(folder) / _key(fresh)
@@ -269,7 +270,7 @@ def prepare(
 
 
 class _Build:
-    """One preparation: fills the manifest, stream by stream and shard by shard."""
+    """One preparation: writes the missing shards and records each in the manifest."""
 
     def __init__(
         self,
@@ -303,24 +304,26 @@ class _Build:
         for key, documents in groupby(tokens, key=lambda item: item.stream):
             self._fill(*key, documents)
             self._finish(*key)
-        for key in wanted:  # those whose last shard was written before the build was killed
+        for key in wanted:  # streams whose last shard was written just before an interruption
             self._finish(*key)
         if describe_sources(self.config) != self.manifest.sources:
-            raise WorkhorseError("a source changed while it was read; prepare it again")
+            raise WorkhorseError(
+                "a source changed while it was read; run workhorse data prepare again"
+            )
         save_file_list(self.config, self.home)
         self.manifest = self.manifest.replace(complete=True)
         self.manifest.save(self.home)
         self.progress(self.done, self.done)
 
     def _documents(self, wanted: Iterable[StreamKey]) -> Iterator[tuple[StreamKey, Document]]:
-        """The documents still to be encoded, stream after stream."""
+        """Yield the documents that are not yet encoded, stream by stream."""
         for split, name in wanted:
             source, stream = self.config.sources[name], self._stream(split, name)
             done_before = sum(shard.pieces for shard in stream.shards)
             documents = read_documents(source, split, key=self.config.key_of(name))
             documents = islice(documents, done_before, None)
             first = next(documents, None)
-            if first is None and not stream.tokens:  # said before the streams after it are read
+            if first is None and not stream.tokens:  # fail before the next streams are read
                 raise WorkhorseError(why_empty(self.config, name, split))
             for document in chain([first] if first else [], documents):
                 yield (split, name), document
@@ -365,7 +368,7 @@ class _Build:
 
 
 class _ShardBuffer:
-    """The tokens of a shard before it is written."""
+    """Collects the tokens of one shard until it is written."""
 
     def __init__(self) -> None:
         self.tokens: list[np.ndarray] = []
@@ -373,7 +376,7 @@ class _ShardBuffer:
         self.n_tokens = self.n_bytes = self.n_unknown = 0
 
     def add(self, piece: Encoded[StreamKey]) -> int:
-        """Add a document, or a piece of one; returns its UTF-8 bytes."""
+        """Add a document, or a piece of one, and return its number of UTF-8 bytes."""
         n_bytes = len(piece.document.text.encode())
         self.tokens.append(piece.tokens)
         self.n_tokens += len(piece.tokens)
@@ -397,7 +400,7 @@ class _ShardBuffer:
 
 
 def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
-    """The manifest of a data set before anything is written: all that determines its tokens."""
+    """Return the manifest of a data set without shards: everything that determines its tokens."""
     check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
     return ManifestConfig(
         tokenizer=tokenizer.fingerprint,
@@ -410,12 +413,15 @@ def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfi
 
 
 def check_separators(config: DataConfig, *, bos: bool, eos: bool) -> None:
-    """Refuse separators between texts that the tokenizer does not have.
+    """Check that the tokenizer has the bos and eos tokens that the config asks for.
 
     Args:
-        config: says which are used.
-        bos: whether the tokenizer has a bos token.
-        eos: whether it has an eos token.
+        config: the config with the keys `bos` and `eos`.
+        bos: True if the tokenizer has a bos token.
+        eos: True if the tokenizer has an eos token.
+
+    Raises:
+        WorkhorseError: a token that the config asks for is missing.
     """
     for wanted, name, there in ((config.bos, "bos", bos), (config.eos, "eos", eos)):
         if wanted and not there:
@@ -430,7 +436,7 @@ def _key(manifest: ManifestConfig) -> str:
 
 
 def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestConfig:
-    """The manifest in a folder without damaged shards; the preparation goes on from there."""
+    """Return the stored manifest without damaged shards, or `fresh` if there is none."""
     try:
         manifest = read_manifest(home)
     except WorkhorseError:
@@ -444,7 +450,7 @@ def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestCon
 
 
 def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
-    """The stream up to its first damaged shard."""
+    """Return the stream up to its first damaged shard."""
     for index, shard in enumerate(stream.shards):
         try:
             open_shard(home, shard)
@@ -457,9 +463,9 @@ def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
 
 @contextlib.contextmanager
 def _only_one_builder(home: Path) -> Iterator[None]:
-    """Let one process at a time prepare a folder: the others wait, then find it done.
+    """Let one process at a time prepare a folder; the others wait and then find it complete.
 
-    A folder left empty by a failure is removed.
+    A folder that a failure left empty is removed.
     """
     with one_process_at_a_time(home):
         try:

@@ -1,23 +1,24 @@
-"""The order and the cutting of training rows: permutations, mixing, packing and windows.
+"""Cuts token streams into training rows and orders them: windows, packing, mixing, permutations.
 
-The order of rows must be a pure function of their numbers, for corpora of any size, on every
-machine and version. A stored permutation would take eight bytes per row, and NumPy does not promise
-the same random streams from version to version.
+A row has seq_len predictions. There are three kinds of packing:
 
-A document of n tokens makes n - 1 predictions, and a row has room for seq_len. Longer documents are
-cut into full rows and a remainder. Remainders and shorter documents, longest first, each go to the
-row with the least room that still fits them, else to a new one. Fewer documents are cut than by
-concatenation, with little padding (Ding et al., "Fewer Truncations Improve Language Modeling",
-2404.10830, section 3).
+- `windows`: the stream is cut into adjacent windows. Each is used once per epoch. Every epoch draws
+  its own order and starting point. As in GPT-2, a row may hold several documents, and attention
+  crosses between them.
+- `random_windows`: windows start at independent random positions, without epochs, as in nanoGPT.
+- `documents`: a row holds whole documents that do not attend to each other.
 
-Every token but the first of each document is predicted exactly once; a piece after a cut starts
-with the token that the previous piece predicted last.
+For `documents`, rows are packed by best fit (Ding et al., "Fewer Truncations Improve Language
+Modeling", 2404.10830, section 3). A document of n tokens has n - 1 predictions. Documents with more
+than seq_len predictions are cut into full rows and a remainder. Remainders and shorter documents
+are placed longest first, each in the row with the least room that still fits it, else in a new row.
+This cuts fewer documents than concatenation, with little padding. Every token except the first of
+each document is predicted exactly once: a piece after a cut starts with the last target of the
+previous piece.
 
-- `windows`: the stream is cut into adjacent windows of seq_len predictions, each used once per
-  epoch, in an order and from a starting point drawn for every epoch. As in GPT-2, a row may hold
-  several documents, and attention crosses between them.
-- `random_windows`: windows start anywhere, drawn independently. As in nanoGPT, without epochs.
-- `documents`: a row holds whole documents that do not see each other (`packing`).
+The order is a pure function of the row index, for corpora of any size, on every machine and with
+every library version. A stored permutation would take eight bytes per row, and NumPy does not
+guarantee the same random streams in all versions.
 """
 
 import hashlib
@@ -41,18 +42,19 @@ FEISTEL_ROUNDS = 4
 
 
 def derive(seed: int, *labels: str | int) -> int:
-    """A 64-bit key for one purpose; the labels distinguish it from other purposes."""
+    """Derive a 64-bit key from a seed; different labels give independent keys."""
     digest = hashlib.sha256("/".join(map(str, (seed, *labels))).encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def permute(indices: Indices, size: int, key: int) -> Indices:
-    """Where a keyed permutation of `range(size)` sends each index.
+    """Apply a keyed permutation of `range(size)` to the indices.
 
-    Up to `SMALL` indices are sorted by random numbers, which is exactly uniform, while a network of
-    so few bits is not. Beyond that, a Feistel network permutes the next even power of two; an index
-    sent past `size` walks along its cycle until it falls inside (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002, section 4.2), in fewer than four steps on average.
+    Up to `SMALL` indices are sorted by random numbers, which is exactly uniform; a Feistel network
+    of so few bits is not. For larger sizes, a Feistel network permutes the next even power of two.
+    It is applied again to any index at or above `size` until the result is below (cycle walking:
+    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, section 4.2). This takes fewer
+    than four steps on average.
     """
     if size <= SMALL:
         return np.argsort(random_numbers(np.arange(size), key), kind="stable")[indices]
@@ -67,7 +69,7 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
 
 
 def random_numbers(indices: Indices, key: int) -> Words:
-    """One uniform 64-bit number per index."""
+    """Return one uniform 64-bit random number per index."""
     return _mixed(indices.astype(np.uint64) + np.uint64(key))
 
 
@@ -81,7 +83,7 @@ def _feistel(values: Words, half_bits: int, round_keys: Words) -> Words:
 
 
 def _mixed(values: Words) -> Words:
-    """The finaliser of SplitMix64: every bit of the input reaches every bit of the output."""
+    """Apply the SplitMix64 finaliser: every input bit affects every output bit."""
     values = values ^ (values >> np.uint64(30))
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = values ^ (values >> np.uint64(27))
@@ -90,25 +92,25 @@ def _mixed(values: Words) -> Words:
 
 
 MIXING_BLOCK = 10_000
-"""Number of rows over which the shares are exact, to one row."""
+"""Number of consecutive rows in which the share of each source is exact to one row."""
 
 
 class Mixture:
-    """Assigns rows to sources: a pure function of the row's number. No source skips a row.
+    """Assigns rows to sources as a pure function of the row index. No source skips a row.
 
     Args:
-        names: of the sources, for messages.
-        weights: positive, in any unit.
-        seed: of the order inside each block.
+        names: names of the sources, for messages.
+        weights: relative weights of the sources, positive.
+        seed: seed of the order inside each block.
 
     Raises:
-        WorkhorseError: a share too small for one row in a block.
+        WorkhorseError: a weight gives a source less than one row per block.
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], seed: int) -> None:
         self.seed = seed
         shares = np.asarray(weights) / np.sum(weights) * MIXING_BLOCK
-        # Largest remainders: round down, then one more to those that lost most.
+        # Largest remainder method: round down, then add one to the sources that lost most.
         self.counts = np.floor(shares).astype(np.int64)
         missing = MIXING_BLOCK - int(self.counts.sum())
         self.counts[np.argsort(self.counts - shares, kind="stable")[:missing]] += 1
@@ -116,12 +118,12 @@ class Mixture:
             if count == 0:
                 raise WorkhorseError(
                     f"weight {weight:g} gives {name!r} less than one row in {MIXING_BLOCK:,}; "
-                    "raise it or drop the source"
+                    "raise the weight or remove the source"
                 )
         self._ends = np.cumsum(self.counts)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """For each row of the run, the index of its source and its number within that source."""
+        """Return the source index of each row of the run, and the row index within that source."""
         if len(self.counts) == 1:
             return np.zeros_like(indices), indices
         blocks = indices // MIXING_BLOCK
@@ -137,26 +139,26 @@ class Mixture:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """The pieces of documents in each row, as arrays, so that millions take megabytes."""
+    """The document pieces of each row, stored as arrays so that millions take only megabytes."""
 
     starts: Indices
-    """For each piece, the position of its first token in the stream."""
+    """Position of each piece's first token in the stream."""
     lengths: Indices
-    """For each piece, its number of predictions; it spans one token more."""
+    """Number of predictions of each piece. A piece has one token more."""
     bounds: Indices
-    """Row i holds the pieces `bounds[i]` to `bounds[i + 1]`."""
+    """Bounds of the rows: row i holds the pieces `bounds[i]:bounds[i + 1]`."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def row(self, index: int) -> list[tuple[int, int]]:
-        """The (start, predictions) of each piece of a row."""
+        """Return the (start, predictions) of each piece of a row."""
         pieces = slice(self.bounds[index], self.bounds[index + 1])
         return list(zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True))
 
 
 def pack(ends: Indices, seq_len: int) -> PackingPlan:
-    """Plan the rows for documents that end at these positions; depends only on its arguments."""
+    """Plan the rows of documents that end at these positions; a pure function."""
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     predictions = np.maximum(ends - begins - 1, 0)
     full, rest = predictions // seq_len, predictions % seq_len
@@ -164,7 +166,7 @@ def pack(ends: Indices, seq_len: int) -> PackingPlan:
     owner = np.repeat(np.arange(len(ends)), full)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
     full_starts = begins[owner] + nth * seq_len
-    # Remainders, longest first; equal ones in the order of the corpus.
+    # Remainders, longest first; equal lengths stay in corpus order.
     order = np.argsort(-rest, kind="stable")
     order = order[rest[order] > 0]
     rest_starts, rest_lengths = (begins + full * seq_len)[order], rest[order]
@@ -179,7 +181,7 @@ def pack(ends: Indices, seq_len: int) -> PackingPlan:
 
 
 def _best_fit(lengths: list[int], room: int) -> Indices:
-    """The row of each length, given from the longest to the shortest."""
+    """Assign each length to a row by best fit; the lengths must be sorted, longest first."""
     rows_with: dict[int, list[int]] = defaultdict(list)  # room left -> rows
     rooms = 0  # bit r is set while some row has exactly r left
     placed = np.empty(len(lengths), dtype=np.int64)
@@ -201,16 +203,16 @@ def _best_fit(lengths: list[int], room: int) -> Indices:
 
 
 IGNORE = -100
-"""The target of a position that predicts nothing: equal to `workhorse.nn.logprobs.IGNORE`, which
-this package must not import."""
+"""Target of positions that do not count in the loss. It must equal `workhorse.nn.logprobs.IGNORE`,
+which this package must not import."""
 
 PADDING = -1
-"""The document number of positions without a token."""
+"""Document index of positions without a token."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of `(rows, seq)`: inputs, targets, and the document of each."""
+    """Inputs, targets and document indices of rows, each `(rows, seq)`."""
 
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
@@ -218,7 +220,7 @@ class Rows:
 
     @classmethod
     def of_windows(cls, windows: npt.NDArray[np.int64]) -> "Rows":
-        """From windows of `(rows, seq + 1)` tokens."""
+        """Make rows from windows of tokens, `(rows, seq + 1)`."""
         return cls(windows[:, :-1], windows[:, 1:])
 
 
@@ -228,23 +230,23 @@ class Sampler(Protocol):
     rows_per_epoch: int
 
     def rows(self, indices: Indices) -> Rows:
-        """The rows with these numbers, counted from the start of the run."""
+        """Return the rows with these indices, counted from the start of the run."""
         ...
 
 
 def sampler(packing: Packing, stream: TokenStream, seq_len: int, seed: int) -> Sampler:
-    """The sampler for one kind of packing; `seed` is that of the stream."""
+    """Make the sampler for a kind of packing; `seed` is the seed of the stream."""
     kinds = {"windows": Windows, "random_windows": RandomWindows, "documents": PackedDocuments}
     return kinds[packing](stream, seq_len, seed)
 
 
 class Windows:
-    """Adjacent windows, each once per epoch; an epoch leaves out at most 2·seq_len tokens."""
+    """Adjacent windows, each once per epoch. An epoch skips up to 2·seq_len tokens."""
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         _check_length(stream, seq_len)
         self.stream, self.seq_len, self.seed = stream, seq_len, seed
-        # One window fewer than would fit leaves room to start anywhere in the first.
+        # One window fewer than fits, so that an epoch can start anywhere in the first window.
         self.rows_per_epoch = max((len(stream) - seq_len) // seq_len, 1)
         self.phases = min(len(stream) - self.rows_per_epoch * seq_len, seq_len)
 
@@ -261,7 +263,7 @@ class Windows:
 
 
 class RandomWindows:
-    """Windows that start anywhere; an epoch only means as many tokens as there are."""
+    """Windows at random positions. An epoch is only a count: the number of tokens of the stream."""
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         _check_length(stream, seq_len)
@@ -275,7 +277,7 @@ class RandomWindows:
 
 
 class PackedDocuments:
-    """Rows of whole documents, each row once per epoch, in an order drawn for every epoch."""
+    """Rows of packed documents, each once per epoch, in a new random order every epoch."""
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         self.stream, self.seq_len, self.seed = stream, seq_len, seed
@@ -283,7 +285,7 @@ class PackedDocuments:
         self.rows_per_epoch = len(self.plan)
         if not self.rows_per_epoch:
             raise WorkhorseError(
-                f"the documents of {stream.name!r} have no token to predict; give longer ones"
+                f"the documents of {stream.name!r} have no token to predict; add longer documents"
             )
 
     def rows(self, indices: Indices) -> Rows:
@@ -298,7 +300,7 @@ class PackedDocuments:
         return self.planned_rows(rows)
 
     def planned_rows(self, numbers: Indices) -> Rows:
-        """Rows by their number in the plan, not shuffled."""
+        """Return rows by their index in the plan, not shuffled."""
         shape = (len(numbers), self.seq_len)
         documents = np.full(shape, PADDING)
         rows = Rows(np.zeros(shape, np.int64), np.full(shape, IGNORE), documents)
@@ -324,6 +326,6 @@ def _windows_at(stream: TokenStream, starts: Indices, seq_len: int) -> Rows:
 def _check_length(stream: TokenStream, seq_len: int) -> None:
     if len(stream) <= seq_len:
         raise WorkhorseError(
-            f"{stream.name!r} has {len(stream)} tokens to train on, fewer than one window of "
-            f"seq_len + 1 = {seq_len + 1}; give more text or a smaller seq_len"
+            f"{stream.name!r} has {len(stream)} training tokens, fewer than one window of "
+            f"seq_len + 1 = {seq_len + 1}; add text or reduce seq_len"
         )

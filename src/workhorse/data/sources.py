@@ -1,4 +1,4 @@
-"""Detects changes of the files that a data set was made from."""
+"""Checks the files of a corpus: detects changes since a data set was made, and empty splits."""
 
 import hashlib
 import json
@@ -30,22 +30,22 @@ from workhorse.files.text_formats import read_text
 from workhorse.files.writing import write_atomically
 
 Progress = Callable[[int, int | None], None]
-"""Called with the UTF-8 bytes of text done, and about how many there are; None if unknown."""
+"""Callback with the UTF-8 bytes of text done and their approximate total; None if unknown."""
 
 SPLITS: tuple[SplitName, ...] = ("validation", "train")
-"""The small one first: if it is empty, that shows before the long work."""
+"""The splits in preparation order: the small one first, so that an empty one fails early."""
 FileState = tuple[int, int]
 """Size in bytes, and time of the last change in nanoseconds."""
 
 SIZE_IS_TEXT = {"text", "folder", "stdlib"}
-"""The kinds of source whose files are plain text."""
+"""Kinds of source with plain text files."""
 
 
 def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
-    """For each source its config, its numbers of files and bytes, and a hash of the files' state.
+    """Describe each source: its config, its number of files and bytes, and a hash of their state.
 
-    The state of a file is its path, size and time of change. The standard input, which is copied
-    to a new file each time, is identified by its content.
+    The state of a file is its path, size and time of change. The standard input is identified by
+    its content, because it is copied to a new file each time.
     """
     described = {}
     for name, source in config.sources.items():
@@ -60,7 +60,7 @@ def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
 
 
 def list_files(config: DataConfig) -> dict[str, dict[str, FileState]]:
-    """The files of each source by their path in it; none of the standard input."""
+    """Return the files of each source by their relative paths; none for the standard input."""
     listed: dict[str, dict[str, FileState]] = {}
     for name, source in config.sources.items():
         files = listed[name] = {}
@@ -75,7 +75,7 @@ def list_files(config: DataConfig) -> dict[str, dict[str, FileState]]:
             if root is None or root == STDIN:
                 continue
             for path in data_files(source, split):
-                inside = path.relative_to(root).as_posix()  # "." for the file that a path names
+                inside = path.relative_to(root).as_posix()  # "." if the path is a file
                 files[inside if split == "train" else f"validation: {inside}"] = _size_and_time(
                     path
                 )
@@ -88,50 +88,50 @@ def _size_and_time(path: Path) -> FileState:
 
 
 def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:
-    """About how many bytes of text there are; None if the sizes of the files do not tell."""
+    """Return the approximate bytes of text; None if file sizes do not show it."""
     if any(source["kind"] not in SIZE_IS_TEXT for source in described.values()):
         return None
     return sum(source["bytes"] for source in described.values())
 
 
 def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
-    """The message for a split of a source that turned out to have no text."""
+    """Return the error message for a split of a source without text."""
     source = config.sources[name]
     where = "the standard library" if isinstance(source, StdlibConfig) else str(source.path)
     if not isinstance(source, StdlibConfig) and source.validation is not None:
         where = str(source.validation) if split == "validation" else where
     elif next(read_documents(source, "validation" if split == "train" else "train"), None):
         return (
-            f"{where} {_why_undivided(source)}; give it more, or train on all of it with "
+            f"{where} {_why_undivided(source)}; add more, or train on all text with "
             f"{config.key_of(name)}.validation_fraction=0"
         )
     if isinstance(source, FolderConfig) and not data_files(source, split):
         there = len(visible_files(Path(where), "**/*"))
         if there == 0:
-            return f"{where} holds no file; name another folder"
+            return f"{where} has no files; name another folder"
         key = config.key_of(name)
-        matched = f"{key}.glob={shown(source.glob)} matches no file in {where} (it holds {there:,})"
-        return f"{matched}; give another, as **/* for all of them"
-    empty = "has no text in the files that are read" if Path(where).is_dir() else "is empty"
-    return f"{where} {empty}: none for the {split} split; give it some"
+        matched = f"{key}.glob={shown(source.glob)} matches no file in {where} (it has {there:,})"
+        return f"{matched}; use another pattern, such as **/* for all files"
+    empty = "has no text in its files" if Path(where).is_dir() else "is empty"
+    return f"{where} {empty}: no text for the {split} split; add some"
 
 
 def _why_undivided(source: SourceConfig) -> str:
-    """Why a source that has text gives none to one of the splits."""
+    """Explain why a source with text has none for one of the splits."""
     match source:
         case TextConfig():
-            return "is too short to hold out a part"
+            return "is too short to hold out a part for validation"
         case FolderConfig() | StdlibConfig():
-            return "has one document, and needs two to hold one out"
+            return "has only one document, but holding one out needs two"
         case _:
-            return "has no two different documents, and needs two to hold one out"
+            return "has no two different documents, but holding one out needs two"
 
 
 def check_outside(config: DataConfig, run: Path) -> None:
-    """Refuse a run directory whose files would be documents of its own corpus.
+    """Check that the files of a run directory would not become documents of its own corpus.
 
     Raises:
-        WorkhorseError: it lies in a folder whose pattern matches what a run writes.
+        WorkhorseError: the run directory is in a corpus folder, and the pattern matches its files.
     """
     for source in config.sources.values():
         if not isinstance(source, FolderConfig):
@@ -144,8 +144,8 @@ def check_outside(config: DataConfig, run: Path) -> None:
             deep = "**" in source.glob or source.glob.count("/") == len(inside.parts) - 1
             if deep and not hidden and inside.match(source.glob):
                 raise WorkhorseError(
-                    f"the run directory {run} lies in the corpus {folder}, which its files would "
-                    "become part of; choose another --out, or a narrower glob"
+                    f"the run directory {run} is inside the corpus {folder}, so its files would "
+                    "become documents; choose another --out, or a narrower glob"
                 )
 
 
@@ -153,7 +153,7 @@ def check_sources(config: DataConfig) -> None:
     """Read the first document of each split of each source, and the first bytes of every file.
 
     Raises:
-        WorkhorseError: it cannot be read, there is none, or a file is not UTF-8 text.
+        WorkhorseError: a file cannot be read or is not UTF-8 text, or a split has no document.
     """
     check_text_files(config)
     for name, source in config.sources.items():
@@ -172,34 +172,34 @@ def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:
 
 
 FILES = "files.json"
-"""Beside the manifest: the files that were read, by source and path, with size and time of each.
+"""Name of the file, beside the manifest, with the size and time of each file that was read.
 
-It serves messages only: a data set without it is just as good."""
+It is used only for messages: a data set without it is valid."""
 LARGEST = 1 << 28
-"""Most bytes of that file; a million files take a tenth of it."""
+"""Maximum size of the list that is read, in bytes. A million files take a tenth."""
 NAMED = 3
-"""How many files of each kind a message names."""
+"""Maximum number of files of each kind that a message names."""
 
 
 @dataclass(frozen=True)
 class FileChanges:
-    """The files of a corpus that changed since its data set was made."""
+    """The files of a corpus that changed after its data set was made."""
 
     added: list[str]
     missing: list[str]
     resized: list[str]
     touched: list[str]
-    """Written since then, with the same size: perhaps with the same text."""
+    """Files with a newer time but the same size; their text may be the same."""
 
     @property
     def text_changed(self) -> bool:
-        """Whether the text has certainly changed."""
+        """True if the text has certainly changed."""
         return bool(self.added or self.missing or self.resized)
 
     def __str__(self) -> str:
-        """Every kind of change with the names of the first files: `added b.txt; missing a.txt`.
+        """List the first files of each kind of change: `added b.txt; missing a.txt`.
 
-        Files of another time only are listed if nothing else explains that the text is different.
+        Touched files are listed only if no other change explains that the text is different.
         """
         kinds = {"added": self.added, "missing": self.missing, "changed": self.resized}
         if not self.text_changed:
@@ -208,20 +208,20 @@ class FileChanges:
 
 
 def save_file_list(config: DataConfig, home: Path) -> None:
-    """Record the files of a corpus beside its data set."""
+    """Write the list of the files of a corpus beside its data set."""
     write_atomically(home / FILES, json.dumps(list_files(config)).encode())
 
 
 def file_changes(config: DataConfig, folder: Path, fingerprint: str) -> FileChanges | None:
-    """Compare a corpus with what a data set was made from.
+    """Compare the files of a corpus with those that a data set was made from.
 
     Args:
-        config: where the corpus is now.
-        folder: where data sets are kept, as in `prepare`.
-        fingerprint: of the data set.
+        config: the corpus as it is now.
+        folder: folder for data sets, as in `prepare`.
+        fingerprint: fingerprint of the data set.
 
     Returns:
-        None if the data set, or its list of files, is missing.
+        The changes; None if the data set or its list of files is missing.
 
     Raises:
         WorkhorseError: the corpus cannot be read.

@@ -1,8 +1,8 @@
 """The built-in corpus: the standard library of the running Python, about 11 MB of code.
 
-It is every `.py` file in the order of its path, except test packages, files that the build of
-Python wrote for this machine, installed packages, and near-duplicates. Which modules there are
-depends on the version of Python; which are kept does not depend on the machine.
+It consists of all `.py` files, sorted by path, except test packages, files that the build of Python
+wrote for this machine, installed packages, and near-duplicates. The set of modules depends on the
+version of Python. The selection does not depend on the machine.
 """
 
 import functools
@@ -19,35 +19,35 @@ LEFT_OUT_FOLDERS = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
 }  # fmt: skip
 LEFT_OUT_FILES = ("_sysconfigdata", "sitecustomize")
-"""Prefixes of the names of files that differ from machine to machine."""
+"""Name prefixes of files that differ between machines."""
 
 SHINGLE_LINES = 3
 NEAR_DUPLICATE = 0.3
-"""Jaccard similarity of two files' shingles at which the later one is left out.
+"""Jaccard similarity of the shingles of two files at which the later file is skipped.
 
-It is low on purpose, to drop the many code pages of `encodings` that repeat the same tables.
+It is low in order to skip the many code pages of `encodings` that repeat the same tables.
 """
 
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the standard library: `name` dotted, as it is imported."""
+    """One module of the standard library; `name` is its dotted import name."""
 
     name: str
     path: Path
 
     def text(self) -> str:
-        """The source, decoded by its encoding cookie, with line ends as newlines."""
+        """Read the source, decoded as its encoding declaration says, with line ends as newlines."""
         try:
             with tokenize.open(self.path) as file:
                 return file.read()
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
-            raise WorkhorseError(f"cannot read {self.path}: {error}; mend this Python") from None
+            raise WorkhorseError(f"cannot read {self.path}: {error}; reinstall Python") from None
 
 
 @functools.cache
 def candidates() -> tuple[Module, ...]:
-    """Every module, near-duplicates included, in the order of the files' paths."""
+    """Return all modules, including near-duplicates, sorted by file path."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in root.rglob("*.py"):
@@ -55,7 +55,7 @@ def candidates() -> tuple[Module, ...]:
         if LEFT_OUT_FOLDERS.isdisjoint(relative.parts) and not path.name.startswith(LEFT_OUT_FILES):
             found.append((relative.as_posix(), path))
     if not found:
-        raise WorkhorseError(f"{root} holds no Python sources; choose another corpus than stdlib")
+        raise WorkhorseError(f"{root} has no Python files; choose another corpus than stdlib")
     return tuple(
         Module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."), path)
         for name, path in sorted(found)
@@ -64,21 +64,21 @@ def candidates() -> tuple[Module, ...]:
 
 @functools.cache
 def modules() -> tuple[Module, ...]:
-    """The modules of the corpus, in the order of the files' paths."""
+    """Return the modules of the corpus, sorted by file path."""
     modules = candidates()
     kept = unlike(module.text() for module in modules)
     return tuple(modules[index] for index in kept)
 
 
 def unlike(texts: Iterable[str]) -> Iterator[int]:
-    """The indices of the texts that are not empty and not near-duplicates of one kept before.
+    """Yield the indices of the strings that are not empty and not near-duplicates of a kept one.
 
-    Two texts are compared by the sets of their runs of three lines, ignoring blank lines and the
-    amount of white space. This is exact, not sampled: an inverted index finds every pair that
-    shares a run.
+    Two strings are compared by their sets of shingles (three consecutive lines), ignoring blank
+    lines and the amount of white space. The comparison is exact, not sampled: an inverted index
+    finds every pair that shares a shingle.
     """
     sizes: dict[int, int] = {}
-    holders: dict[str, list[int]] = defaultdict(list)  # shingle -> the kept texts that have it
+    holders: dict[str, list[int]] = defaultdict(list)  # shingle -> kept strings with it
     for index, text in enumerate(texts):
         shingles = _shingles(text)
         shared = Counter(holder for shingle in shingles for holder in holders.get(shingle, ()))

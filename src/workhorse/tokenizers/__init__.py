@@ -1,4 +1,4 @@
-"""Text to token ids and back: train, load, save, measure.
+"""Tokenizers, from text to token ids and back: train, load, save and measure them.
 
 tokenizer = train_tokenizer(BpeConfig(vocab_size=4096), texts)
 ids = tokenizer.encode("Hello")

@@ -1,4 +1,4 @@
-"""The tokenizer of the `tokenizers` library that a `tokenizer.json` describes, and its errors."""
+"""Wraps tokenizers of the `tokenizers` library: loading, encoding, and one-line errors."""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,29 +11,32 @@ from tokenizers import AddedToken
 from workhorse.errors import WorkhorseError, shown
 
 MAX_TOKEN_ID = 2**21
-"""Far more than any vocabulary; a table as long as a larger id could fill the memory."""
+"""Largest token id accepted, far above any real vocabulary. It limits the size of id tables."""
 
-ORIGINAL = "give its files as they were made, or use another tokenizer"
+ORIGINAL = "use the original files, or another tokenizer"
 """The remedy for a tokenizer that is damaged."""
 
 
 def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
-    """The library's tokenizer, without truncation and padding.
+    """Load a tokenizer of the library, without truncation and padding.
+
+    Args:
+        definition: content of a `tokenizer.json`.
 
     Raises:
-        WorkhorseError: this is not a `tokenizer.json`, or it has ids beyond `MAX_TOKEN_ID`.
+        WorkhorseError: this is not a `tokenizer.json`, or an id is above `MAX_TOKEN_ID`.
     """
-    with library_errors("not a tokenizer.json", "give a file that the tokenizers library wrote"):
+    with library_errors("not a tokenizer.json", "use a file that the tokenizers library wrote"):
         backend = tokenizers.Tokenizer.from_str(definition)
     backend.no_truncation()
     backend.no_padding()
     if max(backend.get_vocab().values(), default=0) > MAX_TOKEN_ID:
-        raise WorkhorseError(f"token ids beyond {MAX_TOKEN_ID:,}; no vocabulary is that large")
+        raise WorkhorseError(f"a token id is above {MAX_TOKEN_ID:,}; use the original file")
     return backend
 
 
 def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The rules of a part of a `tokenizer.json` (its normalizer, its decoder), one by one."""
+    """Yield the rules of a part of a `tokenizer.json`, such as its normalizer, one by one."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -45,20 +48,20 @@ def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add tokens outside the vocabulary, each normalized if its flag says so.
+    """Add tokens outside the vocabulary; those with the flag `normalized` are normalized.
 
     Raises:
-        WorkhorseError: the normalizer fails at one.
+        WorkhorseError: the normalizer fails on a token.
     """
-    with library_errors("the tokenizer fails at a token beside its vocabulary", ORIGINAL):
+    with library_errors("the tokenizer fails on an added token", ORIGINAL):
         backend.add_tokens(list(tokens))
 
 
 @contextmanager
 def library_errors(fact: str, remedy: str) -> Iterator[None]:
-    """Turn the library's errors into one line: it raises bare `Exception`, or panics.
+    """Turn errors of the library, bare `Exception`s or panics, into one-line errors.
 
-    A panic (of an endless regular expression, for one) is also printed on stderr.
+    A panic, for example of an endless regular expression, is also printed on stderr.
     """
     try:
         yield
@@ -70,19 +73,20 @@ def library_errors(fact: str, remedy: str) -> Iterator[None]:
 
 
 def ids_of(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of several texts, without tokens before or after them.
+    """Encode several strings, without bos, eos or other added tokens.
 
     Raises:
-        WorkhorseError: these are not texts; one holds half a surrogate pair, which UTF-8 cannot
-            encode; or the tokenizer fails at one, such as without an unk token.
+        WorkhorseError: `texts` is not a list of strings; a string has a lone surrogate, which UTF-8
+            cannot encode; or the tokenizer fails on a string, for example because it has no unk
+            token.
     """
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise WorkhorseError(f"several texts to encode are a list, not {shown(texts)}; give one")
+        raise WorkhorseError(f"texts={shown(texts)} is not a list of strings; pass a list")
     texts = list(texts)
     for text in texts:
         if not isinstance(text, str):
-            raise WorkhorseError(f"a text to encode is a str, not {shown(text)}; give a str")
-    with library_errors("the tokenizer fails at a text", ORIGINAL):
+            raise WorkhorseError(f"{shown(text)} is not a string; pass a str")
+    with library_errors("the tokenizer fails on a string", ORIGINAL):
         try:
             found = backend.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:
@@ -92,18 +96,18 @@ def ids_of(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int
 
 
 def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The same ids as Python ints.
+    """Return the ids as Python ints.
 
     Raises:
-        WorkhorseError: they are not whole numbers, or one is outside `[0, vocab_size)`.
+        WorkhorseError: an id is not an integer, or is outside `[0, vocab_size)`.
     """
     try:
-        if isinstance(ids, bytes | bytearray):  # integers too, but of another meaning
+        if isinstance(ids, bytes | bytearray):  # sequences of integers, but not token ids
             raise TypeError
         numbers = [operator.index(token) for token in ids]
     except TypeError:
         raise WorkhorseError(
-            f"token ids are whole numbers in a list, not {shown(ids)}; give what encode gave"
+            f"{shown(ids)} is not a list of integer token ids; pass ids returned by encode"
         ) from None
     for token in (min(numbers), max(numbers)) if numbers else ():
         if not 0 <= token < vocab_size:
@@ -120,6 +124,6 @@ def _check_texts(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise WorkhorseError(
-                f"the text holds half a surrogate pair, {text[error.start]!r}, at character "
+                f"the string has a lone surrogate, {text[error.start]!r}, at character "
                 f"{error.start}; read it with errors='replace', or encode its bytes"
             ) from None

@@ -1,6 +1,6 @@
-"""The configs of tokenizers: one class per algorithm, and `TokenizerConfig`, any of them.
+"""The configs of tokenizers: one class per algorithm, and their union `TokenizerConfig`.
 
-Sizes are in tokens. `vocab_size` counts all of them: special tokens, bytes, characters, the rest.
+Sizes are in tokens. `vocab_size` counts all tokens: special, byte, character and learned tokens.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -11,7 +11,7 @@ from workhorse.config.base import Config, ConfigError
 
 N_BYTES = 256
 SPACE = "\u2581"
-"""The visible character for a space in SentencePiece."""
+"""The character that stands for a space in SentencePiece."""
 MAX_VOCAB_SIZE = 300_000
 
 VocabSize = Annotated[int, Field(ge=N_BYTES, le=MAX_VOCAB_SIZE)]
@@ -19,25 +19,25 @@ Digits = Annotated[int, Field(ge=1, le=3)]
 
 
 class SpecialTokensConfig(Config):
-    """The tokens that typed text never becomes; None leaves one out.
+    """The special tokens. Encoding ordinary text never produces one. None omits a token.
 
     Raises:
         ConfigError: two tokens have the same name, or a name has fewer than two characters (a
-            single character cannot be distinguished from the same character in a text).
+            single character cannot be distinguished from the same character in ordinary text).
     """
 
     bos: str | None = "<|bos|>"
-    """Begins a document."""
+    """Token at the beginning of a document."""
     eos: str | None = "<|eos|>"
-    """Ends a document; stops generation."""
+    """Token at the end of a document. It also stops generation."""
     pad: str | None = "<|pad|>"
-    """Fills up a batch."""
+    """Token for padding in batches."""
     chat: tuple[str, ...] = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-    """Begin each role's turn, and end any turn."""
+    """Tokens that begin the turn of each role, and the token that ends a turn."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every token, in the order of their ids."""
+        """All special tokens in the order of their ids."""
         return (*(name for name in (self.bos, self.eos, self.pad) if name is not None), *self.chat)
 
     @model_validator(mode="after")
@@ -51,28 +51,28 @@ def check_names(names: tuple[str, ...]) -> None:
     for name in names:
         if len(name) <= 1:
             raise ConfigError(
-                f"special token {name!r} is too short; write something like '<|eos|>'"
+                f"special token {name!r} is shorter than 2 characters; use a name like '<|eos|>'"
             )
         if names.count(name) > 1:
-            raise ConfigError(f"special token {name!r} is there twice; give each its own name")
+            raise ConfigError(f"special token {name!r} is given twice; use different names")
 
 
 def few_special_tokens() -> SpecialTokensConfig:
-    """The default for small vocabularies: eos alone."""
+    """Return the special tokens of small vocabularies: only eos."""
     return SpecialTokensConfig(bos=None, pad=None, chat=())
 
 
 class _TrainedConfig(Config):
-    """The fields that all algorithms with a learned vocabulary share."""
+    """The fields of all configs with a learned vocabulary."""
 
     vocab_size: VocabSize
-    """Number of all tokens: special tokens, bytes, characters and learned ones."""
+    """Size of the vocabulary, including special, byte and character tokens."""
     special: SpecialTokensConfig = SpecialTokensConfig()
-    """The tokens that typed text never becomes."""
+    """The special tokens. Encoding ordinary text never produces one."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
-        """The tokens that exist before anything is learned, in the order of their ids."""
+        """The tokens that exist before training, in the order of their ids."""
         return self.special.names
 
     @model_validator(mode="after")
@@ -82,8 +82,8 @@ class _TrainedConfig(Config):
         if self.vocab_size < fixed + self._smallest_alphabet():
             least = fixed + self._smallest_alphabet()
             raise ConfigError(
-                f"vocab_size={self.vocab_size} has no room for the tokens that are always there "
-                f"(bytes, special tokens, one character); choose at least {least}"
+                f"vocab_size={self.vocab_size} is too small for the bytes, the special tokens and "
+                f"one character; choose {least} or more"
             )
         return self
 
@@ -92,44 +92,44 @@ class _TrainedConfig(Config):
 
 
 class BpeConfig(_TrainedConfig):
-    """Byte-level BPE: no text is unknown, and any bytes round-trip.
+    """Byte-level BPE: every character is known, and any bytes round-trip.
 
     Paper: Sennrich et al. (1508.07909); over bytes: GPT-2 (Radford et al. 2019, §2.2).
     """
 
     kind: Literal["bpe"] = "bpe"
     digits: Digits = 3
-    """The most digits in a token; 1 makes arithmetic easiest to learn, 3 makes texts shortest."""
+    """Maximum number of digits in a token: 1 makes arithmetic easier to learn, 3 saves tokens."""
     min_frequency: int = Field(default=2, ge=1)
-    """A pair seen less often is not merged, even if the vocabulary stays smaller."""
+    """Minimum count of a pair to be merged, even if the vocabulary then stays smaller."""
 
     def _smallest_alphabet(self) -> int:
         return N_BYTES
 
 
 class _SentencePieceConfig(_TrainedConfig):
-    """Spaces become the visible character U+2581, as in SentencePiece (1808.06226).
+    """Fields of tokenizers that replace spaces by U+2581, as in SentencePiece (1808.06226).
 
-    A U+2581 in a text is decoded as a space.
+    A U+2581 in the input is decoded as a space.
     """
 
     digits: Digits = 1
-    """The most digits in a token."""
+    """Maximum number of digits in a token."""
     prefix_space: bool = True
-    """Begin a text with a space, taken away on decoding, so that its first word is the same token
-    as in the middle of a text (LLaMA does, Gemma does not)."""
+    """True to put a space before the input and remove it on decoding. The first word is then the
+    same token as in the middle of a string (True for LLaMA, False for Gemma)."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
-    """Share of the corpus's characters that get their own token; the rest is bytes or unknown."""
+    """Fraction of the corpus's characters with a token; the rest becomes bytes or unknown."""
 
 
 class ByteFallbackBpeConfig(_SentencePieceConfig):
-    """BPE over characters, with the bytes `<0x00>` to `<0xFF>` for rare ones, as LLaMA has it."""
+    """BPE over characters, with byte tokens `<0x00>` to `<0xFF>` for rare ones, as in LLaMA."""
 
     kind: Literal["byte_fallback_bpe"] = "byte_fallback_bpe"
     special: SpecialTokensConfig = SpecialTokensConfig(bos="<s>", eos="</s>")
-    """The tokens that typed text never becomes."""
+    """The special tokens. Encoding ordinary text never produces one."""
     min_frequency: int = Field(default=2, ge=1)
-    """A pair seen less often is not merged."""
+    """Minimum count of a pair to be merged."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
@@ -141,11 +141,11 @@ class UnigramConfig(_SentencePieceConfig):
 
     kind: Literal["unigram"] = "unigram"
     special: SpecialTokensConfig = SpecialTokensConfig(bos="<s>", eos="</s>")
-    """The tokens that typed text never becomes."""
+    """The special tokens. Encoding ordinary text never produces one."""
     unk: str = "<unk>"
-    """The token for characters without one."""
+    """The token for characters outside the vocabulary."""
     byte_fallback: bool = True
-    """Spell characters without a token as bytes, so that none is unknown."""
+    """True to encode characters outside the vocabulary as bytes, so that none is unknown."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
@@ -153,18 +153,18 @@ class UnigramConfig(_SentencePieceConfig):
 
 
 class WordPieceConfig(_TrainedConfig):
-    """WordPiece over words split at spaces and punctuation, as BERT has it (1609.08144).
+    """WordPiece over words split at spaces and punctuation, as in BERT (1609.08144).
 
-    White space is not kept: decoding gives one space between words.
+    White space is not kept: decoding puts one space between words.
     """
 
     kind: Literal["wordpiece"] = "wordpiece"
     unk: str = "[UNK]"
-    """The token for a word that cannot be composed of tokens."""
+    """The token for words that cannot be composed of other tokens."""
     lowercase: bool = False
-    """Make every text lower-case first."""
+    """True to convert the input to lower case."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
-    """Share of the corpus's characters that are known; a word with any other becomes unknown."""
+    """Fraction of the corpus's characters in the vocabulary. Words with others become unknown."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
@@ -175,11 +175,11 @@ class WordPieceConfig(_TrainedConfig):
 
 
 class BytesConfig(Config):
-    """One token per byte, its value the id; special tokens follow from 256 on. Not trained."""
+    """One token per byte: the id is the byte value. Special tokens begin at 256. Not trained."""
 
     kind: Literal["bytes"] = "bytes"
     special: SpecialTokensConfig = Field(default_factory=few_special_tokens)
-    """The tokens that typed text never becomes."""
+    """The special tokens. Encoding ordinary text never produces one."""
 
 
 class CharactersConfig(Config):
@@ -187,11 +187,11 @@ class CharactersConfig(Config):
 
     kind: Literal["characters"] = "characters"
     vocab_size: int | None = Field(default=None, ge=2, le=MAX_VOCAB_SIZE)
-    """The most tokens; the rarest characters become unknown. None: a token for each character."""
+    """Maximum number of tokens; the rarest characters become unknown. None: no limit."""
     unk: str = "<|unk|>"
-    """The token for characters without one."""
+    """The token for characters outside the vocabulary."""
     special: SpecialTokensConfig = Field(default_factory=few_special_tokens)
-    """The tokens that typed text never becomes."""
+    """The special tokens. Encoding ordinary text never produces one."""
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
@@ -199,18 +199,18 @@ class CharactersConfig(Config):
         fixed = 1 + len(self.special.names)
         if self.vocab_size is not None and self.vocab_size <= fixed:
             raise ConfigError(
-                f"vocab_size={self.vocab_size} has no room for characters beside {fixed} special "
-                f"tokens; choose at least {fixed + 1}"
+                f"vocab_size={self.vocab_size} is too small for {fixed} special tokens and a "
+                f"character; choose {fixed + 1} or more"
             )
         return self
 
 
 class FileConfig(Config):
-    """An existing tokenizer; nothing is trained."""
+    """An existing tokenizer, which is loaded and not trained."""
 
     kind: Literal["file"] = "file"
     path: str
-    """A folder with `tokenizer.json` or `tokenizer.model`, or such a file."""
+    """A `tokenizer.json` or `tokenizer.model` file, or a folder with one."""
 
 
 TokenizerConfig = Annotated[
@@ -223,10 +223,10 @@ TokenizerConfig = Annotated[
     | FileConfig,
     Field(discriminator="kind"),
 ]
-"""Any of the above, told apart by `kind`; a config's field may have this type."""
+"""The config of any tokenizer, selected by `kind`. It can be the type of a config field."""
 
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(N_BYTES))
-"""How SentencePiece writes the bytes 0 to 255."""
+"""The names of the bytes 0 to 255 in SentencePiece."""
 
 
 class _AnyTokenizer(Config):
@@ -234,7 +234,7 @@ class _AnyTokenizer(Config):
 
 
 def tokenizer_config(fields: dict[str, Any]) -> TokenizerConfig:
-    """The config that plain data with a `kind` describes.
+    """Make a tokenizer config from plain data with a `kind`.
 
     Raises:
         ConfigError: a kind or key is unknown, or a value is invalid.

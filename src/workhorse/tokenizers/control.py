@@ -1,15 +1,15 @@
-"""Control tokens: where they are added, and why typed text never becomes one.
+"""Adds control tokens to encoded text and ensures that typed text never becomes one.
 
-The `tokenizers` library can be told not to look for special tokens in a text. That is not enough:
-their names often stand in the model's vocabulary too, where ordinary segmentation finds them
-(Unigram and WordPiece take any string they know; a BPE trained on HTML may learn to merge `<s>`).
-So where a name can be reached, a last splitting rule cuts the text behind the name's first
-character, and no piece of text can be that name.
+The `tokenizers` library has an option not to match special tokens in its input. That is not enough:
+their names are often also in the model's vocabulary, where ordinary segmentation finds them
+(Unigram and WordPiece use any string they know; a BPE trained on HTML may learn to merge `<s>`).
+So if a name is reachable, a final splitting rule cuts the input after the first character of the
+name. No piece of the input can then be that name.
 
-A chat must be encoded as one text: whether a space is added before a word, or removed after a
-token, depends on its surroundings. Yet only the control tokens that the template wrote may be found
-in it. So they are found under other names: the tokenizer used here has the same vocabulary, but its
-control tokens are spelled in a way that nobody who types a message can know.
+A chat must be encoded as one string, because added and removed spaces depend on the surrounding
+text. But only the control tokens that the template wrote may be matched in it. So they get other
+names: the tokenizer used here has the same vocabulary, but its control tokens have random names
+that a user cannot know.
 """
 
 import json
@@ -30,16 +30,16 @@ Ids = tuple[int, ...]
 
 
 def affixes(post_processor: dict[str, Any] | None) -> tuple[Ids, Ids]:
-    """The ids before and after a text, by the `post_processor` of a `tokenizer.json`.
+    """Return the ids that the `post_processor` of a `tokenizer.json` adds before and after.
 
     Raises:
-        WorkhorseError: the post-processor does anything else with a text.
+        WorkhorseError: the post-processor does anything else.
     """
     try:
         return _affixes(post_processor)
     except (LookupError, TypeError, AttributeError) as error:
         raise WorkhorseError(
-            f"a post-processor without {error}, which it uses; give the original file"
+            f"the post-processor lacks {error}, which it uses; use the original file"
         ) from None
 
 
@@ -56,7 +56,8 @@ def _affixes(post_processor: dict[str, Any] | None) -> tuple[Ids, Ids]:
                 left, right = (), ()
             case _:
                 raise WorkhorseError(
-                    f"the post-processor {part.get('type')!r} is unknown; use TemplateProcessing"
+                    f"the post-processor {part.get('type')!r} is not supported; "
+                    "use TemplateProcessing"
                 )
         before, after = (*left, *before), (*after, *right)
     return before, after
@@ -71,14 +72,14 @@ def _around_text(single: list[dict[str, Any]], tokens: dict[str, Any]) -> tuple[
         else:
             sides[min(texts, 1)].extend(tokens[piece["SpecialToken"]["id"]]["ids"])
     if texts != 1:
-        raise WorkhorseError(f"the post-processor uses a text {texts} times; it must be once")
+        raise WorkhorseError(f"the post-processor inserts the input {texts} times; it must be once")
     return tuple(sides[0]), tuple(sides[1])
 
 
 def set_affixes(
     backend: tokenizers.Tokenizer, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> None:
-    """Replace the tokens that stand before and after every text."""
+    """Replace the tokens that are added before and after every input."""
     names = dict.fromkeys((*before, *after))
     backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
         single=[*before, "$A", *after],
@@ -89,9 +90,9 @@ def set_affixes(
 
 
 def reachable(definition: dict[str, Any], also: Iterable[str] = ()) -> list[str]:
-    """The control and byte tokens of a `tokenizer.json` that its model could find in a text.
+    """Return the control and byte tokens of a `tokenizer.json` that its model could produce.
 
-    Tokens named in `also` count as control tokens too.
+    Tokens in `also` count as control tokens too.
     """
     model = definition["model"]
     controls = {token["content"] for token in definition["added_tokens"] if token["special"]}
@@ -102,7 +103,7 @@ def reachable(definition: dict[str, Any], also: Iterable[str] = ()) -> list[str]
 
 
 def _found_in_text(model: dict[str, Any]) -> set[str]:
-    """The strings that a model can find as a token."""
+    """Return the strings that a model can produce as a token."""
     if model["type"] == "BPE" and not model.get("ignore_merges"):
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         return {left + right for left, right in pairs}
@@ -111,7 +112,7 @@ def _found_in_text(model: dict[str, Any]) -> set[str]:
 
 
 def guarded(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreTokenizer | None:
-    """A pre-tokenizer after which none of `names` is a piece of text, or a part of one."""
+    """Extend a pre-tokenizer so that none of `names` is inside a piece of the input."""
     names = [name for name in names if len(name) > 1]
     if not names:
         return pre_tokenizer
@@ -123,15 +124,15 @@ def guarded(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreToke
 
 
 class ControlEncoder:
-    """Encodes texts whose control tokens were written by `mark`.
+    """Encodes strings in which control tokens are written as `mark` returns them.
 
     Args:
-        definition: of the tokenizer, as in its `tokenizer.json`.
-        also: tokens that count as control tokens beside the special ones.
+        definition: definition of the tokenizer, as in its `tokenizer.json`.
+        also: tokens that count as control tokens in addition to the special tokens.
     """
 
     def __init__(self, definition: dict[str, Any], also: Iterable[str] = ()) -> None:
-        nonce = secrets.token_hex(12)
+        nonce = secrets.token_hex(12)  # random, so that no user can type a marker
         extra = frozenset(also)
         added = definition["added_tokens"]
         controls = [entry for entry in added if entry["special"] or entry["content"] in extra]
@@ -152,14 +153,14 @@ class ControlEncoder:
 
     @property
     def names(self) -> Iterable[str]:
-        """The control tokens."""
+        """Names of the control tokens."""
         return self._spelled
 
     def mark(self, name: str) -> str:
-        """The spelling of a control token in a text for `encode`."""
+        """Return the marker that stands for a control token in the input of `encode`."""
         return self._spelled[name]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text: marked control tokens as such, everything else as typed text."""
+        """Encode a string: markers as control tokens, everything else as typed text."""
         (ids,) = ids_of(self._backend, [text])
         return [self._id_of.get(number, number) for number in ids]

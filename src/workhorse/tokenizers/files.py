@@ -1,4 +1,4 @@
-"""A tokenizer's files: found, read, and written whole or not at all."""
+"""Finds, reads and atomically writes the files of a tokenizer."""
 
 import contextlib
 import json
@@ -52,41 +52,42 @@ _ALL_FILES = (
     ADDED_TOKENS,
     TEMPLATE,
 )
-"""The files that may be read as part of a folder's tokenizer."""
+"""Files that may be read as part of a folder's tokenizer."""
 INSIDE = "tokenizer"
-"""Where a run directory, and a folder in our own format, keeps its tokenizer."""
+"""Subfolder of a run directory, and of a model in Workhorse's format, with its tokenizer."""
 PENDING = ".workhorse-pending"
-"""In a folder whose tokenizer is being replaced: the new one, whole."""
+"""Subfolder for the complete new tokenizer while the one in a folder is replaced."""
 
 
 def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) -> "Tokenizer":
-    """The tokenizer in a folder or a file.
+    """Load the tokenizer in a folder or a file.
 
     Args:
-        path: a folder as `Tokenizer.save` or transformers write it, a `tokenizer.json`, or a
-            SentencePiece `.model`. Settings (bos, eos, chat template) are read from beside it. A
-            folder with such a one under the name of `tokenizer`, as a run directory, stands for it.
-        drop_leading_space: of the classes that put a space before every text (LLaMA's), whether a
-            text that begins with a space loses it, as in transformers 5; None: as
-            `drop_leading_space` in `tokenizer_config.json` says, and else not.
+        path: a folder written by `Tokenizer.save` or transformers, a `tokenizer.json`, or a
+            SentencePiece `.model`. Settings (bos, eos, chat template) are read from the same
+            folder. If the folder has no tokenizer but a subfolder `tokenizer`, as in a run
+            directory, the subfolder is read.
+        drop_leading_space: for tokenizers that put a space before every input (LLaMA): True if an
+            input loses its own leading space, as in transformers 5. None: the value of
+            `drop_leading_space` in `tokenizer_config.json`, or else False.
 
     Raises:
-        WorkhorseError: there is none, or it is damaged, beyond the limits for such files, or of a
-            kind that cannot be converted.
+        WorkhorseError: the path has no tokenizer, or the tokenizer is damaged, exceeds the limits
+            for such files, or cannot be converted.
     """
     from workhorse.tokenizers.tokenizer import Source, Tokenizer
 
     if not isinstance(drop_leading_space, bool | None):
         raise WorkhorseError(
-            f"drop_leading_space={shown(drop_leading_space)} is not True or False; leave it out to "
-            "read the file's own"
+            f"drop_leading_space={shown(drop_leading_space)} is not True or False; omit it to use "
+            "the value in the file"
         )
     path = to_path(path, "a tokenizer is a path")
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise WorkhorseError(f"no tokenizer at {path}: there is no such file or folder") from None
-    except OSError as error:  # a name that is too long, a folder that is closed to us
+        raise WorkhorseError(f"no tokenizer at {path}: no such file or folder") from None
+    except OSError as error:  # the name is too long, or permission is denied
         raise WorkhorseError(f"no tokenizer at {shown(str(path))}: {error.strerror}") from None
     if path.is_dir() and (path / INSIDE).is_dir() and not _has_tokenizer(path):
         path /= INSIDE
@@ -100,7 +101,7 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
     source = None
     if path.is_dir():
         reading = read_folder(folder, settings)
-        for name in _ALL_FILES:  # also what says nothing new, to be written back
+        for name in _ALL_FILES:  # files that were not needed, to write them back
             if name not in folder.read and folder.has(name):
                 folder.bytes_of(name)
         source = Source(dict(folder.read), settings.model_type)
@@ -115,7 +116,7 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
 
 
 def _pending(path: Path) -> Path:
-    """What takes the place of a tokenizer's folder or file, where that was interrupted."""
+    """Return the pending copy if the replacement of `path` was interrupted, else `path`."""
     new = path / PENDING if path.is_dir() else path.parent / PENDING / path.name
     home = new if path.is_dir() else new.parent
     return new if new.exists() and not home.is_symlink() else path
@@ -128,7 +129,7 @@ def _has_tokenizer(folder: Path) -> bool:
 def folder_texts(
     definition: str, roles: Mapping[str, str], templates: Mapping[str, str]
 ) -> dict[str, str]:
-    """The files that define a tokenizer, by name."""
+    """Return the contents of the files that define a tokenizer, by file name."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -141,31 +142,33 @@ def folder_texts(
 
 
 def check_output_folder(folder: str | Path) -> None:
-    """Refuse a folder, before the work begins, that holds anything but a tokenizer.
+    """Check, before any work, that a tokenizer can be saved to a folder.
 
     Raises:
-        WorkhorseError: the path is a file, or a folder with other things than a tokenizer in it.
+        WorkhorseError: the path is a file, or a folder with other files and no tokenizer.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise WorkhorseError(f"{folder} is a file; name a folder that is new or empty")
+        raise WorkhorseError(f"{folder} is a file; choose a new or empty folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / DEFINITION).is_file():
-        raise WorkhorseError(f"{folder} holds something else; name a folder that is new or empty")
+        raise WorkhorseError(
+            f"{folder} has other files and no tokenizer; choose a new or empty folder"
+        )
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write the files of a tokenizer, all or none.
 
-    In a folder that is not empty, they are first written into `PENDING`, and `load_tokenizer` reads
-    them there until each has taken its place; the next call completes what was interrupted. Other
-    programs may see some of them new and some old meanwhile. Files of another tokenizer that would
-    be read as part of this one are removed.
+    If the folder is not empty, they are first written to the subfolder `PENDING`. `load_tokenizer`
+    reads them there until all are moved; the next call completes an interrupted replacement. Until
+    then, other programs may see new and old files. Files of another tokenizer that would be read as
+    part of this one are removed.
 
     Raises:
-        WorkhorseError: the disk is full or refuses.
+        WorkhorseError: the files cannot be written, for example because the disk is full.
     """
     with writing(folder):
-        if is_temporary(folder):  # of a model, which appears whole and is locked until then
+        if is_temporary(folder):  # of a model: locked, and renamed as a whole when complete
             _write(folder, files)
             return
         if not folder.is_dir() or not any(folder.iterdir()):
@@ -191,7 +194,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _put_in_place(folder: Path) -> None:
-    """Replace a folder's tokenizer by the pending one, if there is one."""
+    """Replace the folder's tokenizer by the pending one, if there is one."""
     pending = folder / PENDING
     if not pending.is_dir():
         return
@@ -208,7 +211,7 @@ def _put_in_place(folder: Path) -> None:
 
 
 def _names_in(folder: Path) -> list[Path]:
-    """The files in a folder and below. `Path.rglob` would leave out what may not be listed."""
+    """List the files in a folder tree. `Path.rglob` would silently skip unreadable folders."""
 
     def refuse(error: OSError) -> None:
         raise error

@@ -1,7 +1,7 @@
-"""A bound on how much longer the rules of a `tokenizer.json` can make a text.
+"""Limits how much longer the rules of a `tokenizer.json` can make a string.
 
-Six rules in a row that each replace a character by ten make a million characters of one, and the
-library aborts the whole process when the memory is full.
+Six consecutive rules that each replace one character by ten turn a character into a million, and
+the library aborts the whole process when memory is full.
 """
 
 import base64
@@ -13,18 +13,18 @@ from workhorse.tokenizers.backend import rules
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
 
 MAX_GROWTH = 256
-"""The most characters that one may become. Rules in use stay far below; NFKC of U+FDFA has 18."""
+"""Maximum number of characters that one may become. Real rules need few: NFKC up to 18."""
 UTF8_BYTES = 4
-"""The most bytes of a character."""
+"""Maximum number of bytes of a character."""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
-    """Refuse a `tokenizer.json` whose rules can make more than `MAX_GROWTH` characters of one.
+    """Check that no character can become more than `MAX_GROWTH` characters.
 
-    A regular expression counts as one that matches a character or more.
+    A regular expression is assumed to match one character or more.
 
     Raises:
-        WorkhorseError: its rules can.
+        WorkhorseError: the rules of the `tokenizer.json` can exceed the limit.
     """
     before = [*rules(definition.get("normalizer")), *rules(definition.get("pre_tokenizer"))]
     _check("normalizer and pre-tokenizer", before)
@@ -38,25 +38,25 @@ def _check(what: str, applied: Sequence[Mapping[str, Any]]) -> None:
         lengths.precede(rule)
         if lengths.most > MAX_GROWTH:
             raise WorkhorseError(
-                f"the {what} can make more than {MAX_GROWTH} characters of one, as none in use "
-                "does; give the original file"
+                f"the {what} can turn one character into more than {MAX_GROWTH}, the limit; "
+                "use the original file"
             )
 
 
 class _Lengths:
-    """How many characters each becomes at most by some rules in a row."""
+    """Upper bounds of the number of characters that each character becomes by a list of rules."""
 
     def __init__(self) -> None:
         self._named: dict[str, float] = {}
         self._other = 1.0
-        """Of the characters that are not named."""
+        """Bound for characters that are not in `_named`."""
         self._least = 0.0
-        """Of any, named or not."""
+        """Lower limit of all bounds: a rule may match any character."""
         self.most = 1.0
-        """Of any character so far, and of what is put before a text."""
+        """Largest bound so far, also of prefixes that rules add."""
 
     def precede(self, rule: Mapping[str, Any]) -> None:
-        """Put a rule before the others: what it writes is as long as they make that."""
+        """Add a rule before the others; they may lengthen its output further."""
         match rule:
             case {"type": "Prepend", "prepend": new}:
                 self._reach(self._of(new))
@@ -89,7 +89,7 @@ class _Lengths:
             self._reach(self.most + length)
 
     def _spell(self) -> None:
-        """Every byte becomes a character that stands for it."""
+        """Account for a byte-level rule: each byte becomes the character that stands for it."""
         stand_ins = [self._of(one) for one in BYTE_ALPHABET]
         named = {*self._named, *BYTE_ALPHABET}
         self._named = {one: sum(stand_ins[byte] for byte in one.encode()) for one in named}
@@ -98,9 +98,9 @@ class _Lengths:
 
 
 def _written(table: str) -> list[str]:
-    """What SentencePiece's compiled table of characters puts in their place.
+    """Return the replacement strings in SentencePiece's compiled normalisation table.
 
-    It is the number of bytes of a trie, the trie, and texts that each end with a NUL.
+    The table consists of the size of a trie in bytes, the trie, and NUL-terminated strings.
     """
     data = base64.b64decode(table)
     texts = data[4 + int.from_bytes(data[:4], "little") :]

@@ -1,8 +1,8 @@
-"""The bytes that each token id adds to a text, and decoding of ids one by one.
+"""Decodes token ids one by one.
 
-The decoders of the `tokenizers` library turn a whole list of ids into a text. Streaming needs the
-bytes that one id adds, whatever follows. All decoders of language models can be expressed that way:
-a table of bytes per id, and perhaps a space to drop at the very start.
+The decoders of the `tokenizers` library decode a whole list of ids. Streaming needs the bytes that
+one id adds, independent of the ids after it. All decoders of language models can be expressed in
+this way: a table of bytes per id, and in some cases a space to remove at the start.
 """
 
 import codecs
@@ -16,7 +16,7 @@ from workhorse.tokenizers.backend import rules
 
 
 def _byte_alphabet() -> tuple[str, ...]:
-    """GPT-2's printable stand-ins: the character for each byte value."""
+    """Return the printable character for each byte value, as in GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = (value for value in range(256) if value not in printable)
     stand_in = {value: chr(256 + index) for index, value in enumerate(others)}
@@ -29,33 +29,33 @@ _BYTE_OF = {character: value for value, character in enumerate(BYTE_ALPHABET)}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 _WORDS = {"type": "WordPiece", "prefix": "\ue000no prefix", "cleanup": False}
-"""The decoder for a missing one: tokens are words."""
+"""The decoder if a `tokenizer.json` has none: each token is a word."""
 
 Step = Callable[[str | bytes], str | bytes]
 
 
 class ByteToken(bytes):
-    """The byte of a token such as `<0x41>`: part of a character rather than text."""
+    """The byte of a token such as `<0x41>`; it may be a part of a character."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the vocabulary's strings become text: steps per token, then cuts at start and end."""
+    """The rules that decode tokens: steps for each token, then spaces to remove at the ends."""
 
     steps: tuple[Step, ...]
     first: Step | None = None
-    """Applied to the first token of a text before the steps, to remove its space."""
+    """The step for the first token of a sequence instead of `steps`; it removes the space."""
     strip_start: bool = False
-    """Drop one space at the start of a text."""
+    """True to remove one space at the start of the decoded string."""
     strip_end: bool = False
-    """Drop one space at its end."""
+    """True to remove one space at its end."""
 
     def piece(self, token: str) -> bytes:
-        """The bytes that a token of the vocabulary adds to a text."""
+        """Return the bytes of a token of the vocabulary."""
         return self._through(token, self.steps)
 
     def first_piece(self, token: str) -> bytes:
-        """The bytes of a token that begins a text."""
+        """Return the bytes of a token at the start of a sequence."""
         return self.piece(token) if self.first is None else self._through(token, (self.first,))
 
     def _through(self, token: str, steps: tuple[Step, ...]) -> bytes:
@@ -66,10 +66,10 @@ class Decoding:
 
 
 def read_decoding(definition: dict[str, Any] | None) -> Decoding:
-    """The meaning of the `decoder` in a `tokenizer.json`.
+    """Read the rules of the `decoder` in a `tokenizer.json`.
 
     Raises:
-        WorkhorseError: a decoder that cannot work token by token.
+        WorkhorseError: the decoder cannot decode token by token.
     """
     steps: list[Step] = []
     first: Step | None = None
@@ -97,8 +97,8 @@ def read_decoding(definition: dict[str, Any] | None) -> Decoding:
                 end = True
             case _:
                 raise WorkhorseError(
-                    f"the decoder {part.get('type')!r} cannot stream text; use a tokenizer with a "
-                    "ByteLevel, ByteFallback, Metaspace or WordPiece decoder"
+                    f"the decoder {part.get('type')!r} cannot decode token by token; use a "
+                    "tokenizer with a ByteLevel, ByteFallback, Metaspace or WordPiece decoder"
                 )
     return Decoding(tuple(steps), first, start, end)
 
@@ -109,7 +109,7 @@ def _on_text(change: Callable[[str], str]) -> Step:
 
 def _from_byte_alphabet(piece: str | bytes) -> str | bytes:
     if isinstance(piece, bytes) or not all(character in _BYTE_OF for character in piece):
-        return piece  # an added token that stands for itself
+        return piece  # an added token: its content is the text
     return bytes(_BYTE_OF[character] for character in piece)
 
 
@@ -137,11 +137,11 @@ def _clean(text: str) -> str:
 
 
 class StreamDecoder:
-    """Decodes token ids one by one, to the same text as decoding them at once.
+    """Decodes token ids one by one, to the same string as decoding them at once.
 
-    `push` returns text that can no longer change: whole characters. A run of single-byte tokens is
-    held back until another token follows, since a run that is not UTF-8 becomes one U+FFFD per
-    byte. Other bytes that are not UTF-8 become U+FFFD too.
+    `push` returns only final text: whole characters. A run of single-byte tokens is held back until
+    another token follows, because a run that is not UTF-8 becomes one U+FFFD per byte. Other bytes
+    that are not UTF-8 also become U+FFFD.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class StreamDecoder:
         self._is_first = True
         self._at_start = strip_start
         self._strip_end = strip_end
-        self._space = ""  # held back, since at the end it is dropped
+        self._space = ""  # held back: a space at the end is removed
         self._run = b""
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that one more id completes; empty inside a character."""
+        """Add an id and return the text that it completes; empty inside a character."""
         piece = self._piece_of(token, self._is_first)
         if piece is None:
             return ""
@@ -167,7 +167,7 @@ class StreamDecoder:
         return self._given(self._byte_run() + self._characters.decode(piece))
 
     def finish(self) -> str:
-        """The text held back; U+FFFD if the ids end inside a character."""
+        """Return the text held back; U+FFFD if the ids end inside a character."""
         return self._given(self._byte_run() + self._characters.decode(b"", final=True))
 
     def _byte_run(self) -> str:

@@ -1,4 +1,4 @@
-"""Measuring a tokenizer on held-out text."""
+"""Measures a tokenizer on held-out text."""
 
 import re
 from collections.abc import Iterable
@@ -14,26 +14,26 @@ _WORD = re.compile(r"\S+")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerReport:
-    """How well a tokenizer suits some texts."""
+    """Measurements of a tokenizer on a set of documents."""
 
     vocab_size: int
     fingerprint: str
     texts: int
     bytes: int
-    """UTF-8 bytes of the texts."""
+    """Number of UTF-8 bytes of the documents."""
     words: int
-    """Runs of characters other than white space."""
+    """Number of words, separated by white space."""
     tokens: int
     bytes_per_token: float
-    """Higher is shorter; 1 for a byte tokenizer."""
+    """Compression: higher means fewer tokens. It is 1 for a byte tokenizer."""
     tokens_per_word: float
     unknown_tokens: int
     unknown_rate: float
-    """Share of the tokens that are unk; 0 where bytes can spell everything."""
+    """Fraction of the tokens that are unk; 0 for tokenizers with byte tokens."""
     used_share: float
-    """Share of the vocabulary that occurs at all."""
+    """Fraction of the vocabulary that occurs in the documents."""
     changed_texts: int
-    """Texts that `decode(encode(text))` changes."""
+    """Number of documents that `decode(encode(text))` changes."""
     first_change: str | None
     """The first difference, as `'before' -> 'after'`."""
 
@@ -44,10 +44,12 @@ class TokenizerReport:
 def tokenizer_report(
     tokenizer: Tokenizer, texts: Iterable[str], *, progress: Progress | None = None
 ) -> TokenizerReport:
-    """Measure a tokenizer on texts it was not trained on. Long texts are cut at line ends.
+    """Measure a tokenizer on documents that it was not trained on.
+
+    Long documents are cut at line ends, and each part counts as a document.
 
     Raises:
-        WorkhorseError: there is no text, or text without a single token.
+        WorkhorseError: the documents have no text, or no tokens.
     """
     n_texts = n_bytes = n_words = n_tokens = n_unknown = n_changed = 0
     used: set[int] = set()
@@ -66,7 +68,7 @@ def tokenizer_report(
             first_change = first_change or _difference(text, back)
     if not n_tokens:
         raise WorkhorseError(
-            f"{n_bytes} bytes of text made no token; give texts with words in them"
+            f"{n_bytes} bytes of text have no tokens; use documents with words in them"
         )
     return TokenizerReport(
         vocab_size=tokenizer.vocab_size,
@@ -86,7 +88,7 @@ def tokenizer_report(
 
 
 def _difference(before: str, after: str) -> str:
-    """The first place where two texts differ, with a little of what follows."""
+    """Show the first difference of two strings with a few characters around it."""
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), -1)
     start = max(at if at >= 0 else min(len(before), len(after)), 10) - 10
     return f"{before[start : start + 30]!r} -> {after[start : start + 30]!r}"

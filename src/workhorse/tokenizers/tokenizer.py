@@ -1,4 +1,4 @@
-"""One class for every tokenizer: text or bytes to token ids, and back."""
+"""The class of all tokenizers: converts strings or bytes to token ids, and back."""
 
 import hashlib
 import json
@@ -22,16 +22,16 @@ ROLES = ("bos", "eos", "pad", "unk")
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a text."""
+    """One token of a sequence, with its bytes."""
 
     id: int
     data: bytes
-    """The bytes that it adds to the text; a part of a character that several tokens spell."""
+    """The bytes of the token. They can be a part of a character."""
     special: bool
 
     @property
     def text(self) -> str | None:
-        """The same as text; None if it is part of a character."""
+        """The bytes as a string; None if they are a part of a character."""
         try:
             return self.data.decode()
         except UnicodeDecodeError:
@@ -44,25 +44,25 @@ class Source:
 
     files: Mapping[str, bytes]
     model_type: str | None
-    """Of the model beside them, by which transformers reads them."""
+    """Type of the model in the same folder; it affects how transformers reads the files."""
 
 
 class Tokenizer:
-    """Text to token ids and back, by any algorithm of the `tokenizers` library.
+    """Encodes and decodes with any algorithm of the `tokenizers` library.
 
-    Safe to share between threads and to send to other processes.
+    It can be shared between threads and sent to other processes.
 
     Args:
-        definition: the text of a `tokenizer.json`.
-        roles: the names of the `bos`, `eos`, `pad` and `unk` tokens, if any, and of others that
+        definition: content of a `tokenizer.json`.
+        roles: names of the `bos`, `eos`, `pad` and `unk` tokens, if any, and of other tokens that
             chat templates may use.
-        chat_template: jinja source, if the tokenizer came with one; or several by name, of which
-            `default` is the usual one.
-        source: the files that it was read from, to write the same ones back.
+        chat_template: jinja source, or a mapping of several sources by name; `default` is used
+            unless another name is given. None: no template.
+        source: the files that the tokenizer was read from, to write them back unchanged.
 
     Raises:
-        WorkhorseError: the definition is not a `tokenizer.json`, a role's token is not in the
-            vocabulary, or the decoder cannot stream.
+        WorkhorseError: the definition is not a `tokenizer.json`, the token of a role is not in the
+            vocabulary, or the decoder cannot decode token by token.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Tokenizer:
         source: Source | None = None,
     ) -> None:
         self._backend = library_tokenizer(definition)
-        self._backend.encode_special_tokens = True  # no special tokens in typed text
+        self._backend.encode_special_tokens = True  # do not match special tokens in the input
         self._definition: dict[str, Any] = json.loads(self._backend.to_str())
         check_growth(self._definition)
         names = reachable(self._definition)
@@ -90,68 +90,66 @@ class Tokenizer:
             for token in self._definition["added_tokens"]
             if token["special"]
         }
-        """The control tokens that text becomes only with `allow_special`, and their ids."""
+        """Special tokens and their ids. Only `allow_special` matches them in the input."""
         self.vocab_size = 1 + max(self._backend.get_vocab().values(), default=-1)
-        """Every id is less than this; gaps in the vocabulary count."""
+        """The largest id plus 1, so unused ids count."""
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (self._role_id(r) for r in ROLES)
         self.prefix_ids, self.suffix_ids = affixes(self._definition["post_processor"])
-        """The ids that stand before and after every whole text, as its maker declared."""
+        """Ids before and after every complete sequence, as the post-processor declares them."""
         self.plain_added_tokens = frozenset(
             token["content"] for token in self._definition["added_tokens"] if not token["special"]
         )
-        """Tokens that are found whole in any text, and are no control tokens."""
+        """Added tokens that are matched in all input and are not special."""
         self._control_encoders: dict[frozenset[str], ControlEncoder] = {}
 
     @property
     def chat_template(self) -> str | None:
-        """The jinja source of a chat."""
+        """The jinja source of the default chat template; None if there is none."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """The ids of a text.
+        """Encode a string to token ids. No bos or eos is added.
 
         Args:
-            text: any text; an empty one has no ids. No bos or eos is added.
-            allow_special: whether the name of a special token in the text becomes that token.
-                Never for text that somebody else typed.
+            text: the string; an empty string has no ids.
+            allow_special: True to encode the name of a special token as that token. Never use it
+                for untrusted text.
 
         Raises:
-            WorkhorseError: this is not a str; it holds half a surrogate pair, which UTF-8 cannot
-                encode; or the tokenizer fails at it.
+            WorkhorseError: `text` is not a str, it has a lone surrogate, which UTF-8 cannot encode,
+                or the tokenizer fails on it.
         """
         return self.encode_batch([text], allow_special=allow_special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, allow_special: bool = False) -> list[list[int]]:
-        """The ids of several texts, in parallel where the machine allows."""
+        """Encode several strings, in parallel if the machine has several cores."""
         backend = self._matching_special if allow_special else self._backend
         return ids_of(backend, texts)
 
     def count_unknown(self, ids: Sequence[int]) -> int:
-        """How many ids of a text stand for characters that the vocabulary lacks."""
+        """Count the ids that stand for characters outside the vocabulary."""
         return 0 if self.unk_id is None else ids.count(self.unk_id)
 
     def encode_text(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """The ids of a whole text as in its model's training: with `prefix_ids`, `suffix_ids`.
+        """Encode a complete sequence as in the model's training: with `prefix_ids`, `suffix_ids`.
 
-        With `allow_special` they are those of `AutoTokenizer(text)`; without, of
+        With `allow_special`, the ids are equal to `AutoTokenizer(text)`, otherwise to
         `AutoTokenizer(text, split_special_tokens=True)`.
         """
         ids = self.encode(text, allow_special=allow_special)
         return [*self.prefix_ids, *ids, *self.suffix_ids]
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """The ids of any bytes; `decode_bytes` returns exactly the same bytes.
+        """Encode any bytes; `decode_bytes` returns exactly the same bytes.
 
         Bytes that are UTF-8 are encoded as text, others one by one.
 
         Raises:
-            WorkhorseError: these are not bytes; or they are not UTF-8, and the tokenizer is not
+            WorkhorseError: `data` is not bytes, or it is not UTF-8 and the tokenizer is not
                 byte-level.
         """
         if not isinstance(data, bytes | bytearray):
-            raise WorkhorseError(
-                f"bytes to encode are bytes, not {shown(data)}; for a text: encode"
-            )
+            raise WorkhorseError(f"{shown(data)} is not bytes; pass bytes, or use encode for a str")
         ids: list[int] = []
         while data:
             try:
@@ -163,14 +161,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of these ids as the `tokenizers` library decodes them; invalid UTF-8 is U+FFFD.
+        """Decode ids to a string as the `tokenizers` library does; invalid UTF-8 becomes U+FFFD.
 
         Args:
             ids: token ids, each in `[0, vocab_size)`.
-            skip_special: leave special tokens out, instead of writing their names.
+            skip_special: True to skip special tokens instead of writing their names.
 
         Raises:
-            WorkhorseError: an id outside the vocabulary, or what is no id.
+            WorkhorseError: an id is not an integer or is outside the vocabulary.
         """
         ids = checked_ids(ids, self.vocab_size)
         stream = self.stream(skip_special=skip_special)
@@ -182,17 +180,17 @@ class Tokenizer:
         return [self.decode(ids, skip_special=skip_special) for ids in batch]
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
-        """The bytes of these ids, UTF-8 or not."""
+        """Decode ids to bytes, which may be invalid UTF-8."""
         pieces = self.pieces(ids)
         kept = [piece.id for piece in pieces if not (skip_special and piece.special)]
         pieces = pieces if len(kept) == len(pieces) else self.pieces(kept)
         return b"".join(piece.data for piece in pieces)
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
-        """The tokens of a text with the bytes of each, which `decode_bytes` joins.
+        """Return each token with its bytes; `decode_bytes` joins them.
 
         Raises:
-            WorkhorseError: an id outside the vocabulary, or what is no id.
+            WorkhorseError: an id is not an integer or is outside the vocabulary.
         """
         ids = checked_ids(ids, self.vocab_size)
         pieces: list[Piece] = []
@@ -206,12 +204,12 @@ class Tokenizer:
         return pieces
 
     def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> StreamDecoder:
-        """A decoder of ids that come one by one.
+        """Return a decoder of ids that arrive one by one.
 
         Args:
-            skip_special: leave special tokens out.
-            after: ids whose text is known already, such as a prompt; the stream goes on from there,
-                in the middle of a character or with the space before its first word.
+            skip_special: True to skip special tokens.
+            after: ids that precede the stream, such as a prompt. Their text is not returned, but
+                the stream continues it: inside a character, or with the space before a word.
         """
         skipped = self._special_ids if skip_special else frozenset[int]()
         pieces, vocab_size = self._pieces, self.vocab_size
@@ -230,42 +228,44 @@ class Tokenizer:
         return decoder
 
     def control_encoder(self, also: frozenset[str] = frozenset()) -> ControlEncoder:
-        """An encoder for texts in which some control tokens are meant, and others only typed.
+        """Return an encoder that distinguishes control tokens from the same characters as text.
 
         Args:
-            also: tokens that count as control tokens beside the special ones.
+            also: tokens that count as control tokens in addition to the special tokens.
         """
         if also not in self._control_encoders:
             self._control_encoders[also] = ControlEncoder(self._definition, also)
         return self._control_encoders[also]
 
     def token_id(self, token: str) -> int:
-        """The id of a token, special or not, by its string in the vocabulary.
+        """Return the id of a token, special or not, by its string in the vocabulary.
 
         Raises:
-            WorkhorseError: there is no such token.
+            WorkhorseError: the vocabulary has no such token.
         """
         if not isinstance(token, str):
-            raise WorkhorseError(f"a token's name is a text, not {shown(token)}; give a str")
+            raise WorkhorseError(f"token={shown(token)} is not a string; pass a str")
         found = self._backend.token_to_id(token)
         if found is None:
             known = ", ".join(self.special_tokens) or "none"
-            raise WorkhorseError(f"no token {token!r} in the vocabulary; special tokens: {known}")
+            raise WorkhorseError(
+                f"token {token!r} is not in the vocabulary; special tokens: {known}"
+            )
         return found
 
     def save(self, folder: str | Path, *, model_type: str | None = None) -> None:
-        """Write `tokenizer.json` and what belongs to it, as transformers reads it too.
+        """Write `tokenizer.json` and its companion files, which transformers can also read.
 
-        The folder holds this tokenizer, whole, or what it held before.
+        For `load_tokenizer`, the write is atomic: it finds this tokenizer or the previous one.
 
         Args:
-            folder: where to.
-            model_type: of the model that the folder is for. Where that is the type of the one that
-                this tokenizer was read beside, its files are written back as they were.
+            folder: the folder to write to.
+            model_type: type of the model in the folder, if any. If the tokenizer was read beside a
+                model of the same type, its original files are written back.
 
         Raises:
-            WorkhorseError: transformers reads the tokenizers of such a model by rules of its own,
-                which would give other ids.
+            WorkhorseError: transformers has special rules for the tokenizers of this model type and
+                would produce different ids.
         """
         source = self.source
         if source is not None and model_type is not None and source.model_type == model_type:
@@ -277,10 +277,10 @@ class Tokenizer:
         write_folder(Path(folder), {name: text.encode() for name, text in texts.items()})
 
     def beginning_with(self, *tokens: str) -> "Tokenizer":
-        """A copy of this tokenizer whose whole texts begin with the tokens of these names.
+        """Return a copy of this tokenizer that begins every complete sequence with `tokens`.
 
         Raises:
-            WorkhorseError: there is no such token.
+            WorkhorseError: a token is not in the vocabulary.
         """
         for token in tokens:
             self.token_id(token)
@@ -289,27 +289,27 @@ class Tokenizer:
         return Tokenizer(backend.to_str(), self.roles, self.chat_templates)
 
     def with_role(self, role: str, token: str) -> "Tokenizer":
-        """A copy of this tokenizer in which the token of this name has a role, such as `bos`.
+        """Return a copy of this tokenizer in which `token` has a role, such as `bos`.
 
         Raises:
-            WorkhorseError: there is no such token.
+            WorkhorseError: the token is not in the vocabulary.
         """
         self.token_id(token)
         return Tokenizer(self.definition, {**self.roles, role: token}, self.chat_templates)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token."""
+        """All tokens and their ids."""
         return self._backend.get_vocab()
 
     @property
     def definition(self) -> str:
-        """The text of this tokenizer's `tokenizer.json`."""
+        """The content of this tokenizer's `tokenizer.json`."""
         return json.dumps(self._definition, indent=2, ensure_ascii=False)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of everything that determines the ids of a text."""
+        """SHA-256, in hex, of everything that determines the ids of a string."""
         facts = {"tokenizer": self._definition, "roles": self.roles}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -322,12 +322,12 @@ class Tokenizer:
 
     @cached_property
     def _matching_special(self) -> tokenizers.Tokenizer:
-        """A copy that finds special tokens in a text; the library's switch is per tokenizer."""
+        """A copy that matches special tokens: the library's option applies to a whole tokenizer."""
         return library_tokenizer(self.definition)
 
     @cached_property
     def _pieces(self) -> list[bytes | None]:
-        """The bytes that each id adds to a text; None for an id without a token."""
+        """The bytes of each id; None for an id without a token."""
         pieces: list[bytes | None] = [None] * self.vocab_size
         for token, number in self._backend.get_vocab().items():
             pieces[number] = self._decoding.piece(token)
@@ -345,12 +345,12 @@ class Tokenizer:
 
     @cached_property
     def _byte_ids(self) -> list[int]:
-        """Byte value -> id, in a byte-level vocabulary."""
+        """The id of each byte value, in a byte-level vocabulary."""
         ids = [self._backend.token_to_id(character) for character in BYTE_ALPHABET]
         decoder = self._definition["decoder"] or {}
         if decoder.get("type") != "ByteLevel" or None in ids:
             raise WorkhorseError(
-                "the bytes are not UTF-8 and this tokenizer cannot spell single bytes; use a "
+                "the bytes are not UTF-8, and this tokenizer cannot encode single bytes; use a "
                 "byte-level tokenizer (bpe or bytes)"
             )
         return ids  # pyright: ignore[reportReturnType]
@@ -362,7 +362,7 @@ class Tokenizer:
         found = self._backend.token_to_id(name)
         if found is None:
             raise WorkhorseError(
-                f"the {role} token {name!r} is not in the vocabulary; name one that is"
+                f"the {role} token {name!r} is not in the vocabulary; use a token of the vocabulary"
             )
         return found
 
@@ -372,6 +372,6 @@ def _check_readable(definition: str, model_type: str) -> None:
 
     if json.loads(as_read_beside(definition, model_type)) != json.loads(definition):
         raise WorkhorseError(
-            f"transformers gives tokenizers of model type {model_type!r} rules of its own, and "
-            "this one would give other ids; write the model as another type"
+            f"transformers has special rules for tokenizers of model type {model_type!r}, and this "
+            "one would produce different ids; write the model as another type"
         )

@@ -1,11 +1,11 @@
 """Trains a tokenizer of any algorithm from a stream of documents.
 
-Memory is bounded by one text and the trainer's own data (each distinct word once).
+Memory is bounded by one document and the trainer's own data (each distinct word once).
 
-The trainers are the `tokenizers` library's. This module determines their input (how a text is
-split, which characters count) and makes the result the same on every run. Byte-level BPE is
-deterministic by itself; the others are given all characters in a fixed order, because the library
-numbers characters inside words, and breaks ties between rare ones, in the order of a hash table.
+The trainers are those in the `tokenizers` library. This module prepares their input (splitting of
+documents, selection of characters) and makes the result the same on every run. Byte-level BPE is
+already deterministic. The other trainers get all characters in a fixed order, because the library
+assigns ids to characters inside words, and breaks ties between rare ones, in hash table order.
 """
 
 import json
@@ -37,11 +37,11 @@ from workhorse.tokenizers.pieces import BYTE_ALPHABET
 from workhorse.tokenizers.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**16
-"""Longer texts are cut at line ends: the library keeps about 20 bytes per character at work."""
+"""Maximum length of a string for the library, which needs about 20 bytes per character."""
 
 MAX_RUN = 2048
-"""Longer runs without a space, or of spaces, are cut: the library's trainers may take the run for
-one word, on which BPE takes quadratic time, and Unigram overflows the stack (100,000 letters)."""
+"""Maximum length of a run without spaces, or of spaces. The library's trainers may treat a run as
+one word: BPE then takes quadratic time, and Unigram overflows the stack (100,000 letters)."""
 _RUN = re.compile(rf"\S{{{MAX_RUN}}}|\s{{{MAX_RUN}}}")
 _SPACE, _NO_SPACE = re.compile(r"\s"), re.compile(r"\S")
 
@@ -49,19 +49,24 @@ Progress = Callable[[int, int | None], None]
 
 
 def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> Iterator[str]:
-    """The texts, long ones and long runs cut; `progress(done, None)` is called with the bytes read.
+    """Yield the documents, cut at `MAX_CHARACTERS` (at line ends) and `MAX_RUN`.
+
+    Args:
+        texts: the documents as strings.
+        progress: called with `(bytes read, None)`.
 
     Raises:
-        WorkhorseError: there are no texts, or one is not a str or cannot be encoded in UTF-8.
+        WorkhorseError: the documents have no text, or one is not a str or cannot be encoded in
+            UTF-8.
     """
     if isinstance(texts, str | bytes):
-        raise WorkhorseError(f"{shown(texts)} is one text; give a list of texts")
+        raise WorkhorseError(f"texts={shown(texts)} is one string; pass a list of strings")
     if not isinstance(texts, Iterable):
-        raise WorkhorseError(f"a corpus is a list of texts, not {shown(texts)}; give one")
+        raise WorkhorseError(f"texts={shown(texts)} is not a list of strings; pass a list")
     done, warned = 0, False
     for text in texts:
         if not isinstance(text, str):
-            raise WorkhorseError(f"a text of the corpus is a str, not {shown(text)}; give a str")
+            raise WorkhorseError(f"{shown(text)} is not a string; pass documents as str")
         for piece in _cut(text):
             if len(piece) == MAX_RUN and not warned and _RUN.fullmatch(piece):
                 warned = True
@@ -74,7 +79,7 @@ def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> I
             if progress is not None:
                 progress(done, None)
     if not done:
-        raise WorkhorseError("the corpus holds no text (0 bytes); give files with text in them")
+        raise WorkhorseError("the corpus has no text (0 bytes); use files with text in them")
 
 
 def _cut(text: str) -> Iterator[str]:
@@ -95,7 +100,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _may_hold_run(text: str, start: int, stop: int) -> bool:
-    """False if every block of half the length is mixed; much faster than to search for runs."""
+    """Return False if all blocks of half the length are mixed; faster than searching for runs."""
     half = MAX_RUN // 2
     return any(
         not (_SPACE.search(text, at, at + half) and _NO_SPACE.search(text, at, at + half))
@@ -108,20 +113,20 @@ def _utf8_bytes(text: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError as error:
         raise WorkhorseError(
-            f"a text of the corpus holds half a surrogate pair, {text[error.start]!r}; "
+            f"a document of the corpus has a lone surrogate, {text[error.start]!r}; "
             "read it with errors='replace'"
         ) from None
 
 
 @contextmanager
 def counted(texts: Iterable[str]) -> Iterator["CountedCorpus"]:
-    """The texts in a temporary file, which is deleted afterwards."""
+    """Store the strings in a temporary file, which is deleted on exit."""
     with tempfile.TemporaryFile() as file:
         yield CountedCorpus(file, texts)
 
 
 class CountedCorpus:
-    """Texts kept in a file, with their characters counted; read it as often as needed."""
+    """Strings stored in a file, with character counts; it can be iterated several times."""
 
     def __init__(self, file: IO[bytes], texts: Iterable[str]) -> None:
         self.characters: Counter[str] = Counter()
@@ -137,11 +142,11 @@ class CountedCorpus:
             yield self._file.read(int.from_bytes(size, "little")).decode()
 
     def frequent(self, coverage: float, limit: int) -> list[str]:
-        """The commonest characters that make up a share of the corpus, in code point order.
+        """Return the commonest characters that cover a fraction of the corpus, by code point.
 
         Args:
-            coverage: share in (0, 1].
-            limit: the most characters.
+            coverage: fraction of all characters in the corpus, in (0, 1].
+            limit: maximum number of characters to return.
         """
         wanted = coverage * self.characters.total()
         kept: list[str] = []
@@ -153,34 +158,34 @@ class CountedCorpus:
         return sorted(kept)
 
     def keeping(self, characters: Iterable[str], substitute: str = " ") -> Iterator[str]:
-        """The texts with every other character replaced, so that no piece is learned across it."""
+        """Yield the strings with all other characters replaced: no piece is learned across them."""
         gone = dict.fromkeys(map(ord, self.characters.keys() - set(characters)), substitute)
         return (text.translate(gone) if gone else text for text in self)
 
 
 CHARACTER_STEP = 1e-4
-"""The step of the scores that the library gives, in random order, to characters it must keep."""
+"""Step between the scores that the library assigns, in random order, to kept characters."""
 DECIMALS = 4
-"""Decimals to which scores (natural logarithms of probabilities) are rounded: they differ by less
-than 1e-10 from run to run, because they are summed in a random order."""
+"""Number of decimals of rounded scores (natural logarithms of probabilities). Between runs, scores
+differ by less than 1e-10, because they are summed in random order."""
 
 
 def stable_vocabulary(vocab: Iterable[tuple[str, float | None]]) -> list[tuple[str, float]]:
-    """Pieces with their scores, without what differs between two runs of the library's trainer.
+    """Remove the differences between two runs of the library's Unigram trainer.
 
-    Characters that no longer pay for themselves but must stay get `lowest, lowest + 1e-4, ...` in
-    random order: they are put in code point order. Then scores are rounded, and pieces sorted by
-    score and code points.
+    The trainer keeps characters that it would otherwise prune and gives them the scores `lowest,
+    lowest + 1e-4, ...` in random order; they are put in code point order. Then scores are rounded,
+    and pieces are sorted by score and code points.
 
     Raises:
-        WorkhorseError: pieces without a score, as all are where the library found no text to count.
+        WorkhorseError: pieces have no score, because the library found no text to count.
     """
     found = dict(vocab)
     scores = {piece: score for piece, score in found.items() if score is not None}
     if len(scores) < len(found):
         raise WorkhorseError(
-            "the corpus holds nothing that unigram can learn from (only NULs, or invisible "
-            "characters); give texts with words in them"
+            "the corpus has nothing that unigram can learn from (only NULs or invisible "
+            "characters); use documents with words in them"
         )
     scores.update(_reordered(_kept_characters(scores)))
     rounded = ((piece, round(score, DECIMALS)) for piece, score in scores.items())
@@ -188,7 +193,7 @@ def stable_vocabulary(vocab: Iterable[tuple[str, float | None]]) -> list[tuple[s
 
 
 def _kept_characters(scores: dict[str, float]) -> dict[str, float]:
-    """The characters whose scores continue the lowest score in equal steps."""
+    """Return the characters with scores in equal steps from the lowest score."""
     lowest = min(scores.values(), default=0.0)
     characters = sorted((score, piece) for piece, score in scores.items() if len(piece) == 1)
     kept: dict[str, float] = {}
@@ -196,7 +201,7 @@ def _kept_characters(scores: dict[str, float]) -> dict[str, float]:
     for score, character in characters:
         steps = (score - lowest) / CHARACTER_STEP
         if round(steps) > following:
-            break  # a gap: what comes now was scored by its frequency
+            break  # a gap: the remaining scores come from frequencies
         if abs(steps - round(steps)) < 1e-3:  # noqa: PLR2004 (above the noise, below a step)
             kept[character] = score
             following = round(steps) + 1
@@ -210,24 +215,26 @@ def _reordered(kept: dict[str, float]) -> dict[str, float]:
 def train_tokenizer(
     config: TokenizerConfig, texts: Iterable[str], *, progress: Progress | None = None
 ) -> Tokenizer:
-    """Learn a tokenizer from texts, in bounded memory.
+    """Train a tokenizer on documents, in bounded memory.
 
-    The same texts in the same order give the same tokenizer, byte for byte, whatever the process
-    or the number of threads: exactly so for all kinds but Unigram, whose scores the library sums in
-    random order. They are rounded far above that noise; see docs/tokenizers.md for what was seen.
+    The same documents in the same order give the same tokenizer, byte for byte, in any process and
+    with any number of threads. This is exact for all kinds except Unigram: the library sums its
+    scores in random order. They are rounded to steps far larger than that noise; docs/tokenizers.md
+    has measurements.
 
-    The vocabulary is smaller than asked for where the texts hold too little to fill it;
-    `missing_tokens` tells.
+    The vocabulary is smaller than requested if the documents are too small to fill it; see
+    `missing_tokens`.
 
     Args:
-        config: which algorithm, how many tokens. A `FileConfig` loads, a `BytesConfig` learns
+        config: algorithm and size. A `FileConfig` loads a tokenizer and a `BytesConfig` learns
             nothing; neither reads `texts`.
-        texts: read once. Kinds that count characters first keep a copy in a temporary file.
-        progress: told `(bytes read, None)` while reading.
+        texts: the documents, read once. Kinds that first count characters store a copy in a
+            temporary file.
+        progress: called with `(bytes read, None)`.
 
     Raises:
-        WorkhorseError: no text at all or one text instead of several, text that is not UTF-8, a
-            file that is no tokenizer, another thing than a config.
+        WorkhorseError: the documents have no text, `texts` is one string, a document is not UTF-8,
+            a file is not a tokenizer, or `config` is not a config.
     """
     if isinstance(config, FileConfig):
         return load_tokenizer(config.path)
@@ -235,14 +242,14 @@ def train_tokenizer(
         return _bytes(config)
     if type(config) not in _TRAINING:
         raise WorkhorseError(
-            f"a tokenizer is trained from a config such as BpeConfig(vocab_size=4096), not "
-            f"{shown(config)}; tokenizer_config makes one of a dict"
+            f"config={shown(config)} is not a tokenizer config; pass one such as "
+            "BpeConfig(vocab_size=4096), or use tokenizer_config for a dict"
         )
     return _TRAINING[type(config)](config, pieces_of_texts(texts, progress))
 
 
 def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
-    """How many tokens a trained tokenizer has fewer than its config asks for."""
+    """Return how many tokens a trained tokenizer lacks compared with its `vocab_size`."""
     if isinstance(config, FileConfig | BytesConfig | CharactersConfig):
         return 0
     return config.vocab_size - tokenizer.vocab_size
@@ -267,13 +274,13 @@ def _bpe(config: BpeConfig, pieces: Iterable[str]) -> Tokenizer:
 
 
 def byte_level_pattern(digits: int) -> str:
-    """The splitting rule of byte-level BPE, after cl100k (tiktoken) and Llama 3.
+    """Return the splitting pattern of byte-level BPE, similar to cl100k (tiktoken) and Llama 3.
 
-    No token crosses from a word to its neighbour. Against GPT-2's rule: contractions in any case,
-    digits in short groups (a number is not a word to be memorised), a word may take any one
-    character before it along (`(self`, `_name`), and line ends are kept together, with punctuation
-    before them, which shortens code. Marks count as letters, so that words of Indic scripts and
-    decomposed accents are not torn.
+    No token crosses a word boundary. The differences from GPT-2's pattern are: contractions match
+    in upper and lower case; digits form short groups, so that numbers are not memorised as words; a
+    word may include one character before it (`(self`, `_name`); and line ends are grouped with the
+    punctuation before them, which makes code shorter. Marks count as letters, so that words of
+    Indic scripts and decomposed accents are not split.
     """
     return (
         r"'(?i:[sdmt]|ll|ve|re)"
@@ -311,6 +318,7 @@ def _unigram(config: UnigramConfig, pieces: Iterable[str]) -> Tokenizer:
     with counted(map(_visible_spaces, pieces)) as corpus:
         alphabet = _alphabet(corpus, config.character_coverage, _room(config), always=SPACE)
         trainer = trainers.UnigramTrainer(
+            # The trainer counts unk, which is also one of the fixed tokens.
             vocab_size=config.vocab_size - len(config.fixed_tokens) + 1,
             special_tokens=[config.unk],
             unk_token=config.unk,
@@ -320,7 +328,7 @@ def _unigram(config: UnigramConfig, pieces: Iterable[str]) -> Tokenizer:
         texts = corpus.keeping(alphabet, substitute=SPACE)
         splitter = _space_splitter(config.digits)
         model = _learn(models.Unigram(), splitter, trainer, texts, config.fixed_tokens)
-    learned = stable_vocabulary(model["vocab"][1:])
+    learned = stable_vocabulary(model["vocab"][1:])  # without unk
     fixed = [(token, 0.0) for token in config.fixed_tokens]
     backend = tokenizers.Tokenizer(
         models.Unigram(fixed + learned, unk_id=0, byte_fallback=config.byte_fallback)
@@ -335,9 +343,10 @@ def _wordpiece(config: WordPieceConfig, pieces: Iterable[str]) -> Tokenizer:
     normalizer = normalizers.BertNormalizer(lowercase=config.lowercase, strip_accents=False)
     splitter = pre_tokenizers.BertPreTokenizer()
     with counted(map(normalizer.normalize_str, pieces)) as corpus:
+        # Half of the room: a character takes two tokens, `c` and `##c`.
         alphabet = _alphabet(corpus, config.character_coverage, _room(config) // 2)
-        # A character inside a word is a token of its own, `##c`, which the library would number in
-        # the order of a hash table. Listed as fixed tokens, they are numbered in this order.
+        # A character inside a word is a separate token, `##c`. The library would assign its id in
+        # hash table order. As fixed tokens, these tokens get ids in the order of this list.
         inside = [
             f"##{character}"
             for character in alphabet
@@ -367,7 +376,7 @@ def _characters(config: CharactersConfig, pieces: Iterable[str]) -> Tokenizer:
             room -= len(fixed)
         alphabet = corpus.frequent(1.0, room)
     vocab = {token: number for number, token in enumerate((*fixed, *alphabet))}
-    # A BPE without merges is what maps characters to ids fastest.
+    # A BPE without merges is the fastest model that maps characters to ids.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=config.unk))
     backend.decoder = decoders.Fuse()
     return _finished(backend, config, unk=config.unk)
@@ -388,9 +397,9 @@ def _learn(
     texts: Iterable[str],
     fixed: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The trained model in the form of a `tokenizer.json`.
+    """Train and return the model, in the form of a `tokenizer.json`.
 
-    The name of a fixed token in the corpus must not be learned: the library would merge its parts
+    The name of a fixed token must not be learned from the corpus: the library would merge its parts
     into the same id.
     """
     student = tokenizers.Tokenizer(model)
@@ -417,7 +426,7 @@ def _bpe_model(model: dict[str, Any], byte_fallback: bool = False) -> models.BPE
 
 
 def _room(config: ByteFallbackBpeConfig | UnigramConfig | WordPieceConfig) -> int:
-    """The number of tokens to learn."""
+    """Return the number of tokens to learn."""
     return config.vocab_size - len(config.fixed_tokens)
 
 
@@ -436,7 +445,7 @@ def _space_normalizer(prefix_space: bool) -> normalizers.Normalizer:
 
 
 def _space_splitter(digits: int) -> pre_tokenizers.PreTokenizer:
-    """Words with the space before them, numbers, punctuation, runs of spaces, line ends."""
+    """Split into words with the space before them, numbers, punctuation, spaces, line ends."""
     pattern = (
         rf"{SPACE}?[\p{{L}}\p{{M}}]+"
         rf"|\p{{N}}{{1,{digits}}}"

@@ -1,1 +1,1 @@
-"""Chats rendered to text and token ids, by templates that come with downloaded models."""
+"""Renders chats to text and token ids with the chat templates of models."""

@@ -1,12 +1,12 @@
-"""The input of a chat template, as plain data, and stand-ins for what was typed.
+"""Checks the input of a chat template and replaces typed text by placeholders.
 
-A chat is rendered twice, with private-use characters in place of some of its text. In the first
-rendering they replace the contents of messages. In all other strings, keys of mappings included,
-they replace the names of control tokens and the characters that begin or end such a name. So any
-such name in the result was written by the template. In the second rendering they replace the names
-only, for templates that inspect strings. If the first with the rest put back equals the second, it
-is used; otherwise the second is, and is refused if its special tokens differ from those of the
-first.
+A chat is rendered twice. In both renderings, private-use characters (placeholders) replace some of
+its text. In the first rendering they replace the contents of messages. In all other strings, also
+in keys of mappings, they replace the names of control tokens and the characters that begin or end
+such a name. So the template itself wrote every control token in the result. In the second rendering
+they replace only the names, for templates that inspect strings. The first rendering is used if it
+equals the second after the remaining text is put back. Otherwise the second is used; it is an error
+if the two renderings have different special tokens.
 """
 
 import json
@@ -20,16 +20,16 @@ from workhorse.tokenizers.chat.limits import MAX_TEXT
 from workhorse.tokenizers.control import ControlEncoder
 
 ChatMessage = Mapping[str, Any]
-"""A `role`, its `content`, and anything else that the template reads."""
+"""A chat message: its `role`, `content`, and any other keys that the template reads."""
 MAX_DEPTH = 64
-"""How deeply lists and mappings may be nested."""
+"""Maximum nesting depth of lists and mappings."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The keys under which templates look for a message's reasoning."""
+"""Keys under which templates look for the reasoning of a message."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Everything that a rendering depends on except the template."""
+    """The input of a chat template."""
 
     messages: list[Any]
     tools: Any = None
@@ -38,11 +38,11 @@ class Chat:
 
 
 def checked(chat: Chat) -> Chat:
-    """A copy of a chat made of strings, numbers, lists and mappings only.
+    """Copy a chat into plain data: strings, numbers, lists and mappings.
 
     Raises:
-        WorkhorseError: a message has no role or nothing but a role, a value is not plain data, or
-            the chat has more than `MAX_TEXT` characters.
+        WorkhorseError: a message has no role or only a role, a value is not plain data, or the chat
+            has more than `MAX_TEXT` characters.
     """
     for number, message in enumerate(chat.messages):
         _check_message(number, message)
@@ -51,13 +51,13 @@ def checked(chat: Chat) -> Chat:
     messages, tools, documents, variables = (_plain(part, size, 0) for part in parts)
     if size[0] > MAX_TEXT:
         raise WorkhorseError(
-            f"the chat has {size[0]:,} characters; at most {MAX_TEXT:,} can be used"
+            f"the chat has {size[0]:,} characters, above the limit of {MAX_TEXT:,}; shorten it"
         )
     return Chat(messages, tools, documents, variables)
 
 
 def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with their reasoning under each key that a template may read."""
+    """Add the reasoning of each message under all keys that a template may read."""
     completed: list[dict[str, Any]] = []
     for message in messages:
         texts = [message[name] for name in _REASONING if message.get(name) is not None]
@@ -67,7 +67,7 @@ def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_parts(chat: Chat) -> Chat:
-    """The chat with each content that is a string as a list of one part."""
+    """Convert each content that is a string to a list of one part."""
     messages = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -80,13 +80,15 @@ def in_parts(chat: Chat) -> Chat:
 def _check_message(number: int, message: Any) -> None:
     if not isinstance(message, Mapping) or "role" not in message or len(message) == 1:
         has = sorted(map(str, message)) if isinstance(message, Mapping) else message
-        raise WorkhorseError(f"message {number} has {has}; give each a 'role' and a 'content'")
+        raise WorkhorseError(f"message {number} has {has}; it needs a 'role' and a 'content'")
     if not isinstance(message["role"], str):
-        raise WorkhorseError(f"message {number}: role={message['role']!r} is not text; give text")
+        raise WorkhorseError(
+            f"message {number}: role={message['role']!r} is not a string; pass one"
+        )
     content = message.get("content")
     if content is not None and not isinstance(content, str | list | tuple):
         raise WorkhorseError(
-            f"message {number}: content={content!r} is not text; give text, or a list of parts"
+            f"message {number}: content={content!r} is not a string; pass one, or a list of parts"
         )
 
 
@@ -103,37 +105,37 @@ def _plain(value: Any, size: list[int], depth: int) -> Any:
             return [_plain(item, size, depth + 1) for item in value]
         case _:
             raise WorkhorseError(
-                f"the chat holds a {type(value).__name__}; give text, numbers, lists and mappings"
+                f"the chat has a {type(value).__name__}; use strings, numbers, lists and mappings"
             )
 
 
 def _key(key: Any) -> str:
     if isinstance(key, str):
         return key
-    raise WorkhorseError(f"the chat has a key {key!r}, which is not text; give text")
+    raise WorkhorseError(f"the chat has a key {key!r}, which is not a string; use strings as keys")
 
 
 _CODES = range(0xF0000, 0xFFFFE)
 _PRIVATE = re.compile(f"[{chr(_CODES[0])}-{chr(_CODES[-1])}]")
-"""Characters of a plane that Unicode reserves for private use."""
+"""Matches a character of a plane that Unicode reserves for private use."""
 
 _ESCAPED = re.compile(r"\\U000f[0-9a-f]{4}|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
-"""How Python's `repr` and ASCII JSON write one of them."""
+"""Matches such a character as Python's `repr` and ASCII JSON write it."""
 _QUOTES = "\"'\\"
-"""A template may escape these."""
+"""Characters that a template may escape."""
 
 Change = Callable[[str, bool, bool], str]
-"""`(text, whether it is the assistant's, whether it is a message's content) -> new text`."""
+"""Changes a string: `(string, is_assistant, is_content) -> new string`."""
 
 
 class StandIns:
-    """A chat with stand-ins, and the text that each replaces.
+    """A chat with placeholders, and the string that each placeholder replaces.
 
     Args:
-        chat: plain data.
-        encoder: encodes the text that `put_back` returns.
-        special: the names of the special tokens. The encoder's other control tokens may also occur
-            in the assistant's messages, and in nobody else's.
+        chat: the chat, as plain data.
+        encoder: the encoder for the text that `put_back` returns.
+        special: names of the special tokens. The encoder's other control tokens may also occur in
+            the assistant's messages, but not in messages of other roles.
     """
 
     def __init__(self, chat: Chat, encoder: ControlEncoder, special: Collection[str]) -> None:
@@ -149,16 +151,19 @@ class StandIns:
         self._stand_in_of: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._contents: dict[str, tuple[str, str]] = {}
-        """The contents, first as in `without_names`, then as `put_back` writes them."""
+        """The content for each placeholder: as in `without_names`, and as `put_back` writes it."""
         self.without_names = _changed(chat, self._without_names)
         """The chat with the names of control tokens replaced."""
         self.without_contents = _changed(self.without_names, self._without_content)
-        """The chat with the contents of its messages replaced as well."""
+        """The chat with the contents of its messages also replaced."""
 
     def missing(self, marked: str) -> list[int]:
-        """The indices of messages whose content is not in the rendering of `without_contents`.
+        """Return the indices of messages with content that the template did not render.
 
-        An assistant's message that calls tools may leave its content out.
+        The content of an assistant's message that calls tools may be missing.
+
+        Args:
+            marked: the rendering of `without_contents`.
         """
         found = {*_PRIVATE.findall(_ESCAPED.sub(self._unescaped, marked))}
         return [
@@ -173,14 +178,14 @@ class StandIns:
         return {*_PRIVATE.findall(text)} & self._contents.keys()
 
     def put_back(self, marked: str, plain: str) -> str:
-        """The rendered chat, with stand-ins resolved, for the encoder.
+        """Replace the placeholders in the rendered chat and mark control tokens for the encoder.
 
         Args:
             marked: the rendering of `without_contents`.
             plain: the rendering of `without_names`.
 
         Raises:
-            WorkhorseError: the template split contents, and this produced a special token.
+            WorkhorseError: the template split the contents, which produced a special token.
         """
         marked, plain = (_ESCAPED.sub(self._unescaped, text) for text in (marked, plain))
         if _PRIVATE.sub(self._content, marked) != plain:
@@ -193,7 +198,7 @@ class StandIns:
         return names.sub(self._name, text)
 
     def _name(self, match: re.Match[str]) -> str:
-        """One stand-in per name, so that equal strings of the chat stay equal."""
+        """Return the placeholder of a name: always the same, so that equal strings stay equal."""
         name = match[0]
         if name not in self._stand_in_of:
             self._stand_in_of[name] = self._stand_in()
@@ -201,7 +206,7 @@ class StandIns:
         return self._stand_in_of[name]
 
     def _without_content(self, text: str, is_assistant: bool, is_content: bool) -> str:
-        """A stand-in, with surrounding white space kept outside so that templates can trim it."""
+        """Replace content by a placeholder; keep outer white space, which templates may trim."""
         if not is_content:
             return self._without_edges(text, is_assistant)
         core = text.strip()
@@ -213,7 +218,7 @@ class StandIns:
         return text.replace(core, stand_in, 1)
 
     def _without_edges(self, text: str, is_assistant: bool) -> str:
-        """No control token can be made by joining such texts, or by changing their case."""
+        """Replace edge characters: joining strings or changing case then makes no control token."""
         if not is_assistant:
             return self._edges.sub(self._name, text)
         return self._name_or_edge.sub(
@@ -225,11 +230,11 @@ class StandIns:
             return next(self._unused)
         except StopIteration:
             raise WorkhorseError(
-                "the chat holds too many messages or special tokens; remove some"
+                "the chat has too many messages or special tokens; remove some"
             ) from None
 
     def _content(self, match: re.Match[str]) -> str:
-        """The text of a stand-in as the rendering of `without_names` has it."""
+        """Return the string of a placeholder as in the rendering of `without_names`."""
         token = match[0]
         if token in self._contents:
             return self._contents[token][0]
@@ -241,7 +246,7 @@ class StandIns:
         return character if character in self._names or character in self._contents else match[0]
 
     def _spelled(self, match: re.Match[str]) -> str:
-        """The final text for a stand-in, or for the name of a control token."""
+        """Return the final string for a placeholder or for the name of a control token."""
         token = match[0]
         if token in self._contents:
             return self._contents[token][1]
@@ -250,18 +255,18 @@ class StandIns:
         return token if _PRIVATE.fullmatch(token) else self._encoder.mark(token)
 
     def _check_same_tokens(self, marked: str, plain: str) -> None:
-        """Refuse a rendering in which parts of contents have joined to special tokens."""
+        """Check that no special token was made by joining parts of contents."""
         ours, all_of_them = (self._special.findall(text) for text in (marked, plain))
         if ours != all_of_them:
             extra = next((name for name in all_of_them if name not in ours), all_of_them[-1:])
             raise WorkhorseError(
-                f"this chat template takes messages apart, which produced {extra!r}; remove it "
-                "from the messages"
+                f"the chat template splits messages, which produced {extra!r}; remove it from "
+                "the messages"
             )
 
 
 def _changed(chat: Chat, change: Change) -> Chat:
-    """The chat with every string changed except the roles and the names of variables."""
+    """Change all strings of a chat except the roles and the names of variables."""
     messages = [
         {
             change(key, False, False): value
@@ -281,7 +286,7 @@ def _each(value: Any, change: Change, is_assistant: bool = False, is_content: bo
             return change(value, is_assistant, is_content)
         case list():
             return [_each(item, change, is_assistant, is_content) for item in value]
-        case dict():  # the text of a content's part is under "text"
+        case dict():  # a part of a content has its text under "text"
             return {
                 change(key, False, False): _each(
                     item, change, is_assistant, is_content and key == "text"
@@ -293,19 +298,19 @@ def _each(value: Any, change: Change, is_assistant: bool = False, is_content: bo
 
 
 def _any_of(names: Iterable[str]) -> str:
-    """A pattern that matches any of the names, the longest first."""
+    """Return a pattern that matches any of the names, the longest first."""
     longest_first = sorted(names, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or r"(?!)"
 
 
 def _unused_characters(chat: Chat) -> Iterator[str]:
-    """Private-use characters that do not occur in the chat. A template cannot split one."""
+    """Return private-use characters that are not in the chat; a template cannot split one."""
     everything = (chat.messages, chat.tools, chat.documents, chat.variables)
-    text = json.dumps(everything, ensure_ascii=False).replace(r"\\", "\\")  # as it was typed
+    text = json.dumps(everything, ensure_ascii=False).replace(r"\\", "\\")  # undo the JSON escape
     used = {*_PRIVATE.findall(text), *map(_character, _ESCAPED.findall(text))}
     return (character for character in map(chr, _CODES) if character not in used)
 
 
 def _character(escaped: str) -> str:
-    """The character that was written as `_ESCAPED`."""
+    """Return the character of an escape that matches `_ESCAPED`."""
     return json.loads(f'"{escaped}"') if escaped[1] == "u" else chr(int(escaped[2:], 16))

@@ -1,9 +1,9 @@
-"""The process that renders chat templates: started for the first, ended with this process.
+"""Runs the process that renders chat templates: started by the first rendering, ended at exit.
 
 Chat templates come with downloaded models and are not trusted. Jinja's sandbox denies them access
-to the machine, but does not stop them from exhausting it: `'a' * 10**10`, nested loops, `[x, x]`
-doubled thirty times. So they run in a small process with limits (`sandbox.py`); if a template
-exceeds one and the process dies, the next rendering starts another.
+to the machine, but they could still exhaust its memory or CPU: `'a' * 10**10`, nested loops,
+`[x, x]` doubled thirty times. So they run in a small process with limits (`sandbox.py`). If a
+template exceeds a limit, the process dies, and the next rendering starts another.
 """
 
 import atexit
@@ -27,19 +27,19 @@ sys.path += sys.argv[3:]
 import sandbox
 sandbox.serve(float(sys.argv[1]), int(sys.argv[2]))"""
 _MAX_ANSWER = 1 + 4 * MAX_TEXT
-"""Bytes: a status, and text of up to four bytes a character."""
+"""Maximum size of an answer in bytes: a status, and up to four bytes per character."""
 _VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""Environment variables to pass on; some builds of Python do not start without them."""
+"""Environment variables of the process; some builds of Python do not start without them."""
 READY = b"ready"
 
 
 class TemplateProcess:
-    """Renders templates, one at a time; any thread may ask.
+    """Renders templates, one at a time. Any thread may call it.
 
     Args:
-        seconds: the CPU time that each rendering may take.
-        memory: the most address space of the process, in bytes.
-        wait: seconds after which a process that does not answer is killed.
+        seconds: CPU time limit of each rendering.
+        memory: limit of the address space of the process, in bytes.
+        wait: number of seconds after which a process that does not answer is killed.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class TemplateProcess:
         self._running: tuple[Popen[bytes], Connection] | None = None
 
     def ask(self, source: str, variables: dict[str, Any] | None = None, now: str = "") -> str:
-        """The rendered text, at most `MAX_TEXT` characters.
+        """Render a template to up to `MAX_TEXT` characters.
 
         Args:
-            source: the template.
-            variables: plain data that it reads. None: return the literal text in the template
-                instead, its parts separated by NULs.
-            now: the current time as the template sees it, in ISO format.
+            source: source of the template.
+            variables: the template's variables, as plain data. None: return the literal strings in
+                the template instead, separated by NULs.
+            now: current time for the template, in ISO format.
 
         Raises:
-            WorkhorseError: the template is not valid, raises an error or exceeds a limit; or the
+            WorkhorseError: the template is invalid, raises an error or exceeds a limit; or the
                 process cannot be started.
         """
         request = {"source": source, "variables": variables, "now": now}
         try:
             data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        except ValueError as error:  # a number of thousands of digits
+        except ValueError as error:  # an integer with thousands of digits
             raise refusal(str(error)) from None
         with self._lock:
             answer = self._answer(data)
@@ -76,8 +76,8 @@ class TemplateProcess:
             raise refusal(" ".join(text.split())[:500])
         if status != "+" or len(text) > MAX_TEXT:
             raise refusal(
-                f"it takes more than {self._seconds:g} seconds of processor time or "
-                f"{self._memory / 2**20:.0f} MB, or makes more than {MAX_TEXT:,} characters"
+                f"it exceeds {self._seconds:g} seconds of CPU time, "
+                f"{self._memory / 2**20:.0f} MB of memory, or {MAX_TEXT:,} characters of output"
             )
         return text
 
@@ -91,7 +91,7 @@ class TemplateProcess:
             process.wait()
 
     def _answer(self, request: bytes) -> str:
-        """A status and text; empty if the process died, timed out or sent something malformed."""
+        """Return a status and text; empty if the process died, timed out or sent invalid data."""
         try:
             _, connection = self._running_process()
             connection.send_bytes(request)
@@ -100,7 +100,7 @@ class TemplateProcess:
             self.stop()
             return ""
         except BaseException:
-            self.stop()  # or the next request would get this one's answer
+            self.stop()  # else the next request would read this answer
             raise
 
     def _running_process(self) -> tuple[Popen[bytes], Connection]:
@@ -137,19 +137,19 @@ class TemplateProcess:
 
 
 def refusal(line: str) -> WorkhorseError:
-    """The error for a template that cannot be used: the reason, and a remedy."""
+    """Return the error for a template that cannot be used, with a remedy."""
     return WorkhorseError(
         f"the chat template cannot be used: {line}; change the template or the messages"
     )
 
 
 def _folders() -> list[str]:
-    """The folders where the process finds `sandbox.py` and its imports."""
+    """Return the folders of `sandbox.py` and of the packages that it imports."""
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name))]
     packages = [Path(origin).absolute().parents[1] for origin in origins if origin]
     return [str(Path(__file__).parent), *map(str, packages)]
 
 
 RENDERER = TemplateProcess()
-"""Shared by all templates."""
+"""The process that all templates share."""
 atexit.register(RENDERER.stop)

@@ -1,9 +1,9 @@
-"""Renders chat templates in jinja's sandbox, in a process that can do nothing else.
+"""Renders chat templates in jinja's sandbox, in a process without other rights.
 
-`process.py` starts it as a Python that can import the standard library, jinja2 and this file. It
-reads JSON requests from its standard input, a socket, and answers each there with a status and
-text. The operating system enforces its limits: it cannot open files or connections or start
-processes, and it dies if it exceeds its memory or CPU time.
+`process.py` starts a Python process that can import the standard library, jinja2 and this file. It
+reads JSON requests from its standard input, a socket, and answers each one there with a status and
+text. The operating system enforces its limits: the process cannot open files or connections or
+start processes, and it dies if it exceeds its memory or CPU time.
 """
 
 import json
@@ -25,15 +25,15 @@ from jinja2.utils import Cycler, Namespace
 
 _PLAIN = (str, int, float, list, tuple, dict, Undefined, type(None))
 _HAS_ATTRIBUTES = (*_PLAIN, Cycler, LoopContext, Macro, Namespace)
-"""Types whose attributes a template may read; functions and classes are not among them."""
+"""Types with attributes that a template may read; not functions or classes."""
 _KEPT = 8
-"""The most compiled templates in the cache."""
+"""Maximum number of compiled templates in the cache."""
 _WARM_UP = "{{ 'a\\n' | striptags | wordwrap | pprint }}{% for i in 1 %}{% endfor %}"
-"""Makes jinja2 do its late imports while files can still be opened."""
+"""A template that triggers jinja2's late imports while files can still be opened."""
 
 
 class Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; rendering ignores the mark."""
+    """The tag `{% generation %}`: marks the assistant's text for training, ignored in rendering."""
 
     tags = frozenset(("generation",))  # pyright: ignore[reportAssignmentType]
 
@@ -44,7 +44,7 @@ class Generation(Extension):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja with the extensions, filters and functions that transformers gives chat templates."""
+    """A jinja environment with the extensions, filters and functions of transformers."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -66,13 +66,13 @@ def serve(seconds: float, memory: int) -> None:
     """Answer requests until the other end closes the socket.
 
     Args:
-        seconds: CPU time for each request; a signal kills the process if one takes more.
-        memory: the most address space, in bytes.
+        seconds: CPU time limit of each request; a signal kills the process if it is exceeded.
+        memory: limit of the address space, in bytes.
     """
     connection = Connection(0)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _answer(_WARM_UP, {}, "0001-01-01")
-    _give_up(memory)
+    _give_up(memory)  # after the warm-up, which must open files
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -85,16 +85,16 @@ def serve(seconds: float, memory: int) -> None:
 
 
 def _give_up(memory: int) -> None:
-    """Give up the right to open files or connections, to start processes and to use more memory."""
+    """Drop the rights to open files or connections, start processes and use more memory."""
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError):  # macOS has no such limit; or a lower one is set already
+    with suppress(ValueError):  # macOS lacks this limit, or a lower one is already set
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
 def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
-    """`+` and the chat, or the literal text in the template; `-` and the error."""
+    """Return `+` and the chat or the literal strings of the template; or `-` and the error."""
     try:
         template, literals = _compiled(source)
         if variables is None:
@@ -103,7 +103,7 @@ def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
         return "+" + template.render({"strftime_now": when.strftime} | dict(variables))
     except MemoryError:
         raise  # ends the process
-    except Exception as error:  # compiled templates may raise anything
+    except Exception as error:  # a compiled template may raise any exception
         return f"-{error or type(error).__name__}"
 
 
@@ -124,7 +124,7 @@ def _literals(tree: nodes.Template) -> Iterator[str]:
 @pass_context  # keeps the compiler from finalizing constants itself
 def _printed(_: Any, value: Any) -> Any:
     if not _is_plain(value):
-        raise TemplateError(f"prints a {type(value).__name__}; print text, numbers and lists")
+        raise TemplateError(f"it prints a {type(value).__name__}; print strings, numbers and lists")
     return value
 
 

@@ -1,9 +1,9 @@
-"""Chats as token ids, such that nothing anybody typed becomes a control token.
+"""Encodes chats as token ids, so that typed text never becomes a control token.
 
-A template is jinja source that comes with a model. To tell its control tokens from the same
-characters in a message, it is rendered with stand-ins for the typed text; any control tokens then
-found are the template's own. The typed text is put back, and the result is encoded as one text in
-which the template's control tokens are spelled in a way that cannot be typed.
+A template is jinja source that comes with a model. Its control tokens must be distinguished from
+the same characters in a message. So the template is rendered with placeholders for the typed text:
+all control tokens in the result are then the template's own. They are replaced by random markers,
+the typed text is put back, and the result is encoded as one string.
 """
 
 import re
@@ -33,17 +33,17 @@ DEFAULT_TEMPLATE = """\
 {{ '<|' ~ message.role ~ '|>' }}{{ message.content }}{{ '<|end|>' }}
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-"""Each turn begins with the token of its role and ends with `<|end|>`."""
+"""Template for tokenizers without one: role token, content, and `<|end|>` for each turn."""
 TOOL_USE = "tool_use"
-"""The name of the template for chats with tools."""
+"""Name of the template for chats with tools."""
 
 Messages = Sequence[ChatMessage]
 _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
-"""Names that look like control tokens: `<think>`, `[TOOL_CALLS]`; not words, digits or spaces."""
+"""Matches names that look like control tokens: `<think>`, `[TOOL_CALLS]`; not plain words."""
 _IN_A_WORD = re.compile(r"[\w\s.'\"\\-]")
-"""Characters of roles, though a special token may begin or end with them."""
+"""Matches characters that are allowed in roles even if a special token has them at an end."""
 _PARTS = re.compile(r"""\.text\b|['"]text['"]""")
-"""How a template names the text of a content's part."""
+"""Matches how a template reads the text of a content part."""
 
 
 class ChatTemplate:
@@ -53,10 +53,10 @@ class ChatTemplate:
         source: jinja source. It can read `messages`, `tools`, `documents`, `add_generation_prompt`
             and the special tokens in `names`.
         names: special tokens by variable name, such as `bos_token`.
-        with_tools: the template that takes its place where tools are given, even none of them.
+        with_tools: the template that is used instead if `tools` is given, even an empty list.
 
     Raises:
-        WorkhorseError: the source is not valid jinja, or is too long; or `names` is not a mapping.
+        WorkhorseError: the source is not valid jinja or too long, or `names` is not a mapping.
     """
 
     def __init__(
@@ -67,14 +67,15 @@ class ChatTemplate:
         with_tools: "ChatTemplate | None" = None,
     ) -> None:
         if not isinstance(source, str):
-            raise WorkhorseError(f"a chat template is text, not {shown(source)}; give its source")
+            raise WorkhorseError(f"source={shown(source)} is not a string; pass jinja source")
         if not isinstance(names, Mapping | None):
             raise WorkhorseError(
-                f"names={shown(names)} is not a mapping; give special tokens by variable name"
+                f"names={shown(names)} is not a mapping; map variable names to special tokens"
             )
         if len(source) > MAX_SOURCE:
             raise WorkhorseError(
-                f"the chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are read"
+                f"the chat template has {len(source):,} characters, above the limit of "
+                f"{MAX_SOURCE:,}; shorten it"
             )
         self.source = source
         self.with_tools = with_tools
@@ -84,15 +85,15 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str | None = None) -> "ChatTemplate":
-        """The tokenizer's own template, or `DEFAULT_TEMPLATE` if it has none.
+        """Return the tokenizer's template, or `DEFAULT_TEMPLATE` if it has none.
 
         Args:
             tokenizer: the model's tokenizer.
-            name: of one of its templates. None: `default`, and where tools are given `tool_use`, if
-                there is one, as in transformers.
+            name: name of the template. None: `default`, or `tool_use`, if there is one, for chats
+                with tools, as in transformers.
 
         Raises:
-            WorkhorseError: it has no template of that name.
+            WorkhorseError: the tokenizer has no template with this name.
         """
         known = tokenizer.chat_templates or {"default": DEFAULT_TEMPLATE}
         names = {f"{role}_token": token for role, token in tokenizer.roles.items()}
@@ -102,7 +103,7 @@ class ChatTemplate:
         name = "default" if name is None else name
         if name not in known:
             raise WorkhorseError(
-                f"no chat template {name!r}; there are: {', '.join(known)}; choose one by name"
+                f"chat template {name!r} does not exist; choose one of: {', '.join(known)}"
             )
         return cls(known[name], names=names, with_tools=with_tools)
 
@@ -115,19 +116,19 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a chat, for people to read. Use `encode` to feed a model.
+        """Render a chat as text to read. Use `encode` for the input of a model.
 
         Args:
-            messages: each with a `role`, its `content` (text, or a list of parts such as
-                `{"type": "text", "text": ...}`) and any other keys that the template reads
-                (`tool_calls`). A template that only knows parts gets text as one part.
-            add_generation_prompt: end with the beginning of the assistant's next turn.
+            messages: messages, each with a `role`, its `content` (a string, or a list of parts such
+                as `{"type": "text", "text": ...}`) and any other keys that the template reads
+                (`tool_calls`). If a template reads only parts, a string is passed as one part.
+            add_generation_prompt: True to end with the beginning of the assistant's next turn.
             tools: JSON schemas of the functions that the assistant may call.
-            documents: documents that the assistant may draw on.
+            documents: documents that the assistant may use.
             variables: other variables that the template reads, such as `enable_thinking`.
 
         Raises:
-            WorkhorseError: the messages are malformed, the template refuses them, or it exceeds a
+            WorkhorseError: the messages are malformed, or the template raises an error or exceeds a
                 limit.
         """
         if tools is not None and self.with_tools is not None:
@@ -160,10 +161,10 @@ class ChatTemplate:
         allow_special: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """The token ids of a chat: control tokens from the template, everything else as typed text.
+        """Encode a chat: control tokens from the template, everything else as typed text.
 
-        Control tokens are the tokenizer's special tokens, and those of its other added tokens that
-        the template writes (`<think>`); these may also occur in the assistant's messages.
+        Control tokens are the tokenizer's special tokens and the other added tokens that the
+        template writes, such as `<think>`. The latter may also occur in the assistant's messages.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -171,13 +172,13 @@ class ChatTemplate:
             add_generation_prompt: see `render`.
             tools: see `render`.
             documents: see `render`.
-            allow_special: encode the names of special tokens in messages as those tokens. Never use
-                it for text that somebody else typed.
+            allow_special: True to encode the names of special tokens in messages as those tokens.
+                Never use it for untrusted text.
             variables: see `render`.
 
         Raises:
-            WorkhorseError: see `render`; a message's content is not in the rendered text; or the
-                template splits messages such that its own special tokens cannot be told from
+            WorkhorseError: as in `render`; a message's content is not in the rendered text; or the
+                template splits messages, so that its special tokens cannot be distinguished from
                 theirs.
         """
         if tools is not None and self.with_tools is not None:
@@ -218,7 +219,7 @@ class ChatTemplate:
         return encoder.encode(typed.put_back(text, plain))
 
     def _written_tokens(self, tokenizer: Tokenizer) -> frozenset[str]:
-        """The names of control tokens in the template that are not special tokens."""
+        """Return the control tokens in the template that are not special tokens."""
         return frozenset(
             name
             for name in tokenizer.plain_added_tokens
@@ -240,33 +241,33 @@ class ChatTemplate:
 def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str, Any]) -> Chat:
     if not isinstance(messages, Sequence):
         raise WorkhorseError(
-            f"messages={shown(messages)} is not a list; give one of messages with a 'role' and a "
-            "'content'"
+            f"messages={shown(messages)} is not a list; pass a list of messages with a 'role' and "
+            "a 'content'"
         )
     return checked(Chat(list(messages), tools, documents, dict(variables)))
 
 
 def _check_roles(chat: Chat, names: Collection[str]) -> None:
-    """Refuse a role of which a template may make a control token, as by `"<|" + role + "|>"`."""
+    """Check that templates cannot make control tokens from roles, as by `"<|" + role + "|>"`."""
     ends = {end for name in names for end in (name[0], name[-1]) if not _IN_A_WORD.match(end)}
     parts = [*ends, *(name.lower() for name in names)]
     for message in chat.messages:
         role = message["role"].lower()  # a template may change its case
         if any(part in role for part in parts):
             raise WorkhorseError(
-                f"role {message['role']!r} holds a special token, or what one begins or ends with; "
-                "use a plain word"
+                f"role {message['role']!r} contains a special token, or the first or last "
+                "character of one; use a plain word"
             )
 
 
 def _check_whole(chat: Chat, missing: Sequence[int]) -> None:
-    """Refuse a rendering without the content of some message."""
+    """Raise an error if the template did not render the content of a message."""
     if missing:
         message = chat.messages[missing[0]]
-        remedy = "move its text into a message of another role"
+        remedy = "move its text to a message of another role"
         if isinstance(message["content"], list):
-            remedy = "give its content as one string"
+            remedy = "pass its content as one string"
         raise WorkhorseError(
-            f"the chat template leaves out the content of message {missing[0]} (role "
+            f"the chat template omits the content of message {missing[0]} (role "
             f"{message['role']!r}); {remedy}"
         )

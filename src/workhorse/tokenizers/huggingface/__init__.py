@@ -1,1 +1,1 @@
-"""Tokenizers read from the files of Hugging Face transformers."""
+"""Reads tokenizers from the files of Hugging Face transformers."""

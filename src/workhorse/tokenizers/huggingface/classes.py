@@ -1,14 +1,14 @@
-"""The tokenizer that transformers 5 builds from a vocabulary, by the class that a folder declares.
+"""The tokenizer classes of transformers 5 that replace parts of `tokenizer.json`.
 
-Most classes follow `tokenizer.json`. A few build normaliser, splitting, decoder and special tokens
-themselves and take only vocabulary and merges from the files, whatever else these say (a LLaMA file
-of 2023 that prepends a space to every segment is read as one that prepends it to the text). Those
-few are here as data, in the form of `tokenizer.json`.
+Most classes follow `tokenizer.json`. A few build their own normalizer, pre-tokenizer, decoder and
+special tokens, and use only the vocabulary and merges of the files. For example, a LLaMA file of
+2023 that prepends a space to every segment is read as one that prepends it to the whole input.
+These classes are listed here as data, in the form of `tokenizer.json`.
 
-One difference is ours: a text that begins with a space keeps it where a space is put before every
-text. SentencePiece, GGUF readers and the `tokenizer.json` files published with these models keep
-it; the classes of transformers 5 take it for the one that they would add. `drop_leading_space` in
-the settings asks for what they do.
+There is one intended difference. If a tokenizer puts a space before every input, an input that
+begins with a space keeps it here. SentencePiece, GGUF readers and the `tokenizer.json` files
+published with these models also keep it. The classes of transformers 5 treat it as the added space.
+Set `drop_leading_space` in the settings for the behaviour of transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ Parts = dict[str, Any]
 """Keys of a `tokenizer.json` and their values."""
 
 UNK_PLACE = "unk_token"
-"""Stands for the name of the unknown token in a model's options."""
+"""Placeholder for the name of the unknown token in the options of a model."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
 _SPACES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_WORDS = _WORDS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _SPACES
@@ -30,22 +30,22 @@ QWEN3_5_WORDS = _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _SPACE
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """A class that replaces parts of `tokenizer.json`."""
+    """A tokenizer class of transformers that replaces parts of `tokenizer.json`."""
 
     parts: Callable[[Mapping[str, Any]], Parts]
-    """From the settings: normaliser, pre-tokenizer, decoder and the options of the model."""
+    """Makes the normalizer, pre-tokenizer, decoder and model options from the settings."""
     named: Mapping[str, str]
-    """Its special tokens, where the settings do not name others."""
+    """Default special tokens; the settings can name others."""
     extra: tuple[str, ...] = ()
     """Special tokens without a name."""
     model: str = "BPE"
     bos_by_default: bool = False
-    """Whether a text begins with bos if the settings do not say."""
+    """True if sequences begin with bos by default."""
     keeps_post_processor: bool = True
-    """Whether the tokens that `tokenizer.json` puts before and after a text are kept."""
+    """True to keep the tokens that `tokenizer.json` adds before and after a sequence."""
     begins_with_eos: bool = False
     resets_flags: bool = False
-    """Whether named tokens lose the files' flags about the spaces around them."""
+    """True if named tokens lose the flags in the files that strip spaces around them."""
 
 
 def _byte_level(prefix_space: bool, use_regex: bool = True) -> Parts:
@@ -104,7 +104,7 @@ def _cohere(settings: Mapping[str, Any]) -> Parts:
 
 
 DROP_LEADING_SPACE = "drop_leading_space"
-"""The key of our own in `tokenizer_config.json`."""
+"""A key in `tokenizer_config.json` that only Workhorse reads."""
 
 
 def _marks(replacement: str, prefix: str) -> Parts:
@@ -122,12 +122,12 @@ def _metaspace(settings: Mapping[str, Any], prefix: str, unknown: str | None, st
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizer, marks = None, _marks(SPACE, prefix)
     if prefix != "never" and not settings.get(DROP_LEADING_SPACE):
-        # Metaspace puts nothing before a text that begins with its mark. The text's own spaces are
-        # marked first, so that none begins with a space when one is put before it.
+        # Metaspace adds no space before an input that begins with its mark. So the input's own
+        # spaces become marks first; the step that adds the space then looks for another character.
         normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         steps_before = [_marks(" ", prefix), _marks(SPACE, "never")]
         marks = {"type": "Sequence", "pretokenizers": steps_before}
-    # The model takes None for "no prefix", unlike the classes over bytes.
+    # Here the model has None for "no prefix"; the byte-level classes have "".
     none = {"continuing_subword_prefix": None, "end_of_word_suffix": None}
     return {
         "model": _model(**none, fuse_unk=True, byte_fallback=True, unk_token=unknown),
@@ -263,7 +263,7 @@ CLASSES: dict[str, TokenizerClass] = {
         begins_with_eos=True,
     ),
 }
-"""By name; every class that is not here reads `tokenizer.json` as it is written."""
+"""Classes by name. All other classes use `tokenizer.json` unchanged."""
 
 _OWN_CLASS: dict[str, str] = {
     "GPT2Tokenizer": "codegen dbrx gpt2 gpt_neo gptj hyperclovax_vision_v2 jais2 opt phi "
@@ -279,7 +279,7 @@ _OWN_CLASS: dict[str, str] = {
     "XGLMTokenizer": "xglm",
 }
 _CLASS_OF_TYPE = {kind: name for name, kinds in _OWN_CLASS.items() for kind in kinds.split()}
-"""Model type -> the class of its tokenizers, unless their files declare another."""
+"""Model type -> default class of its tokenizers; their files can declare another."""
 
 _READ_AS_WRITTEN = """
 arctic aria beam chatlm ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite
@@ -291,21 +291,21 @@ olmo_hybrid opencua openvla paddleocr_vl persimmon phi3 phi3_v phimoe pixtral sm
 step3_vl vipllava voxtral
 """
 _AS_WRITTEN = frozenset(_READ_AS_WRITTEN.split())
-"""Model types whose files are read as they are written, whatever class they declare."""
+"""Model types with files that are used unchanged, even if they declare a class."""
 _OVERRULED = frozenset(("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"))
-"""Model types whose own class counts, whatever class their files declare."""
+"""Model types that always use their default class, even if their files declare another."""
 
 
 def tokenizer_class(
     model_type: str | None, declared: str | None, is_byte_level: bool
 ) -> TokenizerClass | None:
-    """The class that transformers 5 reads a folder with; None reads files as they are written.
+    """Return the class with which transformers 5 reads a folder; None: files are used unchanged.
 
     Args:
-        model_type: of the model in the folder.
-        declared: the `tokenizer_class` of its settings.
-        is_byte_level: whether its `tokenizer.json` works on bytes; many that do declare a LLaMA
-            class, which does not.
+        model_type: type of the model in the folder.
+        declared: `tokenizer_class` in the folder's settings.
+        is_byte_level: True if its `tokenizer.json` is byte-level. Many such files declare a LLaMA
+            class, which is not byte-level.
     """
     name = None if declared is None else declared.removesuffix("Fast")
     own = _CLASS_OF_TYPE.get(model_type or "")

@@ -1,8 +1,8 @@
-"""The tokenizer of a folder as transformers 5 reads it: the same ids for the same text.
+"""Reads the tokenizer of a folder as transformers 5 does: the same ids for the same input.
 
-Three kinds of files hold a vocabulary: `tokenizer.json`, which says everything; a SentencePiece
-`tokenizer.model`; and `vocab.json` with `merges.txt`, as GPT-2 had them. What the settings beside
-them say is added to it, by the rules that `AutoTokenizer` follows.
+A vocabulary is in one of three kinds of files: `tokenizer.json`, which is complete; a SentencePiece
+`tokenizer.model`; or `vocab.json` with `merges.txt`, as for GPT-2. The settings in the same folder
+are applied to it by the rules of `AutoTokenizer`.
 """
 
 import json
@@ -40,25 +40,25 @@ VOCABULARY, MERGES = "vocab.json", "merges.txt"
 
 Named = Mapping[str, AddedToken | str | None]
 Affixes = tuple[bool | None, bool | None]
-"""Whether a text begins with bos and ends with eos; None says nothing."""
+"""True if sequences begin with bos, and True if they end with eos; None: not specified."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The tokenizer in a folder's files."""
+    """A tokenizer as read from files."""
 
     definition: str
-    """The text of a complete `tokenizer.json`."""
+    """The content of a complete `tokenizer.json`."""
     named: Mapping[str, str]
-    """The special tokens that have a name, such as `bos_token`."""
+    """Special tokens by name, such as `bos_token`."""
 
 
 def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
-    """The tokenizer of a folder.
+    """Read the tokenizer of a folder.
 
     Raises:
-        WorkhorseError: it holds none, or one that is damaged, beyond the limits or of a kind that
-            cannot be read.
+        WorkhorseError: the folder has no tokenizer, or the tokenizer is damaged, exceeds the
+            limits, or has an unsupported type.
     """
     for file, read in ((DEFINITION, read_json), (SENTENCEPIECE, read_sentencepiece)):
         if folder.has(file):
@@ -66,13 +66,13 @@ def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
     if folder.has(VOCABULARY) and folder.has(MERGES):
         return _read_merges(folder, settings)
     raise WorkhorseError(
-        f"no tokenizer in {folder.path}: it holds no {DEFINITION} or {SENTENCEPIECE}, and no "
-        f"{VOCABULARY} with {MERGES}; give the folder of a tokenizer, or of a model with one"
+        f"no tokenizer in {folder.path}: it has no {DEFINITION}, no {SENTENCEPIECE}, and no "
+        f"{VOCABULARY} with {MERGES}; choose a folder with such files"
     )
 
 
 def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
-    """The tokenizer of a `tokenizer.json`: as written, or as the declared class rebuilds it."""
+    """Read a `tokenizer.json`: unchanged, or rebuilt as the declared class does."""
     written = folder.vocabulary(file)
     text = folder.read[file].decode()
     kind = tokenizer_class(settings.model_type, settings.declared_class, '"ByteLevel"' in text)
@@ -81,14 +81,14 @@ def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading
 
 
 def as_read_beside(definition: str, model_type: str) -> str:
-    """A `tokenizer.json` without a declared class, as transformers reads it for a model type."""
+    """Return a `tokenizer.json` as transformers reads it in a folder with a model of this type."""
     kind = tokenizer_class(model_type, "PreTrainedTokenizerFast", '"ByteLevel"' in definition)
     written = parse_json(definition.encode(), DEFINITION, max_values=MAX_VALUES)
     return _read_written(definition, written, kind, Settings({}, {})).definition
 
 
 def read_sentencepiece(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
-    """A SentencePiece model: as the declared class reads it, or else as SentencePiece does."""
+    """Read a SentencePiece model as the declared class does, or else as SentencePiece does."""
     data = folder.bytes_of(file)
     kind = tokenizer_class(settings.model_type, settings.declared_class, False)
     affixes = _affixes(settings, kind)
@@ -123,7 +123,7 @@ def _read_merges(folder: TokenizerFolder, settings: Settings) -> Reading:
 def _read_written(
     text: str, written: Mapping[str, Any], kind: TokenizerClass | None, settings: Settings
 ) -> Reading:
-    """The content of a `tokenizer.json`, read with a class or as it is written."""
+    """Read the content of a `tokenizer.json`, rebuilt by a class or unchanged."""
     if kind is None or written["model"].get("type", kind.model) != kind.model:
         check_growth(written)
         backend = library_tokenizer(text)
@@ -137,7 +137,7 @@ def _read_written(
     named = {**kind.named, **settings.named}
     backend = _built(kind, learned, settings, named, written.get("post_processor"))
     _add_tokens(backend, named, added, settings.extra or kind.extra)
-    affixes = (kind.bos_by_default or None, None)  # the settings' are not asked
+    affixes = (kind.bos_by_default or None, None)  # as in transformers, the settings are ignored
     return _finished(backend, named, kind, affixes)
 
 
@@ -148,7 +148,7 @@ def _built(
     named: Named,
     post_processor: Any = None,
 ) -> tokenizers.Tokenizer:
-    """A tokenizer of a class, with a vocabulary and no tokens beside it."""
+    """Build a tokenizer of a class with a vocabulary, without added tokens."""
     parts = kind.parts(settings.fields)
     options = dict(parts["model"])
     if options.get("unk_token") == UNK_PLACE:
@@ -173,7 +173,7 @@ def _add_tokens(
     added: Mapping[int, AddedToken],
     extra: Sequence[AddedToken | str],
 ) -> bool:
-    """Add tokens, new ones at the end of the vocabulary; returns whether anything changed."""
+    """Add tokens, new ones at the end of the vocabulary; return True if anything changed."""
     before = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     tokens = [added[number] for number in sorted(added)]
     known = {*before, *(token.content for token in tokens)}
@@ -196,7 +196,7 @@ def _is_same(token: AddedToken, other: AddedToken | None) -> bool:
 
 
 def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
-    """What the settings say where no `tokenizer.json` says it."""
+    """Return the affixes in the settings, for folders without a `tokenizer.json`."""
     add_bos, add_eos = (settings.fields.get(f"add_{role}_token") for role in ("bos", "eos"))
     if add_bos is None and kind is not None and kind.bos_by_default:
         add_bos = True
@@ -206,7 +206,7 @@ def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
 def _finished(
     backend: tokenizers.Tokenizer, named: Named, kind: TokenizerClass | None, affixes: Affixes
 ) -> Reading:
-    """The last steps of a class: flags of its special tokens, tokens before and after texts."""
+    """Apply the last steps of a class: flags of special tokens, and affixes of sequences."""
     bos, eos = ([] if named.get(key) is None else [str(named[key])] for key in NAMED[:2])
     if kind is not None and kind.resets_flags:
         add_tokens(backend, [AddedToken(str(t), special=True) for t in named.values() if t])
@@ -229,9 +229,9 @@ def _blaming(what: object) -> Iterator[None]:
     except WorkhorseError as error:
         raise WorkhorseError(f"{what}: {error}") from None
     except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
-        # What Python says of a value of another type is about our code, not about the file.
+        # Python's message for a wrong type describes our code, not the file.
         of_type = isinstance(error, TypeError | AttributeError)
-        reason = "a value of another type" if of_type else " ".join(str(error).split())[:200]
+        reason = "a value has the wrong type" if of_type else " ".join(str(error).split())[:200]
         raise WorkhorseError(
-            f"{what}: not as the tokenizers library writes it ({reason}); give the original file"
+            f"{what}: not in the format of the tokenizers library ({reason}); use the original file"
         ) from None

@@ -1,10 +1,10 @@
-"""SentencePiece `.model` files, read as a `tokenizer.json`.
+"""Converts SentencePiece `.model` files to a `tokenizer.json`.
 
 The file is one protocol buffer, `ModelProto` of `sentencepiece_model.proto`. The few fields needed
-are read from the wire format directly, so neither package has to be installed.
+are read directly from the wire format, so neither `sentencepiece` nor `protobuf` must be installed.
 
-What differs from the SentencePiece library (1808.06226): an unknown token decodes to its name; and
-where two merges of a BPE make the same piece, the library takes the one further left.
+There are two differences from the SentencePiece library (1808.06226). An unknown token decodes to
+its name here. If two merges of a BPE make the same piece, the library applies the leftmost one.
 """
 
 import struct
@@ -19,33 +19,33 @@ from workhorse.tokenizers.config import BYTE_TOKENS, SPACE
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of models and of pieces, as numbered in `sentencepiece_model.proto`."""
+"""Enum values of model types and of piece types in `sentencepiece_model.proto`."""
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
-"""Fields of its `ModelProto`."""
+"""Field numbers of `ModelProto`."""
 TEXT, SCORE, KIND = 1, 2, 3
-"""Fields of its `SentencePiece`."""
+"""Field numbers of `SentencePiece`, the message of a piece."""
 MAX_PIECE = 200
-"""Characters of a piece; SentencePiece makes them of 16, Gemma's longest has 32."""
+"""Maximum number of characters in a piece. SentencePiece's default is 16; Gemma has up to 32."""
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-"""Types of a field in the wire format."""
+"""Field types of the wire format."""
 
 
 def convert(data: bytes) -> tuple[str, dict[str, str]]:
-    """The text of a `tokenizer.json`, and the names of its bos, eos, pad and unk tokens.
+    """Return the content of a `tokenizer.json`, and its bos, eos, pad and unk tokens.
 
     Args:
-        data: the content of a `.model` file of BPE or Unigram.
+        data: content of a `.model` file of type BPE or Unigram.
 
     Raises:
-        WorkhorseError: not such a file, or a model of words or of characters.
+        WorkhorseError: this is not a `.model` file, or it is a word or character model.
     """
     proto = _checked_model(data)
     pieces: list[tuple[str, float, int]] = proto["pieces"]
     kinds = {kind for _, _, kind in pieces}
     if proto["model_type"] not in (UNIGRAM, BPE) or UNUSED in kinds or proto["suffix_space"]:
         raise WorkhorseError(
-            "it holds words, characters, unused pieces or spaces as suffixes; only BPE and "
-            "Unigram models can be read"
+            "the SentencePiece model has the type word or char, unused pieces, or spaces as "
+            "suffixes; use a BPE or Unigram model without them"
         )
     roles = {
         role: pieces[number][0]
@@ -58,18 +58,18 @@ def convert(data: bytes) -> tuple[str, dict[str, str]]:
 def convert_pieces(
     pieces: list[tuple[str, float, int]], model_type: int, *, dummy_prefix: bool
 ) -> str:
-    """The text of a `tokenizer.json` of pieces, scores and kinds that another file holds.
+    """Return the content of a `tokenizer.json` for pieces from another file, such as GGUF.
 
     Args:
-        pieces: in the order of their ids.
+        pieces: string, score and type of each piece, in the order of their ids.
         model_type: `UNIGRAM` or `BPE`.
-        dummy_prefix: begin a text with a space.
+        dummy_prefix: True to begin every input with a space.
 
     Raises:
-        ValueError: a piece that is too long to find merges in.
+        ValueError: a piece is too long to search for merges.
     """
     if any(len(text) > MAX_PIECE for text, _, _ in pieces):
-        raise ValueError(f"a token of more than {MAX_PIECE} characters")
+        raise ValueError(f"a token has more than {MAX_PIECE} characters")
     plain = {"charsmap": b"", "remove_extra_spaces": False, "dummy_prefix": dummy_prefix}
     return _definition({"pieces": pieces, "model_type": model_type, **plain})
 
@@ -95,26 +95,26 @@ def _checked_model(data: bytes) -> dict[str, Any]:
         proto = {}
     if not proto.get("pieces"):
         raise WorkhorseError(
-            "it is no SentencePiece model, or damaged; give one that spm_train wrote"
+            "it is not a SentencePiece model, or it is damaged; use a file that spm_train wrote"
         )
     return proto
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The pieces of a BPE model as a class of transformers takes them, scores left aside."""
+    """The pieces of a BPE model, without scores, as the classes of transformers use them."""
 
     vocab: dict[str, int]
     merges: list[tuple[str, str]]
     controls: tuple[AddedToken, ...]
-    """Control and user-defined pieces."""
+    """The control pieces and user-defined pieces."""
 
 
 def bpe_vocabulary(data: bytes) -> Vocabulary | None:
-    """The pieces and merges of a BPE model, in the order of ids; None for another kind.
+    """Return the pieces and merges of a BPE model in the order of ids; None for other types.
 
     Raises:
-        WorkhorseError: not a SentencePiece model.
+        WorkhorseError: this is not a SentencePiece model.
     """
     proto = _checked_model(data)
     if proto["model_type"] != BPE:
@@ -185,7 +185,7 @@ def _normalizer(proto: dict[str, Any]) -> normalizers.Normalizer:
 
 
 def _pre_tokenizer(pieces: list[tuple[str, float, int]]) -> pre_tokenizers.PreTokenizer | None:
-    """Split before spaces where no piece crosses one: it changes nothing and is much faster."""
+    """Split before spaces if no piece crosses one: the same result, but much faster."""
     if any(SPACE in text[1:] for text, _, kind in pieces if kind == NORMAL):
         return None
     return pre_tokenizers.Split(SPACE, behavior="merged_with_next")
@@ -197,7 +197,7 @@ def _decoder(dummy_prefix: bool) -> decoders.Decoder:
 
 
 def _read_model(data: bytes) -> dict[str, Any]:
-    """The fields of `ModelProto` that decide ids; absent ones have the proto's defaults."""
+    """Read the fields of `ModelProto` that affect ids; absent fields have the proto's defaults."""
     proto: dict[str, Any] = {
         "pieces": [],
         "model_type": UNIGRAM,
@@ -226,7 +226,7 @@ def _read_model(data: bytes) -> dict[str, Any]:
             (score,) = struct.unpack("<f", piece[SCORE])
             text = piece[TEXT].decode()
             if len(text) > MAX_PIECE:
-                raise ValueError("a piece that long takes for ever to find merges in")
+                raise ValueError("a piece is too long to search for merges")
             proto["pieces"].append((text, score, piece[KIND]))
         elif field in (TRAINER, NORMALIZER):
             known = trainer if field == TRAINER else normalizer
@@ -236,7 +236,7 @@ def _read_model(data: bytes) -> dict[str, Any]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers and values of a protocol buffer: integers, or raw bytes of the other types."""
+    """Yield the field numbers and values of a protocol buffer: integers, or else raw bytes."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -249,7 +249,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
                 size, at = _varint(message, at)
             value, at = message[at : at + size], at + size
             if at > len(message) or wire_type not in (FIXED64, LENGTH, FIXED32):
-                raise ValueError("not a protocol buffer, or cut off")
+                raise ValueError("not a protocol buffer, or truncated")
         yield key >> 3, value
 
 
@@ -261,9 +261,9 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if not byte & 0x80:
             return value, at
-    raise ValueError("a number of more than 64 bits")
+    raise ValueError("an integer has more than 64 bits")
 
 
 def _signed(value: int) -> int:
-    """A protocol buffer's int32: negative numbers are written as 64 bits."""
+    """Decode a protocol buffer's int32: negative values are written as 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value

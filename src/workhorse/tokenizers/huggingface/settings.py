@@ -1,7 +1,7 @@
-"""The directory of a downloaded tokenizer, and the small files next to a vocabulary.
+"""Reads the files of a tokenizer folder, and the settings in them.
 
-Most are in `tokenizer_config.json`. Older folders also have `special_tokens_map.json` and
-`added_tokens.json`, and newer ones keep the chat template in a file of its own.
+Most settings are in `tokenizer_config.json`. Older folders also have `special_tokens_map.json` and
+`added_tokens.json`, and newer ones have the chat template in a separate file.
 """
 
 import re
@@ -18,15 +18,15 @@ from workhorse.tokenizers.chat.limits import MAX_SOURCE
 from workhorse.tokenizers.huggingface.classes import DROP_LEADING_SPACE
 
 MAX_BYTES = 64 * 2**20
-"""Of a file; the largest vocabularies in use take 35 MB as `tokenizer.json`."""
+"""Size limit of a file. The largest `tokenizer.json` in use has 35 MB."""
 MAX_SETTINGS_BYTES = 4 * 2**20
-"""Of a file of settings; the largest in use take 1.2 MB."""
+"""Size limit of a settings file. The largest in use has 1.2 MB."""
 MAX_VALUES = 2_500_000
-"""Of a file with a vocabulary; the largest in use have 1.9 million."""
+"""Limit of the number of JSON values in a vocabulary file. The largest in use has 1.9 million."""
 
 
 class TokenizerFolder:
-    """A folder that keeps the files that were read.
+    """A folder that stores the content of each file that it has read.
 
     Args:
         path: the folder.
@@ -35,40 +35,41 @@ class TokenizerFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.read: dict[str, bytes] = {}
-        """Every file that was read, by its name in the folder."""
+        """Content of the files read so far, by name in the folder."""
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
 
     def bytes_of(self, name: str, limit: int = MAX_BYTES) -> bytes:
-        """A file's content.
+        """Return the content of a file.
 
         Raises:
-            WorkhorseError: it cannot be read, is larger than `limit` bytes or lies elsewhere.
+            WorkhorseError: the file cannot be read, is larger than `limit` bytes, or is a link to
+                outside the folder.
         """
         data = read_bytes(self.path / name, limit=limit, root=self.path)
         self.read[name] = data
         return data
 
     def text(self, name: str, limit: int = MAX_BYTES) -> str:
-        """A file's text; raises WorkhorseError also if it is not UTF-8."""
+        """Return the text of a file; raises WorkhorseError also if it is not UTF-8."""
         return decoded(self.bytes_of(name, limit), str(self.path / name))
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of settings, empty if there is no such file.
+        """Return the JSON object in a settings file; empty if there is no such file.
 
         Raises:
-            WorkhorseError: as `bytes_of`; or `parse_json` refuses.
+            WorkhorseError: as in `bytes_of` and `parse_json`.
         """
         if not self.has(name):
             return {}
         return parse_json(self.bytes_of(name, MAX_SETTINGS_BYTES), str(self.path / name))
 
     def vocabulary(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file that holds a vocabulary.
+        """Return the JSON object in a vocabulary file.
 
         Raises:
-            WorkhorseError: as `mapping`; or there is no such file.
+            WorkhorseError: as in `mapping`, or the file does not exist.
         """
         return parse_json(self.bytes_of(name), str(self.path / name), max_values=MAX_VALUES)
 
@@ -81,9 +82,9 @@ TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The named special tokens of any transformers tokenizer, in its order."""
+"""The named special tokens of every transformers tokenizer, in the order of transformers."""
 FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", DROP_LEADING_SPACE, "legacy")
-"""Settings that are true or false; null is the default of the class."""
+"""Boolean settings; null is the default of the class."""
 MAX_TEMPLATES = 32
 MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
@@ -97,20 +98,20 @@ class Settings:
     fields: Mapping[str, Any]
     """All fields of `tokenizer_config.json`."""
     named: Mapping[str, AddedToken | str | None]
-    """The special tokens that have a name (`bos_token`, `image_token`). A name with the value None
-    is declared not to exist; an absent name is not declared."""
+    """Special tokens by name (`bos_token`, `image_token`). The value None declares that the token
+    does not exist; an absent name declares nothing."""
     extra: tuple[AddedToken | str, ...] = ()
     """Special tokens without a name."""
     added: Mapping[int, AddedToken] = field(default_factory=dict)
-    """Added tokens, outside the base vocabulary, by id."""
+    """Added tokens (outside the base vocabulary) by id."""
     templates: Mapping[str, str] = field(default_factory=dict)
-    """Chat templates by name; `default` is used unless another is named."""
+    """Chat templates by name; `default` is used unless another name is given."""
     model_type: str | None = None
     """`model_type` in the `config.json` of the same folder."""
 
     @property
     def lists_added(self) -> bool:
-        """Whether the settings list the added tokens, which no other file then does."""
+        """True if the settings list all added tokens; the lists in other files are then ignored."""
         return "added_tokens_decoder" in self.fields
 
     @property
@@ -119,19 +120,19 @@ class Settings:
 
     @property
     def declared_class(self) -> str | None:
-        """The transformers class that the folder names for its tokenizer."""
+        """The tokenizer class of transformers that the folder declares."""
         return _text_or_none(self.fields.get("tokenizer_class"))
 
 
 def read_settings(folder: TokenizerFolder) -> Settings:
-    """The settings of a folder; empty if it has none of the files.
+    """Read the settings of a folder; empty if it has none of the files.
 
     Raises:
-        WorkhorseError: a file exceeds its limits, or does not have the expected form.
+        WorkhorseError: a file exceeds its limits or has an invalid format.
     """
     fields = dict(folder.mapping(SETTINGS))
     model = folder.mapping(MODEL_CONFIG)
-    folder.read.pop(MODEL_CONFIG, None)  # the model's, not the tokenizer's
+    folder.read.pop(MODEL_CONFIG, None)  # a file of the model, not of the tokenizer
     if fields.get("tokenizer_class") is None and model.get("tokenizer_class") is not None:
         fields["tokenizer_class"] = model["tokenizer_class"]
     try:
@@ -140,8 +141,8 @@ def read_settings(folder: TokenizerFolder) -> Settings:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
         raise WorkhorseError(
-            f"{folder.path / SETTINGS}: special tokens are not in the expected form; "
-            "write each as its name, or as a mapping with 'content'"
+            f"{folder.path / SETTINGS}: special tokens have an invalid format; "
+            "write each as a string, or as an object with 'content'"
         ) from None
     for key in FLAGS:
         if (value := fields.get(key)) not in (None, True, False):
@@ -165,7 +166,7 @@ Tokens = list[AddedToken | str]
 def _special_tokens(
     folder: TokenizerFolder, fields: dict[str, Any]
 ) -> tuple[dict[str, AddedToken | str | None], Tokens, dict[int, AddedToken]]:
-    """Named, extra and added tokens, as transformers 5 reads them from these files."""
+    """Read the named, extra and added tokens as transformers 5 does."""
     named = {
         key: None if value is None else _token(value)
         for key, value in fields.items()
@@ -200,18 +201,20 @@ def _token(value: Any, **flags: bool) -> AddedToken | str:
 
 
 def added_token(value: Mapping[str, Any]) -> AddedToken:
-    """An added token as the files describe it: `content` and its flags."""
+    """Make an added token from its description in a file: `content` and flags."""
     return AddedToken(value["content"], **{key: value[key] for key in _FLAGS if key in value})
 
 
 def _templates(folder: TokenizerFolder, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The chat templates; if there are template files, those in the settings are ignored."""
+    """Yield the chat templates; those in the settings are ignored if there are template files."""
     files = [TEMPLATE] if folder.has(TEMPLATE) else []
     if (folder.path / TEMPLATES).is_dir():
         names = sorted(path.name for path in (folder.path / TEMPLATES).glob("*.jinja"))
         files += [f"{TEMPLATES}/{name}" for name in names]
     if len(files) > MAX_TEMPLATES:
-        raise WorkhorseError(f"{folder.path} has {len(files)} chat templates; keep {MAX_TEMPLATES}")
+        raise WorkhorseError(
+            f"{folder.path} has {len(files)} chat templates; keep {MAX_TEMPLATES} or fewer"
+        )
     inline = fields.get("chat_template")
     if files:
         for file in files:
@@ -234,11 +237,12 @@ def _pairs(entries: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _checked_name(name: Any, folder: TokenizerFolder) -> str:
-    """A template's name, checked because saving makes it a file name."""
+    """Check the name of a template: it becomes a file name when the tokenizer is saved."""
     if isinstance(name, str) and _TEMPLATE_NAME.fullmatch(name):
         return name
     raise WorkhorseError(
-        f"{folder.path}: chat template name {str(name)[:60]!r} is not usable; use a plain word"
+        f"{folder.path}: chat template name {str(name)[:60]!r} is not a valid file name; "
+        "use a plain word"
     )
 
 

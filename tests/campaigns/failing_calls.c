@@ -1,6 +1,6 @@
-/* Preloaded into a process, makes the n-th file-system call under one folder fail, or ends the
- * process before or after it. See test_failing_calls.py. It includes no headers of the calls that
- * it defines, whose prototypes would differ. */
+/* Preloaded library that makes the n-th file-system call under a folder fail, or ends the process
+ * before or after it. See test_faults_of_calls.py. The headers of the calls that it defines are not
+ * included, because their prototypes differ. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdio.h>
@@ -9,7 +9,7 @@
 
 enum { FAIL = 1, FAIL_ON, KILL_BEFORE, KILL_AFTER, SHORT };
 struct seen { int calls; char where[512]; };
-static struct seen *seen; /* shared with the parent, which reads it when this process has ended */
+static struct seen *seen; /* shared with the parent process, which reads it after this process has ended */
 static char folder[4096];
 static int armed, at, action, error;
 
@@ -30,7 +30,7 @@ void disarm(void) { armed = 0; }
 int calls(void) { return seen->calls; }
 const char *where(void) { return seen->where; }
 
-/* What to do at this call: 0 is nothing. A name is relative to a folder that is open, or null. */
+/* The action at this call, 0 for none. `name` is null or relative to the folder `descriptor`. */
 static int what(const char *call, int descriptor, const char *name) {
     char path[4096] = "", link[64];
     if (!armed) return 0;
@@ -88,6 +88,6 @@ AT(fstatat64, (int d, const char *p, void *s, int f), (d, p, s, f))
 CALL(void *, opendir, -1, p, (const char *p), (p), 0, )
 CALL(void *, fdopendir, fd, 0, (int fd), (fd), 0, )
 CALL(void *, readdir64, dirfd(dir), 0, (void *dir), (dir), 0, )
-/* A failing close closes all the same. What C writes through a buffer does not call `write`. */
+/* A failing close still closes the file. Buffered output of C does not call `write`. */
 CALL(int, close, fd, 0, (int fd), (fd), (real(fd), errno = error, -1), )
 CALL(size_t, fwrite, fileno(f), 0, (const void *b, size_t s, size_t n, FILE *f), (b, s, n, f), 0, n /= 2)

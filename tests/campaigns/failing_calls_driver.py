@@ -1,9 +1,9 @@
-"""Makes each file-system call of an operation fail, and ends the process before and after each.
+"""Makes each file-system call of an operation fail, and kills the process before and after each.
 
     LD_PRELOAD=failing_calls.so python -m tests.campaigns.failing_calls_driver OPERATION FOLDER
 
-Each case runs in a fork of this process, over a fresh copy of what the operation begins with.
-Prints the cases and the failures as JSON. See `failing_calls_operations.py` for what is checked.
+Each case runs in a fork of this process, on a fresh copy of the operation's initial folder.
+Prints the cases and the failures as JSON. `failing_calls_operations.py` has the checks.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ACTIONS = {
     **{f"{errno.errorcode[number]} from then on": (FAIL_ON, number) for number in NUMBERS[:3]},
     "killed before": (KILL_BEFORE, 0),
     "killed after": (KILL_AFTER, 0),
-    "half of it written or read": (SHORT, 0),
+    "half of the bytes": (SHORT, 0),
 }
 SECONDS = 30
 KILLED = 137
@@ -40,7 +40,7 @@ library.where.restype = ctypes.c_char_p
 
 
 def in_fork(act: Callable[[], int], said: Path) -> int:
-    """The exit status of a function in a fork; what it prints goes into a file."""
+    """Run a function in a fork and return its exit status; its output is written to a file."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -64,7 +64,7 @@ def in_fork(act: Callable[[], int], said: Path) -> int:
 
 
 def one_case(operation: Operation, home: Path, call: int, action: str) -> str | None:
-    """What went wrong in one case, None if nothing."""
+    """Run one case and return a description of the failure, or None."""
     base, said = home / "base", home / "said"
     shutil.rmtree(base, ignore_errors=True)
     shutil.copytree(home / "begin", base)
@@ -81,7 +81,7 @@ def one_case(operation: Operation, home: Path, call: int, action: str) -> str | 
         assert "Traceback" not in text, text
         assert len([line for line in text.splitlines() if "Error" in line]) <= 1, text
         operation.check(base, status == 0)
-        for path in base.rglob(f"{TEMPORARY}*"):  # as if a minute had passed
+        for path in base.rglob(f"{TEMPORARY}*"):  # simulate that time has passed
             os.utime(path, (0, 0))
         status = in_fork(lambda: operation.again(base), said)
         assert status == 0, f"again: {said.read_text()}"
@@ -103,7 +103,7 @@ def main(name: str, folder: str, only: str = "") -> None:
     cases, failures, call = 0, [], 0
     shutil.copytree(home / "begin", home / "warm")
     with contextlib.redirect_stdout(sys.stderr):
-        assert operation.act(home / "warm") == 0  # every fork has then imported what it needs
+        assert operation.act(home / "warm") == 0  # imports everything before the first fork
     assert (failure := one_case(operation, home, 0, "EIO once")) is None, failure
     while call == 0 or library.calls() >= call:
         call += 1

@@ -1,4 +1,4 @@
-"""What is saved while file-system calls fail, and what must be there afterwards."""
+"""Operations that save while file-system calls fail, and checks of the saved files."""
 
 import shutil
 from collections.abc import Callable
@@ -30,16 +30,16 @@ MODEL["final_norm"] = {"kind": "rms_norm"}
 
 
 class Operation(NamedTuple):
-    """One that saves something in a folder; what lies beside that folder never fails."""
+    """An operation that saves in a folder; calls outside the folder never fail."""
 
     begin: Callable[[Path], object]
-    """Makes what is saved before."""
+    """Creates the initial content of the folder."""
     act: Callable[[Path], int]
-    """Saves; the exit status."""
+    """Saves, and returns the exit status."""
     check: Callable[[Path, bool], object]
-    """Asserts that nothing saved is lost, and, if told that it was saved, that the new is there."""
+    """Asserts that nothing saved is lost; if True is passed, also that the new save is there."""
     again: Callable[[Path], int]
-    """Saves the next time, when nothing fails; the exit status."""
+    """Saves again without failures, and returns the exit status."""
 
 
 def tokenizer(eos: str):
@@ -52,7 +52,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
-# A checkpoint that displaces an older one.
+# A checkpoint that replaces an older one.
 def store(base: Path) -> CheckpointStore:
     return CheckpointStore(base / "checkpoints", keep=2)
 
@@ -83,7 +83,7 @@ def damaged(base: Path) -> None:
 def save_over_damaged(base: Path) -> int:
     kept = store(base)
     if kept.newest() is None:
-        raise WorkhorseError("none can be read")
+        raise WorkhorseError("no checkpoint can be read")
     tensors = {name: torch.full((3, 5), 3.0) for name in ("a", "b")}
     kept.save(3, tensors, tensors, {"step": 3})
     return 0
@@ -97,9 +97,9 @@ def check_undamaged(base: Path, saved: bool) -> None:
     assert found.step >= (3 if saved else 2)
 
 
-# A model beside another.
+# A model next to another one.
 def source(base: Path) -> Path:
-    """A model in our own format, beside the folder in which calls fail."""
+    """A model in our own format, next to the folder in which calls fail."""
     made = base.parent / "source"
     if not made.exists():
         tokens = tokenizer("<|eos|>")
@@ -113,7 +113,7 @@ def convert(to: Format, target: str) -> Callable[[Path], int]:
 
 
 def unless_there(target: str, act: Callable[[Path], int]) -> Callable[[Path], int]:
-    """What was written, and only its folder not synced, is refused as taken."""
+    """Skip the second save if the first wrote the output, which is never overwritten."""
 
     def again(base: Path) -> int:
         there = base / target
@@ -145,7 +145,7 @@ def save_model(base: Path) -> int:
     return 0
 
 
-# A tokenizer in the place of another.
+# A tokenizer that replaces another one.
 def save_tokenizer(base: Path) -> int:
     tokenizer("<|new|>").save(base / "tokenizer")
     return 0
@@ -231,6 +231,6 @@ OPERATIONS = {
         save_tokenizer,
     ),
     "prepare": Operation(lambda base: None, prepare, check_data, prepare),
-    "prepare what is there": Operation(prepare, prepare, check_data, prepare),
+    "prepare again": Operation(prepare, prepare, check_data, prepare),
     "train": Operation(train(4), train(8), check_run, train(8)),
 }

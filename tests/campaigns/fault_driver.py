@@ -1,9 +1,9 @@
-"""Train a recipe in a process of its own, to be killed: from outside, or at a point inside a save.
+"""Train a recipe in a process that is killed: from outside, or at a point inside a save.
 
     python fault_driver.py RECIPE.yaml RUN_DIRECTORY [POINT SAVE] [SECTION.KEY=VALUE]...
 
-Goes on with the run where there is one, with these settings. Prints the number of every step. With
-a point of `POINTS` and the number of a save (from 1), the process kills itself there.
+Resumes the run if it exists, with these settings. Prints the number of each step. If a point of
+`POINTS` and the number of a save (from 1) are given, the process kills itself there.
 """
 
 import os
@@ -39,7 +39,7 @@ POINTS = (
 
 
 class KillingDisk(Disk):
-    """A disk on which the process dies at one point of one save."""
+    """A disk that kills the process at a point of a save."""
 
     def __init__(self, point: str, save: int) -> None:
         self.point = point
@@ -70,7 +70,7 @@ class KillingDisk(Disk):
         self.reach(f"after {path.name}")
 
     def reach_inside(self, path: Path) -> None:
-        """Die with half of the file written."""
+        """Kill the process when half of the file is written."""
         if self.saves == self.save and self.point == f"in {path.name}":
             os.truncate(path, path.stat().st_size // 2)
         self.reach(f"in {path.name}")

@@ -1,11 +1,11 @@
-"""`workhorse` in one worker of a run in which workers are killed; to be started by `torchrun`.
+"""Runs `workhorse` in a worker that may be killed; started by `torchrun`.
 
     torchrun … -m tests.campaigns.fault_worker KILLS.json BATCHES.txt train RECIPE.yaml …
 
-`KILLS.json` lists who dies in which attempt: `{"rank": 1, "steps": 3, "seconds": 0.01}` so long
-after so many steps, `{"rank": 0, "point": "in model.safetensors", "save": 2}` at a point of
-`fault_driver.POINTS`. Every worker adds to `BATCHES.txt` the number and the hash of each batch that
-it is given, and a line `killed` before it dies.
+`KILLS.json` lists one kill per attempt. `{"rank": 1, "steps": 3, "seconds": 0.01}` kills rank 1
+0.01 seconds after 3 steps. `{"rank": 0, "point": "in model.safetensors", "save": 2}` kills rank 0
+at a point of `fault_driver.POINTS`. Every worker appends the step and the hash of each batch to
+`BATCHES.txt`, and a line `killed` before it is killed.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from workhorse.train.step.step import TrainingStep
 
 
 def note_batches(file: Path) -> None:
-    """Have every step add its number and the SHA-256 of its batch to a file."""
+    """Make every step append its number and the SHA-256 of its batch to a file."""
     backward = TrainingStep.backward
 
     def noting(self: TrainingStep, batch: Any, step: int = 0) -> tuple[Tensor, int]:
@@ -41,7 +41,7 @@ def note_batches(file: Path) -> None:
 
 
 def note_kills(file: Path) -> None:
-    """Have a process that kills itself say so in a file."""
+    """Make a process append a line to a file before it kills itself."""
     kill = os.kill
 
     def noting(pid: int, number: int) -> None:
@@ -53,7 +53,7 @@ def note_kills(file: Path) -> None:
 
 
 def die_after(steps: int, seconds: float) -> None:
-    """Have the process killed so long after so many steps."""
+    """Kill the process `seconds` after a number of steps."""
     update = TrainingStep.update
     left = steps
 
@@ -68,7 +68,7 @@ def die_after(steps: int, seconds: float) -> None:
 
 
 class FillingDisk(KillingDisk):
-    """That of a worker that only fills files which the first has made."""
+    """The disk of a worker that only fills files created by rank 0."""
 
     def fill(self, path: Path, slices: Slices) -> None:
         self.saves += path.name == "model.safetensors"
@@ -76,7 +76,7 @@ class FillingDisk(KillingDisk):
 
 
 def save_on(disk: Disk) -> None:
-    """Have runs save on a disk."""
+    """Make runs save on a disk."""
     RunDirectory.store = lambda run, keep=2: CheckpointStore(run.checkpoints_folder, keep, disk)
 
 

@@ -1,10 +1,10 @@
-"""What llama.cpp makes of GGUF files, in a process of its own: it ends the process when it fails.
+"""Runs llama.cpp on GGUF files, in a separate process because it aborts the process on failure.
 
     python -m tests.campaigns.llama_cpp_driver REQUEST.json
 
-The request is a list of jobs. A job names a file and either `tokens`, several lists of ids of one
-length, whose logits go into the `.npy` file that it names as `out`, or `texts`, whose ids go into a
-JSON file.
+The request is a list of jobs with a `file` and an `out` each. A job with `tokens`, several lists of
+ids of equal length, writes their logits to the `.npy` file `out`. A job with `texts` writes their
+ids to the JSON file `out`.
 """
 
 import json
@@ -21,7 +21,7 @@ CONTEXT = 256
 
 
 def _plain_kernels() -> None:
-    """Without weights repacked for one processor: AMX kernels were seen to crash in a guest."""
+    """Disable weights repacked for a CPU: AMX kernels crashed in a virtual machine."""
     defaults = llama_cpp.llama_cpp.llama_model_default_params
 
     def params() -> Any:
@@ -33,7 +33,7 @@ def _plain_kernels() -> None:
 
 
 def run(job: dict[str, Any]) -> None:
-    """Do one job."""
+    """Run one job."""
     tokens = job.get("tokens")
     llama = llama_cpp.Llama(
         job["file"],
@@ -57,7 +57,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 def logits(llama: llama_cpp.Llama, ids: list[int]) -> np.ndarray:
-    """`(seq, vocab)` of a text by itself."""
+    """Logits of one sequence, `(seq, vocab)`."""
     llama.reset()
     llama.eval(ids)
     return np.array(llama.scores[: len(ids)])

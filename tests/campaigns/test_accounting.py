@@ -1,9 +1,9 @@
-"""What `workhorse plan` says of a step is what a step does, over about 150 models and settings.
+"""Campaign: the figures of `workhorse plan` match measured steps of about 150 models and settings.
 
     make campaign-accounting
 
-Parameters, operations, activations and the cache are equal to the last one; the peak is within 5 %
-of the allocator's record. `tests/plan/accounting.py` has the cases, and writes the same rows into
+Parameters, operations, activations and the cache are exactly equal. The peak is within 5 % of the
+allocator's record. `tests/plan/accounting.py` has the cases, and writes the same rows into
 `docs/accounting.md`.
 """
 

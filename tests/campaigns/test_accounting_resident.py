@@ -1,4 +1,4 @@
-"""The memory that a process takes for a training step, beside what is predicted."""
+"""Campaign: the resident memory of a training step, compared with the prediction."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 WITHIN = 0.08
 MUON = {"kind": "muon", "learning_rate": 1e-3}
 SMALLER = {"n_layers": 4, "vocab_size": 16384, "max_seq_len": 512}
-"""Of models whose matrices would take minutes a step; the widths are theirs."""
+"""Smaller sizes for models that would take minutes per step; widths are unchanged."""
 CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("gpt2", {"n_layers": 4}, {}),
     ("gpt2", {"n_layers": 4}, {"dtype": "bfloat16"}),
@@ -41,7 +41,7 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 
 
 def measured(config: DecoderConfig, train: TrainConfig) -> int:
-    """Bytes that two steps add to a process of their own at most."""
+    """Peak bytes that two steps add to a separate process."""
     given = json.dumps({"config": config.to_dict(), "train": train.to_dict()})
     done = subprocess.run(
         [sys.executable, "-m", "tests.plan.resident"],

@@ -1,12 +1,12 @@
-"""Campaign: what computes is right on lesser CPUs, and without a compiler.
+"""Campaign: the computing parts pass their tests on older CPUs, and without a compiler.
 
     make campaign-cpus    or    python -m pytest -m campaign -s tests/campaigns/test_cpus.py
 
-The tests of operators, training, transforms, generation and loading run once for each level of
-instructions (`workhorse/devices/instructions.py`), each time in a process of its own whose
-operators are compiled for that level and whose PyTorch is held to it: a test that passes by how one
-CPU rounds fails on another. Then without native operators, and without a compiler for them or for
-PyTorch. A level that this CPU lacks is skipped. A table of what ran is printed.
+The tests of operators, training, transforms, generation and loading run once for each instruction
+level (`workhorse/devices/instructions.py`). Each run is a separate process in which the operators
+are compiled for that level and PyTorch is limited to it. A test that only passes with the rounding
+of one CPU fails at another level. Further runs have no native operators, or no compiler for them
+and for PyTorch. Levels that this CPU does not have are skipped. A table of the runs is printed.
 """
 
 import os
@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, str]] = {
     "WORKHORSE_NATIVE=0": {SWITCH: "0"},
     "no compiler": {"CXX": "no-such-compiler"},
 }
-"""By what the table calls it, what the environment says."""
+"""Environment variables of each run, by its name in the table."""
 
 
 def test_every_level_is_tried() -> None:
@@ -61,7 +61,7 @@ def test_the_tests_pass(way: str, tmp_path: Path) -> None:
         pytest.skip(f"this CPU has only {', '.join(levels_here())}")
     results = tmp_path / "results.xml"
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
-    # Of its own, so that what PyTorch compiled for another level is not found.
+    # A separate cache, so that PyTorch does not reuse code compiled for another level.
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
     started = time.monotonic()
     done = subprocess.run(

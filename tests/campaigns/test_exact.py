@@ -1,6 +1,6 @@
-"""Campaign: a hundred steps with exact sums end in the same bits on any number of workers.
+"""Campaign: a hundred steps with exact sums give the same bits on any number of workers.
 
-`make campaign-exact` runs it and prints the SHA-256 that all of them have.
+`make campaign-exact` runs it and prints the common SHA-256.
 """
 
 import os
@@ -29,7 +29,7 @@ WALKS = {
     "1, 2, 4, 3, 1": [(1, 1), (2, 1), (4, 1), (3, 1), (1, 1)],
     "1, shard 2, 2 × 2, shard 3, 1": [(1, 1), (2, 2), (4, 2), (3, 3, KEPT), (1, 1)],
 }
-"""Workers, `parallel.shard` and more settings of each session, which have as many steps each."""
+"""Workers, `parallel.shard` and more settings of each session; all have equally many steps."""
 STEPS = 100
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "gated, float32, adamw": (GATED, {"optimizer": {"kind": "adamw"}}, {}),

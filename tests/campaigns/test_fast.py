@@ -1,14 +1,14 @@
-"""The quick ways of decoding give what the plain one gives, over the covering grid.
+"""Campaign: fast decoding gives the results of plain decoding, over the covering grid.
 
-A compiled program for several texts, and one for guesses, serve any number of them.
+One compiled program serves any number of sequences, and one any number of speculated tokens.
 
     make campaign-fast    or    python -m pytest -m campaign tests/campaigns/test_fast.py
 
-Each model decodes with streamed weights and native attention: alone, with native steps, with
-compiled steps and with both, beside itself without any. In float32 the greedy tokens are the same.
-In bfloat16 every way rounds in its own order: along one text the logits differ from those of the
-same weights in float32 by at most `BFLOAT16` of the largest, and the likeliest token is the same
-wherever the second likeliest is further away than twice that.
+Each model decodes with streamed weights and native attention: without more, with native steps, with
+compiled steps, and with both. It is compared with the same model without these transforms. In
+float32 the greedy tokens are the same. In bfloat16 each way rounds in its own order. Along a
+sequence, the logits differ from the float32 logits of the same weights by at most `BFLOAT16` of the
+largest one. The most likely token is the same if its lead over the second is more than twice that.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ each_config = pytest.mark.parametrize(
 
 @pytest.fixture(params=["native", "native steps", "native and compiled", "steps over compiled"])
 def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], Decoder]:
-    """One of the four sets of transforms."""
+    """A function that applies one of the four sets of transforms."""
 
     def apply(decoder: Decoder) -> Decoder:
         operators = resolve("decoding", "steps", "matrix_unit", "vectors", wait=True)
@@ -110,7 +110,7 @@ def test_one_program_checks_guesses_whatever_their_number(
     monkeypatch.setattr(compiled, "forward", watched)
     assert windowed.texts(compiled, 1, 60, guesses=5) == windowed.texts(windowed.make(), 1, 60)
     assert len(set(checked[1:])) > 1, "after the prompt"
-    assert len(list(tmp_path.iterdir())) == 2  # a token alone, and one with guesses
+    assert len(list(tmp_path.iterdir())) == 2  # one program for a single token, one with guesses
 
 
 def along(decoder: Decoder, tokens: Tensor) -> Tensor:

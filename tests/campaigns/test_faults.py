@@ -1,7 +1,7 @@
-"""Campaign: kills and damage never change a run, they cost the time since the last checkpoint.
+"""Campaign: kills and damage never change a run; they only cost time since the last checkpoint.
 
-`make campaign-faults` runs it and prints its figures. A killed process leaves what it wrote to the
-system, so power failures, which the syncs are for, are not shown here.
+`make campaign-faults` runs it and prints its figures. The system keeps the writes of a killed
+process, so this does not test power failures, which the syncs are for.
 """
 
 import os
@@ -45,7 +45,7 @@ class Runs:
         self.steps = read_yaml(self.recipe)["train"]["steps"]
 
     def start(self, out: Path, *words: str) -> subprocess.Popen[str]:
-        """A process that trains in `out` and says a line for each step; see `fault_driver`."""
+        """Start a process that trains in `out` and prints a line per step; see `fault_driver`."""
         return subprocess.Popen(
             [sys.executable, DRIVER, self.recipe, out, *words],
             stdout=subprocess.PIPE,
@@ -54,13 +54,13 @@ class Runs:
         )
 
     def finish(self, out: Path, *words: str) -> int:
-        """Train until the process ends; its exit status."""
+        """Train until the process ends, and return its exit status."""
         with self.start(out, *words) as process:
             process.communicate()
         return process.returncode
 
     def kill(self, out: Path, steps: int, seconds: float, *words: str) -> int:
-        """Train, and kill the process so many seconds after so many steps; its exit status."""
+        """Train, kill the process `seconds` after `steps` steps, and return its exit status."""
         with self.start(out, *words) as process:
             assert process.stdout is not None
             for _ in range(steps):
@@ -77,14 +77,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs) -> Path:
-    """The run that nothing happens to."""
+    """The undisturbed run."""
     out = runs.folder / "whole"
     assert runs.finish(out) == 0
     return out
 
 
 def losses(out: Path) -> Losses:
-    """The loss of every step; none where the process was killed before it wrote any."""
+    """The loss of every step; empty if the process was killed before it wrote any."""
     if not (out / "metrics.jsonl").exists():
         return []
     events = read_metrics(out / "metrics.jsonl")
@@ -111,7 +111,7 @@ def test_kills_at_random_moments(runs: Runs, whole: Path) -> None:
             # A step with its share of a checkpoint takes about a hundredth of a second.
             status = runs.kill(out, chance.randrange(runs.steps // 2), chance.uniform(0, 0.02))
             if status == 0:
-                break  # it had come through already
+                break  # it had already finished
             assert status == -signal.SIGKILL
             kills += 1
             so_far = losses(out)
@@ -129,7 +129,7 @@ def test_kills_at_random_moments(runs: Runs, whole: Path) -> None:
 
 
 def test_kills_while_a_run_goes_on_with_changes(runs: Runs, tmp_path: Path) -> None:
-    """Twice other settings, each with kills before and after its first checkpoint."""
+    """Resume twice with changed settings, with kills before and after the first checkpoint."""
     first = ("train.steps=20",)
     more_steps = ("train.batch_size=6", "train.optimizer.learning_rate=0.01")
     second = ("train.steps=41", *more_steps)
@@ -149,11 +149,11 @@ def test_kills_while_a_run_goes_on_with_changes(runs: Runs, tmp_path: Path) -> N
         assert runs.finish(killed, *settings) == 0
     assert_same(runs, killed, whole)
     assert changes(killed) == changes(whole)
-    print(f"\n{kills} kills of a run that goes on with changes: {len(changes(whole))} are recorded")
+    print(f"\n{kills} kills of a run that resumes with changes: {len(changes(whole))} are recorded")
 
 
 def changes(out: Path) -> list[dict[str, object]]:
-    """Every change that a run's metrics tell of."""
+    """Every change recorded in a run's metrics."""
     events = read_metrics(out / "metrics.jsonl")
     return [event for event in events if event["kind"] == "change"]
 
@@ -197,7 +197,7 @@ def test_damaged_checkpoints(runs: Runs, whole: Path, tmp_path: Path) -> None:
 
 
 def damage(checkpoint: Path, chance: random.Random) -> str:
-    """Do one of the things that happen to files; the kind and the file."""
+    """Damage a file of a checkpoint in a random way; return the kind and the file."""
     file = chance.choice(sorted(checkpoint.iterdir()))
     kind = chance.choice(["flipped bit", "truncation", "missing file"])
     content = bytearray(file.read_bytes())

@@ -1,8 +1,8 @@
-"""Campaign: whatever file-system call fails, nothing saved is lost and nothing is half written.
+"""Campaign: if any file-system call fails, no saved data is lost and no file is half written.
 
-Every call of each operation fails with several errors, once or from then on, and the process is
-killed before and after it. `make campaign-faults` runs it and prints its figures. What C libraries
-call inside themselves does not fail here.
+Each call of each operation fails with several errors, once or from then on. The process is also
+killed before and after it. `make campaign-faults` runs it and prints its figures. Calls inside C
+libraries are not covered.
 """
 
 import json
@@ -18,7 +18,7 @@ from tests.campaigns.failing_calls_operations import OPERATIONS
 
 pytestmark = [
     pytest.mark.campaign,
-    pytest.mark.skipif(sys.platform != "linux", reason="the calls are those of glibc"),
+    pytest.mark.skipif(sys.platform != "linux", reason="intercepts calls of glibc"),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
 ]
 

@@ -1,7 +1,7 @@
-"""Campaign: workers that are killed, over and over, on changing numbers of them, cost only time.
+"""Campaign: repeated kills of workers, with changing numbers of workers, only cost time.
 
-`make campaign-faults` runs it and prints its figures. Workers are started again by PyTorch's agent;
-where a job has no restarts left, the next goes on with another number of workers.
+`make campaign-faults` runs it and prints its figures. PyTorch's agent restarts the workers. When a
+job has no restarts left, the next job resumes with another number of workers.
 """
 
 import json
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.campaign
 
 ROOT = Path(__file__).parents[2]
 KILLS, IN_SAVES, A_JOB = 100, 40, 5
-"""Of each kind of run: in all, of these inside a save, and one after the other in one job."""
+"""Kills per kind of run: in total, inside a save (of the total), and in one job."""
 BY_ALL = ("in model.safetensors", "after model.safetensors", "in optimizer.safetensors")
-"""Points that every worker comes by which writes its rows."""
+"""Points that are reached by every worker that writes rows."""
 
 
 @dataclass
 class Elastic:
-    """One run, in jobs of some workers each."""
+    """One run, in several jobs with some workers each."""
 
     folder: Path
     recipe: Path
@@ -44,7 +44,7 @@ class Elastic:
         return self.folder / "run"
 
     def job(self, kills: list[dict[str, Any]], workers: int, *settings: str) -> int:
-        """Train until the end, or the last kill of the list; the exit status."""
+        """Train until the end or the last listed kill, and return the exit status."""
         self.jobs += 1
         listed = self.folder / f"kills-{self.jobs}.json"
         listed.write_text(json.dumps(kills))
@@ -69,11 +69,11 @@ class Elastic:
         return self.folder / "notes.txt"
 
     def killed(self) -> int:
-        """How many workers have died."""
+        """Number of workers that were killed."""
         return self.notes.read_text().count("killed\n")
 
     def batches(self) -> dict[int, set[str]]:
-        """The hashes that were noted of each step's batch."""
+        """The recorded hashes of each step's batch."""
         found: dict[int, set[str]] = {}
         for line in self.notes.read_text().replace("killed\n", "").splitlines():
             step, digest = line.split()
@@ -109,7 +109,7 @@ def test_killed_workers_leave_no_trace(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe))
     run = Elastic(tmp_path, file)
-    assert run.job([], 1, "train.steps=6") == 0  # as many checkpoints as are kept
+    assert run.job([], 1, "train.steps=6") == 0  # gives `keep` checkpoints
     began = time.perf_counter()
     done = in_saves = 0
     while done < KILLS:
@@ -129,7 +129,7 @@ def test_killed_workers_leave_no_trace(kind: str, tmp_path: Path) -> None:
     assert seen.keys() == set(range(steps))
     assert all(len(digests) == 1 for digests in seen.values())
     print(
-        f"\n{kind}: {done} workers killed, {in_saves} of them inside a save, in {run.jobs - 2} "
+        f"\n{kind}: {done} workers killed, {in_saves} inside a save, in {run.jobs - 2} "
         f"jobs of 2 to 4 workers and {steps} steps: every loss, batch, weight and the optimizer "
         f"bit-identical to one process's; {time.perf_counter() - began:.0f} s"
     )

@@ -1,10 +1,10 @@
-"""Compiled FlexAttention gives the eager numbers, for what only it can do without a full mask.
+"""Campaign: compiled FlexAttention gives the eager results, where others need a full mask.
 
     make campaigns    or    python -m pytest -m campaign tests/campaigns/test_flex.py
 
-Each case compiles a kernel of its own, which takes seconds to a minute on a CPU. The same functions
-run uncompiled over the whole grid in `tests/nn/attention/test_kernels.py`, sinks included, which
-the compiler cannot do on a CPU.
+Each case compiles its own kernel, which takes seconds to a minute on a CPU. The same functions run
+uncompiled over the whole grid in `tests/nn/attention/test_kernels.py`. That includes sinks, which
+the compiler does not support on a CPU.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from workhorse.nn import DecoderConfig
 
 pytestmark = [
     pytest.mark.campaign,
-    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+    pytest.mark.filterwarnings("ignore"),  # warnings of the compiler
 ]
 SEQ = 40
 Inputs = dict[str, torch.Tensor]

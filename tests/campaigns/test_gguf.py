@@ -1,14 +1,14 @@
-"""llama.cpp gives our logits and our tokens.
+"""Campaign: llama.cpp gives our logits and our tokens.
 
     make campaign-gguf    or    python -m pytest -m campaign tests/campaigns/test_gguf.py
 
 It needs llama-cpp-python, in the environment or on PYTHONPATH.
 
-In float32 the two differ by rounding alone, but for GELU, which llama.cpp looks up in a table of
-float16. In the other types llama.cpp rounds the weights, as the file holds them, and whatever a
-matrix is multiplied by to the same type. Our decoder does both here, so that most short texts give
-the same logits to float32's rounding. In the others some number lay so near the middle between two
-that the two programs rounded it apart, which is worth a step of the type.
+In float32 the two differ only by rounding, except for GELU, which llama.cpp looks up in a float16
+table. In the other types llama.cpp rounds the weights, as stored in the file, and the input of each
+matmul to the same type. Our decoder does both here, so that most short sequences give the same
+logits up to float32 rounding. In other sequences, a value was so near the middle between two steps
+that the programs rounded it differently, an error of one step of the type.
 """
 
 import dataclasses
@@ -59,24 +59,25 @@ pytestmark = [
 ]
 DTYPES = {"f32": Kind.F32, "f16": Kind.F16, "bf16": Kind.BF16, "q8_0": Kind.Q8_0}
 SHAPES = {"f32": (2, 40), "f16": (15, 3), "bf16": (15, 3), "q8_0": (15, 3)}
-"""Texts, and tokens in each: short ones where rounding apart would hide everything."""
+"""Sequences and their length; short ones if different rounding would hide everything."""
 TYPICAL = {"f32": 1e-5, "f16": 5e-4, "bf16": 1e-5, "q8_0": 1e-5}
-"""Bounds of the largest difference, relative to the largest logit, in the median text. float16 is
-so fine that some number is rounded apart in most texts."""
+"""Bounds of the largest difference, relative to the largest logit, in the median sequence. float16
+is so fine that most sequences have a value that is rounded differently."""
 WORST = {"f32": 1e-5, "f16": 2e-3, "bf16": 2e-2, "q8_0": 4e-2}
-"""The same in every text: a few steps of the type."""
+"""The same bound for every sequence: a few steps of the type."""
 DEEP = 16
-"""From so many layers on some number is rounded apart in every text."""
+"""Number of layers from which every sequence has a value that is rounded differently."""
 APART = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-2, "q8_0": 4e-2}
-"""The median where every text has numbers rounded apart: llama.cpp multiplies latent attention's
-matrices in another order, and its GELU is a table of float16. In a mixture with latent attention a
-few texts then choose another expert, so that the worst of them has no bound."""
+"""Bounds of the median if every sequence has values that are rounded differently: llama.cpp
+multiplies latent attention's matrices in another order, and its GELU is a float16 table. In a
+mixture with latent attention, a few sequences then choose another expert, and the largest
+difference has no bound."""
 GELU_STEP = 1e-3
-"""Of that table, in every type."""
+"""Error of the GELU table, in every type."""
 
 
 def ask(folder: Path, jobs: list[dict[str, Any]]) -> None:
-    """Have llama.cpp do some jobs."""
+    """Run jobs in llama.cpp."""
     request = folder / "request.json"
     request.write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "tests.campaigns.llama_cpp_driver", str(request)]
@@ -85,7 +86,7 @@ def ask(folder: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def logits_of(files: list[Path], tokens: list[Tensor], folder: Path) -> list[Tensor]:
-    """llama.cpp's for each file, `(batch, seq, vocab)`."""
+    """llama.cpp's logits for each file, `(batch, seq, vocab)`."""
     jobs = [
         {"file": str(file), "tokens": some.tolist(), "out": f"{file}.npy"}
         for file, some in zip(files, tokens, strict=True)
@@ -95,12 +96,12 @@ def logits_of(files: list[Path], tokens: list[Tensor], folder: Path) -> list[Ten
 
 
 def relative(theirs: Tensor, ours: Tensor) -> Tensor:
-    """The largest difference in each text."""
+    """The largest difference in each sequence, relative to the largest logit."""
     return (theirs - ours).abs().amax(dim=(1, 2)) / ours.abs().max()
 
 
 def rounded(values: Tensor, kind: Any) -> Tensor:
-    """As a file of that type holds them."""
+    """Values as a file of a type stores them."""
     if kind is Kind.F32 or (kind is Kind.Q8_0 and values.shape[-1] % 32):
         return values
     flat = values.detach().contiguous().numpy()
@@ -109,7 +110,7 @@ def rounded(values: Tensor, kind: Any) -> Tensor:
 
 @contextmanager
 def rounding(decoder: Decoder, kind: Any) -> Iterator[None]:
-    """The decoder with matrices, and what they are multiplied by, rounded to a type."""
+    """Round the decoder's matrices and the inputs of their matmuls to a type."""
     exact = {name: weight.clone() for name, weight in decoder.state_dict().items()}
     precise = {
         name
@@ -136,10 +137,10 @@ def rounding(decoder: Decoder, kind: Any) -> Iterator[None]:
 
 
 def as_there(data: Any) -> Any:
-    """A config as plain data, as llama.cpp computes it: what `write_gguf` remarks on.
+    """A plain config with the approximations of llama.cpp that `write_gguf` warns about.
 
-    GELU has its tanh form, YaRN's ramp lies between whole pairs, and LongRoPE always has the
-    factors for long texts, which the driver's context has room for.
+    GELU has its tanh form, YaRN's ramp has its ends at whole pairs, and LongRoPE always uses the
+    factors for long contexts, because the driver's context is long.
     """
     if isinstance(data, list):
         return [as_there(item) for item in data]
@@ -155,7 +156,7 @@ def as_there(data: Any) -> Any:
 
 
 def twin_of(decoder: Decoder) -> Decoder:
-    """The same weights, computed as llama.cpp does."""
+    """A decoder with the same weights that computes as llama.cpp does."""
     config = DecoderConfig.from_dict(as_there(decoder.config.to_dict()))
     twin = config.build("eager").eval()
     twin.load_state_dict(decoder.state_dict())
@@ -189,7 +190,7 @@ def test_logits(model_type: str, number: int, tmp_path: Path) -> None:
 
 
 def rounded_to_q8_k(values: Tensor) -> Tensor:
-    """As llama.cpp multiplies them with K-quants: 8 bits and a float32 scale for 256 values."""
+    """Round as llama.cpp does for K-quant matmuls: 8 bits, and a float32 scale per 256 values."""
     blocks = values.unflatten(-1, (-1, 256))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     inverse = -127 / largest
@@ -199,7 +200,7 @@ def rounded_to_q8_k(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "q4_k"])
 @torch.no_grad()
 def test_logits_of_a_quantised_file_that_is_read(dtype: GgufType, tmp_path: Path) -> None:
-    """The weights are those of the file; what they are multiplied by is rounded as there."""
+    """The weights are read from the file; inputs of matmuls are rounded as in llama.cpp."""
     file = tmp_path / f"{dtype}.gguf"
     write_gguf(
         file,
@@ -229,7 +230,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def patch_metadata(change: dict[str, Any]) -> Patch:
-    """Other values for keys of the file; None leaves one out."""
+    """Change the values of keys in the file; None removes a key."""
 
     def patched(monkeypatch: pytest.MonkeyPatch) -> None:
         def metadata(architecture: Any, data: Any) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def patch_tensors(name: str, value: object) -> Patch:
 
 
 def swapped(architecture: str, field: str, value: object) -> Patch:
-    """Another value in an architecture's entry."""
+    """Change a field of an architecture."""
 
     def patched(monkeypatch: pytest.MonkeyPatch) -> None:
         entries = tuple(
@@ -298,7 +299,7 @@ MISTAKES: dict[str, tuple[str, int, Patch]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 @torch.no_grad()
 def test_a_mistake_is_seen(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is wrong in one thing gives logits that are far off."""
+    """A file with one mistake gives logits that are far off."""
     model_type, number, patch = MISTAKES[mistake]
     decoder = make(model_type, number)
     patch(monkeypatch)
@@ -327,7 +328,7 @@ PAGE = [
 
 
 def byte_level(pre_tokenizer: pre_tokenizers.PreTokenizer, *, ignore_merges: bool) -> Tokenizer:
-    """A small tokenizer with a splitting rule."""
+    """A small byte-level tokenizer with a splitting rule."""
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
@@ -351,7 +352,7 @@ def split_by(rule: str) -> pre_tokenizers.PreTokenizer:
 
 
 def tokens_of(tokenizer: Tokenizer, folder: Path) -> tuple[list[list[int]], list[str]]:
-    """The ids that llama.cpp gives for the page, and the remarks on writing."""
+    """The ids that llama.cpp gives for `PAGE`, and the remarks of `write_gguf`."""
     file, out = folder / "words.gguf", folder / "ids.json"
     decoder = make("llama", vocab_size=tokenizer.vocab_size)
     remarks = write_gguf(file, decoder, model_type="llama", tokenizer=tokenizer)
@@ -360,7 +361,7 @@ def tokens_of(tokenizer: Tokenizer, folder: Path) -> tuple[list[list[int]], list
 
 
 def split_apart(tokenizer: Tokenizer, theirs: list[list[int]]) -> list[str]:
-    """The texts of the page that llama.cpp splits in another way."""
+    """The strings of `PAGE` that llama.cpp tokenises differently."""
     ours = tokenizer.encode_batch(PAGE)
     return [text for text, ids, others in zip(PAGE, ours, theirs, strict=True) if ids != others]
 
@@ -382,7 +383,7 @@ def test_tokens_of_byte_level_bpe(rule: tuple[tuple[str, ...], bool], tmp_path: 
 
 @pytest.mark.parametrize("rule", splitting.NEAR, ids=[name for name, _ in splitting.NEAR.values()])
 def test_tokens_of_rules_that_are_near(rule: tuple[tuple[str, ...], bool], tmp_path: Path) -> None:
-    """Texts without combining marks have the same tokens, and the remark speaks of marks."""
+    """Strings without combining marks have the same tokens, and the remark names the marks."""
     tokenizer = tokenizer_of(*rule)
     theirs, remarks = tokens_of(tokenizer, tmp_path)
     different = split_apart(tokenizer, theirs)
@@ -392,7 +393,9 @@ def test_tokens_of_rules_that_are_near(rule: tuple[tuple[str, ...], bool], tmp_p
     assert "combining marks" in remarks[0]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its SWIG types have no module
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # SentencePiece's SWIG types have no module
 def test_tokens_of_sentencepiece(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     stem, corpus = tmp_path / "model", tmp_path / "corpus.txt"
@@ -414,7 +417,7 @@ def test_tokens_of_sentencepiece(tmp_path: Path) -> None:
 
 
 def test_tokens_of_our_own_byte_fallback(tmp_path: Path) -> None:
-    """They differ in runs of spaces, as the remark says, and here in nothing else."""
+    """Tokens differ only in runs of spaces, as the remark says."""
     config = tokenizer_config({"kind": "byte_fallback_bpe", "vocab_size": 600})
     tokenizer = train_tokenizer(config, PAGE)
     theirs, remarks = tokens_of(tokenizer, tmp_path)

@@ -1,4 +1,4 @@
-"""The command and the harness's own function without a network, and the parity on more texts."""
+"""Campaign: the command and the harness agree without a network, and on more documents."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def refuse(*_):
     raise OSError("no network")
 socket.socket.connect = socket.getaddrinfo = refuse
 """
-"""Run by Python when it starts: notes every attempt to reach a network."""
+"""Code that Python runs at its start: it records every attempt to reach a network."""
 
 
 @pytest.mark.parametrize("offline", [{}, {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}])

@@ -1,6 +1,7 @@
-"""Campaign: hostile model directories are refused in one line, soon, in little memory.
+"""Campaign: malicious model directories give a one-line error, quickly and with little memory.
 
-`make campaign-hostile` runs it and prints its figures. None runs code or reads beside itself.
+`make campaign-hostile` runs it and prints its figures. No code is run, and no file outside
+the directory is read.
 """
 
 import json
@@ -19,15 +20,15 @@ pytestmark = pytest.mark.campaign
 
 CASES = config_cases.CASES | weight_cases.CASES | text_cases.CASES
 DRIVER = Path(__file__).parent / "hostile" / "driver.py"
-SECONDS = 1.0  # of work; a busy machine takes longer
-PASSED = 5.0  # more than this is waiting for something
+SECONDS = 1.0  # of CPU time; the elapsed time is longer on a busy machine
+PASSED = 5.0  # elapsed; more means that it waits for something
 BYTES = 200_000_000
 TIMEOUT = 120
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each case did. One that hangs or ends the process has no result."""
+    """Results of all cases. A case that hangs or kills the driver is recorded as crashed."""
     root = tmp_path_factory.mktemp("hostile")
     nothing = Case(lambda folder: None, None)
     make(nothing, root / "sound")
@@ -52,7 +53,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 def _drive(sound: Path, folders: list[Path]) -> dict[str, dict[str, Any]]:
-    """Results by folder; where the process died or hung, that folder's says so and is the last."""
+    """Results by folder. If the process dies or hangs, the last result says so."""
     command = [sys.executable, str(DRIVER), str(sound), *map(str, folders)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
@@ -78,7 +79,7 @@ def test_harmless(results: dict[str, dict[str, Any]], name: str) -> None:
     case, result = CASES[name], results[name]
     assert not result["crashed"], result["crashed"]
     assert not result["executed"]
-    assert "__" not in result["wrote"]  # no template got at Python's own objects
+    assert "__" not in result["wrote"]  # no template reached Python's internal objects
     assert "<class" not in result["wrote"]
     assert result["outside"] == []
     assert result["bytes"] < BYTES
@@ -86,7 +87,7 @@ def test_harmless(results: dict[str, dict[str, Any]], name: str) -> None:
     assert result["passed"] < PASSED
     line = result["refused"]
     if case.says is not None:
-        assert line is not None, "it was used"
+        assert line is not None, "it was loaded"
         assert case.says in line
     if line is not None:
         assert "\n" not in line
@@ -99,7 +100,7 @@ def test_the_sound_directory_is_used(results: dict[str, dict[str, Any]]) -> None
 
 
 def test_what_is_read_outside_would_be_seen(tmp_path: Path) -> None:
-    """The watch itself: here `outside` is the model."""
+    """Test of the watch itself, with the model as `outside`."""
     make(Case(lambda folder: None, None), tmp_path / "it")
     (tmp_path / "it" / "outside").rename(tmp_path / "elsewhere")
     (tmp_path / "it" / "outside").symlink_to("model")

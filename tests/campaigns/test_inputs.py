@@ -1,11 +1,11 @@
-"""Campaign: thousands of wrong inputs, each refused in one line, and nothing harmed by any.
+"""Campaign: thousands of wrong inputs give a one-line error each, and do no harm.
 
-`make campaign-inputs` runs it and prints its table. What is tried: every option and argument of
-every verb (as click lists them), every key of a recipe (as the configs list them), every file of a
-run, a model directory, a tokenizer, a data set and a corpus, pairs of wrong options, and what only
-a process of its own shows. An attempt may be accepted (exit code 0) or refused (2, with one line);
-a traceback, a hang, a signal, much memory, a file left half-written or one touched that the command
-does not name is a failure.
+`make campaign-inputs` runs it and prints its table. It covers every option and argument of every
+verb (as listed by click), every key of a recipe (as listed by the configs), every file of a run, a
+model directory, a tokenizer, a data set and a corpus, pairs of wrong options, and cases that need a
+separate process. An attempt may be accepted (exit code 0) or rejected (2, with one line). Failures
+are a traceback, a hang, a signal, high memory, a half-written file, and a change of a file that the
+command does not name.
 """
 
 import json
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Answer(NamedTuple):
-    """What came of an attempt, and what is wrong with that."""
+    """The result of an attempt, and the problem with it, if any."""
 
     name: str
     code: int | None
@@ -78,7 +78,7 @@ def test_there_are_thousands(answers: dict[str, list[Answer]]) -> None:
 
 
 def test_the_sound_lines_are_accepted(answers: dict[str, list[Answer]]) -> None:
-    """Else every refusal might be one of something else."""
+    """Otherwise every attempt might be rejected for another reason."""
     codes = {answer.name: answer.code for group in answers.values() for answer in group}
     sound = [f"recipes/{verb}/sound" for verb in ("train", "data prepare", "train --dry-run")]
     sound += [f"options/generate/0/--max-new-tokens={value!r}" for value in ("1", "1000")]
@@ -92,7 +92,7 @@ def test_every_verb_has_a_line() -> None:
 
 
 def test_what_is_wrong_is_seen() -> None:
-    """The judge itself."""
+    """Test of `wrong_with` itself."""
     attempt = Attempt("name", [])
     fine = {"code": 2, "bytes": 0, "changed": [], "stderr": "workhorse: no such file\n"}
     assert wrong_with(attempt, fine) == ""
@@ -119,15 +119,15 @@ def test_what_is_wrong_is_seen() -> None:
 
 
 def _attempts(place: Path) -> list[Attempt]:
-    """All of them in a workplace, whose data folders are named after where it lies."""
+    """All attempts in a workplace; the names of its data folders depend on its path."""
     sound = place.with_suffix(".sound")
     return [*options.attempts(), *recipe_keys.attempts(), *stored_files.attempts(sound)]
 
 
 def _place(root: Path, name: str) -> Path:
-    """A workplace of its own, and the sound copy beside it that it is restored from.
+    """Build a workplace, and the copy next to it that it is restored from.
 
-    It is built where it is used: prepared data knows the paths of what it was made of.
+    It is built at its final path, because prepared data stores the paths of its sources.
     """
     (root / name).mkdir()
     place = root / name / "place"
@@ -168,7 +168,7 @@ def _answer(attempt: Attempt, result: dict[str, Any], told: bool = True) -> Answ
 
 
 def _environment(place: Path) -> dict[str, str]:
-    """Of a driver: nothing that differs from one machine to another but the compiled operators."""
+    """The driver's environment; only the compiled operators differ between machines."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return {
         "PATH": os.environ["PATH"],

@@ -1,8 +1,8 @@
-"""Campaign: every division of a run among processes gives what one process gives, to rounding.
+"""Campaign: every way to split a run across processes gives one process's results, to rounding.
 
 `make campaign-meshes` runs it and prints the largest differences, and the memory of each process
-beside what `plan` says. An AdamW's update of a gradient that is nearly nothing hangs on its last
-bits; so eps is large enough that it does not.
+compared with `plan`. With a small eps, AdamW's update of a tiny gradient depends on the gradient's
+last bits, so eps is large here.
 """
 
 import math
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "latent": (GATED, {"attention": LATENT}, {}),
     "mixture": (MIXTURE, {"attention": GROUPED, "feed_forward": {**MIXTURE, "bias": True}}, {}),
 }
-"""Feed-forward, what else a block has, and how rows are packed."""
+"""The feed-forward, other fields of a block, and the packing of rows."""
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -148,10 +148,10 @@ def named(mesh: Mesh) -> str:
     ],
 )
 def test_each_process_holds_what_plan_says(dtype: str, mesh: Mesh, tmp_path: Path) -> None:
-    """Beside what one with a tiny model holds, whose libraries are the same.
+    """Compare with the memory of a process with a tiny model and the same libraries.
 
-    Where processes divide weights each holds copies of its parts while it saves, if there is room;
-    otherwise the first process alone does, and the last one is looked at.
+    If weights are sharded, each process holds copies of its shards while it saves, if there is
+    memory for them. Otherwise only rank 0 does, and the last rank is measured.
     """
     measured, planned = held_and_planned(tmp_path, dtype, mesh, {"n_layers": 8}, seq_len=256)
     assert measured == pytest.approx(planned, rel=0.08)
@@ -163,7 +163,7 @@ def test_each_process_holds_what_plan_says(dtype: str, mesh: Mesh, tmp_path: Pat
 def test_what_is_in_no_layer_is_held_too(
     dtype: str, tied: bool, mesh: Mesh, tmp_path: Path
 ) -> None:
-    """Table and head are larger than all layers; blocks of their size leave holes in the heap."""
+    """Embedding and head are larger than all layers; blocks of their size fragment the heap."""
     sizes = {"n_layers": 4, "vocab_size": 16_384, "head": {"tied": tied}}
     measured, planned = held_and_planned(tmp_path, dtype, mesh, sizes, seq_len=64)
     assert measured == pytest.approx(planned, rel=0.15)
@@ -193,7 +193,7 @@ def held_and_planned(
         for peaks in (peaks_of(trained(file, mesh)) for file in files)
     )
     held = sum(size for sizes in memory["held"].values() for size in sizes.values())
-    saves = mesh.keys() & {"shard", "tensor", "pipeline"}  # by all processes, from copies
+    saves = mesh.keys() & {"shard", "tensor", "pipeline"}  # all processes save, from copies
     planned = max(memory["peak"]["total"], 2 * held if saves else 0)
     print(
         f"  {dtype} {named(mesh):28} {(above - below) / 2**20:.0f} MiB, by plan "
@@ -216,14 +216,14 @@ def trained(file: Path, mesh: Mesh) -> Path:
 
 
 def trained_by_forks(file: Path, mesh: Mesh) -> Path:
-    """As `trained`, in a third of the time; what they hold cannot be told apart."""
+    """Like `trained`, in a third of the time, but without the memory of each process."""
     out, words, workers = told(file, mesh)
     forked.train([str(file), *words, "--out", str(out)], workers, file.with_name("said"))
     return out
 
 
 def told(file: Path, mesh: Mesh) -> tuple[Path, list[str], int]:
-    """Of a run: its folder, its settings, and how many workers it has."""
+    """The folder, the settings and the number of workers of a run."""
     name = "-".join(f"{key}-{ways}" for key, ways in mesh.items()) or "one"
     words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
     workers = math.prod(mesh.get(part, 1) for part in PARTS)
@@ -231,13 +231,13 @@ def told(file: Path, mesh: Mesh) -> tuple[Path, list[str], int]:
 
 
 def first_gradient(run: Path) -> dict[str, Tensor]:
-    """A tenth of it: the mean that AdamW begins with."""
+    """The first gradient times 0.1: AdamW's first mean."""
     tensors = load_file(run / "checkpoints" / "step-00000001" / "optimizer.safetensors")
     return {name: tensor for name, tensor in tensors.items() if name.endswith(".mean")}
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> Iterator[float]:
-    """Of each tensor, relative to the largest number of all."""
+    """The largest difference of each tensor, relative to the largest value of all tensors."""
     largest = max(float(tensor.abs().max()) for tensor in one.values())
     for name, tensor in one.items():
         yield float((tensor - other[name]).abs().max()) / largest

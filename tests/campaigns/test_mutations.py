@@ -2,16 +2,15 @@
 
     make campaigns    or    python -m pytest -m campaign tests/campaigns/test_mutations.py
 
-For each entry of `mutations.yaml`, and of `family_mutations.yaml` (mistakes in readers of configs
-and in name maps), the package's source is copied to a temporary folder, the error
-is put into the copy by replacing a piece of its text, and the pinning tests run in a process that
-imports the copy (it stands first on PYTHONPATH). Every pinning test must then fail, as a failing
-test and not as one that cannot be collected; the same tests pass with an unchanged copy.
+For each entry of `mutations.yaml`, and of `family_mutations.yaml` (mistakes in config readers and
+name maps), the package's source is copied to a temporary folder. The error is inserted into the
+copy by replacing a string. The pinning tests then run in a process that imports the copy (first on
+PYTHONPATH). Every pinning test must fail as a test, not because it cannot be collected. The same
+tests pass with an unchanged copy.
 
-Of the circulating errors (tests/nn/test_circulating_errors.py) two have no entry, since they are
-about what a text says and nothing in the code can have them: 11 (scores of shared queries and keys
-are symmetric, weights are not; the test shows it) and 13 (which positions extrapolate; decided by
-an experiment).
+Two of the circulating errors (tests/nn/test_circulating_errors.py) have no entry, since they are
+wrong claims that code cannot contain: 11 (scores of shared queries and keys are symmetric, weights
+are not; the test shows it) and 13 (which positions extrapolate; decided by an experiment).
 """
 
 import os
@@ -32,7 +31,7 @@ PARITY = "parity/test_families.py::test_parity"
 
 
 def read_mutations() -> list[dict[str, Any]]:
-    """Both lists; a case of the families is the pin of its parity test."""
+    """The entries of both files; the cases of a family mutation become pins of the parity test."""
     general, families = (
         parse_yaml(Path(__file__).with_name(name).read_text(encoding="utf-8"))
         for name in ("mutations.yaml", "family_mutations.yaml")

@@ -1,11 +1,11 @@
-"""A thousand requests that come and leave at random give the texts that they give alone.
+"""Campaign: a thousand requests that start and end at random give the same tokens as alone.
 
     make campaign-requests
 
-One to 32 rows at a time, prompts that begin alike and prompts read in pieces, cancellations; in
-float32 and bfloat16, with the native operators and with PyTorch's. Texts that are asked to be exact
-have every token and every bit of every log-probability of the text alone. Of the others it tells
-for how many tokens the log-probability has the same bits; a text may differ where two tokens are as
+It covers 1 to 32 sequences at a time, common prefixes, prefill in pieces, and cancellations; in
+float32 and bfloat16, with native operators and with PyTorch's. Requests with `exact` have every
+token and every bit of every log-probability of the request alone. For other requests, the number of
+tokens with bitwise equal log-probabilities is printed. Their tokens may differ if two tokens are as
 near to each other as the rounding of a batch's shape.
 """
 
@@ -31,7 +31,7 @@ HOW: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_k": 20},
 ]
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25}
-"""Nats between two tokens that rounding may exchange."""
+"""Largest distance, in nats, between two tokens that rounding may swap."""
 CONFIG = DecoderConfig.from_dict(
     {
         "vocab_size": VOCAB,
@@ -61,7 +61,7 @@ CONFIG = DecoderConfig.from_dict(
 
 @dataclass
 class Asked:
-    """A request, and what came of it."""
+    """A request, and its results."""
 
     prompt: list[int]
     config: GenerationConfig
@@ -93,7 +93,7 @@ def requests(pick: random.Random, *, exact: bool) -> list[Asked]:
 
 
 def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
-    """All of them, some cancelled on their way."""
+    """Run all requests, and cancel some."""
     by_result: dict[int, Asked] = {}
     engine = Engine(
         decoder,
@@ -118,14 +118,14 @@ def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
 
 
 def between_logits(logprobs: dict[int, float], found: int, expected: int) -> float:
-    """How far two tokens are apart, in nats."""
+    """Distance of two tokens, in nats."""
     return abs(logprobs[found] - logprobs[expected])
 
 
 def between_draws(logprobs: dict[int, float], found: int, expected: int) -> float:
-    """How far the number that was drawn lies at least from where it gives the other token.
+    """Smallest distance of the random draw from the value where the other token is drawn.
 
-    Draws go through the tokens by their ids, those of `HOW` through the 20 likeliest.
+    Draws go through the tokens by id, with the options of `HOW` through the 20 most likely.
     """
     least = sorted(logprobs.values())[-20]
     weights = {token: math.exp(p / 0.8) for token, p in logprobs.items() if p >= least}
@@ -135,7 +135,7 @@ def between_draws(logprobs: dict[int, float], found: int, expected: int) -> floa
 
 
 def agreement(request: Asked, alone: Completion, near: float) -> tuple[int, int]:
-    """Tokens that agree up to the end or a near tie, and how many of them to the bit."""
+    """Number of tokens that agree up to the end or a near tie, and of those that do bitwise."""
     assert alone.logprobs is not None
     bits = 0
     for n, (delta, expected) in enumerate(zip(request.deltas, alone.logprobs, strict=False)):
@@ -173,7 +173,7 @@ def test_a_thousand_requests(
         ]
     with capsys.disabled():
         print(
-            f"\n{dtype}, native {native}, exact {exact}: {same} of {len(asked)} texts the same, "
+            f"\n{dtype}, native {native}, exact {exact}: {same} of {len(asked)} completions equal, "
             f"{sum(request.cancelled for request in asked)} cancelled; "
             f"{bits} of {tokens} log-probabilities to the bit"
         )

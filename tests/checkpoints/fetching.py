@@ -1,4 +1,4 @@
-"""Asks the hub for models, in a process whose environment is its own."""
+"""Resolves hub models in a separate process with its own environment variables."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from workhorse.errors import WorkhorseError
 
 
 def fetch(rank: int, names: Sequence[str], environment: dict[str, str], said: Path) -> None:
-    """Resolve "NAME REVISION"s, and write what a user would be told; `rank` is 0."""
+    """Resolve each "NAME REVISION" and write the messages that a user would see; `rank` is 0."""
     for key in [key for key in os.environ if key.startswith("HF_")]:
         del os.environ[key]
     os.environ.update(environment)

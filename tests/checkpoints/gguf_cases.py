@@ -1,6 +1,6 @@
-"""Small models of every type that GGUF files are written for, as options of transformers' configs.
+"""Small models of every type that can be written as GGUF, as options of transformers' configs.
 
-Heads are 32 wide and everything else a multiple of 32, so that every matrix has a Q8_0 form.
+Heads are 32 wide and all other sizes are multiples of 32, so that Q8_0 can store every matrix.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ LONGROPE = {
     "rope_theta": 10000.0,
 }
 WIDE: dict[str, Any] = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-"""Heads together wider than the model."""
+"""Heads that are wider than the model in total."""
 
 LATENT: dict[str, Any] = SIZES | {
     "num_key_value_heads": 2,
@@ -172,7 +172,7 @@ EACH = [(model_type, number) for model_type, cases in CASES.items() for number i
 
 
 def make(model_type: str, number: int = 0, **options: Any) -> Decoder:
-    """A decoder whose weights are large enough for every part of it to matter."""
+    """A decoder with weights that are large enough for each part to affect the logits."""
     config = decoder_config(model_type, {"vocab_size": VOCAB} | CASES[model_type][number] | options)
     torch.manual_seed(0)
     decoder = config.build("eager").eval()
@@ -187,7 +187,7 @@ def make(model_type: str, number: int = 0, **options: Any) -> Decoder:
 
 
 def decoder_config(model_type: str, options: dict[str, Any]) -> DecoderConfig:
-    """Our config of one of transformers'."""
+    """Our config for a transformers config."""
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = hf.AutoConfig.for_model(model_type, **tokens, **options)
     return family(model_type).read(Fields(config.to_dict()))

@@ -1,4 +1,4 @@
-"""A hub of one repository on this machine, which remembers what it was asked."""
+"""A local hub with one repository that records its requests."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ def serve(name, files, *, token=None, error=None):
     """Serve a repository's files.
 
     Args:
-        name: org/name.
+        name: repository id, org/name.
         files: content by path.
-        token: that a request must carry; None: any.
-        error: the hub's code for why nobody gets anything.
+        token: token that a request must have; None accepts every request.
+        error: the hub's error code for all requests; None serves the files.
 
     Yields:
-        The address, and the list of (path, token) that requests are added to.
+        The address, and a list of (path, token) that grows with each request.
     """
     asked = []
 
@@ -59,7 +59,7 @@ def serve(name, files, *, token=None, error=None):
 
 
 def _found(name, files, path):
-    """Status, headers and body of an answer."""
+    """Status, headers and body of a response."""
     if path == f"/api/models/{name}/revision/main":
         siblings = [{"rfilename": file} for file in files]
         info = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": []}

@@ -1,6 +1,6 @@
-"""GGUF files, read back with the package of llama.cpp's makers.
+"""Tests of written GGUF files, which are read with the gguf package of llama.cpp's developers.
 
-Whether llama.cpp computes the same is for the campaign: `tests/campaigns/test_gguf.py`.
+`tests/campaigns/test_gguf.py` compares logits with llama.cpp.
 """
 
 import json
@@ -26,7 +26,7 @@ gguf = pytest.importorskip("gguf")
 
 
 class File:
-    """What a GGUF file holds."""
+    """The keys and tensors of a GGUF file."""
 
     def __init__(self, path: Path) -> None:
         reader = gguf.GGUFReader(path)
@@ -38,7 +38,7 @@ class File:
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     def values(self, name: str) -> Tensor:
-        """Of a tensor, in float32."""
+        """Values of a tensor, in float32."""
         tensor = self.tensors[name]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         return torch.from_numpy(np.array(values))
@@ -61,7 +61,7 @@ def test_every_type_has_a_case() -> None:
 
 @pytest.mark.parametrize(("model_type", "number"), EACH)
 def test_every_weight_is_in_the_file_once(model_type: str, number: int, tmp_path: Path) -> None:
-    """Beside them only copies of a tied head and factors of a rotation."""
+    """The only other tensors are a copy of a tied head and frequency divisors of RoPE."""
     decoder = make(model_type, number)
     file = written(decoder, model_type, tmp_path)
     weights = weights_of(decoder)
@@ -113,7 +113,7 @@ def test_metadata_of_a_llama(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_rows_of_queries_follow_the_rotation(model_type: str, tmp_path: Path) -> None:
-    """llama.cpp's llama turns neighbours, where ours are half a head apart; its qwen2 does not."""
+    """llama.cpp's llama rotates neighbours, its qwen2 the halves of a head, as Workhorse does."""
     decoder = make(model_type)
     file = written(decoder, model_type, tmp_path)
     theirs = file.values("blk.1.attn_k.weight")
@@ -128,7 +128,7 @@ def test_rows_of_queries_follow_the_rotation(model_type: str, tmp_path: Path) ->
 
 
 def test_only_the_part_that_turns_is_permuted() -> None:
-    rows = torch.arange(2 * 6)  # two heads of width 6, of which 4 turn
+    rows = torch.arange(2 * 6)  # two heads of width 6; the first 4 features are rotated
     neighbours = paired(rows, 6, 4, "half", "interleaved")
     assert neighbours.tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
     assert torch.equal(paired(neighbours, 6, 4, "interleaved", "half"), rows)
@@ -142,7 +142,7 @@ def test_norms_around_one_are_written_whole(tmp_path: Path) -> None:
     assert torch.equal(
         file.values("blk.2.ffn_norm.weight"), weights["layers.2.feed_forward_norm.weight"] + 1
     )
-    assert "output.weight" not in file.tensors  # it is the embedding
+    assert "output.weight" not in file.tensors  # the embedding is used as the head
 
 
 def test_a_tied_head_is_copied_where_llama_cpp_wants_one(tmp_path: Path) -> None:
@@ -188,15 +188,15 @@ def test_scalings_of_the_rotation(tmp_path: Path) -> None:
     llama3 = written(make("llama", 2), "llama", tmp_path)
     factors = llama3.values("rope_freqs.weight")
     assert factors.shape == (16,)
-    assert factors[0] == 1.0  # the fastest pair is left alone
-    assert factors[-1] == pytest.approx(8.0)  # the slowest is stretched by the factor
+    assert factors[0] == 1.0  # the fastest pair is not scaled
+    assert factors[-1] == pytest.approx(8.0)  # the slowest pair is scaled by the full factor
     assert "llama.rope.scaling.type" not in llama3.keys
 
     yarn = written(make("llama", 5), "llama", tmp_path).keys
     assert yarn["llama.rope.scaling.type"] == "yarn"
     assert yarn["llama.rope.scaling.factor"] == 4.0
     assert yarn["llama.rope.scaling.original_context_length"] == 32
-    own = 0.1 * math.log(4) + 1  # what llama.cpp multiplies by itself
+    own = 0.1 * math.log(4) + 1  # llama.cpp's own factor
     assert yarn["llama.rope.scaling.attn_factor"] * own == pytest.approx(1.3)
 
     linear = written(make("llama", 4), "llama", tmp_path).keys
@@ -237,7 +237,7 @@ def test_multipliers_of_granite(tmp_path: Path) -> None:
 
 
 STEPS = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 1 / 254 + 2**-11}
-"""Half a step of each type, relative to a number, or for Q8_0 to the largest of its block."""
+"""Half a step of each type, relative to the value, or in Q8_0 to the block's largest value."""
 
 
 @pytest.mark.parametrize("dtype", STEPS)
@@ -310,7 +310,7 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on a file's size")
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
 def test_a_file_that_ends_before_its_last_page_is_refused(dtype: GgufType, tmp_path: Path) -> None:
-    """NumPy's `tofile` does not tell: its last page is written when its buffer is closed."""
+    """NumPy's `tofile` reports no error if the last page is written when its buffer is closed."""
     import resource
 
     decoder, path = make("llama"), tmp_path / "model.gguf"

@@ -1,4 +1,4 @@
-"""What no GGUF file can say is refused with one line, and a failed write leaves nothing behind."""
+"""Models that GGUF cannot store give a one-line error, and a failed write leaves no file."""
 
 import copy
 import sys
@@ -20,7 +20,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def changed(decoder: Decoder, change: Change) -> Decoder:
-    """A decoder whose config is changed; its weights do not matter."""
+    """A decoder with a changed config and random weights."""
     data = decoder.config.to_dict()
     (block,) = data["blocks"].values()
     change(block)
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "odd rotation": (
         "gpt_neox",
         lambda b: b["attention"]["position"].update(fraction=0.3),
-        "turns 9 features, an odd number",
+        "rotates 9 features, which is an odd number",
     ),
     "dynamic rotation": (
         "llama",
@@ -113,7 +113,7 @@ def test_layers_that_differ_where_the_file_has_one_number(what: str, tmp_path: P
 
 
 def test_the_published_depth_of_gemma_2_has_its_own_scale(tmp_path: Path) -> None:
-    """llama.cpp takes 46 layers for the 27B, whose scores it divides by d_model // n_heads."""
+    """llama.cpp takes 46 layers for the 27B and scales its scores by d_model // n_heads."""
     path, deep = tmp_path / "model.gguf", {"num_hidden_layers": 46}
     as_published = make("gemma2", query_pre_attn_scalar=64 // 4, **deep)
     assert write_gguf(path, as_published, model_type="gemma2") == []
@@ -148,7 +148,7 @@ def test_numbers_beyond_float16(tmp_path: Path) -> None:
         decoder.head.proj.weight[3, 4] = 1e5
     path = tmp_path / "model.gguf"
     with pytest.raises(
-        WorkhorseError, match=r"output\.weight holds numbers beyond float16; choose"
+        WorkhorseError, match=r"output\.weight has values beyond float16's range; choose"
     ):
         write_gguf(path, decoder, model_type="llama", dtype="f16")
     assert list(tmp_path.iterdir()) == []
@@ -186,7 +186,7 @@ def test_infinite_weights_and_nan(number: float, dtype: GgufType, tmp_path: Path
     decoder = make("llama", num_hidden_layers=1)
     with torch.no_grad():
         decoder.layers[0].feed_forward.up_proj.weight[3, 4] = number
-    expected = r"blk\.0\.ffn_up\.weight holds infinite values or NaN; write an earlier state"
+    expected = r"blk\.0\.ffn_up\.weight has infinite values or NaN; use an earlier checkpoint"
     with pytest.raises(WorkhorseError, match=expected):
         write_gguf(tmp_path / "model.gguf", decoder, model_type="llama", dtype=dtype)
     assert list(tmp_path.iterdir()) == []
@@ -196,7 +196,7 @@ def test_a_write_that_numpy_says_was_cut_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(*_: object) -> None:
-        raise OSError("4096 requested and 12 written")  # as numpy does: no number of an error
+        raise OSError("4096 requested and 12 written")  # as numpy does, without an errno
 
     monkeypatch.setattr(write, "_encoded", short)
     with pytest.raises(WorkhorseError, match=r"gguf: the disk took only a part \(4096 requested"):

@@ -1,4 +1,4 @@
-"""Tokenizers as metadata of GGUF files; what llama.cpp makes of them is for the campaign."""
+"""Tokenizers as metadata of GGUF files; `tests/campaigns/test_gguf.py` runs llama.cpp on them."""
 
 import itertools
 import json
@@ -38,18 +38,18 @@ def test_byte_level_bpe() -> None:
     texts, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
     assert keys["tokenizer.ggml.model"] == "gpt2"
     assert len(texts) == len(types) == 410
-    assert len(set(texts)) == 410  # llama.cpp takes no name twice
+    assert len(set(texts)) == 410  # llama.cpp rejects duplicate tokens
     for text, number in definition["model"]["vocab"].items():
         assert texts[number] == text
     assert types[tokenizer.eos_id] == 3  # control
-    assert types[-1] == 5  # unused: a row of the embedding that no token has
+    assert types[-1] == 5  # unused: a row of the embedding without a token
     assert all(" " in merge for merge in keys["tokenizer.ggml.merges"])
     assert len(keys["tokenizer.ggml.merges"]) == len(definition["model"]["merges"])
     assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.eos_id
     assert keys["tokenizer.ggml.bos_token_id"] == tokenizer.bos_id
     assert keys["tokenizer.ggml.padding_token_id"] == tokenizer.pad_id
     assert len(remarks) == 1
-    assert "combining marks" in remarks[0]  # of our own splitting rule
+    assert "combining marks" in remarks[0]  # a remark about our own splitting rule
 
 
 def test_sentencepiece_like_bpe() -> None:
@@ -62,14 +62,14 @@ def test_sentencepiece_like_bpe() -> None:
     assert [types[texts.index(f"<0x{byte:02X}>")] for byte in range(256)] == [6] * 256
     merges = json.loads(tokenizer.definition)["model"]["merges"]
     merged = [scores[texts.index("".join(pair))] for pair in merges]
-    assert merged == sorted(merged, reverse=True)  # the first merge learned has the best score
+    assert merged == sorted(merged, reverse=True)  # the first learned merge has the best score
     assert vocabulary.RUNS_OF_SPACES in remarks
     keys, _ = tokenizer_metadata(trained("byte_fallback_bpe without prefix"), 450)
     assert keys["tokenizer.ggml.add_space_prefix"] is False
 
 
 def test_single_bytes() -> None:
-    """Nothing is merged; llama.cpp wants one merge at least, and has a default for eos."""
+    """The tokenizer has no merges, but llama.cpp requires at least one, and an eos."""
     tokenizer = trained("bytes")
     keys, remarks = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
     assert keys["tokenizer.ggml.merges"] == [vocabulary.NO_MERGE]
@@ -78,7 +78,7 @@ def test_single_bytes() -> None:
 
 
 def as_llama_cpp(text: str, keys: Mapping[str, Any]) -> list[int]:
-    """The ids of a word by ranks of merges, whose parts need be no tokens; others are left out."""
+    """The ids of a word by merge ranks; merged parts that are not tokens are dropped at the end."""
     ranks = {tuple(merge.split(" ")): n for n, merge in enumerate(keys["tokenizer.ggml.merges"])}
     parts = [BYTE_ALPHABET[value] for value in text.encode()]
     while pairs := [pair for pair in itertools.pairwise(parts) if pair in ranks]:
@@ -97,7 +97,7 @@ def test_characters_are_merged_from_their_bytes() -> None:
     text = "".join(sorted(set("".join(CORPUS)) & set(tokenizer.vocabulary)))
     assert {len(character.encode()) for character in text} == {1, 2, 3, 4}
     assert as_llama_cpp(text, keys) == tokenizer.encode(text)
-    assert as_llama_cpp("a\u00f8b", keys) == tokenizer.encode("ab")  # no token has the one between
+    assert as_llama_cpp("a\u00f8b", keys) == tokenizer.encode("ab")  # no token for \u00f8
 
 
 KINDS = ("bpe", "bytes", "byte_fallback_bpe", "byte_fallback_bpe without prefix", "characters")
@@ -117,7 +117,7 @@ def test_a_tokenizer_comes_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS[:-1])
 def test_the_tokenizer_of_keys_alone(name: str) -> None:
-    """Files of other programs hold no `tokenizer.json`."""
+    """Files of other programs contain no `tokenizer.json`."""
     tokenizer = trained(name)
     first = [token for token in ("<|bos|>", "<s>") if token in tokenizer.vocabulary]
     tokenizer = tokenizer.beginning_with(*first)
@@ -144,7 +144,10 @@ def test_a_tokenizer_json_of_another_vocabulary_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer.ggml.model": "t5"}, "of kind 't5', and read are gpt2, llama"),
+        (
+            {"tokenizer.ggml.model": "t5"},
+            r"tokenizer kind 't5' is not supported \(only gpt2, llama\)",
+        ),
         ({"tokenizer.ggml.pre": "mine"}, "rule 'mine' for splitting words is unknown; "),
         ({"tokenizer.ggml.merges": [1, 2]}, "its tokenizer is damaged"),
         ({"tokenizer.ggml.merges": ["Q"]}, "its tokenizer is damaged"),
@@ -173,7 +176,7 @@ def keys_of_others(**changes: Any) -> dict[str, Any]:
     [("llama-bpe", True), ("llama3", True), ("tekken", True), ("glm4", False), ("gpt-2", False)],
 )
 def test_rules_that_put_bos_before_a_text(pre: str, begins: bool) -> None:
-    """Only where the file does not say it."""
+    """The rule only decides if the file does not have the key."""
     keys = keys_of_others(pre=pre, add_bos_token=None)
     bos = keys["tokenizer.ggml.bos_token_id"]
     assert list(read_vocabulary(keys, 400).prefix_ids) == [bos] * begins
@@ -196,7 +199,7 @@ def test_every_name_of_a_rule_is_read() -> None:
 
 def test_a_missing_rule_is_llama_cpp_s_default_with_a_remark() -> None:
     keys = keys_of_others(pre=None)
-    assert "does not name the rule" in vocabulary_remarks(keys)[0]
+    assert "tokenizer.ggml.pre is missing" in vocabulary_remarks(keys)[0]
     assert vocabulary_remarks(keys_of_others()) == []
     steps = json.loads(read_vocabulary(keys, 400).definition)["pre_tokenizer"]["pretokenizers"]
     split = tokenizers.pre_tokenizers.Sequence(
@@ -248,7 +251,8 @@ def test_several_end_tokens(stop_tokens: tuple[int, ...], read: tuple[int, ...])
 def test_an_eos_that_is_no_stop_token_is_said_and_an_edited_one_counts() -> None:
     keys, remarks = end_metadata((5,), 1)
     assert remarks == [
-        "llama.cpp also stops at token 1, the tokenizer's eos, which is no stop token of the model"
+        "llama.cpp also stops at token 1, the tokenizer's eos, which is not a stop token of the "
+        "model"
     ]
     assert end_metadata((5, 1), 1)[1] == end_metadata((), 1)[1] == []
     eos = "tokenizer.ggml.eos_token_id"
@@ -257,7 +261,7 @@ def test_an_eos_that_is_no_stop_token_is_said_and_an_edited_one_counts() -> None
 
 
 def test_more_end_tokens_than_gguf_has_keys() -> None:
-    assert end_metadata((1, 2, 3, 4), 1)[1] == ["GGUF has keys for 3 end tokens; not written: 4"]
+    assert end_metadata((1, 2, 3, 4), 1)[1] == ["GGUF has keys for 3 stop tokens; not written: 4"]
     assert end_tokens(end_metadata((1, 2), None)[0], 400) == (1, 2)
 
 
@@ -266,7 +270,7 @@ def test_no_eos_is_said() -> None:
     without = Tokenizer(tokenizer.definition, {"pad": "<|pad|>"})
     keys, remarks = tokenizer_metadata(without, without.vocab_size)
     assert keys["tokenizer.ggml.eos_token_id"] == without.pad_id
-    assert any("names no eos" in remark for remark in remarks)
+    assert any("tokenizer has no eos" in remark for remark in remarks)
 
 
 def test_what_stands_around_a_text() -> None:
@@ -304,7 +308,7 @@ def test_the_chat_template_and_stop_tokens_go_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["wordpiece", "unigram"])
 def test_tokenizers_that_llama_cpp_has_not(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    with pytest.raises(WorkhorseError, match=r"llama\.cpp has no tokenizer like this one"):
+    with pytest.raises(WorkhorseError, match=r"llama\.cpp does not support this kind of tokenizer"):
         write_gguf(path, make("llama"), model_type="llama", tokenizer=trained(name))
     assert not path.exists()
 
@@ -329,7 +333,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 
 
 def test_rules_are_known_by_what_they_do() -> None:
-    """The same rule is written in several ways."""
+    """One rule can be written in several ways."""
     sequence = {"type": "Sequence", "pretokenizers": [split(LLAMA3), BYTES]}
     assert rule(sequence, ignore_merges=True) == "llama-bpe"
     assert rule(sequence) == "smaug-bpe"

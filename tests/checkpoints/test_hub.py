@@ -1,7 +1,7 @@
-"""Models from the hub: what is fetched, what is not, and the line when it cannot be.
+"""Tests of models on the hub: the downloaded files, and the error messages.
 
-Each case is a process of its own, since the library reads its environment when it is imported. No
-network: a cache laid out on the disk, and a hub on this machine.
+Each case runs in its own process, since the library reads the environment when it is imported. The
+tests need no network: they use a prepared cache on the disk, and a local hub.
 """
 
 import runpy
@@ -21,7 +21,7 @@ NAME = "org/tiny-model"
 
 @pytest.fixture
 def resolve(tmp_path):
-    """Resolves names ("NAME REVISION") in a process with a cache in `tmp_path`; what it prints."""
+    """Resolves names ("NAME REVISION") with a cache in `tmp_path`; returns the output lines."""
 
     def run(*names, **environment):
         said = tmp_path / "said"
@@ -34,7 +34,7 @@ def resolve(tmp_path):
 
 @pytest.fixture
 def snapshot(tmp_path):
-    """A cached model as the library lays it out."""
+    """A cached model in the directory layout of the library."""
     repository = tmp_path / "hub" / "models--org--tiny-model"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
@@ -46,7 +46,7 @@ def snapshot(tmp_path):
 
 def test_offline_from_the_cache(resolve, snapshot):
     assert resolve(NAME, f"{NAME}@{COMMIT}", f"{NAME} {COMMIT}", HF_HUB_OFFLINE="1") == [
-        f"{NAME} at main is commit {COMMIT}; pin it by @{COMMIT}",
+        f"{NAME} at main is commit {COMMIT}; pin it with @{COMMIT}",
         *[str(snapshot)] * 3,
     ]
 
@@ -55,10 +55,10 @@ def test_offline_from_the_cache(resolve, snapshot):
 def test_offline_and_not_cached(resolve, tmp_path):
     other, revision = resolve("org/other", f"{NAME}@v2", HF_HUB_OFFLINE="1")
     assert other == (
-        f"refused: org/other at main is not whole in the cache {tmp_path / 'hub'} and "
+        f"refused: org/other at main is not completely in the cache {tmp_path / 'hub'} and "
         "HF_HUB_OFFLINE is set; unset it, or give a local folder"
     )
-    assert revision.startswith(f"refused: {NAME} at v2 is not whole in the cache")
+    assert revision.startswith(f"refused: {NAME} at v2 is not completely in the cache")
 
 
 def test_data_is_fetched_and_code_is_not_asked_for(resolve):
@@ -110,9 +110,9 @@ def test_what_the_hub_refuses(resolve):
         f"refused: {NAME} is gated; accept its terms at {address}/{NAME} "
         "and set HF_TOKEN to your token"
     )
-    [silent] = resolve(NAME, HF_ENDPOINT=address)  # nobody listens there any more
+    [silent] = resolve(NAME, HF_ENDPOINT=address)  # the server has stopped
     assert silent == (
-        f"refused: {NAME} at main is not whole in the cache and {address} does not answer; "
+        f"refused: {NAME} at main is not completely in the cache and {address} does not answer; "
         "check the network, or give a local folder"
     )
 
@@ -124,5 +124,5 @@ def test_what_is_not_a_hub_id(name):
 
 
 def test_two_revisions():
-    with pytest.raises(WorkhorseError, match="disagree; give one of them"):
+    with pytest.raises(WorkhorseError, match="disagree; give only one"):
         resolve_model("org/name@a", revision="b")

@@ -1,4 +1,4 @@
-"""Directories of transformers: prefixes, larger models, and every tensor accounted for."""
+"""Hugging Face directories: prefixes, larger models, and checks that each tensor is used."""
 
 import json
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 
 
 def under(*prefixes: tuple[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Names with the first prefix that fits replaced."""
+    """A function that replaces the first matching prefix of each name."""
 
     def renamed(name: str) -> str:
         fits = (new + name.removeprefix(old) for old, new in prefixes if name.startswith(old))
@@ -72,14 +72,14 @@ def under(*prefixes: tuple[str, str]) -> Callable[[dict[str, Tensor]], dict[str,
     ("change", "message"),
     [
         (without("model.norm.weight"), "'model.norm.weight' is missing"),
-        (lambda t: {**t, "model.extra": torch.ones(1)}, "'model.extra' has no place"),
+        (lambda t: {**t, "model.extra": torch.ones(1)}, "'model.extra' is not part of this"),
         (
             lambda t: {**t, "model.norm.weight": torch.ones(33)},
             r"'model.norm.weight' has shape \(33,\), but the config needs \(32,\)",
         ),
         (
             lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
-            "'model.layers.0.self_attn.q_proj.bias' has no place",
+            "'model.layers.0.self_attn.q_proj.bias' is not part of this",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_config_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path)
     with pytest.raises(WorkhorseError, match="5000 layers for 21 tensors"):
         HuggingFaceDirectory(folder).load_decoder()
     change_config(folder, num_hidden_layers=10**9)
-    with pytest.raises(WorkhorseError, match="1000000000 is no real model's"):
+    with pytest.raises(WorkhorseError, match="1000000000 is above 10000"):
         HuggingFaceDirectory(folder)
 
 
@@ -186,7 +186,7 @@ def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
     directory = HuggingFaceDirectory(folder)
     with torch.no_grad():
         torch.testing.assert_close(directory.load_decoder()(TEXT), expected)
-    assert directory.remarks == ["2 tensors belong to other parts of the model: left out"]
+    assert directory.remarks == ["2 tensors belong to other parts of the model: not loaded"]
 
 
 def test_what_is_not_used_is_told(tmp_path: Path) -> None:
@@ -195,9 +195,8 @@ def test_what_is_not_used_is_told(tmp_path: Path) -> None:
     rotation = {"rope_type": "default", "rope_theta": 10_000.0, "new_turn": 1}
     change_config(folder, rope_parameters=rotation)
     assert HuggingFaceDirectory(folder).remarks == [
-        "config.json names code of its own (auto_map), which is never run",
-        "config.json has keys that nothing here reads: new_attention_trick, "
-        "rope_parameters.new_turn",
+        "config.json refers to custom code (auto_map), which is never run",
+        "unknown keys of config.json are ignored: new_attention_trick, rope_parameters.new_turn",
     ]
 
 
@@ -208,8 +207,8 @@ def test_what_is_not_used_is_told(tmp_path: Path) -> None:
         (
             {"eos_token_id": [2, VOCAB], "bos_token_id": -1},
             [
-                f"bos_token_id=-1 is not in the vocabulary of {VOCAB}, so it is passed over",
-                f"eos_token_id={VOCAB} is not in the vocabulary of {VOCAB}, so it is passed over",
+                f"bos_token_id=-1 is outside the vocabulary of {VOCAB} tokens and is ignored",
+                f"eos_token_id={VOCAB} is outside the vocabulary of {VOCAB} tokens and is ignored",
             ],
             (2,),
         ),
@@ -309,7 +308,9 @@ def test_a_config_that_cannot_be_is_one_line(
 def test_weights_of_an_unknown_form_are_refused_by_their_folder(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m")
     change_config(folder, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(WorkhorseError, match="the weights are quantised by 'gptq'") as refusal:
+    with pytest.raises(
+        WorkhorseError, match="quantization method 'gptq' is not supported"
+    ) as refusal:
         HuggingFaceDirectory(folder).load_decoder()
     assert str(refusal.value).startswith(f"{folder}: ")
 
@@ -317,7 +318,7 @@ def test_weights_of_an_unknown_form_are_refused_by_their_folder(tmp_path: Path) 
 def test_large_tensors_are_read_before_small_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that none's pages are in memory beside the copies of all the others."""
+    """Otherwise a large tensor's pages would be in memory together with all other copies."""
     sizes: list[int] = []
     read = TensorFolder.read
 
@@ -388,9 +389,7 @@ def test_a_model_that_no_class_can_hold_is_not_written(tmp_path: Path) -> None:
     odd = decoder.config.replace(
         blocks={"main": block.replace(attention=block.attention.replace(softcap=3.0))}
     ).build()
-    with pytest.raises(
-        WorkhorseError, match=r"no class of transformers .*softcap is 3\.0, not null"
-    ):
+    with pytest.raises(WorkhorseError, match=r"no transformers class .*softcap is 3\.0, not null"):
         write_huggingface(tmp_path / "odd", odd)
     assert not (tmp_path / "odd").exists()
 

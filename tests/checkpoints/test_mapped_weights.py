@@ -1,4 +1,4 @@
-"""Weights that stay in the mapped file: the same numbers, no memory of their own, a whole file."""
+"""Memory-mapped weights: same values, no memory of their own, and the file stays unchanged."""
 
 import hashlib
 import subprocess
@@ -63,7 +63,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_loading_imports_no_compiler(tmp_path: Path) -> None:
-    """Shapes of joined tensors are made on meta, where `torch.cat` would: 1.5 seconds."""
+    """`torch.cat` on the meta device would import the compiler, which takes 1.5 seconds."""
     command = [sys.executable, "-c", IMPORTS, str(written(tmp_path, TURNED_AND_PARTED))]
     assert subprocess.check_output(command, text=True).strip() == "False"
 
@@ -78,15 +78,17 @@ def load():
     decoder = workhorse.load(sys.argv[1], dtype=sys.argv[2], tell=lambda _: None).decoder
     assert all(weight.view(-1)[::1024].any() for weight in decoder.parameters())
     return decoder
-load()  # and with it all that is imported on the way
+load()  # imports everything before memory is measured
 before, decoder = own(), load()
 print((own() - before) / sum(weight.nbytes for weight in decoder.parameters()))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell own from mapped")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux reports anonymous memory separately"
+)
 def test_a_model_of_a_file_in_its_type_takes_no_memory_of_its_own(tmp_path: Path) -> None:
-    """17 million weights; of another type than the file's they are copies."""
+    """17 million weights. With another dtype than the file's, they are copied."""
     folder = written(tmp_path, llama(**SIZES | {"d_model": 1024, "n_layers": 2}, d_ff=1024))
     command = [sys.executable, "-c", OWN_MEMORY, str(folder)]
     assert float(subprocess.check_output([*command, "bfloat16"], text=True)) < 0.2

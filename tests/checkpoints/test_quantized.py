@@ -1,4 +1,4 @@
-"""MXFP4 and FP8 weights: the numbers they stand for, and weights that do not fit their scales."""
+"""MXFP4 and FP8 weights: their values, and errors for weights that do not match their scales."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @dataclass
 class Memory:
-    """A source of tensors that are there."""
+    """A source of tensors in memory."""
 
     tensors: dict[str, Tensor]
 
@@ -54,7 +54,7 @@ def test_every_byte_and_every_scale_of_mxfp4_is_the_formulas():
     assert found.shape == (1, 512, 255)
     assert torch.equal(found[0][fits], expected[fits])
     assert found[0][~fits].isinf().all()
-    assert torch.equal(found.signbit()[0], expected.signbit())  # minus zero too
+    assert torch.equal(found.signbit()[0], expected.signbit())  # also for minus zero
 
 
 def test_a_scale_of_255_is_not_a_number():
@@ -156,30 +156,42 @@ WEIGHT = torch.zeros(300, 4).to(torch.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
-        ({"quant_method": "gptq"}, {}, "quantised by 'gptq'; mxfp4 and fp8 can be read"),
-        ({"quant_method": ["x"]}, {}, r"quantised by \['x'\]; mxfp4"),
-        ({}, {}, "quantised by None; mxfp4"),
-        ({"quant_method": "bitnet"}, {}, "by 'bitnet': its linear layers round their inputs too"),
+        ({"quant_method": "gptq"}, {}, r"method 'gptq' is not supported \(only mxfp4 and fp8\)"),
+        ({"quant_method": ["x"]}, {}, r"method \['x'\] is not supported \(only mxfp4"),
+        ({}, {}, r"method None is not supported \(only mxfp4"),
+        (
+            {"quant_method": "bitnet"},
+            {},
+            "'bitnet' is not supported, because its linear layers also round their inputs",
+        ),
         ("fp8", {}, "quantization_config is 'fp8', not a mapping"),
         (MXFP4, {"x_blocks": BLOCKS}, "'x_blocks' has no scales: x_scales is missing"),
-        (MXFP4, {"x_scales": SCALES}, "'x_scales' scales nothing: no x_blocks"),
-        (MXFP4, {"x_blocks": BLOCKS, "x_scales": SCALES[:1]}, r"mxfp4 has uint8 of \(experts"),
-        (MXFP4, {"x_blocks": BLOCKS[..., :8], "x_scales": SCALES}, r"mxfp4 has uint8 of \(exp"),
-        (MXFP4, {"x_blocks": BLOCKS.int(), "x_scales": SCALES}, r"mxfp4 has uint8 of \(experts"),
+        (MXFP4, {"x_scales": SCALES}, "'x_scales' has no blocks: x_blocks is missing"),
+        (MXFP4, {"x_blocks": BLOCKS, "x_scales": SCALES[:1]}, r"mxfp4 needs uint8 of \(experts"),
+        (MXFP4, {"x_blocks": BLOCKS[..., :8], "x_scales": SCALES}, r"mxfp4 needs uint8 of \(exp"),
+        (MXFP4, {"x_blocks": BLOCKS.int(), "x_scales": SCALES}, r"mxfp4 needs uint8 of \(experts"),
         (
             MXFP4,
             {"x_blocks": BLOCKS, "x_scales": SCALES, "x": SCALES},
-            "'x' is there twice, plain and as x_blocks",
+            "'x' is stored twice: plain and as x_blocks",
         ),
         (FP8, {"x": WEIGHT}, "'x' has no scale: x_scale_inv is missing"),
-        (FP8, {"x_scale_inv": SCALES}, "'x_scale_inv' scales nothing that is stored as float8"),
+        (FP8, {"x_scale_inv": SCALES}, "'x_scale_inv' is a scale without a float8 tensor"),
         (
             FP8,
             {"x": WEIGHT.float(), "x_scale_inv": torch.ones(3, 1)},
-            "'x_scale_inv' scales nothing that is stored as float8",
+            "'x_scale_inv' is a scale without a float8 tensor",
         ),
-        (FP8, {"x": WEIGHT, "x_scale_inv": torch.ones(2, 1)}, r"is \(2, 1\), which does not fit x"),
-        (FP8, {"x": WEIGHT, "x_scale_inv": torch.ones(3, 1).int()}, "is of torch.int32, no float"),
+        (
+            FP8,
+            {"x": WEIGHT, "x_scale_inv": torch.ones(2, 1)},
+            r"shape \(2, 1\), which does not fit x",
+        ),
+        (
+            FP8,
+            {"x": WEIGHT, "x_scale_inv": torch.ones(3, 1).int()},
+            "has dtype torch.int32, not a float dtype",
+        ),
         (FP8, {"x": WEIGHT[:, 0], "x_scale_inv": torch.ones(3)}, "which does not fit x"),
         ({**FP8, "weight_block_size": [0, 128]}, {}, r"weight_block_size is \[0, 128\], not"),
         ({**FP8, "weight_block_size": 128}, {}, "weight_block_size is 128, not"),

@@ -46,7 +46,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def run(tmp_path: Path, decoder: Decoder) -> RunDirectory:
-    """A run with two checkpoints, of which the newer one is the decoder."""
+    """A run with two checkpoints; the newer one contains the decoder's weights."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     run.begin("name: run\n")
@@ -118,7 +118,7 @@ def test_a_run_that_saves_meanwhile_is_described_by_its_newer_checkpoint(
 
 def test_a_config_of_another_model_is_refused(run: RunDirectory) -> None:
     run.save_config(CONFIG.replace(max_seq_len=16))
-    with pytest.raises(WorkhorseError, match=r"are of another config than its config.json"):
+    with pytest.raises(WorkhorseError, match=r"have another config than its config.json"):
         run.load_decoder()
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_saved_nothing_yet(tmp_path: Path) -> None:
     with pytest.raises(WorkhorseError, match="has no whole checkpoint; train it with --resume"):
         run.load_decoder()
     run.metrics_file.write_text('{"kind": "checkpoint", "step": 3}\n')
-    with pytest.raises(WorkhorseError, match="has no whole checkpoint; put its checkpoints back"):
+    with pytest.raises(WorkhorseError, match="has no whole checkpoint; restore its checkpoints"):
         run.load_decoder()
 
 
@@ -185,7 +185,7 @@ def test_a_lock_holds_when_its_file_was_removed(tmp_path: Path) -> None:
 def test_a_recipe_that_is_none_is_named(run: RunDirectory) -> None:
     for content in (b"", b"\xff\xfe", b"[1, 2]", b"a: 1"):
         run.recipe_file.write_bytes(content)
-        with pytest.raises(WorkhorseError, match=r"recipe.yaml.*; put back the recipe"):
+        with pytest.raises(WorkhorseError, match=r"recipe.yaml.*; restore the recipe"):
             run.recipe()
 
 
@@ -210,7 +210,9 @@ def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         folder = tmp_path / link.__name__
         folder.mkdir()
         link(folder / ".lock", mine)
-        with pytest.raises(WorkhorseError, match=r"\.lock is a link or no plain file; remove it"):
+        with pytest.raises(
+            WorkhorseError, match=r"\.lock is a link or not a regular file; remove it"
+        ):
             FolderLock(folder)
     assert mine.read_text() == "mine"
 
@@ -247,5 +249,5 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
 def test_a_run_directory_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nothing")
     for out in (tmp_path / "link", tmp_path / "link" / "run"):
-        with pytest.raises(WorkhorseError, match=r"(it|link) is a link to nothing; choose another"):
+        with pytest.raises(WorkhorseError, match=r"(it|link) is a dangling link; choose another"):
             RunDirectory(out).lock()

@@ -1,4 +1,4 @@
-"""Files of tensors that are written part by part, beside the safetensors library."""
+"""Files of tensors that are written in parts, compared with the safetensors library."""
 
 import itertools
 from pathlib import Path
@@ -21,14 +21,14 @@ TENSORS = {
 
 
 def part_of(tensor: torch.Tensor, places: tuple[int, ...], ways: tuple[int, ...]) -> Slice:
-    """One of as many parts along each axis, all of one size but the last."""
+    """One part of a tensor, which is split into `ways` parts per axis; the last may be smaller."""
     starts: list[int] = []
     values = tensor
     for axis, size in enumerate(tensor.shape):
         each = -(-size // ways[axis])
         starts.append(min(places[axis] * each, size))
         values = values.narrow(axis, starts[-1], min(each, size - starts[-1]))
-    if any(places[tensor.ndim :]):  # another has written all of it
+    if any(places[tensor.ndim :]):  # another part already contains the whole tensor
         return Slice(tensor.reshape(-1)[:0], tuple(starts), tuple(tensor.shape))
     return Slice(values, tuple(starts), tuple(tensor.shape))
 

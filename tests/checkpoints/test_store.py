@@ -18,7 +18,7 @@ FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.j
 
 
 def contents(step: int) -> dict[str, Any]:
-    """What to save at a step; different at each."""
+    """Arguments of `save` for a step, different for each step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "step": step,
@@ -30,7 +30,7 @@ def contents(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """A store with checkpoints of the steps 10, 20 and 30."""
+    """A store with checkpoints at steps 10, 20 and 30."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=3)
     for step in (10, 20, 30):
         store.save(**contents(step))
@@ -82,7 +82,7 @@ def test_no_pickle_and_readable_by_others(store: CheckpointStore) -> None:
     files = sorted(store.path(30).iterdir())
     assert tuple(file.name for file in files) == FILES
     modes = {file.stat().st_mode for file in files}
-    assert len(modes) == 1  # the same as any file that the user makes
+    assert len(modes) == 1  # the mode of any new file of the user
 
 
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_leftovers_of_a_killed_save_are_removed(store: CheckpointStore, tmp_path
     (store.folder / ".tmp-step-00000050").symlink_to(tmp_path)
     assert store.steps() == [30, 20, 10]
     assert store.newest().step == 30
-    assert leftover.exists()  # looking changes nothing
+    assert leftover.exists()  # reading deletes nothing
     store.clean()
     assert not list(store.folder.glob(".*"))
     assert tmp_path.exists()
@@ -168,7 +168,7 @@ def test_whole_weights_are_found_without_their_optimizer(store: CheckpointStore)
 
 
 def test_a_damaged_newer_checkpoint_displaces_no_whole_one(store: CheckpointStore) -> None:
-    """A run that goes back behind it with `keep` lowered would else lose all it has."""
+    """Otherwise a run that resumes from an older step with a lower `keep` would lose all it has."""
     (store.path(30) / "optimizer.safetensors").unlink()
     store.keep = 1
     store.save(**contents(25))
@@ -180,12 +180,12 @@ def test_a_damaged_newer_checkpoint_displaces_no_whole_one(store: CheckpointStor
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(store: CheckpointStore) -> None:
-    """Nor for the process that goes on after the one that found it."""
+    """This also holds in a later process, which has not seen the damage itself."""
     store.keep = 2
     (store.path(30) / "optimizer.safetensors").unlink()
     assert store.newest().step == 20
     store.prune(20)
-    assert store.steps() == [30, 20, 10]  # the run is not past it
+    assert store.steps() == [30, 20, 10]  # the run has not passed the damaged step yet
     store.save(**contents(40))
     assert store.steps() == [40, 20]
     CheckpointStore(store.folder, keep=2).prune(40)
@@ -228,7 +228,7 @@ def test_a_manifest_of_anything_else_is_damage(store: CheckpointStore, content: 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(store: CheckpointStore, name: str) -> None:
     (store.path(30) / name).unlink()
     os.mkfifo(store.path(30) / name)
-    with pytest.raises(DamagedCheckpoint, match=rf"{name} is no file"):
+    with pytest.raises(DamagedCheckpoint, match=rf"{name} is not a regular file"):
         store.check(30)
 
 
@@ -259,7 +259,7 @@ def test_a_step_removed_between_listing_and_opening_gives_way_to_the_newer_one(
         return listed
 
     monkeypatch.setattr(store, "steps", steps)
-    # What differs is told as text, as tensors cannot be compared as a whole.
+    # Compare the repr, since `==` on structures of tensors is ambiguous.
     assert repr(READERS[reader](store)) == repr(READERS[reader](expected))
 
 
@@ -293,12 +293,12 @@ def test_steps_removed_faster_than_they_are_read_are_told(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "steps", lambda: [40])
-    with pytest.raises(WorkhorseError, match=r"was removed before it was read; wait for"):
+    with pytest.raises(WorkhorseError, match=r"was removed before it was read; wait until"):
         store.newest()
 
 
 class RecordingDisk(Disk):
-    """Notes what is done; fails at one operation, if asked."""
+    """A disk that records its operations, and fails at the operation `fail_at`."""
 
     def __init__(self, fail_at: int = -1) -> None:
         self.done: list[str] = []
@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_the_others_whole(store: CheckpointStore, operation: 
 def test_an_error_at_any_offset_leaves_the_others_whole(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The disk takes so many bytes of the tensors, and no more."""
+    """The disk accepts a limited number of bytes of the tensors."""
     write = os.pwrite
     left = 0
 
@@ -392,7 +392,7 @@ def test_an_error_at_any_offset_leaves_the_others_whole(
 
 
 def test_a_limit_on_the_size_of_files_is_told_in_the_systems_words(tmp_path: Path) -> None:
-    """In a process of its own, as a limit stays."""
+    """The limit is set in a separate process, since it cannot be undone."""
     script = """
 import resource, sys, torch
 from pathlib import Path
@@ -408,9 +408,9 @@ except WorkhorseError as error:
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert done.stdout == (
-        f"cannot write checkpoint {tmp_path}/step-00000010: {os.strerror(errno.EFBIG)}; there is "
-        "none yet; raise the limit on a file's size (ulimit -f), or choose another place, then run "
-        "again with --resume\n"
+        f"cannot write checkpoint {tmp_path}/step-00000010: {os.strerror(errno.EFBIG)}; none "
+        "is saved yet; raise the limit on a file's size (ulimit -f), or choose another place, then "
+        "run again with --resume\n"
     )
     assert not list(tmp_path.iterdir())
 
@@ -419,7 +419,7 @@ except WorkhorseError as error:
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """As an open file on NFS, or a file that another user made; it is deleted when it can be."""
+    """Examples are an open file on NFS, or another user's file. A later save deletes it."""
     (store.folder / ".tmp-mine").mkdir()
     with monkeypatch.context() as broken:
         real = getattr(Disk, refused)
@@ -438,14 +438,16 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
         assert store.steps()[:3] == [50, 40, 30]
     store.save(**contents(60))
     assert store.steps() == [60, 50, 40]
-    assert [path.name for path in store.folder.glob(".*")] == [".tmp-mine"]  # not of this store
+    assert [path.name for path in store.folder.glob(".*")] == [
+        ".tmp-mine"
+    ]  # not a temporary name of the store
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_may_not_be_read_is_not_passed_over_as_damaged(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As with too many open files: the run would go on from an older checkpoint."""
+    """For example, with too many open files, a run would resume from an older checkpoint."""
     real = os.open
 
     def refuse(path: Path, *given: Any) -> int:

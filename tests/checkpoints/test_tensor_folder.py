@@ -1,4 +1,4 @@
-"""Safetensors folders: what is written is read, what is wrong is refused, memory stays small."""
+"""Safetensors folders: written tensors are read, bad files fail, and little memory is used."""
 
 import json
 import subprocess
@@ -78,7 +78,7 @@ def test_shards_and_their_index(tmp_path):
     ]
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 6 * 4 + 4 + 1000 * 4
-    assert index["weight_map"]["z"] == names[1]  # larger than a shard, so by itself
+    assert index["weight_map"]["z"] == names[1]  # larger than a shard, so in its own file
     assert equal(load_file(tmp_path / names[0]), {k: TENSORS[k] for k in ("a", "b", "empty")})
     assert equal(read_all(tmp_path), TENSORS)
 
@@ -107,7 +107,7 @@ def test_transformers_shards_are_read(tmp_path):
     st.integers(0, 7),
 )
 def test_every_type_and_shape_is_read_at_any_alignment(tmp_path_factory, kinds, padding):
-    """`padding`: a header of any length, as old writers left it, puts tensors at odd addresses."""
+    """`padding` gives the header any length, as old writers did, and misaligns the tensors."""
     folder = tmp_path_factory.mktemp("model")
     header, data, expected = {"__metadata__": {"pad": "x" * padding}}, b"", {}
     for number, (dtype, shape) in enumerate(kinds):
@@ -140,7 +140,9 @@ def test_what_the_writer_is_given_is_cast_and_made_in_turn(tmp_path):
 
 def test_weights_are_not_written_among_others(tmp_path):
     write_tensors(tmp_path, makers(TENSORS))
-    with pytest.raises(WorkhorseError, match=r"holds 'model.safetensors' already; choose another"):
+    with pytest.raises(
+        WorkhorseError, match=r"already contains 'model.safetensors'; choose another"
+    ):
         write_tensors(tmp_path, makers(TENSORS), max_shard_bytes=1)
 
 
@@ -233,11 +235,11 @@ def sharded(tmp_path):
         ({"a": "../x.safetensors"}, "is no file name; it must lie in the folder"),
         ({"a": "/etc/x.safetensors"}, "is no file name; it must lie in the folder"),
         ({"a": "x\x00.safetensors"}, "is no file name; it must lie in the folder"),
-        ({"a": "x.bin"}, "in 'x.bin', which is no safetensors file"),
-        ({"a": 5}, "in 5, which is no safetensors file"),
+        ({"a": "x.bin"}, "in 'x.bin', which is not a safetensors file"),
+        ({"a": 5}, "in 5, which is not a safetensors file"),
         ({"a": "gone.safetensors"}, "gone.safetensors is missing; fetch the model again"),
-        ({"more": "model-00001-of-00002.safetensors"}, "only the index has tensor 'more'"),
-        ({"a": "model-00002-of-00002.safetensors"}, "only the (index|shard) has tensor 'a'"),
+        ({"more": "model-00001-of-00002.safetensors"}, "tensor 'more' is only in the index"),
+        ({"a": "model-00002-of-00002.safetensors"}, "tensor 'a' is only in the (index|shard)"),
     ],
 )
 def test_an_index_that_cannot_be(sharded, change, message):
@@ -248,21 +250,23 @@ def test_an_index_that_cannot_be(sharded, change, message):
 def test_a_tensor_in_two_shards(sharded):
     folder = sharded(a="third.safetensors")
     save_file({"a": torch.ones(2)}, folder / "third.safetensors")
-    with pytest.raises(WorkhorseError, match=r"tensor 'a' is in another shard too|only the shard"):
+    with pytest.raises(
+        WorkhorseError, match=r"tensor 'a' is also in another shard|only in the shard"
+    ):
         TensorFolder(folder)
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (None, "holds no weights: neither model.safetensors nor"),
-        ("pytorch_model.bin", "of a kind that can run code when it is read; convert it with"),
-        ("consolidated.00.pth", "of a kind that can run code when it is read; convert it with"),
-        ("tf_model.h5", "of a kind that can run code when it is read; convert it with"),
+        (None, "has no weights: neither model.safetensors nor"),
+        ("pytorch_model.bin", "a format that can run code when it is read; if you trust it"),
+        ("consolidated.00.pth", "a format that can run code when it is read; if you trust it"),
+        ("tf_model.h5", "a format that can run code when it is read; if you trust it"),
         ("model.Q8_0.gguf", "fetch the safetensors files of the same model"),
         (
             "model-00001-of-00002.safetensors",
-            "and neither model.safetensors nor .*; fetch it again",
+            "but neither model.safetensors nor .*; fetch it again",
         ),
     ],
 )
@@ -311,7 +315,7 @@ print((peak() - before) / sum(copy.nbytes for copy in copies.values()))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in another unit")
 def test_copying_everything_away_needs_the_copies_and_little_more(tmp_path):
-    """320 MB in tensors of 8 MB, two shards; mapped pages count too."""
+    """320 MB in tensors of 8 MB and two shards. The measured memory includes mapped pages."""
     tensors = [
         (f"t{i}", (2_000_000,), torch.float32, lambda: torch.rand(2_000_000)) for i in range(40)
     ]

@@ -1,4 +1,4 @@
-"""A model goes where an equal one fits: parts of no effect are written out, and nothing else is."""
+"""Models are exported as an equivalent class: neutral parts are added, and nothing else changes."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ GPT2: dict[str, Any] = {
 EQUAL: dict[str, tuple[str, DecoderConfig]] = {
     "norms of heads without weights": ("qwen3", config({"qk_norm": {"norm": WEIGHTLESS}})),
     "no norm has a weight": ("qwen3", config({"qk_norm": {"norm": WEIGHTLESS}}, WEIGHTLESS)),
-    "biases on the way in alone": (
+    "biases of q, k and v only": (
         "qwen3",
         config({"qkv_bias": True, "qk_norm": {"norm": WEIGHTLESS}}),
     ),
@@ -74,7 +74,7 @@ def test_the_same_logits_in_a_class_that_has_more_parts(name: str, tmp_path: Pat
     tokens = torch.randint(0, 61, (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(again(tokens), decoder(tokens))
-    if not name.startswith("biases"):  # llama.cpp's qwen3 has none on the way out
+    if not name.startswith("biases"):  # llama.cpp's qwen3 has no output bias
         assert find_gguf_family(ours).model_type == model_type
 
 
@@ -102,11 +102,11 @@ def test_a_class_that_says_it_all_is_preferred() -> None:
     alone = BIASLESS | {"weight": False, "precision": "float32"}
     found = native_class(config({"position": position}, alone))
     assert not isinstance(found, str)
-    assert found.model_type == "olmo"  # which has norms without weights
+    assert found.model_type == "olmo"  # OLMo has norms without weights
 
 
 def test_a_dense_model_is_not_written_as_a_mixture() -> None:
-    """Qwen2-MoE, which may have dense layers alone, comes before Mistral in the list."""
+    """Qwen2-MoE may have only dense layers, and comes before Mistral in the list."""
     found = native_class(config({"window": 8}))
     assert not isinstance(found, str)
     assert found.model_type == "mistral"
@@ -143,7 +143,7 @@ def test_a_refusal_names_the_option_and_what_to_do(words: str, tmp_path: Path) -
     with pytest.raises(WorkhorseError) as caught:
         write_huggingface(tmp_path / "hf", decoder)
     message = str(caught.value)
-    assert message.startswith("no class of transformers holds this model; nearest is ")
+    assert message.startswith("no transformers class can represent this model; nearest is ")
     assert words in message
     assert message.endswith("or keep the model in our own format (--to workhorse)")
     with pytest.raises(

@@ -176,4 +176,7 @@ def test_show_tells_of_each_kind_of_layer(capsys: pytest.CaptureFixture[str]) ->
 def test_a_recipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine")
     assert main(["models", "show", str(tmp_path / "mine.yaml")]) == 2
-    assert "mine.yaml is a recipe and no model; workhorse train" in capsys.readouterr().err
+    assert (
+        "mine.yaml is a recipe, not a model; train it with workhorse train"
+        in capsys.readouterr().err
+    )

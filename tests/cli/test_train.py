@@ -349,7 +349,7 @@ def test_processes_that_are_started_again_go_on_with_their_own_run_alone(
     before = run.metrics_file.read_bytes()
     capsys.readouterr()
     assert main(["train", recipe]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert run.metrics_file.read_bytes() == before
     os.utime(run.recipe_file)  # begun by those before these
     assert main(["train", recipe]) == 0

@@ -109,7 +109,7 @@ def test_dry_run_tells_where_the_folder_of_the_recipes_name_is_taken(
     assert main(["train", recipe]) == 0
     capsys.readouterr()
     assert main(["train", recipe, "--dry-run"]) == 0
-    assert "holds a run already; resume it with --resume" in capsys.readouterr().err
+    assert "already contains a run; resume it with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["to-nothing", "corpus.txt", "corpus.txt/run"])

@@ -32,7 +32,7 @@ def test_a_quantised_model_is_not_written(to: Format, run_folder: Path, tmp_path
 
 
 def test_what_cannot_be_written_is_refused_before_any_weight_is_made(tmp_path: Path) -> None:
-    with pytest.raises(WorkhorseError, match="no class of transformers holds this model"):
+    with pytest.raises(WorkhorseError, match="no transformers class can represent this model"):
         convert("palm-540b", tmp_path / "hf", "hf")
     with pytest.raises(WorkhorseError, match="nothing does not exist"):
         convert("nothing", tmp_path / "hf", "hf")
@@ -69,7 +69,7 @@ def test_an_unknown_number_format_is_refused_and_nothing_is_written(
 def test_a_file_that_is_no_model(run_folder: Path) -> None:
     with pytest.raises(
         WorkhorseError,
-        match=r"recipe\.yaml is a recipe and no model; workhorse train \S+ makes a run of it",
+        match=r"recipe\.yaml is a recipe, not a model; train it with workhorse train \S+ and give",
     ):
         workhorse.load(run_folder / "recipe.yaml")
     bad = run_folder / "x.gguf"
@@ -136,11 +136,13 @@ def test_weights_that_no_model_computes_with_are_not_written(
     model = workhorse.load(run_folder, execution="reference")
     weight = model.decoder.final_norm.weight
     assert isinstance(weight, torch.Tensor)
-    refused = "NaN; write an earlier state" if dtype == "float32" else "beyond float16; choose"
+    refused = (
+        "NaN; use an earlier checkpoint" if dtype == "float32" else "beyond float16's range; choose"
+    )
     for wrong in (torch.nan, torch.inf, -torch.inf) if dtype == "float32" else (1e5,):
         with torch.no_grad():
             weight[3] = wrong
-        with pytest.raises(WorkhorseError, match=rf"norm.weight holds .*{refused}"):
+        with pytest.raises(WorkhorseError, match=rf"norm.weight has .*{refused}"):
             convert(model, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
     empty = replace(model, decoder=model.config.build(device="meta"))
     with pytest.raises(WorkhorseError, match="on the device meta, without weights; load or draw"):
@@ -151,7 +153,7 @@ def test_weights_that_no_model_computes_with_are_not_written(
 def test_only_a_bias_may_rule_a_token_out() -> None:
     vector = torch.tensor([0.0, -torch.inf])
     check_numbers("head.bias", vector)
-    with pytest.raises(WorkhorseError, match=r"norm\.weight holds infinite values or NaN"):
+    with pytest.raises(WorkhorseError, match=r"norm\.weight has infinite values or NaN"):
         check_numbers("final_norm.weight", vector)
 
 

@@ -159,7 +159,7 @@ def test_what_is_not_a_model(tmp_path):
         workhorse.load(tmp_path)
     (tmp_path / "config.json").rename(tmp_path / "model.safetensors")
     with pytest.raises(
-        WorkhorseError, match=r"has weights and no config\.json; put the model's beside"
+        WorkhorseError, match=r"has weights but no config\.json; add the model's config\.json"
     ):
         workhorse.load(tmp_path)
     with pytest.raises(WorkhorseError, match="no folder, hub id or preset 'gpt22'; did you mean"):
@@ -330,7 +330,7 @@ def test_what_holds_no_token_ids(prompt, model) -> None:
 def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:
     (run_folder / "recipe.yaml").write_text("name: tiny\n")
     with pytest.raises(
-        WorkhorseError, match=r"recipe\.yaml has no section 'data'; put back the recipe"
+        WorkhorseError, match=r"recipe\.yaml has no section 'data'; restore the recipe"
     ):
         workhorse.load(run_folder)
 

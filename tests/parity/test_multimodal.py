@@ -94,7 +94,7 @@ def test_the_text_part_alone(model_type: str, tmp_path: Path) -> None:
     assert directory.family.model_type == model_type
     decoder = directory.load_decoder(dtype=torch.float32)
     assert [line.partition(" ")[2] for line in directory.remarks] == [
-        "tensors belong to other parts of the model: left out"
+        "tensors belong to other parts of the model: not loaded"
     ]
     tokens = torch.arange(3, 24)[None]
     if model_type == "llama4_text":  # transformers 5.24 cannot run it without images

@@ -37,10 +37,10 @@ def test_a_taken_folder_is_refused_where_given_and_else_told(
     recipe, said = make_recipe(steps=1), []
     folder = Path("runs") / recipe.name
     train(recipe, folder)
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already contains a run"):
         dry_run(recipe, folder)
     assert "run_directory" not in dry_run(recipe, tell=said.append)
-    assert said[0].startswith(f"{folder} holds a run already")
+    assert said[0].startswith(f"{folder} already contains a run")
     assert dry_run(make_recipe(steps=2), folder, resume=True)["step"] == 1
 
 

@@ -24,7 +24,7 @@ def times(out: Path) -> dict[Path, int]:
 def test_an_existing_run_is_not_overwritten(make_recipe, tmp_path: Path) -> None:
     train(make_recipe(), tmp_path / "run")
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    with pytest.raises(WorkhorseError, match="holds a run already; resume it with --resume"):
+    with pytest.raises(WorkhorseError, match="already contains a run; resume it with --resume"):
         train(make_recipe(), tmp_path / "run")
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
@@ -32,7 +32,9 @@ def test_an_existing_run_is_not_overwritten(make_recipe, tmp_path: Path) -> None
 def test_other_folders_are_not_written_into(make_recipe, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.txt").write_text("mine")
-    with pytest.raises(WorkhorseError, match=r"not empty and not a run \(it has 'chapter.txt'\)"):
+    with pytest.raises(
+        WorkhorseError, match=r"not empty and not a run \(it contains 'chapter.txt'\)"
+    ):
         train(make_recipe(), tmp_path / "thesis")
     with pytest.raises(WorkhorseError, match="holds no run to resume"):
         train(make_recipe(), tmp_path / "thesis", resume=True)

@@ -146,7 +146,7 @@ def test_a_class_without_groups_gives_way_to_one_that_has_them(tmp_path: Path) -
         hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     found = convert(tmp_path / "gpt2", tmp_path / "few", "hf", n_kv_heads=1, tell=list)
     assert found.architecture == "GPTBigCodeForCausalLM"
-    with pytest.raises(WorkhorseError, match="no class of transformers holds this model"):
+    with pytest.raises(WorkhorseError, match="no transformers class can represent this model"):
         convert(tmp_path / "gpt2", tmp_path / "two", "hf", n_kv_heads=2, tell=list)
 
 

@@ -1,6 +1,6 @@
-"""A model on its own in our format: any config, from a run or not.
+"""Reads and writes a model in Workhorse's own format, which supports any config.
 
-workhorse.json       the decoder's config, and what ends a text
+workhorse.json       the decoder's config, and the stop tokens
 model.safetensors    its weights under our names, or an index and several such files
 tokenizer/
 """
@@ -47,10 +47,10 @@ class ModelFolder:
     """A folder written by `write_model`.
 
     Args:
-        path: the folder; its description is read at once, its weights when they are needed.
+        path: the folder; `workhorse.json` is read immediately, the weights when they are needed.
 
     Raises:
-        WorkhorseError: the description is damaged, or of a later version.
+        WorkhorseError: `workhorse.json` is damaged, or written by a later version.
     """
 
     kind = "folder of workhorse convert"
@@ -61,7 +61,7 @@ class ModelFolder:
         values = read_json(self.path / DESCRIPTION)
         if values.get("format") != FORMAT:
             raise WorkhorseError(
-                f"{self.path / DESCRIPTION} has format {values.get('format')!r}, and this version "
+                f"{self.path / DESCRIPTION} has format {values.get('format')!r}, but this version "
                 f"reads {FORMAT}; write it again with the version that made it"
             )
         try:
@@ -75,7 +75,7 @@ class ModelFolder:
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Whether a folder looks like one."""
+        """True if a folder looks like a model in this format."""
         return (path / DESCRIPTION).exists()
 
     @property
@@ -90,16 +90,17 @@ class ModelFolder:
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """The decoder with its weights, in evaluation mode.
+        """Build the decoder and load its weights, in evaluation mode.
 
         Args:
-            device: where the weights go.
-            dtype: of the weights; `self.dtype` by default.
-            kernel: how attention is computed.
-            places: where the weights are copied to.
+            device: device of the weights.
+            dtype: dtype of the weights; `self.dtype` by default.
+            kernel: attention kernel.
+            places: function that returns the destinations of the weights.
 
         Raises:
-            WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
+            WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or a file is
+                damaged.
         """
         source = TensorFolder(self.path)
         dtype = dtype or self.dtype
@@ -108,12 +109,12 @@ class ModelFolder:
         moves = _same_names(shapes, self.config)
         check(moves, shapes, source)
         if extra := sorted(source.shapes.keys() - shapes.keys()):
-            raise WorkhorseError(f"{self.path}: tensor {extra[0]!r} has no place in its config")
+            raise WorkhorseError(f"{self.path}: tensor {extra[0]!r} is not part of its config")
         read_tensors(moves, places(allocate(decoder, device)), source)
         return decoder.eval()
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer of the model."""
+        """The model's tokenizer."""
         from workhorse.tokenizers import load_tokenizer
 
         return load_tokenizer(self.tokenizer_folder)
@@ -130,14 +131,14 @@ def write_model(
     """Write a decoder and its tokenizer in our own format.
 
     Args:
-        folder: new or empty; it appears whole or not at all.
-        decoder: what to write.
+        folder: a new or empty folder; it is written completely or not at all.
+        decoder: the decoder to write.
         tokenizer: its tokenizer, or None.
-        dtype: of the written weights; the decoder's own by default.
-        stop_tokens: tokens that end a text, if there are more than the tokenizer's eos.
+        dtype: dtype of the written weights; the decoder's dtype by default.
+        stop_tokens: ids of the tokens that end generation, if not only the tokenizer's eos.
 
     Raises:
-        WorkhorseError: the folder is taken or cannot be written.
+        WorkhorseError: the folder is in use or cannot be written.
     """
     weights = weights_of(decoder)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -166,17 +167,15 @@ def _same_names(shapes: Mapping[str, Shape], config: DecoderConfig) -> list[Move
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a path that is taken.
+    """Check that a new folder can be written at a path.
 
     Raises:
-        WorkhorseError: it is a file, a dangling link, or a folder that is not empty or cannot be
-            read; or no folder can have that name.
+        WorkhorseError: the path is a file, a dangling link, or a folder that is not empty or cannot
+            be read; or the name is not valid.
     """
     with writing(folder):
         if folder.is_symlink() and not folder.exists():
-            raise WorkhorseError(
-                f"{folder} is a link to nothing; remove it or choose another folder"
-            )
+            raise WorkhorseError(f"{folder} is a dangling link; remove it or choose another folder")
         if folder.exists() and not folder.is_dir():
             raise WorkhorseError(f"{folder} is a file; choose another name for the folder")
         if folder.exists() and any(folder.iterdir()):
@@ -184,10 +183,10 @@ def check_new(folder: Path) -> None:
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a temporary folder, and move it into place when it is whole.
+    """Let `fill` write into a temporary folder, and rename it when it is complete.
 
     Raises:
-        WorkhorseError: the place is taken, or the disk is full or refuses.
+        WorkhorseError: the folder is in use, or the disk is full or cannot be written.
     """
     check_new(folder)
     with replacing(folder, folder=True) as temporary:

@@ -1,4 +1,4 @@
-"""Models on disk, whatever their format: their common interface, and their sizes by dtype."""
+"""The common interface of models on disk in all formats, and their sizes by dtype."""
 
 import math
 import os
@@ -37,17 +37,17 @@ class StoredModel(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it is, in words."""
+        """Description of the format, for messages."""
         ...
 
     @property
     def family(self) -> Family | None:
-        """The model type of Hugging Face that it was written as, if any."""
+        """The equivalent Hugging Face model type, or None."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that its weights get by default."""
+        """The default dtype of the loaded weights."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class StoredModel(Protocol):
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text; empty: the tokenizer's eos."""
+        """Ids of the tokens that end generation; if empty, the tokenizer's eos."""
         ...
 
     def load_decoder(
@@ -70,9 +70,9 @@ class StoredModel(Protocol):
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """The decoder with its weights, by default of dtype `self.dtype`.
+        """Build the decoder and load its weights, by default in dtype `self.dtype`.
 
-        `places` gives the destinations that they are copied to.
+        `places` returns the destinations that the weights are copied to.
         """
         ...
 
@@ -95,14 +95,14 @@ def open_stored(
     *,
     weights: bool = True,
 ) -> StoredModel:
-    """A model by its folder or file, or by its id on the Hugging Face hub.
+    """Open a model by its folder or file, or by its id on the Hugging Face hub.
 
     Args:
-        model: a run directory or one of its checkpoints, a folder that `convert` wrote, a Hugging
-            Face directory, a GGUF file, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is
-            fetched if need be.
-        tell: called with the commit that a name on the hub stands for.
-        weights: whether to fetch the weights of a model on the hub.
+        model: a run directory or one of its checkpoints, a folder written by `convert`, a Hugging
+            Face directory, a GGUF file, or `ORG/NAME` or `ORG/NAME@REVISION` on the hub. A model on
+            the hub is downloaded if it is not in the cache.
+        tell: called with a message that names the commit of a model on the hub.
+        weights: True to download the weights of a model on the hub.
 
     Raises:
         WorkhorseError: there is no such model, or it cannot be read.
@@ -111,8 +111,8 @@ def open_stored(
     if not os.path.exists(path):
         if str(model) in preset_names():
             raise WorkhorseError(
-                f"{model} is a preset, a shape without weights; give a folder or hub id (a recipe "
-                f"trains fresh ones by 'model={{preset: {model}}}')"
+                f"{model} is a preset, which has no weights; give a folder or hub id (to train a "
+                f"model of this shape, set 'model={{preset: {model}}}' in a recipe)"
             )
         if not is_hub_id(str(model)):
             raise WorkhorseError(f"{model} does not exist; check the path")
@@ -132,11 +132,11 @@ def open_stored(
 
 
 def _check_may_be_run(path: Path) -> None:
-    """Raise if it is a file or the folder of an adapter."""
+    """Raise an error if a path is a file or the folder of an adapter."""
     if path.suffix in (".yaml", ".yml") and not path.is_dir():
         raise WorkhorseError(
-            f"{path} is a recipe and no model; workhorse train {path} makes a run of it, which "
-            "can be given here (--dry-run only shows it)"
+            f"{path} is a recipe, not a model; train it with workhorse train {path} and give the "
+            "run directory (--dry-run only shows the run)"
         )
     if not path.is_dir():
         raise WorkhorseError(f"{path} is a file; give the folder of its model")
@@ -151,19 +151,19 @@ def model_name(model: object) -> str:
     """The argument for a model as a string.
 
     Raises:
-        WorkhorseError: it is not a name.
+        WorkhorseError: it is not a path or a name.
     """
     to_path(model, "a model is a path, a hub id or a preset's name")
-    return str(model)  # a path would lose the dot of ./name, which says that it is a folder
+    return str(model)  # a Path would drop the dot of ./name, which marks a folder
 
 
 def is_stored(model: str) -> bool:
-    """Whether a name means a model on disk or on the hub, existing or not, and not a preset."""
+    """True if a name refers to a model on disk or on the hub, existing or not, not to a preset."""
     return "/" in model or model.endswith(FILES) or os.path.exists(model)
 
 
 def no_such_model(name: str) -> WorkhorseError:
-    """The error that a name is neither a model on disk or on the hub nor a preset."""
+    """An error that a name is neither a model on disk or on the hub nor a preset."""
     remedy = nearest(name, preset_names())
     if not remedy.startswith("did you mean"):
         remedy = "check the path (workhorse models list shows the presets)"
@@ -171,9 +171,9 @@ def no_such_model(name: str) -> WorkhorseError:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a name has the form of an id on the hub: two words with a slash between.
+    """True if a name has the form of a hub id: two words separated by a slash.
 
-    Files of models, and the folder of runs, are on disk or nowhere.
+    Names of model files, and paths in the folder `runs` or `~`, are never hub ids.
     """
     name = model.partition("@")[0]
     words = name.split("/")
@@ -189,21 +189,21 @@ Found = TypeVar("Found")
 
 
 class Held(NamedTuple):
-    """The stored weights of one dtype."""
+    """Number of elements and bytes of the stored weights of one dtype."""
 
     numbers: int
     bytes: int
 
 
 def bytes_on_disk(stored: StoredModel) -> int:
-    """Bytes of its weight files; for a run, those of its newest checkpoint. 0: there are none."""
+    """Total bytes of a model's weight files; for a run, of its newest checkpoint. 0 if none."""
     if isinstance(stored, GgufFile):
         return stored.path.stat().st_size
     return _in_folder(stored, _bytes) or 0
 
 
 def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
-    """Numbers and bytes of each dtype, by name, the most bytes first. Empty: there are none.
+    """Elements and bytes of each dtype, by name, the most bytes first; empty without weights.
 
     Raises:
         WorkhorseError: a header is damaged.
@@ -244,12 +244,12 @@ def _bytes(folder: Path) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    # A link to nothing or to itself is told by what reads it.
+    # A dangling or circular link is reported when the file is read.
     return [file for file in folder.glob("*.safetensors") if file.is_file()]
 
 
 def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
-    """What `read` gives for the folder with the weights; None for a run without a checkpoint."""
+    """The result of `read` for the folder of the weights; None for a run without checkpoint."""
     if not isinstance(stored, RunDirectory):
         return read(stored.path)
     store = stored.store()

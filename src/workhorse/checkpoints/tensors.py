@@ -1,4 +1,4 @@
-"""Tensors by name, in and out of a decoder."""
+"""Reads the weights of a decoder by name, and loads weights into it."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,7 +13,7 @@ from workhorse.nn.attention.kernels import KernelName
 from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]
-"""For an empty decoder: the destination of each of its weights, by name."""
+"""Function that returns the destination of each weight of an empty decoder, by name."""
 
 
 def empty_decoder(
@@ -25,59 +25,59 @@ def empty_decoder(
 
 def allocate(decoder: Decoder, device: torch.device | str) -> Decoder:
     """Move a decoder from the meta device to uninitialised memory, in place."""
-    # As `to_empty`, but that asks for strides and imports PyTorch's compiler for it: half a second.
+    # `to_empty` would do the same, but imports PyTorch's compiler for the strides: half a second.
     decoder._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
-    decoder.tie_weights()  # moving from meta parts what was shared
+    decoder.tie_weights()  # shared weights became separate when they left the meta device
     return decoder
 
 
 def weights_of(decoder: Decoder) -> dict[str, Tensor]:
-    """Every weight once, by the first of its names; the tensors themselves.
+    """Every weight of a decoder once, by its first name. The tensors are not copied.
 
     Raises:
-        WorkhorseError: some are quantised, which no format of ours holds.
+        WorkhorseError: some weights are quantised, which no format of ours can store.
     """
     check_weights_kept(decoder)
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:
-    """Refuse to write weights that no model can compute with.
+    """Check that a tensor contains only values that a model can compute with.
 
-    A vector other than a `weight` may hold -inf: as a bias of logits it rules tokens out.
+    A vector that is not a `weight` may contain -inf: as a bias of logits it excludes tokens.
 
     Raises:
         WorkhorseError: a value is infinite or NaN.
     """
-    if tensor.sum(dtype=torch.float32).isfinite():  # far quicker than testing each
+    if tensor.sum(dtype=torch.float32).isfinite():  # much faster than testing each value
         return
     wrong = ~tensor.isfinite()
     if tensor.ndim == 1 and not name.endswith("weight"):
         wrong &= tensor != -torch.inf
     if wrong.any():
         raise WorkhorseError(
-            f"{name} holds infinite values or NaN; write an earlier state of the model"
+            f"{name} has infinite values or NaN; use an earlier checkpoint of the model"
         )
 
 
 def mapped_weights(decoder: Decoder) -> dict[str, Destination]:
-    """Like `weights_of`, but a weight that is stored as it is used is not copied.
+    """Like `weights_of`, but a weight stored with its final dtype and layout is not copied.
 
-    It is the mapped file itself: available at once, read from the disk when it is first used, and
-    copied by the system if something writes to it, so that nothing reaches the file. The others are
-    copied into ordinary pages: to make large ones the system may first have to move others, which
-    takes longer than the copy.
+    Such a weight is the memory-mapped file itself: available immediately, read from the disk on
+    first use, and copied by the system on a write, so that the file never changes. Other weights
+    are copied into ordinary pages. For huge pages the system may first have to move other memory,
+    which takes longer than the copy.
     """
     mapped: set[int] = set()
     return {name: _MappedWeight(weight, mapped) for name, weight in decoder.named_parameters()}
 
 
 class _MappedWeight:
-    """Takes over the memory of what is copied to it, if it has the same dtype and layout.
+    """A destination that adopts the memory of its source if dtype and layout are the same.
 
     Args:
-        weight: not yet filled.
-        mapped: addresses that already belong to a weight; no two weights share memory.
+        weight: the weight to fill.
+        mapped: addresses that already belong to a weight, since two weights must not share memory.
     """
 
     def __init__(self, weight: nn.Parameter, mapped: set[int]) -> None:
@@ -109,7 +109,7 @@ class _MappedWeight:
 def load_weights(
     decoder: Decoder, weights: Mapping[str, Tensor], places: Places = weights_of
 ) -> None:
-    """Copy weights into a decoder, by name, or to the destinations that `places` gives.
+    """Copy weights by name into a decoder, or to the destinations that `places` returns.
 
     Raises:
         WorkhorseError: names or shapes differ, or a tensor has a dtype that is not for weights.

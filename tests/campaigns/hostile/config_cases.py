@@ -1,4 +1,4 @@
-"""What config.json may do to whoever reads it, and code that it names."""
+"""Malicious config.json files, and code that they refer to."""
 
 from tests.campaigns.hostile.directories import (
     WEIGHTS,
@@ -18,7 +18,7 @@ CONFIG = "config.json"
 HUGE = 10**9
 
 CONFIGS = {
-    "no config": Case(remove(CONFIG), "has weights and no config.json"),
+    "no config": Case(remove(CONFIG), "has weights but no config.json"),
     "config is a pickle": Case(content(CONFIG, b"cos\nsystem\n(S'true'\ntR."), "not valid JSON"),
     "config is empty": Case(content(CONFIG, ""), "not valid JSON"),
     "config is a list": Case(content(CONFIG, "[1, 2]"), "not a JSON object"),
@@ -45,19 +45,21 @@ CONFIGS = {
     "config is a folder": Case(directory(CONFIG), "is a folder"),
     "config is a device": Case(link(CONFIG, "/dev/zero"), "link out of its folder"),
     "config is outside": Case(link(CONFIG, "../outside/config.json"), "link out of its folder"),
-    "config is itself": Case(link(CONFIG, CONFIG), "has weights and no config.json"),
+    "config is itself": Case(link(CONFIG, CONFIG), "has weights but no config.json"),
 }
 SIZES = {
     "a billion layers": Case(config(num_hidden_layers=HUGE), "num_hidden_layers"),
     "ten thousand layers": Case(config(num_hidden_layers=9_999), "layers"),
     "half a layer": Case(config(num_hidden_layers=0.5), "num_hidden_layers"),
     "layers below zero": Case(config(num_hidden_layers=-1), "n_layers"),
-    "a vocabulary of 2^62": Case(config(vocab_size=2**62), "makes no model that can be"),
+    "a vocabulary of 2^62": Case(config(vocab_size=2**62), "does not describe a possible model"),
     "a vocabulary of 2^31": Case(config(vocab_size=2**31), "embed_tokens"),
     "a vocabulary below zero": Case(config(vocab_size=-5), "vocab_size"),
-    "a width of 10^12": Case(config(hidden_size=10**12), "makes no model that can be"),
+    "a width of 10^12": Case(config(hidden_size=10**12), "does not describe a possible model"),
     "a width of 2^40": Case(config(hidden_size=2**40, head_dim=8), "embed_tokens"),
-    "a feed-forward of 2^61": Case(config(intermediate_size=2**61), "makes no model that can be"),
+    "a feed-forward of 2^61": Case(
+        config(intermediate_size=2**61), "does not describe a possible model"
+    ),
     "no heads": Case(config(num_attention_heads=0), "n_heads"),
     "a billion heads": Case(config(num_attention_heads=HUGE), "n_heads"),
     "heads of 2^40": Case(config(head_dim=2**40), "q_proj"),
@@ -110,12 +112,12 @@ CODE = {
     "a pickle named safetensors": Case(pickled(WEIGHTS), WEIGHTS),
     "a zip named safetensors": Case(pickled(WEIGHTS, by_torch=True), WEIGHTS),
     "quantised by who knows": Case(
-        config(quantization_config={"quant_method": "gptq"}), "quantised by 'gptq'"
+        config(quantization_config={"quant_method": "gptq"}), "method 'gptq' is not supported"
     ),
     "quantised by a list": Case(config(quantization_config=[]), "quantization_config is []"),
     "quantised by code": Case(
         config(quantization_config={"quant_method": "bitsandbytes", "modules": "os.system"}),
-        "quantised by 'bitsandbytes'",
+        "method 'bitsandbytes' is not supported",
     ),
 }
 CASES: dict[str, Case] = CONFIGS | SIZES | CODE

@@ -1,7 +1,7 @@
-"""Model directories made to harm whoever loads them, each by a small change to a sound one.
+"""Malicious model directories, each made by a small change to a valid one.
 
-A directory lies beside a folder `outside`, which nothing may read, and `executed`, which code that
-should never have run would make.
+A folder `outside` next to the directory must never be read. A file `executed` appears there if code
+of the model is run.
 """
 
 import json
@@ -52,12 +52,12 @@ Build = Callable[[Path], object]
 
 
 class Case(NamedTuple):
-    """One directory.
+    """One malicious directory.
 
     Attributes:
-        build: changes a sound directory.
-        says: what the refusal must hold; None where the directory may be used as well as refused,
-            as long as nothing bad happens.
+        build: function that changes a valid directory.
+        says: text that the error must contain; None if the directory may also be loaded, as long as
+            it does no harm.
     """
 
     build: Build
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def sound(folder: Path) -> None:
-    """A directory with nothing wrong."""
+    """Write a valid directory."""
     write_json(folder / "config.json", CONFIG)
     write_json(folder / "tokenizer_config.json", {"chat_template": TEMPLATE})
     save_file(tensors(), folder / WEIGHTS, {"format": "pt"})
@@ -73,7 +73,7 @@ def sound(folder: Path) -> None:
 
 
 def surroundings(folder: Path) -> None:
-    """What a directory's links and paths aim at: a sound model, which must not be read."""
+    """Write the target of links and paths: a valid model that must not be read."""
     outside = folder.parent / "outside"
     outside.mkdir()
     sound(outside)
@@ -98,7 +98,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class Bomb:
-    """A pickle of it runs a command when it is read."""
+    """An object with a pickle that runs a command when it is read."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -112,7 +112,7 @@ def marker(folder: Path) -> Path:
 
 
 def config(**changes: Any) -> Build:
-    """Other values in config.json; `...` removes a key."""
+    """Change values in config.json; `...` removes a key."""
 
     def build(folder: Path) -> None:
         merged = {k: v for k, v in {**CONFIG, **changes}.items() if v is not ...}
@@ -130,7 +130,7 @@ def template(text: str) -> Build:
 
 
 def content(name: str, data: bytes | str) -> Build:
-    """A file with this content and no other."""
+    """Replace a file's content."""
 
     def build(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ def content(name: str, data: bytes | str) -> Build:
 
 
 def sparse(name: str, size: int) -> Build:
-    """A file of this many zero bytes, which take no place on the disk."""
+    """A sparse file of `size` zero bytes, which uses no disk space."""
 
     def build(folder: Path) -> None:
         with (folder / name).open("wb") as file:
@@ -158,7 +158,7 @@ def link(name: str, target: str) -> Build:
 
 
 def pipe(name: str) -> Build:
-    """A file that blocks whoever opens it."""
+    """A named pipe, which blocks every program that opens it."""
 
     def build(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -204,7 +204,7 @@ def code(name: str, **auto_map: Any) -> Build:
 
 
 def header(value: bytes | str | dict[str, Any], data: bytes = b"", length: int = -1) -> Build:
-    """The weights with this header, its length as given."""
+    """Weights with this header and, if `length` is given, a false header length."""
     raw = json.dumps(value) if isinstance(value, dict) else value
     raw = raw.encode() if isinstance(raw, str) else raw
     size = (len(raw) if length < 0 else length).to_bytes(8, "little")
@@ -216,7 +216,7 @@ def entry(shape: list[Any], begin: Any, end: Any, dtype: Any = "F32") -> dict[st
 
 
 def weights(**changes: torch.Tensor | None) -> Build:
-    """Other tensors; the names' dots are written as `__`, None removes one."""
+    """Change tensors, with `__` for the dots of a name; None removes a tensor."""
 
     def build(folder: Path) -> None:
         changed = {name.replace("__", "."): tensor for name, tensor in changes.items()}
@@ -227,7 +227,7 @@ def weights(**changes: torch.Tensor | None) -> Build:
 
 
 def index(change: Callable[[dict[str, Any]], object], *more: Build) -> Build:
-    """The weights as a shard with an index, whose map of names is changed."""
+    """Store the weights as one shard with an index, and change the index's weight map."""
 
     def build(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / SHARD)
@@ -241,7 +241,7 @@ def index(change: Callable[[dict[str, Any]], object], *more: Build) -> Build:
 
 
 def instead(shard: str) -> Callable[[dict[str, Any]], object]:
-    """Another file for one tensor."""
+    """Name another file for one tensor."""
     return lambda weight_map: weight_map.update({"lm_head.weight": shard})
 
 

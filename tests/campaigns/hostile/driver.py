@@ -1,11 +1,11 @@
-"""Loads model directories one after the other and says what each did.
+"""Loads model directories one after the other and reports the effects of each.
 
     python driver.py SOUND FOLDER …
 
-Each holds `model` and `outside`. Prints a JSON line for each: the line of the refusal (or
-null), what else went wrong, what the chat template wrote, seconds of work and seconds passed, bytes
-of memory beyond what the imports took, which files outside were opened, and whether code of the
-model was executed.
+Each folder contains `model` and `outside`. Prints a JSON line for each: the error message or null,
+the traceback of any other exception, the output of the chat template, CPU seconds and elapsed
+seconds, bytes of memory in addition to the imports, the files outside that were opened, and whether
+code of the model was run.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that fo
 
 
 def use(path: Path) -> str:
-    """What a user does: load, generate, chat; what the chat template wrote."""
+    """Load, generate and chat as a user does, and return the output of the chat template."""
     model = workhorse.load(path, device="cpu", tell=lambda line: None)
     if model.tokenizer is None:
         model.generate([1, 2], max_new_tokens=2)
@@ -39,7 +39,7 @@ def use(path: Path) -> str:
 
 
 class Watch:
-    """Every opening and reading of a folder's files by whatever means, as the kernel sees it."""
+    """Records every open and read of a folder's files, as reported by the kernel (inotify)."""
 
     def __init__(self, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -48,7 +48,7 @@ class Watch:
             raise OSError(ctypes.get_errno(), "inotify_add_watch")
 
     def seen(self) -> list[str]:
-        """Names of files, each once."""
+        """Names of the files that were opened or read."""
         names: set[str] = set()
         try:
             raw = os.read(self._queue, 1 << 16)
@@ -63,7 +63,7 @@ class Watch:
 
 
 def memory(key: str) -> int:
-    """Bytes of this process: `VmRSS` now, `VmHWM` at most since the mark was reset."""
+    """Memory of this process in bytes: `VmRSS` is current, `VmHWM` the peak since its reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
@@ -74,7 +74,7 @@ def examine(folder: Path, baseline: int) -> dict[str, object]:
     watch = Watch(folder / "outside")
     refused = crashed = None
     wrote = ""
-    Path("/proc/self/clear_refs").write_text("5")  # the mark is the present size again
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
     start, began = time.process_time(), time.perf_counter()
     try:
         wrote = use(folder / "model")
@@ -96,10 +96,10 @@ def examine(folder: Path, baseline: int) -> dict[str, object]:
 
 def main() -> None:
     sound, *folders = map(Path, sys.argv[1:])
-    use(sound / "model")  # what is imported late is imported now
+    use(sound / "model")  # triggers late imports
     baseline = memory("VmRSS")
     for folder in folders:
-        print(folder.name, flush=True)  # known even if it never ends
+        print(folder.name, flush=True)  # printed first, in case it never ends
         print(json.dumps(examine(folder, baseline)), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates that do more than they should."""
+"""Malicious tokenizers and chat templates."""
 
 from tests.campaigns.hostile.directories import (
     Case,
@@ -19,7 +19,7 @@ SETTINGS, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 
 
 def _splitting(pattern):
-    """A tokenizer that splits text by this pattern."""
+    """A tokenizer that splits text by a regular expression."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     steps = [split | {"invert": False}, byte_level | {"trim_offsets": True}]
@@ -61,7 +61,7 @@ TOKENIZERS = {
     "an unknown kind of tokenizer": Case(
         tokenizer(lambda it: it["model"].update(type="Evil")), TOKENIZER
     ),
-    "merges of what is not there": Case(
+    "merges of missing tokens": Case(
         tokenizer(lambda it: it["model"].update(merges=["evil evil"])), TOKENIZER
     ),
     "a pattern of many brackets": Case(_splitting("(" * 5000 + "a" + ")*" * 5000), None),
@@ -80,7 +80,7 @@ TOKENIZERS = {
 
 
 def _shell(folder):
-    """A template that would make the marker if attributes could be reached."""
+    """Write a template that creates the marker if Python attributes can be reached."""
     path = str(marker(folder))
     escape = f"{{{{ cycler.__init__.__globals__.os.system('touch {path}') }}}}"
     template(escape)(folder)

@@ -1,4 +1,4 @@
-"""Weights that lie about themselves, or about where they are."""
+"""Weight files with false headers, indexes or locations."""
 
 import torch
 
@@ -27,7 +27,7 @@ HEAD = "lm_head.weight"
 
 
 def _start(folder, length):
-    """Write the header's length into a file that is there."""
+    """Write the header's length into an existing file."""
     with (folder / WEIGHTS).open("r+b") as file:
         file.write(length.to_bytes(8, "little"))
 
@@ -87,7 +87,7 @@ HEADERS = {
     ),
 }
 FILES = {
-    "no weights": Case(remove(WEIGHTS), "holds no weights"),
+    "no weights": Case(remove(WEIGHTS), "has no weights"),
     "weights are a pipe": Case(pipe(WEIGHTS), "is a special file"),
     "weights are a folder": Case(directory(WEIGHTS), "is a folder"),
     "weights are outside": Case(link(WEIGHTS, "../outside/model.safetensors"), "link out of"),
@@ -102,16 +102,18 @@ FILES = {
     "index goes down": Case(index(instead("a/b.safetensors")), "is no file name"),
     "index goes the other way": Case(index(instead("..\\x.safetensors")), "is no file name"),
     "index with a zero byte": Case(index(instead("a\x00.safetensors")), "is no file name"),
-    "index names a pickle": Case(index(instead("x.bin")), "is no safetensors file"),
-    "index names a number": Case(index(instead(5)), "is no safetensors file"),  # pyright: ignore
-    "index names what is missing": Case(index(instead("x.safetensors")), "is missing"),
-    "index names too little": Case(index(lambda names: names.pop(HEAD)), "only the shard has"),
-    "index names too much": Case(index(lambda names: names.update(x=SHARD)), "only the index has"),
+    "index names a pickle": Case(index(instead("x.bin")), "is not a safetensors file"),
+    "index names a number": Case(index(instead(5)), "is not a safetensors file"),  # pyright: ignore
+    "index names a missing file": Case(index(instead("x.safetensors")), "is missing"),
+    "index names too little": Case(index(lambda names: names.pop(HEAD)), "is only in the shard"),
+    "index names too much": Case(
+        index(lambda names: names.update(x=SHARD)), "is only in the index"
+    ),
     "index names many files": Case(
         index(lambda names: names.update({f"t{i}": f"{i}.safetensors" for i in range(5000)})),
-        "files; too many",
+        "files; at most 1000 are supported",
     ),
-    "index is empty": Case(index(lambda names: names.clear()), "not names of files"),
+    "index is empty": Case(index(lambda names: names.clear()), "not a map to file names"),
     "index nests": Case(index(len, content(INDEX, '{"weight_map": ' + "[" * 99_999)), "nested"),
     "index is outside": Case(
         index(len, link(INDEX, "../outside/config.json")), "link out of its folder"
@@ -125,7 +127,7 @@ FILES = {
             instead("two.safetensors"),
             lambda folder: (folder / "two.safetensors").write_bytes((folder / SHARD).read_bytes()),
         ),
-        "is in another shard too",
+        "is also in another shard",
     ),
     "a tensor is missing": Case(weights(lm_head__weight=None), HEAD),
     "a tensor too many": Case(weights(evil=torch.zeros(1)), "evil"),
@@ -135,7 +137,7 @@ FILES = {
             config(quantization_config={"quant_method": "fp8"}),
             weights(x_scale_inv=torch.zeros(1)),
         ),
-        "scales nothing",
+        "is a scale without a float8 tensor",
     ),
     "blocks that do not fit": Case(
         several(
@@ -145,7 +147,7 @@ FILES = {
                 x_scales=torch.zeros(2, 4, 2, dtype=torch.uint8),
             ),
         ),
-        "mxfp4 has uint8",
+        "mxfp4 needs uint8",
     ),
     "stop tokens are a pipe": Case(pipe(GENERATION), "is a special file"),
     "stop tokens are outside": Case(

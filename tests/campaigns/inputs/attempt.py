@@ -1,4 +1,4 @@
-"""One wrong input: a command line, what lies in the way, and what must come of it."""
+"""A wrong input: a command line, changes to the files, and paths that it may write."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def turned(values: Sequence[T], count: int, turn: int) -> list[T]:
-    """So many of the values, others at each turn, so that a few turns have had them all."""
+    """Select `count` of the values, different ones at each turn, so that turns cover all values."""
     return [values[(turn * count + step) % len(values)] for step in range(min(count, len(values)))]
 
 
@@ -20,13 +20,13 @@ class Attempt:
     """One command line, run in a fresh workplace.
 
     Attributes:
-        name: tells it from all others; the part before the first `/` is its group.
-        arguments: of the command.
-        stdin: what it reads there.
-        changes: by the path of a file in the workplace, what is done to it before: `["text", T]`,
-            `["hex", H]`, `["cut", N]` (to so many bytes), `["pipe"]`, `["folder"]`, `["link", TO]`,
-            `["gone"]`.
-        writes: paths that a run that is not refused may make or change.
+        name: unique name; the part before the first `/` is its group.
+        arguments: arguments of the command.
+        stdin: standard input of the command.
+        changes: changes made to the workplace before the run, by path: `["text", T]`,
+            `["hex", H]`, `["cut", N]` (truncated to N bytes), `["pipe"]`, `["folder"]`,
+            `["link", TO]`, `["gone"]`.
+        writes: paths that a successful run may create or change.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Attempt:
         return asdict(self)
 
     def prepare(self, place: Path) -> None:
-        """Make the changes."""
+        """Apply the changes."""
         for name, (what, *value) in self.changes.items():
             path = place / name
             content = path.read_bytes() if path.is_file() else b""

@@ -1,10 +1,10 @@
-"""Runs attempts, each in a fork of this process, and prints a JSON line on each.
+"""Runs attempts, each in a fork of this process, and prints a JSON line for each.
 
     python driver.py PLACE < ATTEMPTS
 
-PLACE is the workplace; beside it lies `PLACE.sound`, the copy that it is restored from. A line of
-ATTEMPTS is an `Attempt`. A fork starts with everything imported, so that thousands take minutes; it
-has memory, time and descriptors of its own, and what kills it is seen from here.
+PLACE is the workplace. It is restored from the copy `PLACE.sound` next to it. Each line of ATTEMPTS
+is an `Attempt`. A fork starts with everything imported, so that thousands of attempts take minutes.
+It has its own memory, time and file descriptors, and this process observes how it ends.
 """
 
 import atexit
@@ -30,14 +30,14 @@ from tests.campaigns.inputs.workplace import state
 from workhorse.cli.main import VERBS, command, run
 
 SECONDS = 60.0
-"""After so long it hangs. A busy machine is slow."""
+"""Time after which an attempt counts as hanging; generous, for a busy machine."""
 ADDRESSES = 6 << 30
-"""Bytes of address space beyond those of the driver."""
+"""Bytes of address space in addition to the driver's."""
 SHOWN = 200_000
 
 
 def warm_up(place: Path) -> None:
-    """Import what verbs import, without starting a thread that a fork would lack."""
+    """Import everything that verbs import, but start no threads: a fork would not have them."""
     for verb in VERBS:
         command.get_command(click.Context(command), verb)
     for name in (
@@ -66,8 +66,8 @@ def warm_up(place: Path) -> None:
 
 
 def become(attempt: Attempt, place: Path, streams: tuple[int, int, int]) -> None:
-    """In the fork: be the command, and never return."""
-    code = 70  # of no command
+    """Run the command in the fork; never returns."""
+    code = 70  # a code that no command returns
     try:
         os.setsid()
         for number, stream in enumerate(streams):
@@ -99,7 +99,7 @@ def become(attempt: Attempt, place: Path, streams: tuple[int, int, int]) -> None
 
 
 def examine(attempt: Attempt, place: Path) -> dict[str, Any]:
-    """What came of an attempt."""
+    """Run an attempt and return its result."""
     attempt.prepare(place)
     before = state(place)
     with (
@@ -143,7 +143,7 @@ def restore(place: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """A folder with its links, pipes and times."""
+    """Copy a folder with its links, pipes and times."""
     target.mkdir()
     for entry in os.scandir(source):
         path = target / entry.name

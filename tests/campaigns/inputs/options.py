@@ -1,4 +1,4 @@
-"""Every option and argument of every verb, as click knows them, with values that nobody means."""
+"""Every option and argument of every verb, as listed by click, with unexpected values."""
 
 import random
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ PATHS = (
 )
 SETTINGS = ("=", "x=", "=x", "5=1e39", "5=nan", "-1=1", "99999=1", "5=1=2", "x=[", "a.b.c=1")
 VALUES = (*TEXTS, *NUMBERS, *PATHS, *SETTINGS)
-"""Each is given to every option that takes a value, and to every argument."""
+"""Values for every option that takes a value, and for every argument."""
 
 LINES = {
     "train": [
@@ -79,14 +79,14 @@ LINES = {
         {"source": "hf", "target": "out", "--to": "gguf"},
     ],
 }
-"""Sound command lines of each verb: arguments by their names in the code, and options."""
+"""Valid command lines of each verb: arguments by their names in the code, and options."""
 
 STDIN = "hello\n"
 EVERYWHERE = ("out", "home/.cache")
 
 
 def commands() -> dict[str, click.Command]:
-    """The verbs and their subcommands by the words that call them."""
+    """The verbs and their subcommands, by the words on the command line."""
     context = click.Context(command)
     found: dict[str, click.Command] = {}
     for verb in VERBS:
@@ -100,7 +100,7 @@ def commands() -> dict[str, click.Command]:
 
 
 def spelled(words: str, line: dict[str, str | None]) -> list[str]:
-    """A command line; options are joined with their values, which may begin with a dash."""
+    """A command line. Options are joined with their values, which may start with a dash."""
     options = [
         name if value is None else f"{name}={value}"
         for name, value in line.items()
@@ -119,7 +119,7 @@ def attempts(turn: int = 0) -> Iterator[Attempt]:
 
 
 def _writes(line: dict[str, str | None]) -> tuple[str, ...]:
-    """What the line may make or change: what it names as its output, and its run."""
+    """Paths that a command line may create or change: its output, and its run."""
     given = (line.get(name) for name in ("--out", "--page", "target"))
     named = (next(filter(None, given), "out")).strip("/").partition("/")[0]
     output = () if named in SOUND else (named,)
@@ -127,7 +127,7 @@ def _writes(line: dict[str, str | None]) -> tuple[str, ...]:
 
 
 def _takers(one: click.Command) -> list[str]:
-    """What takes a value, by name: options with their dashes, arguments as they are."""
+    """Names of the parameters that take a value: options with dashes, arguments without."""
     found = []
     for parameter in one.params:
         if isinstance(parameter, click.Argument):
@@ -138,11 +138,11 @@ def _takers(one: click.Command) -> list[str]:
 
 
 OF_EACH, OF_LATER = 14, 4
-"""Values that an option is given in the first line of a verb, and in each later one."""
+"""Number of values that an option gets in the first line of a verb, and in each later line."""
 
 
 def _each(turn: int) -> Iterator[Attempt]:
-    """Values in each place of each verb; in the second and later lines, numbers alone."""
+    """Values for each parameter of each verb; from the second line on, only numbers."""
     count = 0
     for words, one in commands().items():
         for number, line in enumerate(LINES[words]):
@@ -167,7 +167,7 @@ def _each(turn: int) -> Iterator[Attempt]:
 
 
 def _flags() -> Iterator[Attempt]:
-    """Each flag beside each line, twice, and with a value that it does not take."""
+    """Each flag added to each line once, twice, and with a value that it does not take."""
     for words, one in commands().items():
         for number, line in enumerate(LINES[words]):
             for option in one.params:
@@ -186,7 +186,7 @@ def _flags() -> Iterator[Attempt]:
 
 
 def _pairs(count: int, turn: int) -> Iterator[Attempt]:
-    """Two wrong things at once, the same on every run."""
+    """Two wrong values at once, the same ones in every run."""
     chance = random.Random(turn)
     everything = commands()
     for number in range(count):
@@ -200,11 +200,11 @@ def _pairs(count: int, turn: int) -> Iterator[Attempt]:
 
 
 def _words() -> Iterator[Attempt]:
-    """What is no verb, and lines that lack what a verb needs."""
+    """Words that are not verbs, and lines without a required parameter."""
     for value in VALUES:
         yield Attempt(f"words/{value[:40]!r}", [value], STDIN)
     for words, one in commands().items():
-        yield Attempt(f"words/{words} alone", words.split(), STDIN)
+        yield Attempt(f"words/{words} without arguments", words.split(), STDIN)
         for number, line in enumerate(LINES[words]):
             for missing in line:
                 short = {name: value for name, value in line.items() if name != missing}

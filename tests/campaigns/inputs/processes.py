@@ -1,4 +1,4 @@
-"""What only a process of its own shows: closed streams, encodings, no home, bounds on a process."""
+"""Cases that need a separate process: closed streams, encodings, no home, process limits."""
 
 import os
 import subprocess
@@ -71,7 +71,7 @@ OTHERS = {
     "small files of a run": "ulimit -f 20; workhorse train recipe.yaml --out out",
     "small files of a tokenizer": VERBS["tokenizer"].replace("workhorse", "ulimit -f 1; workhorse"),
     "small files of data": "ulimit -f 0; workhorse data prepare recipe.yaml --out out",
-    "no folder to stand in": "mkdir out; cd out; rmdir ../out; workhorse generate run --prompt a",
+    "no working folder": "mkdir out; cd out; rmdir ../out; workhorse generate run --prompt a",
     "no folder to train in": "mkdir out; cd out; rmdir ../out; workhorse train r.yaml --out x",
     "no place for the temporary": "TMPDIR=/proc/nothing workhorse evaluate run --data - <text.txt",
     "no threads": "OMP_NUM_THREADS=x workhorse generate run --prompt a --max-new-tokens 3",
@@ -79,10 +79,10 @@ OTHERS = {
 
 
 class Process(NamedTuple):
-    """A line of the shell, in the workplace.
+    """A shell command line, run in the workplace.
 
     Attributes:
-        told: whether a refusal can be read.
+        told: True if an error message on stderr can be read.
     """
 
     name: str
@@ -100,7 +100,7 @@ def processes() -> Iterator[Process]:
     for verb in ("generate", "train", "convert", "tokenizer", "presets"):
         for name, setting in NO_HOME.items():
             line = VERBS[verb].replace("workhorse", f"{sys.executable} -m workhorse")
-            # With a compiler that fails at once: the operators are not compiled anew for each.
+            # A compiler that fails at once, so that the operators are not compiled for each case.
             script = f"unset XDG_CACHE_HOME; {setting} CXX=false {line}"
             yield Process(f"home/{verb}/{name}", script)
     for name, line in OTHERS.items():
@@ -108,7 +108,7 @@ def processes() -> Iterator[Process]:
 
 
 def run(process: Process, place: Path) -> dict[str, Any]:
-    """What came of it, as `driver.examine` tells it."""
+    """Run it and return its result, in the format of `driver.examine`."""
     before = state(place)
     environment = {
         **os.environ,

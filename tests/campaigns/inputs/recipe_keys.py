@@ -1,4 +1,4 @@
-"""Every key of a recipe, and recipes that are no recipes."""
+"""Every key of a recipe with unexpected values, and invalid recipes."""
 
 from collections.abc import Iterator
 from types import NoneType
@@ -15,7 +15,7 @@ VALUES = (
     *("1e39", "1e308", ".inf", "-.inf", ".nan", "99999999999", "1" + "0" * 30, "9" * 5000),
     *("[1, a, {}]", "{kind: word}", "{kind: [1]}", "'\U0001f600\u202e'", "2020-01-01"),
 )
-"""Each is given to every key, read as YAML."""
+"""Values for every key, parsed as YAML."""
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
@@ -147,9 +147,9 @@ OVERRIDES = (
 
 
 ENDLESS = ("train.steps=99999999999",)
-"""Settings that are in order, and take for ever."""
+"""Valid settings that take forever."""
 OF_EACH = 3
-"""Values that a key is given."""
+"""Number of values that each key gets."""
 
 
 def attempts(turn: int = 0) -> Iterator[Attempt]:
@@ -179,12 +179,12 @@ def _train(name: str, *settings: str) -> Attempt:
 
 
 def _kind(path: str, arm: str) -> list[str]:
-    """The settings that make a union the alternative whose key is tried."""
+    """Settings that select the alternative of a union with the tested key."""
     return [f"{path.rpartition('.')[0]}={{kind: {arm}}}"] if arm else []
 
 
 def keys() -> list[tuple[str, str]]:
-    """Every dotted key of a recipe, and the kind that its mapping must have before."""
+    """Every dotted key of a recipe, and the kind that its mapping must have."""
     found = dict.fromkeys(_keys(Recipe, ""))
     return list(found | dict.fromkeys(_keys(DecoderConfig, "model.")))
 

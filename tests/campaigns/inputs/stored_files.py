@@ -1,4 +1,4 @@
-"""Every file that a run, a model directory, a tokenizer, a data set or a corpus holds, spoilt."""
+"""Damaged files of runs, model directories, tokenizers, data sets and corpora."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -40,13 +40,13 @@ SPOILT: dict[str, list[Any]] = {
     "missing": ["gone"],
 }
 CUTS = (1, 7, 8, 40, -1)
-"""Bytes that are left; below zero, bytes that are taken off."""
+"""Bytes to keep; if negative, bytes to cut off."""
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 3.5, 1e308, 10**30, 10**5000, "", "word"),
     *([], {}, [[]], [None], {"a": 1}, "DEEP"),
 )
-"""Each takes the place of every value in every JSON file."""
+"""Values that replace every value in every JSON file."""
 
 OF_RUN = {
     "generate": ["generate", "run", "--prompt", "ab", "--max-new-tokens", "2"],
@@ -106,7 +106,7 @@ USES: dict[str, dict[str, list[str]]] = {
     "task.yaml": {"tasks": ["evaluate", "run", "--tasks", "task.yaml", "--limit", "1"]},
     "questions.jsonl": {"tasks": ["evaluate", "run", "--tasks", "task.yaml", "--limit", "1"]},
 }
-"""Files of the workplace, and the command lines that read them."""
+"""Command lines that read files of the workplace, by the pattern of the files."""
 
 LINES = {
     "a list": "[1]",
@@ -127,17 +127,17 @@ LINES = {
     "half a line": '{"text": "a',
     "control bytes": "\x1b[31m\a",
 }
-"""Lines of JSON that are none, or none with a text."""
+"""Lines that are not valid JSON, or JSON without a text."""
 
 
 OF_EACH_FIELD = 1
-"""Wrong values that a field of a JSON file is given."""
+"""Number of wrong values that a field of a JSON file gets."""
 USES_OF_EACH = 1
-"""Command lines that each spoilt file is read by."""
+"""Number of command lines that read each damaged file."""
 
 
 def attempts(place: Path, turn: int = 0) -> Iterator[Attempt]:
-    """All of them; `place` tells which files there are and what the JSON in them is."""
+    """All attempts, for the files in `place` and the JSON in them."""
     for pattern, uses in USES.items():
         files = [path for path in sorted(place.glob(pattern)) if path.is_file()]
         assert files, pattern
@@ -175,9 +175,9 @@ def _uses(name: str, uses: dict[str, list[str]], changes: dict[str, Any]) -> Ite
 
 
 def _fields(name: str, data: Any, uses: dict[str, list[str]], turn: int) -> Iterator[Attempt]:
-    """Every value of a JSON file in its turn replaced by wrong ones, and one that is not known."""
+    """Attempts that replace each value of a JSON file by wrong values."""
     places = list(_places(data))
-    # The first use is the one that reads the most; a large file's values are sampled evenly.
+    # The first use reads the most. The values of a large file are sampled evenly.
     first = dict([next(iter(uses.items()))])
     for index, (path, put) in enumerate(places[:: max(1, len(places) // 24)]):
         for shift, wrong in enumerate(turned(WRONG, OF_EACH_FIELD, turn + index)):
@@ -187,7 +187,7 @@ def _fields(name: str, data: Any, uses: dict[str, list[str]], turn: int) -> Iter
 
 
 def _places(data: Any) -> Iterator[tuple[str, Callable[[Any], str]]]:
-    """Each value in a JSON document: its path, and the document with another in its place."""
+    """Each value in a JSON document: its path, and a function that replaces it."""
 
     def walk(
         value: Any, path: str, rebuild: Callable[[Any], Any]

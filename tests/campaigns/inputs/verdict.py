@@ -1,4 +1,4 @@
-"""What is wrong with the answer to an attempt."""
+"""Checks of the result of an attempt."""
 
 import re
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from tests.campaigns.inputs.attempt import Attempt
 
 BYTES = 1 << 30
-"""Of memory, with the 0.6 GB of what is imported."""
+"""Limit of memory, including 0.6 GB for the imports."""
 SIGNAL = 128
-"""A shell adds it to the signal that ended a command."""
+"""Number that a shell adds to the signal that ended a command."""
 STOPPED = re.compile("not finite|No space left|cannot write checkpoint")
-"""What a training says that could not go on, or a verb whose result nobody took."""
+"""Messages of a training that could not continue, or of a verb that could not write its result."""
 COMPILERS = "tmp/torchinductor_"
-"""Where PyTorch's compiler, if it is asked for, keeps headers, whatever its cache folder is."""
+"""Folder where PyTorch's compiler stores headers, regardless of its cache folder."""
 LONGEST = 700
-"""Characters of an error's line."""
+"""Largest number of characters in an error message."""
 
 OF_PYTHON = re.compile(
     r"Traceback|Errno|<class|object at 0x|pydantic|has no attribute|subscriptable|NoneType"
@@ -22,16 +22,16 @@ OF_PYTHON = re.compile(
     r"|codec can't|invalid literal|recursion|must be (?:str|int|real number)\b|<bound method"
     r"|RuntimeError|TypeError|KeyError|ValueError|OverflowError|c10::|aten::"
 )
-"""What an error written for people does not hold."""
+"""Words that an error message for users must not contain."""
 
 
 def wrong_with(attempt: Attempt, result: dict[str, Any], *, told: bool = True) -> str:
-    """The first thing that must not be; empty where all is well.
+    """The first problem with a result; empty if there is none.
 
     Args:
-        attempt: what was tried.
-        result: what came of it, as the driver tells it.
-        told: whether what was said on stderr could be read.
+        attempt: the attempt.
+        result: its result, from the driver.
+        told: True if stderr could be read.
     """
     code, lines = result["code"], result["stderr"].splitlines()
     return (
@@ -42,7 +42,7 @@ def wrong_with(attempt: Attempt, result: dict[str, Any], *, told: bool = True) -
 
 
 def _wrong_end(result: dict[str, Any], lines: list[str]) -> str:
-    """What is wrong with how the process ended."""
+    """A problem with the end of the process."""
     code = result["code"]
     if code is None:
         return "hangs"
@@ -56,13 +56,13 @@ def _wrong_end(result: dict[str, Any], lines: list[str]) -> str:
 
 
 def _wrong_files(attempt: Attempt, result: dict[str, Any]) -> str:
-    """What was changed that the command does not name, or left half-written."""
+    """A path that the command must not change, or that was left half-written."""
     code = result["code"]
     changed = result["changed"]
     if "compiled" in attempt.arguments:
         changed = [path for path in changed if not path.startswith(COMPILERS)]
     if code and STOPPED.search(result["stderr"]):
-        code = 0  # it began, and what it made before is kept
+        code = 0  # it started, and its earlier results are kept
     allowed = attempt.writes if code == 0 else ("home/.cache", "run/.lock")
     outside = [path for path in changed if not _under(path, allowed)]
     if outside:
@@ -72,7 +72,7 @@ def _wrong_files(attempt: Attempt, result: dict[str, Any]) -> str:
 
 
 def _wrong_line(lines: list[str]) -> str:
-    """What is wrong with how a refusal is told."""
+    """A problem with the error message."""
     ours = [line for line in lines if line.startswith("workhorse")]
     if len(ours) != 1 or lines[-1] != ours[0]:
         return f"{len(ours)} lines of error, {len(lines)} in all"

@@ -1,4 +1,4 @@
-"""The folder that every attempt works in: one small sound thing of each kind that a verb reads."""
+"""The folder that every attempt runs in: one small valid input of each kind that verbs read."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ SOUND = (
         "pipe",
     ),
 )
-"""What lies in the workplace, and no output may take the place of."""
+"""Inputs in the workplace, which no output may replace."""
 COMMANDS = (
     ["train", "recipe.yaml", "--out", "run"],
     ["data", "prepare", "recipe.yaml", "--out", "prepared"],
@@ -76,7 +76,7 @@ COMMANDS = (
 
 
 def build(place: Path) -> None:
-    """Make everything in a new folder, by the command line itself."""
+    """Create all inputs in a new folder, with the command line itself."""
     place.mkdir()
     (place / "home").mkdir()
     (place / "tmp").mkdir()
@@ -105,7 +105,7 @@ def build(place: Path) -> None:
 
 
 def state(place: Path) -> dict[str, str]:
-    """What lies in a folder: every path with its kind and, of a file, a hash of the content."""
+    """Every path in a folder, with its kind and, for a file, a hash of its content."""
     found = {}
     for folder, folders, files in os.walk(place):
         for name in (*folders, *files):

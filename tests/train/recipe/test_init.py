@@ -114,7 +114,7 @@ def test_wrong_input(
 
 
 def test_a_preset_has_no_weights_to_start_from(run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(WorkhorseError, match="gpt2 is a preset, a shape without weights; give a"):
+    with pytest.raises(WorkhorseError, match="gpt2 is a preset, which has no weights; give a"):
         with_init(recipe(run_folder, tmp_path) | {"init": "gpt2"})
 
 

@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(make_recipe, tmp_p
     train(make_recipe(), tmp_path / "run", resume=True, on_event=told.append)
     said = notices(told)
     assert len(said) == 1
-    assert "step-00000012: state.json differs from its SHA-256" in said[0]
+    assert "step-00000012: state.json does not match its SHA-256" in said[0]
     assert next(event["step"] for event in told if event["kind"] == "start") == 8
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_recipe, tmp_path: Pat
     train(make_recipe(), tmp_path / "whole")
     store = CheckpointStore(out / "checkpoints", disk=FullDisk())
     with pytest.raises(
-        WorkhorseError, match=r"step-00000008: No space left.*newest there is step-00000004"
+        WorkhorseError, match=r"step-00000008: No space left.*newest saved is step-00000004"
     ):
         train(make_recipe(), out, store=store)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000004"]
@@ -178,10 +178,10 @@ def test_a_run_folder_that_is_moved_ends_its_training(
             if removed:
                 shutil.rmtree(now)
 
-    expected = f"{out} was moved or removed while it was trained in; "
+    expected = f"{out} was moved or removed during training; "
     if not removed:
         expected += (
-            f"its last checkpoint is {now}/checkpoints/step-00000004: resume it by workhorse "
+            f"its last checkpoint is {now}/checkpoints/step-00000004: resume with workhorse "
         )
     with pytest.raises(WorkhorseError, match=re.escape(expected)):
         train(make_recipe(), out, on_event=move)

@@ -1,9 +1,9 @@
-"""One architecture of llama.cpp as data, and whether a config of ours fits it.
+"""Describes a llama.cpp architecture as data, and checks whether a decoder config fits it.
 
-llama.cpp's forward passes are fixed: a GGUF file fills in sizes and a few numbers. So an
-`Architecture` states what is fixed as kinds of layer in our own config classes, and names the
-fields that a file carries. A decoder fits if every field is carried or agrees; otherwise the first
-that does neither is the reason. Nothing is silently ignored.
+llama.cpp's forward passes are fixed: a GGUF file only fills in sizes and a few other values. So an
+`Architecture` describes the fixed layers with Workhorse's own config classes, and lists the fields
+that a file stores. A decoder fits if each of its fields is stored in the file or has the
+architecture's value. Otherwise the first other field is reported. No field is silently ignored.
 """
 
 import copy
@@ -33,7 +33,7 @@ Data = dict[str, Any]
 
 
 def put(data: Data, path: str, value: object) -> None:
-    """Set the value of a field, if its parent exists."""
+    """Set the value of a field; a path that does not exist is ignored."""
     *outer, last = path.split(".")
     inner: Any = data
     for part in outer:
@@ -52,7 +52,7 @@ SIZES = (
     "feed_forward.top_k",
     "feed_forward.shared.d_ff",
 )
-"""Sizes of a layer that every file carries."""
+"""Layer sizes that every file stores."""
 
 MEANINGLESS = (
     "norm.multiply",
@@ -65,48 +65,50 @@ MEANINGLESS = (
     "attention.qk_norm.norm.precision",
     "attention.qk_norm.norm.offset",
 )
-"""Fields that matter only in low precision, or are folded into the weights: 1 + w, row order."""
+"""Fields that matter only in low precision or are folded into the weights (1 + w, row order)."""
 
 _FIXED_SCALING: dict[str, Data] = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0}}
-"""Fields of a rotary scaling that llama.cpp has no key for."""
+"""Fields of a RoPE scaling that have no GGUF key, with llama.cpp's fixed values."""
 Scale = Callable[[Data], float]
 
 
 def usual_scale(data: Data) -> float:
-    """`1/sqrt(head_dim)`."""
+    """The usual attention scale, `1/sqrt(head_dim)`."""
     return 1 / math.sqrt(data["layers"][0]["attention"]["head_dim"])
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one of llama.cpp's architectures computes, and how its file gives the rest.
+    """A llama.cpp architecture: its fixed computation, and the keys and tensors of its files.
 
     Attributes:
-        name: `general.architecture`.
-        model_types: those of Hugging Face that it serves.
-        layers: the kinds of layer it can compute; the fields in `carried` are placeholders.
-        carried: fields of a layer that the file carries, besides `SIZES`, if both have them.
-        optional: fields of a layer, of the embedding or of the head that may be present or not.
-        varying: carried fields that may differ between layers with and without a window, or between
+        name: value of `general.architecture`.
+        model_types: Hugging Face model types that it can compute.
+        layers: kinds of layer that it can compute; values of `carried` fields are placeholders.
+        carried: layer fields that the file stores in addition to `SIZES`, if the config and the
+            kind of layer both have them.
+        optional: fields of a layer, the embedding or the head that may be present or absent.
+        varying: stored fields that may differ between layers with and without a window, or between
             dense layers and mixtures.
-        scalings: kinds of rotary scaling it supports.
-        final_norm: before the head; the layers' kind of norm by default.
-        embedding: like `layers`.
-        head: like `layers`.
-        embedding_by_width: the embedding is multiplied by `sqrt(d_model)`.
-        scale: factor on the scores, if the file does not give it.
-        pairing: which features its rotation pairs.
-        keys: metadata besides what every architecture has, and the fields with their values.
-        names: its names for our modules, where they are not the usual ones.
-        fused: its names for the stacked weights of several modules.
-        copied_head: a tied head is written nevertheless.
-        square: the heads together must be as wide as the model.
-        check: a rule over several fields; returns the reason why a config does not fit.
-        may_be: for reading: whether a kind of layer may be at an index in a model with these keys,
-            where tensors and window do not tell.
-        solved: for reading: the values of fields that `keys` has a function for.
-        window_every: for reading a file that does not list them: all layers but every
-            `window_every`-th have the window.
+        scalings: supported kinds of RoPE scaling.
+        final_norm: the norm before the head; by default the norm of the layers.
+        embedding: the embedding, with placeholders as in `layers`.
+        head: the head, with placeholders as in `layers`.
+        embedding_by_width: True if the embedding is multiplied by `sqrt(d_model)`.
+        scale: function that returns the attention scale, if the file does not store it.
+        pairing: how features are paired for the rotary embedding.
+        keys: metadata keys in addition to those of every architecture. The value is the path of a
+            field, or a function that computes the key's value.
+        names: tensor names that differ from the usual ones, by the name of our module.
+        fused: tensors that stack the weights of several modules, by name.
+        copied_head: True if a tied head is written to the file as well.
+        square: True if `n_heads * head_dim` must equal `d_model`.
+        check: a rule over several fields; returns the reason why a config does not fit, or None.
+        may_be: for reading: returns True if a kind of layer can have an index in a model with these
+            keys. It decides if tensors and window allow several kinds.
+        solved: for reading: returns the fields that `keys` writes with a function.
+        window_every: for reading a file that does not list its windowed layers: all layers have the
+            window except every `window_every`-th; with 1, all have it.
     """
 
     name: str
@@ -137,10 +139,10 @@ class Architecture:
         return next(iter(self.differences(data)), None)
 
     def differences(self, data: Data) -> list[str]:
-        """Everything in a plain config that this architecture cannot compute.
+        """All parts of a plain config that this architecture cannot compute.
 
         Args:
-            data: of `readable`.
+            data: the plain config, from `readable`.
         """
         layers: list[Data] = data["layers"]
         norm = layers[0]["norm"]
@@ -153,7 +155,7 @@ class Architecture:
         if self.embedding_by_width:
             expected["embedding"]["multiplier"] = math.sqrt(data["d_model"])
         if found := [str(one) for one in compare_plain(data, expected)]:
-            return found  # the checks that follow are of a config that has the right parts
+            return found  # the rules below need a config with the right parts
         rules = (
             self._uneven(layers),
             self._not_square(data),
@@ -164,7 +166,7 @@ class Architecture:
 
     @property
     def windows(self) -> bool:
-        """Whether some of its layers have a sliding window."""
+        """True if some of its layers have a sliding window."""
         return any(getattr(kind.attention, "window", None) for kind in self.layers)
 
     @cached_property
@@ -185,7 +187,7 @@ class Architecture:
         return plain(config)
 
     def _closest(self, layer: Data, data: Data) -> Data:
-        """The kind of layer that differs in the fewest fields; in none if one agrees."""
+        """The kind of layer that is closest to `layer`, with the stored fields filled in."""
         kinds = [self._expected(kind, layer, data) for kind in self._fixed["layers"]]
         return min(kinds, key=lambda kind: sum(1 for _ in compare_plain(layer, kind)))
 
@@ -202,7 +204,7 @@ class Architecture:
         return kind
 
     def _filled(self, fixed: Data, actual: Data, prefix: str = "") -> Data:
-        """The fixed fields, with what a file carries taken from the actual ones."""
+        """A copy of the fixed fields, with the fields that a file stores set as in `actual`."""
         fixed = copy.deepcopy(fixed)
         own = ("eps", *(path.removeprefix("norm.") for path in MEANINGLESS[:3]))
         for path in (*SIZES, *MEANINGLESS, *own, "norm.eps", *self.carried, *self.optional):
@@ -218,7 +220,7 @@ class Architecture:
         return fixed
 
     def _uneven(self, layers: list[Data]) -> str | None:
-        """A carried field that has one key in the file but several values in the layers."""
+        """Reject layers that differ in a field with only one key in the file."""
         for path in ("kind", *SIZES, SCALING, "norm.eps", *self.carried, *self.optional):
             seen: dict[object, object] = {}
             for layer in layers:
@@ -241,23 +243,26 @@ class Architecture:
 
 
 def _odd_rotation(layers: list[Data]) -> str | None:
-    """llama.cpp rotates exactly the features that it spreads frequencies over."""
+    """Reject a rotation of an odd number of features.
+
+    llama.cpp rotates exactly the features that it computes frequencies for.
+    """
     for layer in layers:
         fraction = look_up(layer, FRACTION)
         if isinstance(fraction, float) and "head_dim" in layer["attention"]:
             turning = int(layer["attention"]["head_dim"] * fraction)
             if turning % 2:
-                return f"attention.position turns {turning} features, an odd number"
+                return f"attention.position rotates {turning} features, which is an odd number"
     return None
 
 
 def _group(layer: Data) -> tuple[bool, str]:
-    """Groups of layers that have separate keys: with or without a window, dense or mixture."""
+    """The group of layers that share keys: with or without a window, dense or mixture."""
     return look_up(layer, WINDOW) is None, layer["feed_forward"]["kind"]
 
 
 def _share_eps(norm: Data, other: Data) -> None:
-    """llama.cpp has one epsilon for all norms."""
+    """Copy the epsilon of another norm of the same kind: llama.cpp has one for all norms."""
     if norm["kind"] == other["kind"] and "eps" in norm:
         norm["eps"] = other["eps"]
 
@@ -289,55 +294,59 @@ TIE, ATTENTION_BIASES = "head.tied", ("attention.qkv_bias", "attention.out_bias"
 
 
 def turns(block: BlockConfig) -> bool:
-    """Whether a layer has rotary positions."""
+    """True if a layer has rotary positions."""
     return block.rope is not None
 
 
 def divided_logits(keys: Data) -> Data:
-    """Granite: the file holds the divisor of the logits, our config the multiplier."""
+    """Granite's logit multiplier: the file stores its reciprocal, the divisor of the logits."""
     return {"head.multiplier": 1 / keys["logit_scale"]}
 
 
 def local_layers_unscaled(data: Data) -> str | None:
-    """Layers with a window have the unscaled rotation, whatever the others have."""
+    """Reject RoPE scaling in a layer with a window: llama.cpp never scales it."""
     for layer in data["layers"]:
         attention = layer["attention"]
         if attention["window"] is not None and attention["position"].get("scaling") is not None:
-            return "the rotation of a layer with a window is scaled"
+            return "a layer with a sliding window has RoPE scaling"
     return None
 
 
 def some_window(data: Data) -> str | None:
-    """llama.cpp assumes that at least one layer has a window."""
+    """Reject a config without any window: llama.cpp assumes that a layer has one."""
     windows = (layer["attention"]["window"] for layer in data["layers"])
     return None if any(windows) else "no layer has a sliding window"
 
 
 def no_position_every_fourth(data: Data) -> str | None:
-    """Layers 4, 8, 12 … have no positions, and no other."""
+    """Reject a config unless layers 4, 8, 12 … have no positions and all others have them."""
     for number, layer in enumerate(data["layers"], start=1):
         if (layer["attention"]["position"]["kind"] == "none") != (number % 4 == 0):
-            return f"layer {number} is not among every fourth without positions, or should be"
+            return f"layer {number} breaks the rule that only every fourth layer has no positions"
     return None
 
 
 def windows_at_64_layers(data: Data) -> str | None:
-    """EXAONE 4: 64 layers have windows and no positions elsewhere; other depths have neither."""
+    """Reject windows and positions that differ from EXAONE 4 at this depth.
+
+    With 64 layers, those with a window have rotary positions and the others have no positions. At
+    other depths no layer has a window and all have rotary positions.
+    """
     attentions = [layer["attention"] for layer in data["layers"]]
-    deep = len(attentions) == 64  # noqa: PLR2004 the published depth, which llama.cpp goes by
+    deep = len(attentions) == 64  # noqa: PLR2004 the published depth, which llama.cpp compares with
     for attention in attentions:
         wide, turning = attention["window"] is None, attention["position"]["kind"] == "rope"
         if (wide and deep) == turning or (not wide and not deep):
-            return f"windows and positions are not as in EXAONE 4 of {len(attentions)} layers"
+            return f"windows and positions differ from EXAONE 4 with {len(attentions)} layers"
     return None
 
 
 def equal_heads(data: Data) -> str | None:
-    """The same number of heads for keys and values as for queries."""
+    """Reject fewer heads for keys and values than for queries."""
     attention = data["layers"][0]["attention"]
-    return None if attention["n_heads"] == attention["n_kv_heads"] else "its heads are grouped"
+    return None if attention["n_heads"] == attention["n_kv_heads"] else "n_kv_heads is not n_heads"
 
 
 def fewer_than_64_layers(data: Data) -> str | None:
-    """Cohere: llama.cpp requires norms on queries and keys from 64 layers on."""
+    """Reject 64 or more layers: there llama.cpp's Cohere norms queries and keys."""
     return None if data["n_layers"] < 64 else "64 layers or more need norms on queries and keys"  # noqa: PLR2004

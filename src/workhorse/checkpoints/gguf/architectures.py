@@ -1,6 +1,6 @@
-"""llama.cpp's architectures that we can write, those most used first.
+"""The llama.cpp architectures that can be written, the most used first.
 
-What each computes was read in llama.cpp's `src/models/*.cpp`.
+Each entry describes the computation in llama.cpp's `src/models/*.cpp`.
 """
 
 import math
@@ -70,7 +70,11 @@ CAPPED = ROTARY.replace(softcap=1.0)
 
 
 def _gemma_scale(data: Data, deepest: int) -> float:
-    """The published 27B, which llama.cpp knows by its depth, divides by the wider quotient."""
+    """The attention scale of Gemma 2 and 3.
+
+    llama.cpp recognises the published 27B by its depth, `deepest`. Only that model uses
+    `d_model / n_heads` instead of `head_dim`.
+    """
     attention = data["layers"][0]["attention"]
     wide = data["d_model"] // attention["n_heads"]
     return 1 / math.sqrt(wide if data["n_layers"] == deepest else attention["head_dim"])

@@ -1,4 +1,4 @@
-"""The metadata of a model in a GGUF file: sizes, norms, rotations, kinds of layers."""
+"""Metadata keys of a model in a GGUF file: sizes, norms, rotations, kinds of layers."""
 
 import math
 import struct
@@ -56,7 +56,7 @@ def rope_metadata(rope: RopeConfig, head_dim: int) -> Mapping[str, object]:
 
 
 def shortest(number: float) -> float:
-    """The shortest decimal that a float32 of the file stands for: 1e-06, not 9.9999999e-07."""
+    """The shortest decimal with the same float32 value: 1e-06, not 9.9999999e-07."""
     try:
         (stored,) = struct.unpack("f", struct.pack("f", number))
     except OverflowError:
@@ -71,18 +71,18 @@ def shortest(number: float) -> float:
 def read_scaling(
     keys: Mapping[str, Any], factors: Mapping[str, Tensor], rope: Data, width: int, length: int
 ) -> Data | None:
-    """The scaling of a rotation, as `rope_metadata` and `rope_tensors` write it.
+    """Read the RoPE scaling of a file, as `rope_metadata` and `rope_tensors` write it.
 
     Args:
-        keys: of the architecture's section.
-        factors: the tensors of divisors.
-        rope: the rotation without scaling.
+        keys: the keys in the architecture's section.
+        factors: the tensors of frequency divisors, by name.
+        rope: the rotary embedding without scaling.
         width: number of rotated features.
-        length: of the context.
+        length: context length.
 
     Raises:
-        ValueError: an unknown kind, or divisors that no rule gives.
-        KeyError: one of its numbers is missing.
+        ValueError: the kind is unknown, or no rule gives the divisors.
+        KeyError: a key of the scaling is missing.
     """
     original: Any = keys.get("rope.scaling.original_context_length")
     stretch = keys.get("rope.scaling.attn_factor", 1.0)
@@ -114,12 +114,13 @@ def read_scaling(
 def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
     """The Llama 3 scaling that gives these divisors, with the ends of its ramp at 1 and 4.
 
-    Between the ends, the share of a pair that is kept is `(waves - 1) / 3`, and its divisor d is
-    `1 / ((1 - kept) / factor + kept)`: one such pair determines the original length.
+    For a pair between the ends, the share of the frequency that is kept is `(waves - 1) / 3`, and
+    the divisor is `1 / ((1 - kept) / factor + kept)`. One such pair determines the original length.
     """
     plain = inverse_powers(rope["theta"], width, torch.device("cpu"))
     factor = round(float(divisors.max()), 4)
     kept = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+    # near the ends, float32 rounding would dominate the solution
     between = (kept > 0.01) & (kept < 0.99)  # noqa: PLR2004
     lengths = ((1 + 3 * kept) * 2 * math.pi / plain)[between]
     for original in {round(float(one)) for one in lengths} or {8192}:
@@ -132,11 +133,11 @@ def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
         made = RopeConfig.from_dict(rope | {"scaling": scaling.to_dict()})
         if torch.allclose(rope_tensors(made, width)[FREQUENCIES], divisors, rtol=1e-5):
             return scaling.to_dict()
-    raise ValueError(f"{FREQUENCIES} holds divisors that are not of Llama 3's rule")
+    raise ValueError(f"{FREQUENCIES} holds divisors that do not follow Llama 3's rule")
 
 
 def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
-    """Divisors of the frequencies, `(rotary_dim / 2,)` each, if a scaling needs them."""
+    """Tensors of frequency divisors, `(rotary_dim / 2,)` each; empty if the scaling needs none."""
     match rope.scaling:
         case Llama3ScalingConfig() as llama3:
             width, cpu = rope.rotary_dim(head_dim), torch.device("cpu")
@@ -155,11 +156,11 @@ def paired(rows: Tensor, head_dim: int, rotary_dim: int, ours: Pairing, theirs: 
     """Rows of a projection, reordered so that the other pairing rotates the same features.
 
     Args:
-        rows: (heads · head_dim, ...); of each head the first `rotary_dim` are rotated.
+        rows: (heads · head_dim, ...); the first `rotary_dim` rows of each head are rotated.
         head_dim: width of a head.
-        rotary_dim: an even number.
-        ours: the pairing now: a feature with its neighbour, or with the other half.
-        theirs: the pairing wanted.
+        rotary_dim: number of rotated features; even.
+        ours: current pairing: a feature with its neighbour, or with one in the other half.
+        theirs: wanted pairing.
     """
     if ours == theirs:
         return rows
@@ -184,7 +185,7 @@ EVERYWHERE: dict[str, FieldPath] = {
     "expert_used_count": "mixture.feed_forward.top_k",
 }
 OWN_CONFIG = "workhorse.config"
-"""Our config as JSON; it must agree with the other keys, which llama.cpp reads."""
+"""Key of our config as JSON. It must agree with the other keys, which llama.cpp reads."""
 EPSILON = {
     "rms_norm": "attention.layer_norm_rms_epsilon",
     "layer_norm": "attention.layer_norm_epsilon",
@@ -192,11 +193,11 @@ EPSILON = {
 
 
 def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
-    """The keys in the section of the architecture.
+    """The metadata keys in the architecture's section, with their values.
 
     Args:
-        architecture: it fits the model.
-        data: of `readable`.
+        architecture: an architecture that fits the model.
+        data: the plain config, from `readable`.
     """
     layers: list[Data] = data["layers"]
     mixtures = [layer for layer in layers if layer["feed_forward"]["kind"] == "moe"]
@@ -215,7 +216,7 @@ def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
 
 
 def _rotation(layers: list[Data]) -> dict[str, object]:
-    """Rotation of layers without a window, and the theta of those with one."""
+    """Keys for the rotation of layers without a window, and for theta of layers with one."""
     turning = [layer["attention"] for layer in layers if _turns(layer)]
     if not turning:
         return {}

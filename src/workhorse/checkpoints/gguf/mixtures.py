@@ -1,4 +1,4 @@
-"""llama.cpp's architectures with a mixture of experts. Mixtral is in its `llama`."""
+"""llama.cpp's mixture-of-experts architectures. Mixtral is part of its `llama`."""
 
 import math
 
@@ -30,7 +30,7 @@ from workhorse.nn.positions.rope import RopeConfig, YarnScalingConfig
 
 UNNORMALISED = MoEConfig(d_ff=1, n_experts=1, top_k=1)
 MIXTURE = UNNORMALISED.replace(router=RouterConfig(normalize=True))
-"""Weights are a softmax over the chosen experts."""
+"""A mixture in which the expert weights are a softmax over the chosen experts."""
 SHARED = MIXTURE.replace(shared=SWIGLU)
 
 NORMED = ROTARY.replace(qk_norm=HEAD_NORM)
@@ -46,7 +46,7 @@ DEEPSEEK_ROUTER = (
     "feed_forward.router.scale",
 )
 LITE_DEPTHS = (26, 27)
-"""llama.cpp takes models of so many layers for DeepSeek-V2-Lite and its like."""
+"""Numbers of layers by which llama.cpp recognises DeepSeek-V2-Lite and similar models."""
 LATENT_SIZES = tuple(
     f"attention.{size}" for size in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
 )
@@ -62,7 +62,7 @@ def _leading_dense(data: Data) -> int:
 
 
 def _shared_experts(data: Data) -> int:
-    """The shared expert's width in routed ones."""
+    """Width of the shared expert, as a number of routed experts."""
     mixture = data["mixture"]["feed_forward"]
     return mixture["shared"]["d_ff"] // mixture["d_ff"]
 
@@ -78,7 +78,7 @@ DEEPSEEK_KEYS = {
 
 
 def solve_deepseek(keys: Data) -> Data:
-    """What the keys say of the experts in another way than by a field."""
+    """The shared expert's width and the router's score function, computed from the keys."""
     width = keys["expert_shared_count"] * keys["expert_feed_forward_length"]
     scores = {number: score for score, number in GATING.items()}
     return {
@@ -88,13 +88,13 @@ def solve_deepseek(keys: Data) -> Data:
 
 
 def mixtures_follow_dense(data: Data) -> str | None:
-    """Dense layers come first, and the shared expert is some routed ones wide."""
+    """Reject dense layers after mixtures, and a shared expert of an unsuitable width."""
     kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
     if "moe" not in kinds or "moe" in kinds[: kinds.count("gated_mlp")]:
-        return "layers without experts do not all come before those with them"
+        return "layers without experts do not all come before layers with experts"
     mixture = data["layers"][-1]["feed_forward"]
     if mixture["shared"]["d_ff"] % mixture["d_ff"]:
-        return "the shared expert is no whole number of routed experts wide"
+        return "the shared expert's width is not a multiple of a routed expert's width"
     return None
 
 
@@ -110,14 +110,14 @@ LATENT = LatentAttentionConfig(
 
 
 def deepseek(data: Data) -> str | None:
-    """What DeepSeek's parts must agree in."""
+    """Reject combinations of DeepSeek's fields that llama.cpp cannot compute."""
     attention = data["layers"][0]["attention"]
     scaling = attention["position"]["scaling"]
     growth = 1.0
     if scaling is not None:
         yarn = YarnScalingConfig.from_dict(scaling)
         if not math.isclose(yarn.amplitude, 1.0):
-            return "mscale is not mscale_all_dim"
+            return "mscale is not equal to mscale_all_dim"
         growth = yarn.growth(yarn.mscale_all_dim or 1.0)
     scale = growth**2 / math.sqrt(attention["nope_dim"] + attention["rope_dim"])
     if not math.isclose(attention["scale"] or scale, scale):
@@ -125,7 +125,7 @@ def deepseek(data: Data) -> str | None:
     if attention["position"]["pairing"] != "interleaved":
         return "attention.position.pairing is 'half', not 'interleaved'"
     if data["n_layers"] in LITE_DEPTHS and attention["q_rank"] is not None:
-        return f"{data['n_layers']} layers are a Lite model, whose queries have no latent"
+        return f"{data['n_layers']} layers mean DeepSeek-V2-Lite in llama.cpp, which has no q_rank"
     router = data["layers"][-1]["feed_forward"].get("router", {})
     if router.get("n_groups", 1) > 1 and router["group_score"] != "top2_sum":
         return f"router.group_score is {router['group_score']!r}, not 'top2_sum'"
@@ -141,7 +141,7 @@ def _yarn_log_multiplier(data: Data) -> float:
 
 
 def solve_latent(keys: Data) -> Data:
-    """Sizes of the latent vector, and the scale that YaRN makes."""
+    """Fields of `solve_deepseek`, sizes of latent attention and YaRN's scale, from the keys."""
     turning = keys["rope.dimension_count"]
     found = solve_deepseek(keys) | {
         "block.attention.q_rank": keys.get("attention.q_lora_rank") or None,
@@ -306,7 +306,7 @@ MIXTURES: tuple[Architecture, ...] = (
             "attention.value_length_mla": "block.attention.value_dim",
             "expert_group_count": "mixture.feed_forward.router.n_groups",
             "expert_group_used_count": "mixture.feed_forward.router.top_groups",
-            "rope.scaling.attn_factor": lambda _: None,  # follows from the multiplier
+            "rope.scaling.attn_factor": lambda _: None,  # llama.cpp derives it from the multiplier
             "rope.scaling.yarn_log_multiplier": _yarn_log_multiplier,
         },
         check=deepseek,

@@ -1,7 +1,7 @@
-"""Quantised tensors of GGUF files: values from blocks, and blocks from values.
+"""Quantises and dequantises the tensors of GGUF files.
 
-The package gguf has a decoder for every type that is read, and encoders for some. Q8_0 is decoded
-here, so that reading it needs no package; Q4_K is encoded here, because the package cannot.
+The package gguf can decode every type that is read, but encode only some. Q8_0 is decoded here, so
+that reading it does not need the package. Q4_K is encoded here, because the package cannot do it.
 """
 
 import math
@@ -14,21 +14,21 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError, to_install
 
 CODES, SCALE_BYTES = 32, 2
-"""A block of Q8_0: the number of 8-bit codes, and the bytes of the float16 scale before them."""
+"""Size of a Q8_0 block: number of 8-bit codes, and bytes of the float16 scale before them."""
 GROUPS, GROUP = 8, 32
-"""A block of Q4_K: groups that have a scale and an offset each, and values of a group."""
+"""Size of a Q4_K block: groups, each with a scale and an offset, and values per group."""
 VALUES_AT_ONCE = 2**17
-"""Values that are converted together: 512 KiB in float32, which caches hold."""
+"""Number of values converted at once: 512 KiB in float32, which fit into CPU caches."""
 
 
 def gguf_package(task: str) -> Any:
-    """The package gguf.
+    """Import the package gguf.
 
     Args:
-        task: what needs it, for the error.
+        task: the task that needs it, for the error message.
 
     Raises:
-        WorkhorseError: it is not installed.
+        WorkhorseError: the package is not installed.
     """
     try:
         import gguf
@@ -38,7 +38,7 @@ def gguf_package(task: str) -> Any:
 
 
 def check_readable(kind: str) -> None:
-    """Raise unless tensors of a quantised type can be dequantised here.
+    """Check that tensors of a quantised type can be dequantised.
 
     Raises:
         WorkhorseError: the package gguf is missing, or too old to know the type.
@@ -61,9 +61,9 @@ def dequantize(data: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     """The values of a tensor, in float32.
 
     Args:
-        data: its bytes.
+        data: the tensor's bytes.
         kind: a type that `check_readable` accepts.
-        shape: of the values; a row is a whole number of blocks.
+        shape: shape of the values; a row is a whole number of blocks.
     """
     if kind == "Q8_0":
         blocks = data.view(-1, SCALE_BYTES + CODES)
@@ -74,7 +74,9 @@ def dequantize(data: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     number = package.GGMLQuantizationType[kind]
     rows = data.numpy().reshape(math.prod(shape[:-1]), -1)
     values = np.empty((len(rows), shape[-1]), np.float32)
-    step = max(1, VALUES_AT_ONCE // shape[-1])  # the package needs several times its result
+    step = max(
+        1, VALUES_AT_ONCE // shape[-1]
+    )  # the package needs several times the memory of its result
     with np.errstate(all="ignore"):  # a damaged file may have infinite scales
         for at in range(0, len(rows), step):
             values[at : at + step] = package.quants.dequantize(rows[at : at + step], number)
@@ -82,7 +84,7 @@ def dequantize(data: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def quantize(values: np.ndarray, kind: Any) -> np.ndarray:
-    """The bytes of values in a type of the package's `GGMLQuantizationType`."""
+    """Quantise values to bytes; `kind` is one of the package's `GGMLQuantizationType`."""
     if kind.name != "Q4_K":
         return gguf_package("writing GGUF").quants.quantize(values, kind)
     blocks = values.reshape(-1, GROUPS, GROUP)
@@ -92,10 +94,10 @@ def quantize(values: np.ndarray, kind: Any) -> np.ndarray:
 
 
 def _q4_k(groups: np.ndarray) -> np.ndarray:
-    """Blocks of Q4_K, `(blocks, 144)`, from values `(blocks, 8, 32)`.
+    """Quantise values `(blocks, 8, 32)` to blocks of Q4_K, `(blocks, 144)`.
 
-    A value is `scale * step * code - offset * offset_step`: a 4-bit code for each value, a 6-bit
-    step and offset for each group, and two float16 scales for each block.
+    A value is `scale * step * code - offset * offset_step`, with a 4-bit code per value, a 6-bit
+    step and offset per group, and two float16 scales per block.
     """
     steps, offsets = _fit(groups)
     scales = (steps.max(axis=1) / 63).astype(np.float16)
@@ -105,7 +107,7 @@ def _q4_k(groups: np.ndarray) -> np.ndarray:
     steps = coded_steps * scales[:, None].astype(np.float32)
     offsets = coded_offsets * offset_scales[:, None].astype(np.float32)
     codes = _codes(groups + offsets[..., None], steps[..., None], 15)
-    # Two groups share 32 bytes: the even one has the low half of each.
+    # Two groups share 32 bytes: the even group has the low 4 bits of each.
     halves = codes[:, 0::2] | codes[:, 1::2] << 4
     ends = [one[:, None].view(np.uint8) for one in (scales, offset_scales)]
     six_bits = _packed(coded_steps, coded_offsets)
@@ -113,10 +115,10 @@ def _q4_k(groups: np.ndarray) -> np.ndarray:
 
 
 def _fit(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The step and the offset of each group, both at least 0, with a small error.
+    """Choose a step and an offset for each group, both at least 0, that give a small error.
 
-    Tries several ranges for the codes; least squares give the step and offset of the codes found.
-    An error weighs more at a large value, as in ggml's reference quantiser.
+    Tries several ranges of codes. Least squares gives the step and the offset for the codes of each
+    range. Errors of large values weigh more, as in ggml's reference quantiser.
     """
     weights = np.abs(groups) + np.sqrt(np.square(groups).mean(axis=-1, keepdims=True))
     low = np.minimum(groups.min(axis=-1), 0)
@@ -134,7 +136,7 @@ def _fit(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         offset = _ratio(second * linear - first * product, determinant)
         step = np.where(offset > 0, _ratio(product, second), step)
         offset = np.minimum(offset, 0)
-        # the weighted squared error, less that of codes of 0
+        # the weighted squared error, minus the constant sum of weights * values ** 2
         error = step * (step * second + 2 * (offset * first - product))
         error += offset * (offset * total - 2 * linear)
         better = (error < best) & (step > 0)
@@ -145,21 +147,21 @@ def _fit(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ratio(above: np.ndarray | np.float32, below: np.ndarray) -> np.ndarray:
-    """A quotient, or 0 for a division by 0."""
+    """A quotient, or 0 if the divisor is not positive."""
     return np.divide(above, below, out=np.zeros_like(below), where=below > 0)
 
 
 def _codes(values: np.ndarray, step: np.ndarray, largest: int) -> np.ndarray:
-    """Values as whole multiples of a step, from 0 to `largest`."""
+    """Divide values by a step and round them to whole codes from 0 to `largest`."""
     inverse = _ratio(np.float32(1), step.astype(np.float32))
     return np.rint(values * inverse).clip(0, largest).astype(np.uint8)
 
 
 def _packed(steps: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Eight steps and eight offsets of 6 bits in 12 bytes.
+    """Pack eight steps and eight offsets of 6 bits into 12 bytes.
 
-    The first four of each have a byte each, whose upper two bits are the upper bits of the last
-    four; the lower four bits of the last four of both share a byte.
+    The first four steps and offsets have one byte each. The upper two bits of these bytes hold the
+    upper bits of the last four. The lower four bits of a step and an offset share a byte there.
     """
     high_steps, high_offsets = (one[:, 4:] >> 4 << 6 for one in (steps, offsets))
     shared = steps[:, 4:] & 15 | (offsets[:, 4:] & 15) << 4

@@ -1,7 +1,7 @@
-"""A GGUF file as a model: its config, weights and tokenizer.
+"""Reads a model from a GGUF file: its config, weights and tokenizer.
 
-It reads the architectures and types that we write, whoever wrote the file. The weights stay mapped
-and are read one at a time; quantised ones become float32.
+Every architecture and type that Workhorse writes can be read, also from files of other programs.
+The weights stay memory-mapped and are read one at a time. Quantised weights become float32.
 """
 
 from collections.abc import Collection, Mapping
@@ -44,16 +44,17 @@ class GgufFile:
     """A model in one GGUF file.
 
     Args:
-        path: the file; its header is read at once, its weights when they are needed.
+        path: the file; its header is read immediately, its weights when they are needed.
 
     Attributes:
-        kind: what it is, in words.
-        config: ours.
-        family: the equivalent model type of Hugging Face, if there is one.
+        kind: description of the format, for messages.
+        config: the decoder's config.
+        family: the equivalent Hugging Face model type, or None.
         remarks: warnings for the user, one line each.
 
     Raises:
-        WorkhorseError: it is not a whole GGUF file, or of an unsupported architecture or type.
+        WorkhorseError: the file is not a complete GGUF file, or its architecture or the type of a
+            tensor is not supported.
     """
 
     kind = "GGUF file"
@@ -73,16 +74,16 @@ class GgufFile:
             raise WorkhorseError(f"{self.path}: {error}") from None
         self.remarks: list[str] = vocabulary_remarks(self._header.keys)
         if reader.unread:
-            self.remarks.append(f"it has keys that nothing here reads: {', '.join(reader.unread)}")
+            self.remarks.append(f"unknown keys are ignored: {', '.join(reader.unread)}")
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Whether a path looks like one."""
+        """True if a path looks like a GGUF file."""
         return path.is_file() and path.suffix == SUFFIX
 
     @property
     def tensors(self) -> Collection[StoredTensor]:
-        """The location and type of each tensor."""
+        """Location, shape and type of each tensor."""
         return self._header.tensors.values()
 
     @property
@@ -103,7 +104,7 @@ class GgufFile:
         for name, rank in ranks.items():
             if len(shapes.get(name, ())) != rank:
                 raise WorkhorseError(
-                    f"tensor {name!r} is missing or has not {rank} axes; fetch the file again"
+                    f"tensor {name!r} is missing or does not have {rank} axes; fetch the file again"
                 )
         factors = {name: self._read(name).float() for name in FACTORS if name in shapes}
         if self._architecture.copied_head and HEAD in shapes and self._is_copied():
@@ -112,7 +113,7 @@ class GgufFile:
         return ConfigReader(self._architecture, keys, shapes, factors, own)
 
     def _is_copied(self) -> bool:
-        """Whether the head is a copy of the embedding."""
+        """True if the head is a copy of the embedding."""
         head, embedding = self._header.tensors[HEAD], self._header.tensors[EMBEDDING]
         if (head.kind, head.shape) != (embedding.kind, embedding.shape):
             return False
@@ -125,17 +126,17 @@ class GgufFile:
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """The decoder with its weights, in evaluation mode.
+        """Build the decoder and load its weights, in evaluation mode.
 
         Args:
-            device: where the weights go.
-            dtype: of the weights; `self.dtype` by default.
-            kernel: how attention is computed.
-            places: where the weights are copied to.
+            device: device of the weights.
+            dtype: dtype of the weights; `self.dtype` by default.
+            kernel: attention kernel.
+            places: function that returns the destinations of the weights.
 
         Raises:
-            WorkhorseError: a tensor is missing, extra or misshapen, or of a type that needs the
-                package gguf.
+            WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or its type needs
+                the package gguf.
         """
         tensors = self._header.tensors
         for kind in sorted({one.kind for one in self.tensors} - UNQUANTIZED.keys()):
@@ -155,20 +156,20 @@ class GgufFile:
         return decoder.eval()
 
     def _account(self, parts: Mapping[str, list[Part]]) -> None:
-        """Check that every tensor is used and each of our weights has a source."""
+        """Check that every tensor of the file is used and every weight has a source."""
         tensors = self._header.tensors
         copied = self._architecture.copied_head and self.config.head.tied
         aside = {*FACTORS, HEAD} if copied else {*FACTORS}
         for name in sorted((tensors.keys() - aside) ^ parts.keys()):
-            state = "is missing" if name in parts else "has no place in it"
+            state = "is missing" if name in parts else "is not part of this model"
             raise WorkhorseError(f"{self.path}: tensor {shown(name)} {state}; fetch the file again")
         for name, members in parts.items():
             rows = sum(part.shape[0] for part in members)
             fits = (rows, *members[0].shape[1:])
             if tensors[name].shape != fits:
                 raise WorkhorseError(
-                    f"{self.path}: tensor {shown(name)} has shape {tensors[name].shape} where the "
-                    f"keys make {fits}; fetch the file again"
+                    f"{self.path}: tensor {shown(name)} has shape {tensors[name].shape}, but the "
+                    f"keys give {fits}; fetch the file again"
                 )
 
     def _bytes(self, name: str) -> Tensor:
@@ -177,7 +178,7 @@ class GgufFile:
         return self._mapped.view(Stored(torch.uint8, (size,), stored.begin, stored.end))
 
     def _read(self, name: str) -> Tensor:
-        """The values of one tensor, which the caller copies."""
+        """Values of one tensor; the caller must copy them, since they may be a view of the file."""
         stored = self._header.tensors[name]
         if stored.kind in UNQUANTIZED:
             at = Stored(UNQUANTIZED[stored.kind], stored.shape, stored.begin, stored.end)
@@ -186,17 +187,18 @@ class GgufFile:
 
     @property
     def has_tokenizer(self) -> bool:
+        """True if the file contains a tokenizer."""
         return has_vocabulary(self._header.keys)
 
     @property
     def tokenizer_folder(self) -> Path:
-        """A GGUF file has no tokenizer folder.
+        """Raise an error: a GGUF file has no tokenizer folder.
 
         Raises:
-            WorkhorseError: always; it says how to make one.
+            WorkhorseError: always; the message says how to create one.
         """
         raise WorkhorseError(
-            f"{self.path} has its tokenizer inside; to train on from it, write it as a folder: "
+            f"{self.path} contains its tokenizer, but training needs a folder; create it by "
             f"workhorse convert {self.path} FOLDER --to workhorse"
         )
 
@@ -204,7 +206,7 @@ class GgufFile:
         """The tokenizer in the file.
 
         Raises:
-            WorkhorseError: it is damaged, or of an unsupported kind.
+            WorkhorseError: the tokenizer is damaged, or of an unsupported kind.
         """
         try:
             return read_vocabulary(self._header.keys, self.config.vocab_size)
@@ -213,26 +215,26 @@ class GgufFile:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a text, if there are more than the tokenizer's eos."""
+        """Ids of the tokens that end generation; empty if only the tokenizer's eos does."""
         return end_tokens(self._header.keys, self.config.vocab_size)
 
 
 def _architecture(keys: Mapping[str, Any]) -> Architecture:
     if keys.get("split.count", 1) != 1:
-        raise WorkhorseError("it is one of several parts; join them with llama.cpp's gguf-split")
+        raise WorkhorseError("it is one of several parts; merge them with llama.cpp's gguf-split")
     name = keys.get("general.architecture")
     known = {one.name: one for one in ARCHITECTURES}
     if not isinstance(name, str) or name not in known:
-        words = nearest(name[:60], known) if isinstance(name, str) else "it is of no model"
+        words = nearest(name[:60], known) if isinstance(name, str) else "not a name"
         raise WorkhorseError(
-            f"llama.cpp's architecture {shown(name)} is not read from GGUF ({words}); fetch the "
-            "model's safetensors files"
+            f"the GGUF architecture {shown(name)} is not supported ({words}); fetch the model's "
+            "safetensors files"
         )
     return known[name]
 
 
 def _number(value: Any) -> Any:
-    """A value as it was before it was rounded to float32."""
+    """A value as it was before rounding to float32, see `shortest`."""
     if isinstance(value, list):
         return [_number(one) for one in value]
     return shortest(value) if isinstance(value, float) else value

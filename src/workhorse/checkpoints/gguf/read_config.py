@@ -1,8 +1,9 @@
-"""A config from the metadata of a GGUF file: the tables for writing, read backwards.
+"""Reads a config from the metadata of a GGUF file, with the tables that are used for writing.
 
-The architecture's kinds of layer are filled in from the keys; the names of a layer's tensors tell
-which kind it is. There is no second table: the config that was read is written again, and is right
-if that gives the keys of the file. If the file has our own config, and that passes, it is used.
+The names of a layer's tensors determine its kind, and the keys fill in its values. There is no
+second table for reading. To check the result, the keys of the config are written again and compared
+with the keys of the file. If the file contains Workhorse's own config and that passes the check, it
+is used instead.
 """
 
 import copy
@@ -50,10 +51,10 @@ SWITCHES = (
     "feed_forward.bias",
     "feed_forward.router.selection_bias",
 )
-"""Fields that only the tensors reveal."""
+"""Fields without a key: the tensor names show whether they are set."""
 PATTERN = "attention.sliding_window_pattern"
 USUAL = (*EVERYWHERE, PATTERN)
-"""Keys that a file may leave out."""
+"""Keys that a file may omit."""
 
 
 READ_KEYS = (
@@ -68,11 +69,11 @@ READ_KEYS = (
     "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 )
-"""Keys that are read without a table; the last has no bearing on what is computed."""
+"""Keys that are read without a table. The last one does not affect the computation."""
 
 
 class _Holder(Config):
-    """Parses one block of any kind."""
+    """A config of one block, used to parse a block of any kind."""
 
     block: BlockConfig
 
@@ -81,11 +82,11 @@ class ConfigReader:
     """Reads the config of the model in a GGUF file.
 
     Args:
-        architecture: that of the file.
-        keys: the keys in the architecture's section, without its name; numbers as by `shortest`.
-        shapes: of the tensors.
-        factors: values of the tensors that scale a rotation, if there are any.
-        own: our config as JSON, if the file has it.
+        architecture: the file's architecture.
+        keys: the keys in the architecture's section, without its name; floats as from `shortest`.
+        shapes: shapes of the tensors, by name.
+        factors: the tensors of frequency divisors, by name.
+        own: our config as JSON, or None.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class ConfigReader:
         self.own = own
 
     def config(self) -> tuple[DecoderConfig, Family | None]:
-        """Our config, and the equivalent model type of Hugging Face, if there is one.
+        """The decoder's config, and the equivalent Hugging Face model type or None.
 
         Raises:
-            WorkhorseError: the keys and tensors give no model, or none that we can compute.
+            WorkhorseError: the keys and tensors do not describe a model that can be computed.
         """
         if (config := self._own_config()) is not None:
             types = map(family, self.architecture.model_types)
@@ -116,25 +117,25 @@ class ConfigReader:
             self._check(config)
         except KeyError as error:
             raise WorkhorseError(
-                f"it has no key {self._named(error.args[0])}; fetch the file again"
+                f"key {self._named(error.args[0])} is missing; fetch the file again"
             ) from None
         except ConfigError as error:
-            raise WorkhorseError(f"its keys make no model: {error}; fetch the file again") from None
+            raise WorkhorseError(f"its keys are not valid: {error}; fetch the file again") from None
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise WorkhorseError(
-                f"its keys make no model: {shown(str(error))}; fetch the file again"
+                f"its keys are not valid: {shown(str(error))}; fetch the file again"
             ) from None
         return config, found
 
     def _own_config(self) -> DecoderConfig | None:
-        """Our config in the file, if the file's keys are those that we would write for it."""
+        """Our config in the file, or None if writing it does not give the file's keys."""
         if not isinstance(self.own, str):
             return None
         try:
             config = DecoderConfig.from_dict(parse_json(self.own.encode(), OWN_CONFIG))
             self._check(config)
         except (WorkhorseError, TypeError, ValueError, ArithmeticError, LookupError):
-            return None  # of another version of ours, or changed by others
+            return None  # written by another version of Workhorse, or changed since
         return config
 
     def _config(self) -> DecoderConfig:
@@ -171,14 +172,14 @@ class ConfigReader:
         return self._scaled(config)
 
     def _carried(self) -> Iterator[tuple[str, Any]]:
-        """Paths of fields in the config, and their values from the keys."""
+        """Paths of config fields, with their values from the keys."""
         for key, path in {**EVERYWHERE, **self.architecture.keys}.items():
             if isinstance(path, str) and key in self.keys:
                 yield path, self.keys[key]
         yield from self.architecture.solved(self.keys).items()
 
     def _layer(self, number: int, top: Data) -> Data:
-        """One layer's block, filled in."""
+        """The block of one layer, with the values of the keys."""
         prefix = f"blk.{number}."
         names = frozenset(name.removeprefix(prefix) for name in self._by_layer.get(number, ()))
         local = self._has_window(number)
@@ -190,7 +191,7 @@ class ConfigReader:
                 return self._filled(kind.to_dict(), number, top)
         closest = min(self._kinds, key=lambda one: len(one[1] ^ names))[1]
         name = min(closest ^ names, default=None)
-        state = "missing" if name in closest else "of no use"
+        state = "missing" if name in closest else "unexpected"
         raise WorkhorseError(
             f"tensor {prefix}{name} is {state} in llama.cpp's {self.architecture.name}"
         )
@@ -207,7 +208,7 @@ class ConfigReader:
 
     @cached_property
     def _kinds(self) -> list[tuple[BlockConfig, frozenset[str]]]:
-        """Every kind of layer with every combination of options, and its tensors' names."""
+        """Each kind of layer with each combination of options, and the names of its tensors."""
         found: list[tuple[BlockConfig, frozenset[str]]] = []
         choices = [path for path in SWITCHES if path in self.architecture.optional]
         solved = {path: value for path, value in self._carried() if path.endswith("q_rank")}
@@ -245,7 +246,7 @@ class ConfigReader:
         return every == 1 or number % every < every - 1
 
     def _filled(self, block: Data, number: int, top: Data) -> Data:
-        """A kind of layer with its sizes, rotation and epsilon."""
+        """Fill in the sizes, the rotation and the epsilon of a layer."""
         for start in ("block.", "mixture."):
             if start == "mixture." and block["feed_forward"]["kind"] != "moe":
                 continue
@@ -286,7 +287,7 @@ class ConfigReader:
             norm["eps"] = self.keys[EPSILON[norm["kind"]]]
 
     def _block_names(self, layers: list[Data]) -> list[str]:
-        """The name of each kind of layer in our config."""
+        """For each layer, the name of its block in our config."""
         kinds: list[Data] = []
         for layer in layers:
             if layer not in kinds:
@@ -298,7 +299,7 @@ class ConfigReader:
         return [names[kinds.index(layer)] for layer in layers]
 
     def _scaled(self, config: DecoderConfig) -> DecoderConfig:
-        """Apply the architecture's scale of scores, if no key gives one."""
+        """Set the architecture's attention scale, unless the file stores it."""
         data = plain(config)
         attention = data["layers"][0]["attention"]
         if "attention.scale" in (*self.architecture.carried, *self.architecture.optional):
@@ -312,7 +313,7 @@ class ConfigReader:
         return DecoderConfig.from_dict(whole)
 
     def _as_family(self, config: DecoderConfig) -> tuple[DecoderConfig, Family | None]:
-        """Take what the file leaves open (the order of rows, 1 + w) from a model type."""
+        """Set the fields that a file does not determine (row order, 1 + w) from a model type."""
         for model_type in self.architecture.model_types:
             one = family(model_type)
             try:
@@ -325,7 +326,7 @@ class ConfigReader:
         return config, None
 
     def _check(self, config: DecoderConfig) -> None:
-        """Write the config again; raise an error if that does not give the keys of the file."""
+        """Write the config's keys again; raise an error unless they are the keys of the file."""
         data, _ = readable(config, windows=self.architecture.windows)
         if reason := self.architecture.difference(copy.deepcopy(data)):
             raise ValueError(reason)
@@ -340,7 +341,7 @@ class ConfigReader:
 
     @property
     def unread(self) -> list[str]:
-        """Keys that are not read here and might mean something."""
+        """Keys that are not read and may affect the computation."""
         known = {*EVERYWHERE, *EPSILON.values(), *self.architecture.keys, *READ_KEYS}
         return sorted(self._named(key) for key in self.keys.keys() - known)
 
@@ -353,7 +354,10 @@ def _block(data: Data) -> BlockConfig:
 
 
 def _described(block: Data, kinds: Iterable[Data]) -> str:
-    """`local` or `global`, with `_dense` if there are mixtures too; `main` if all are alike."""
+    """The name of a kind of layer: `main` if there is only one kind, else `local` or `global`.
+
+    Dense layers of a model that also has mixtures get the suffix `_dense`.
+    """
     kinds = list(kinds)
     if len(kinds) == 1:
         return "main"
@@ -364,12 +368,12 @@ def _described(block: Data, kinds: Iterable[Data]) -> str:
 
 
 def _left_open(path: str) -> bool:
-    """Whether a GGUF file does not determine the value at a path."""
+    """True if a GGUF file does not determine the field at a path."""
     return path.endswith((*MEANINGLESS, "final_norm.offset", "final_norm.multiply"))
 
 
 def _agree(stored: object, written: object) -> bool:
-    if isinstance(stored, list) and not isinstance(written, list):  # one number a layer
+    if isinstance(stored, list) and not isinstance(written, list):  # one value per layer
         return all(_agree(one, written) for one in stored)
     if isinstance(stored, int | float) and isinstance(written, int | float):
         return math.isclose(stored, written, rel_tol=1e-6)

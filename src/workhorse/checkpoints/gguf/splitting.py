@@ -1,7 +1,7 @@
-"""How byte-level BPE splits a text into words before merging.
+"""Rules by which byte-level BPE splits a text into words before merging.
 
-llama.cpp has the rules built in, under the names of models. A tokenizer is recognised by its rule,
-never by a name.
+llama.cpp has these rules built in, under the names of models. A tokenizer is recognised by its
+rule, never by its name.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from workhorse.errors import WorkhorseError, nearest
 
 Data = dict[str, Any]
 Rule = tuple[str, ...]
-"""Regular expressions that split a text one after another."""
+"""Regular expressions that are applied one after another to split a text."""
 
 GPT2_RULE = "gpt-2"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -33,7 +33,7 @@ WORKHORSE = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,N}" + PUNC
 
 
 def _cased(end: str) -> str:
-    """Words that also end before a capital letter."""
+    """A pattern for words that also end before a capital letter."""
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{UPPER}*{LOWER}+{end}|{start}{UPPER}+{LOWER}*{end}|"
 
@@ -53,7 +53,7 @@ DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", WORDS, r"\p{N}+", "[0-9][0-9][0-9]")
 BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 DEFAULT_RULE = "default"
-"""llama.cpp's rule for a file that names none."""
+"""llama.cpp's rule for a file that does not name one."""
 RULES: dict[tuple[Rule, bool], str] = {
     ((GPT2,), False): GPT2_RULE,
     ((DIGITS, GPT2), False): "smollm",
@@ -67,14 +67,14 @@ RULES: dict[tuple[Rule, bool], str] = {
     ((BLOOM, r"\p{N}"), False): "viking",
     (DEFAULT, False): DEFAULT_RULE,
 }
-"""llama.cpp's name of a rule, with and without taking words that are tokens whole."""
+"""llama.cpp's name of each rule, by its expressions and `ignore_merges` (see `pre_tokenizer`)."""
 
 MARKS = "llama.cpp splits words at combining marks where this tokenizer does not: {}"
-SCRIPTS = "Indic scripts and decomposed accents get other tokens"
+SCRIPTS = "Indic scripts and decomposed accents get different tokens"
 NEAR: dict[tuple[Rule, bool], tuple[str, str]] = {
     ((WORKHORSE.replace("{1,N}", "{1,1}"),), False): (
         "qwen35",
-        MARKS.format("only marks after two or more signs of punctuation"),
+        MARKS.format("only after two or more punctuation characters"),
     ),
     ((WORKHORSE.replace("{1,N}", "{1,3}"),), False): (
         "smaug-bpe",
@@ -83,7 +83,7 @@ NEAR: dict[tuple[Rule, bool], tuple[str, str]] = {
     ((GPT4O,), False): ("gpt-4o", MARKS.format(SCRIPTS)),
     ((TEKKEN,), True): ("tekken", MARKS.format(SCRIPTS)),
 }
-"""Rules that llama.cpp lacks, its nearest ones, and what to tell the user."""
+"""Rules that llama.cpp does not have, each with its nearest rule and a warning for the user."""
 
 SAME = {
     GPT2_RULE: "phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
@@ -98,14 +98,14 @@ SAME = {
 }
 """Other names that llama.cpp has for a rule (its `src/llama-vocab.cpp`)."""
 BEGINNING = ("llama-bpe", "tekken")
-"""Rules with which llama.cpp puts bos before a text unless the file says otherwise."""
+"""Rules for which llama.cpp adds bos before a text, unless the file says otherwise."""
 
 OWN = {key: NEAR[key] for key in (((GPT4O,), False), ((TEKKEN,), True))}
-"""Rules that llama.cpp has by name but does not follow exactly."""
+"""Rules that llama.cpp has by name but does not implement exactly."""
 
 
 def splitting_rule(definition: Data) -> tuple[str, list[str]]:
-    """llama.cpp's name for the rule of a `tokenizer.json`, and how the two differ if they do.
+    """llama.cpp's name for the rule of a `tokenizer.json`, and warnings about differences.
 
     Raises:
         WorkhorseError: llama.cpp has no such rule.
@@ -115,14 +115,14 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
         case None:
             pass
         case {"type": "NFC"}:
-            remarks.append("llama.cpp does not compose characters (NFC); compose text before it")
+            remarks.append("llama.cpp does not normalise text to NFC; normalise it beforehand")
         case other:
             raise WorkhorseError(
                 f"llama.cpp's byte-level tokenizers do not normalise text as this one does "
                 f"({other['type']}); write the model without the tokenizer"
             )
     if not definition["model"]["merges"]:
-        return GPT2_RULE, remarks  # nothing is merged, so every rule is right
+        return GPT2_RULE, remarks  # nothing is merged, so every rule gives the same tokens
     key = tuple(_steps(definition["pre_tokenizer"])), bool(definition["model"]["ignore_merges"])
     if key in RULES:
         return RULES[key], remarks
@@ -153,10 +153,12 @@ def canonical_rule(name: str) -> str:
 
 
 def pre_tokenizer(name: str) -> tuple[Data, bool]:
-    """The pre-tokenizer of a rule, and whether words that are tokens are taken whole.
+    """The pre-tokenizer of a rule, and its `ignore_merges`.
+
+    `ignore_merges` is True if a word that is a token is not split.
 
     Args:
-        name: of `canonical_rule`.
+        name: a name from `canonical_rule`.
     """
     names = {name: key for key, name in RULES.items()} | {
         near: key for key, (near, _) in OWN.items()
@@ -177,7 +179,7 @@ def pre_tokenizer(name: str) -> tuple[Data, bool]:
 
 
 def _steps(step: Data | None) -> Iterator[str]:
-    """The rules of a pre-tokenizer in sequence, each in a canonical form."""
+    """The steps of a pre-tokenizer in order, each as an expression in a canonical form."""
     match step:
         case None | {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False}:
             return

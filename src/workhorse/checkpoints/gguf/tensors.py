@@ -1,4 +1,4 @@
-"""Our weights under llama.cpp's names, each made when it is needed; and the way back."""
+"""Maps our weights to llama.cpp's tensors and back; each tensor is computed when needed."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -62,9 +62,9 @@ LAYER_PARAMETERS = {
     "attention.kernel.sinks": "attn_sinks.weight",
     "feed_forward.router.selection_bias": "exp_probs_b.bias",
 }
-"""Parameters whose names end neither in `weight` nor in `bias`."""
+"""Parameters with names that do not end in `weight` or `bias`."""
 TURNING = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
-"""Projections whose rows follow the pairing of the rotation."""
+"""Projections in which the order of rows depends on the RoPE pairing."""
 
 SHAPED: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]]] = {
     "ffn_gate_inp_shexp": (lambda rows, _: rows.flatten(), lambda theirs: theirs.unsqueeze(0)),
@@ -77,7 +77,7 @@ SHAPED: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor], Tens
         lambda theirs: theirs.flatten(0, 1),
     ),
 }
-"""Parameters of another shape there: from ours and the number of heads, and back."""
+"""Parameters with another shape in llama.cpp: functions to it (weight, n_heads) and back."""
 
 Make = Callable[[], Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -85,7 +85,7 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor of the file, and a function that makes its values: on the CPU, in float32."""
+    """One tensor of the file, and a function that computes it on the CPU in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """One of our weights: a whole tensor of the file, or some of its rows."""
+    """One of our weights, stored as a whole tensor of the file or as some of its rows."""
 
     ours: str
     tensor: str
@@ -103,14 +103,14 @@ class Part:
     shape: tuple[int, ...]
     make: Make
     take: Change
-    """Our weight from those rows."""
+    """Function that computes our weight from these rows."""
 
 
 def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPlan]:
-    """Every tensor of the file; each of the decoder's weights is in one of them.
+    """Plan the tensors of the file, which together contain all weights of the decoder.
 
     Raises:
-        WorkhorseError: a weight has no name in llama.cpp.
+        WorkhorseError: llama.cpp has no tensor for a weight.
     """
     parts = tensor_parts(architecture, decoder)
     plans = [_joined(name, members) for name, members in parts.items()]
@@ -123,14 +123,14 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
 
 
 def tensor_parts(architecture: Architecture, decoder: Decoder) -> dict[str, list[Part]]:
-    """For every tensor of the file that holds weights of ours, its parts in order.
+    """The weights in each tensor of the file, in their order.
 
     Args:
-        architecture: the one whose names are used.
-        decoder: any decoder, also one without values.
+        architecture: the architecture that defines the tensor names.
+        decoder: any decoder, also one on the meta device.
 
     Raises:
-        WorkhorseError: a weight has no name there.
+        WorkhorseError: the architecture has no tensor for a weight.
     """
     parts: dict[str, list[Part]] = {}
     for part in _parts(architecture, decoder):
@@ -165,10 +165,10 @@ def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:
 
 
 def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str, str, int | None]:
-    """The layer, the name, `weight` or `bias`, and the head if it belongs to one.
+    """A weight's layer or None, llama.cpp name, `weight` or `bias`, and head or None.
 
     Raises:
-        WorkhorseError: there is none.
+        WorkhorseError: the architecture has no tensor for the weight.
     """
     layer, inner, names = None, name, TOP_NAMES
     if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
@@ -182,8 +182,8 @@ def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str,
         module, head = found[1], int(found[2])
     if module not in names:
         raise WorkhorseError(
-            f"the weight {name} has no place in llama.cpp's {architecture.name}; keep the model "
-            "as a Hugging Face directory"
+            f"llama.cpp's {architecture.name} has no tensor for {name}; keep the model as a "
+            "Hugging Face directory"
         )
     return layer, names[module], kind, head
 
@@ -195,7 +195,7 @@ def _turned(
     decoder: Decoder,
     architecture: Architecture,
 ) -> tuple[Make, Change]:
-    """Functions that put rows in the order of the architecture's rotation, and back in ours."""
+    """Functions that reorder rows for the architecture's RoPE pairing, and back for ours."""
     rope = block.rope
     if block.grouped is None or rope is None:
         return make, take
@@ -240,7 +240,7 @@ def _as_vector(take: Change, row: Tensor) -> Tensor:
 
 
 def _offset_weights(decoder: Decoder) -> set[str]:
-    """Weights stored as their difference from 1; llama.cpp has the full weight."""
+    """Names of weights stored as their difference from 1; llama.cpp has the full weight."""
     return {
         f"{name}.weight"
         for name, module in decoder.named_modules()
@@ -249,7 +249,7 @@ def _offset_weights(decoder: Decoder) -> set[str]:
 
 
 def _rope_factors(decoder: Decoder) -> dict[str, Tensor]:
-    """Divisors of the first layer whose scaling needs them; those of the others are the same."""
+    """Frequency divisors of the first layer that needs them; the other layers have the same."""
     for name in decoder.config.layer_names():
         block = decoder.config.blocks[name]
         if block.grouped is not None and block.rope is not None:

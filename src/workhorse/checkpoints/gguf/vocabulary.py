@@ -1,9 +1,9 @@
-"""A tokenizer as metadata of a GGUF file: writing and reading.
+"""Writes and reads a tokenizer as metadata of a GGUF file.
 
-Two kinds in llama.cpp concern us: byte-level BPE, which it calls gpt2, and SentencePiece's BPE over
-characters with byte fallback, which it calls llama. A vocabulary of characters is a byte-level one
-whose merges make each character from its bytes. The whole `tokenizer.json` is stored as well:
-llama.cpp ignores it, and whoever reads it gets exactly the same tokenizer.
+Two of llama.cpp's kinds are supported: byte-level BPE, which it calls gpt2, and SentencePiece's BPE
+over characters with byte fallback, which it calls llama. A character tokenizer is written as
+byte-level BPE with merges that build each character from its bytes. The whole `tokenizer.json` is
+stored as well. llama.cpp ignores it; readers that know it get exactly the same tokenizer.
 """
 
 import json
@@ -30,40 +30,40 @@ Data = dict[str, Any]
 
 NO_VOCABULARY: Mapping[str, Any] = {"tokenizer.ggml.model": "none"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Types of tokens, with SentencePiece's numbers."""
+"""Types of tokens, with SentencePiece's values."""
 METASPACE = "\u2581"
 NO_MERGE = f"{METASPACE} {METASPACE}"
 """A merge that never applies to byte-level text: llama.cpp requires at least one."""
 UNLEARNED = (
-    "llama.cpp merges any two tokens that make a third, this tokenizer only pairs that it learned; "
-    "a few words get other tokens"
+    "llama.cpp merges any two tokens that make a third, this tokenizer only learned pairs; a few "
+    "words get different tokens"
 )
 RUNS_OF_SPACES = (
-    "llama.cpp merges across the words that this tokenizer keeps apart; runs of spaces get other "
+    "llama.cpp merges across words that this tokenizer separates; runs of spaces get different "
     "tokens"
 )
 ONE_PREFIX = (
-    "llama.cpp puts a space before the text after every special token, this tokenizer only at the "
-    "start of a text; chats get other tokens"
+    "llama.cpp adds a space after every special token, this tokenizer only at the start of a text; "
+    "chats get different tokens"
 )
-DROPS_SPACE = "llama.cpp keeps the space that a text begins with, which this tokenizer drops"
-LEFT_OUT = "llama.cpp leaves out characters that the tokenizer has no token for"
+DROPS_SPACE = "llama.cpp keeps a space at the start of a text, this tokenizer drops it"
+LEFT_OUT = "llama.cpp drops characters for which the tokenizer has no token"
 WHOLE = "tokenizer.huggingface.json"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 ENDS = ("eot", "eom")
-"""Further tokens that end a text: of a turn, and of a message that calls a tool."""
+"""Roles of further stop tokens: end of a turn, and end of a message that calls a tool."""
 NO_STOP_TOKEN = "workhorse.no_stop_token"
-"""Our key for an eos that does not end the model's texts; GGUF's eos always does."""
+"""Our key for an eos that does not end generation; GGUF's eos always does."""
 
 
 def end_metadata(
     stop_tokens: Sequence[int], eos: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """The keys of the tokens besides eos that end a text, and what GGUF cannot say.
+    """Keys of the stop tokens other than eos, and warnings if GGUF cannot express them.
 
     Args:
-        stop_tokens: all that end a text, or none if only eos does.
-        eos: the tokenizer's, or None.
+        stop_tokens: ids of all tokens that end generation; empty if only eos does.
+        eos: id of the tokenizer's eos, or None.
     """
     others = [token for token in dict.fromkeys(stop_tokens) if token != eos]
     keys = {f"tokenizer.ggml.{role}_token_id": n for role, n in zip(ENDS, others, strict=False)}
@@ -71,12 +71,12 @@ def end_metadata(
         keys["tokenizer.ggml.eos_token_id"] = others[0]
     remarks: list[str] = []
     if lost := ", ".join(str(token) for token in others[len(ENDS) :]):
-        remarks.append(f"GGUF has keys for 3 end tokens; not written: {lost}")
+        remarks.append(f"GGUF has keys for 3 stop tokens; not written: {lost}")
     if eos is not None and others and eos not in stop_tokens:
         keys[NO_STOP_TOKEN] = eos
         remarks.append(
-            f"llama.cpp also stops at token {eos}, the tokenizer's eos, which is no stop token of "
-            "the model"
+            f"llama.cpp also stops at token {eos}, the tokenizer's eos, which is not a stop "
+            "token of the model"
         )
     return keys, remarks
 
@@ -84,15 +84,17 @@ def end_metadata(
 def tokenizer_metadata(
     tokenizer: "Tokenizer", vocab_size: int, stop_tokens: Sequence[int] = ()
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """The `tokenizer.` keys, and how llama.cpp will split text differently.
+    """The `tokenizer.` keys, and warnings if llama.cpp will tokenise text differently.
 
     Args:
         tokenizer: any tokenizer.
-        vocab_size: rows of the embedding; rows without a token get names and stay unused.
-        stop_tokens: tokens that end a text; if empty, the tokenizer's eos.
+        vocab_size: number of rows of the embedding. Rows without a token get a placeholder name
+            and the type `UNUSED`.
+        stop_tokens: ids of the tokens that end generation; if empty, the tokenizer's eos.
 
     Raises:
-        WorkhorseError: llama.cpp has no such tokenizer, or it has more tokens than the embedding.
+        WorkhorseError: llama.cpp does not support such a tokenizer, or it has more tokens than the
+            embedding has rows.
     """
     whole: Data = json.loads(tokenizer.definition)
     of_characters = _is_of_characters(whole)
@@ -101,14 +103,14 @@ def tokenizer_metadata(
     if tokenizer.vocab_size > vocab_size:
         raise WorkhorseError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the embedding {vocab_size} rows; "
-            "give the tokenizer that the model was trained with"
+            "use the tokenizer that the model was trained with"
         )
     byte_level = (definition["decoder"] or {}).get("type") == "ByteLevel"
     if model["type"] != "BPE" or not (byte_level or model.get("byte_fallback")):
         kind = "byte-level " if byte_level else ""
         raise WorkhorseError(
-            f"llama.cpp has no tokenizer like this one ({kind}{model['type']}); write the model "
-            "without it, or use byte-level BPE"
+            f"llama.cpp does not support this kind of tokenizer ({kind}{model['type']}); write the "
+            "model without it, or use byte-level BPE"
         )
     words = _words(tokenizer, definition, vocab_size)
     keys, remarks = (_byte_level if byte_level else _characters)(definition, words)
@@ -122,7 +124,7 @@ def tokenizer_metadata(
 
 @dataclass(frozen=True)
 class _Words:
-    """The vocabulary by id."""
+    """Strings and types of the tokens, indexed by id."""
 
     texts: list[str]
     types: list[int]
@@ -145,7 +147,7 @@ def _words(tokenizer: "Tokenizer", definition: Data, vocab_size: int) -> _Words:
 
 
 def _is_of_characters(definition: Data) -> bool:
-    """Whether each token is a character, and a text is encoded character by character."""
+    """True if each token is a character, and text is encoded character by character."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     return (
         model["type"] == "BPE"
@@ -159,7 +161,7 @@ def _is_of_characters(definition: Data) -> bool:
 
 
 def _in_bytes(definition: Data) -> Data:
-    """The same vocabulary over bytes: a multi-byte character is merged from its first byte on."""
+    """The same vocabulary as byte-level BPE; merges build a character from its first byte on."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     merges: dict[tuple[str, str], None] = {}
     vocab: dict[str, int] = {}
@@ -188,7 +190,10 @@ def _byte_level(definition: Data, words: _Words) -> tuple[Data, list[str]]:
 
 
 def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
-    """SentencePiece merges the pair whose result has the best score; pairs have no ranks."""
+    """Keys of a SentencePiece BPE. Scores of tokens replace the ranks of merges.
+
+    SentencePiece merges the pair that forms the token with the best score.
+    """
     model = definition["model"]
     scores = [0.0] * len(words.texts)
     pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
@@ -213,7 +218,7 @@ def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
     marks = [part for part in before if part.get("prepend_scheme") in ("first", "always")]
     if any(part["prepend_scheme"] == "first" for part in marks):
         remarks.append(ONE_PREFIX)
-    # Metaspace puts nothing before a text that begins with the mark.
+    # Metaspace adds nothing to a text that already begins with the mark.
     if any(part["replacement"] == METASPACE for part in marks):
         remarks.append(DROPS_SPACE)
     split = [part for part in before if part["type"] == "Split"]
@@ -223,7 +228,7 @@ def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
 
 
 def _merges_more(vocab: Data, pairs: list[tuple[str, ...]]) -> bool:
-    """Whether two tokens concatenate to a third without a merge for them."""
+    """True if two tokens concatenate to a third without a merge for the pair."""
     learned = set(pairs)
     return any(
         (text[:cut], text[cut:]) not in learned
@@ -234,21 +239,21 @@ def _merges_more(vocab: Data, pairs: list[tuple[str, ...]]) -> bool:
 
 
 def _parts(step: Data | None, inner: str) -> list[Data]:
-    """The steps of a sequence, or the one step."""
+    """The steps of a normalizer or pre-tokenizer; nested sequences are flattened."""
     if step is None:
         return []
     return [part for one in step[inner] for part in _parts(one, inner)] if inner in step else [step]
 
 
 def _special(tokenizer: "Tokenizer", stop_tokens: Sequence[int]) -> tuple[Data, list[str]]:
-    """Ids of special tokens, the tokens around a text, and the chat template."""
+    """Keys of special tokens, of tokens added around a text and of the chat template."""
     roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
     ends, remarks = end_metadata(stop_tokens, roles["eos"])
     roles["eos"] = ends.get("tokenizer.ggml.eos_token_id", roles["eos"])
     if roles["eos"] is None:
-        # llama.cpp would take a token of the vocabulary for it
+        # otherwise llama.cpp would use an ordinary token as eos
         roles["eos"] = next((roles[role] for role in ("pad", "bos") if roles[role] is not None), 0)
-        remarks.append(f"the tokenizer names no eos; llama.cpp stops at token {roles['eos']}")
+        remarks.append(f"the tokenizer has no eos; llama.cpp stops at token {roles['eos']}")
     if roles["bos"] is None:
         roles["bos"] = roles["eos"]
     keys: Data = dict(ends) | {
@@ -267,29 +272,29 @@ START = "tokenizer.ggml."
 BYTE_LEVEL, CHARACTERS = "gpt2", "llama"
 KINDS = (BYTE_LEVEL, CHARACTERS)
 USUAL = {"bos_token_id": 1, "eos_token_id": 2}
-"""llama.cpp's defaults for a vocabulary of characters."""
+"""llama.cpp's default ids for the kind `llama`."""
 SAYS = ("tokens", "token_type", "merges", "pre", "add_space_prefix")
 """Keys that a `tokenizer.json` in the same file must agree with."""
 SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
 
 
 def has_vocabulary(keys: Mapping[str, Any]) -> bool:
-    """Whether a file's keys hold a tokenizer."""
+    """True if a file's keys contain a tokenizer."""
     return keys.get(f"{START}model", "none") != "none"
 
 
 def vocabulary_remarks(keys: Mapping[str, Any]) -> list[str]:
-    """What the user should know about a file's tokenizer, one line each."""
+    """Warnings about a file's tokenizer, one line each."""
     if keys.get(f"{START}model") != BYTE_LEVEL or keys.get(f"{START}pre"):
         return []
     return [
-        "it does not name the rule that splits words (tokenizer.ggml.pre); llama.cpp's default is "
-        "used, and tokens may differ from those of the training"
+        "tokenizer.ggml.pre is missing; llama.cpp's default rule splits words, and tokens may "
+        "differ from those in training"
     ]
 
 
 def end_tokens(keys: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text, if there are more than the tokenizer's eos."""
+    """Ids of the tokens that end generation; empty if only the tokenizer's eos does."""
     usual = USUAL if keys.get(f"{START}model") == CHARACTERS else {}
     names = [f"{role}_token_id" for role in ("eos", *ENDS)]
     found = [keys.get(START + name, usual.get(name)) for name in names]
@@ -303,15 +308,15 @@ def end_tokens(keys: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
-    """The tokenizer: the file's `tokenizer.json` if it agrees with the keys, else that of the keys.
+    """The tokenizer: the file's `tokenizer.json` if it agrees with the keys, else made from them.
 
     Raises:
-        WorkhorseError: it is of an unsupported kind, or damaged.
+        WorkhorseError: the tokenizer is of an unsupported kind, or damaged.
     """
     kind = keys[f"{START}model"]
     if kind not in KINDS:
         raise WorkhorseError(
-            f"its tokenizer is of kind {shown(kind)}, and read are {', '.join(KINDS)}; fetch the "
+            f"tokenizer kind {shown(kind)} is not supported (only {', '.join(KINDS)}); fetch the "
             "model as a Hugging Face directory"
         )
     fields = {key.removeprefix(START): value for key, value in keys.items()}
@@ -332,7 +337,7 @@ def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
 
 
 def _whole(fields: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
-    """The tokenizer of the `tokenizer.json` in the file, if writing it gives the file's keys."""
+    """The tokenizer of the file's `tokenizer.json`; None if writing it gives other keys."""
     from workhorse.tokenizers.huggingface.settings import MAX_VALUES
 
     text = fields.get(WHOLE)
@@ -356,7 +361,7 @@ def _tokenizer(definition: str, fields: Mapping[str, Any]) -> "Tokenizer":
     roles: dict[str, str] = {}
     for role, name in ROLES.items():
         number = fields.get(f"{name}_token_id")
-        # A file must name some token that ends a text; an ordinary one is a stopgap.
+        # A file must name some eos; an ordinary token was written only to fill the key.
         if type(number) is int and 0 <= number < len(tokens) and types[number] in SPECIAL:
             roles[role] = tokens[number]
     return Tokenizer(definition, roles, fields.get("tokenizer.chat_template"))
@@ -401,7 +406,7 @@ def _read_byte_level(fields: Mapping[str, Any], rule: str) -> str:
 
 
 def _merges(merges: list[str], known: set[str]) -> list[list[str]]:
-    """The pairs; merges that need or make an unknown token are left out."""
+    """Merges as pairs, without those that need or form an unknown token."""
     pairs = [merge.split(" ", 1) for merge in merges]
     return [[left, right] for left, right in pairs if {left, right, left + right} <= known]
 
@@ -410,7 +415,7 @@ def _read_characters(fields: Mapping[str, Any]) -> str:
     from workhorse.tokenizers.huggingface.sentencepiece import BPE, convert_pieces
 
     pieces = list(zip(fields["tokens"], fields["scores"], _types(fields), strict=True))
-    while pieces and pieces[-1][2] == UNUSED:  # rows of the embedding that no token has
+    while pieces and pieces[-1][2] == UNUSED:  # rows of the embedding without a token
         pieces.pop()
     definition = convert_pieces(pieces, BPE, dummy_prefix=fields.get("add_space_prefix", True))
     return _with_affixes(definition, fields, begins=True)
@@ -426,7 +431,7 @@ def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _with_affixes(definition: str, fields: Mapping[str, Any], *, begins: bool) -> str:
-    """The tokens before and after a text; `begins` is the kind's default for bos."""
+    """Add bos and eos around a text, as the keys say; `begins` is the kind's default for bos."""
     from workhorse.tokenizers.backend import library_tokenizer
     from workhorse.tokenizers.control import set_affixes
 

@@ -50,19 +50,19 @@ APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
         "attention.position.scaling.kind",
         "longrope",
         "longrope",
-        "llama.cpp chooses LongRoPE's factors by the room of its context, not by the text's length",
+        "llama.cpp chooses LongRoPE's factors by its context size, not by the sequence length",
     ),
 )
-"""A field, our value, what llama.cpp has instead, and what to tell the user."""
+"""A field, our value, llama.cpp's value, and the warning for the user."""
 
 
 def readable(config: DecoderConfig, *, windows: bool) -> tuple[Data, list[str]]:
-    """A config as the plain data that an architecture can compute, and what it costs.
+    """A config as plain data that llama.cpp can compute, and warnings about approximations.
 
     Args:
-        config: ours.
-        windows: whether the architecture knows sliding windows; else the context is cut to the
-            narrowest, within which a window changes nothing.
+        config: the decoder's config.
+        windows: True if the architecture supports sliding windows. Otherwise the context is cut to
+            the narrowest window, so that windows have no effect.
     """
     data, remarks = plain(config), list[str]()
     layers: list[Data] = data["layers"]
@@ -75,8 +75,8 @@ def readable(config: DecoderConfig, *, windows: bool) -> tuple[Data, list[str]]:
         narrowest = min(_windows(layers), default=data["max_seq_len"])
         if narrowest < data["max_seq_len"]:
             remarks.append(
-                f"llama.cpp has no sliding window here; the file's context is {narrowest} tokens, "
-                "within which it changes nothing"
+                "llama.cpp has no sliding window for this architecture; the context is cut to "
+                f"{narrowest} tokens, so that the window has no effect"
             )
         data["max_seq_len"] = min(narrowest, data["max_seq_len"])
         for layer in layers:
@@ -93,28 +93,31 @@ GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k"]
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "bf16": 32}
 """llama.cpp's `general.file_type`, by the type of most weights."""
 SMALLER = {"q4_k": ("q4_k", "q5_0"), "q4_0": ("q4_0",), "q8_0": ("q8_0",)}
-"""Types of a quantised matrix, the first whose blocks fit its rows; llama.cpp chooses the same."""
+"""Types of a quantised matrix: the first with blocks that divide its rows, as in llama.cpp."""
 FINE = ("output.weight", "token_embd.weight", "position_embd.weight")
-"""Matrices that 4 bits would harm most, so that they have 8: llama.cpp has 6 for the head."""
+"""Matrices that 4 bits would harm most. They get 8 bits; in llama.cpp the head has 6."""
 PRECISE = ("_norm.weight", ".bias", "ffn_gate_inp.weight")
-"""Tensors that stay in float32 although one per head or expert makes a matrix: llama.cpp adds and
-multiplies these only in float32. Routers too: a wrong choice costs more than their bytes."""
+"""Endings of tensors that stay in float32, even if one per head or expert makes a matrix.
+
+llama.cpp adds and multiplies them only in float32. Routers stay in float32 as well: a wrong choice
+of experts costs more than their bytes.
+"""
 
 
 def gguf_types() -> list[str]:
-    """The model types of Hugging Face that can be written, the most used first."""
+    """The Hugging Face model types that can be written, the most used first."""
     return [name for architecture in ARCHITECTURES for name in architecture.model_types]
 
 
 def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> Family:
-    """The model type to write a config as, so that llama.cpp computes it correctly.
+    """Choose the model type to write a config as, so that llama.cpp computes it correctly.
 
     Args:
-        config: of the model.
-        preferred: the one to use if it fits.
+        config: the model's config.
+        preferred: the model type to use if it fits.
 
     Raises:
-        WorkhorseError: there is none; the error names the differences.
+        WorkhorseError: no model type fits; the message names the differences.
     """
     own = [preferred] if preferred and preferred.model_type in gguf_types() else []
     fitting = [
@@ -122,7 +125,7 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
         for family in (*own, *map(family_of, gguf_types()))
         if (equivalent := family.equivalent(config)) is not None
     ]
-    fitting.sort(key=lambda pair: pair[1] is not config)  # without parts of no effect if possible
+    fitting.sort(key=lambda pair: pair[1] is not config)  # first those without extra neutral parts
     reasons: list[str] = []
     for family, equivalent in fitting:
         architecture = _architecture(family.model_type)
@@ -140,7 +143,7 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
 
 
 def _nearest_architecture(config: DecoderConfig) -> str:
-    """The one whose model types are nearest to a config that none fits, and the differences."""
+    """The nearest architecture for a config that none fits, and the differences."""
     found = [
         (_architecture(name).name, family_of(name).differences(config)) for name in gguf_types()
     ]
@@ -157,21 +160,21 @@ def write_gguf(
     name: str = "",
     stop_tokens: Sequence[int] = (),
 ) -> list[str]:
-    """Write one file, whole or not at all.
+    """Write a GGUF file, completely or not at all.
 
     Args:
-        path: of the file; an existing one is replaced.
-        decoder: what to write.
+        path: path of the file; an existing file is replaced.
+        decoder: the decoder to write.
         model_type: one of `gguf_types()`.
-        tokenizer: goes into the file; without one llama.cpp reads and writes only ids.
-        dtype: of the matrices; vectors and routers stay in float32. With `q4_0` and `q4_k`, the
-            embedding and the head are in Q8_0. A matrix whose rows are not a whole number of blocks
-            is in Q5_0 or in 16 bits.
-        name: the name that programs show.
-        stop_tokens: tokens that end a text; if empty, the tokenizer's eos.
+        tokenizer: the tokenizer to store in the file. Without it, llama.cpp handles only ids.
+        dtype: type of the matrices; vectors and routers stay in float32. With `q4_0` and `q4_k`,
+            the embedding and the head are in Q8_0. A matrix whose rows are not a whole number of
+            blocks is in Q5_0 or in 16 bits.
+        name: the model name that programs show.
+        stop_tokens: ids of the tokens that end generation; if empty, the tokenizer's eos.
 
     Returns:
-        Warnings for the user: where llama.cpp will differ from us, one line each.
+        Warnings about differences in llama.cpp, one line each.
 
     Raises:
         WorkhorseError: the package gguf is missing, llama.cpp cannot compute this model or split
@@ -222,7 +225,7 @@ def _write(
     plans: list[TensorPlan],
     types: list[str],
 ) -> None:
-    """Stream the tensors into a temporary file beside it, and rename that."""
+    """Stream the tensors into a temporary file next to `path`, then rename it."""
     gguf = gguf_package("writing GGUF")
     kinds = [gguf.GGMLQuantizationType[kind.upper()] for kind in types]
     with replacing(path) as temporary:
@@ -246,14 +249,14 @@ def _write(
 
 
 class _Whole(np.ndarray):
-    """An array that is written whole: NumPy ignores that the last page found no room."""
+    """An array with a `tofile` that fails on a full disk; NumPy's may drop the last page."""
 
     def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
         fid.write(self.data)
 
 
 def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:
-    """The type of one tensor; `half` if its rows are no whole number of blocks."""
+    """The type of one tensor; `half` if its rows are not a whole number of blocks."""
     if len(plan.shape) == 1 or plan.name.endswith(PRECISE):
         return "f32"
     if dtype not in SMALLER:
@@ -263,7 +266,7 @@ def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:
 
 
 def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[str]:
-    """Which tensors are in a larger type than the one asked for, because of their rows."""
+    """Warnings about tensors in a larger type than requested, because of the width of rows."""
     if dtype not in SMALLER:
         return []
     allowed = {dtype, "q8_0", "f32"}
@@ -279,10 +282,10 @@ def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[
 
 
 def _encoded(plan: TensorPlan, kind: Any) -> np.ndarray:
-    """The bytes of a tensor in its type.
+    """Encode a tensor in its type.
 
     Raises:
-        WorkhorseError: a value is infinite or NaN, or does not fit.
+        WorkhorseError: a value is infinite or NaN, or does not fit into the type.
     """
     tensor = plan.make().contiguous()
     assert tensor.shape == plan.shape, plan.name
@@ -293,7 +296,7 @@ def _encoded(plan: TensorPlan, kind: Any) -> np.ndarray:
     # the scales of quantised types are float16
     limit = np.finfo(np.float32 if kind.name in ("F32", "BF16") else np.float16).max
     if largest > limit:
-        raise WorkhorseError(f"{plan.name} holds numbers beyond float16; choose dtype bf16 or f32")
+        raise WorkhorseError(f"{plan.name} has values beyond float16's range; choose bf16 or f32")
     return quantize(values, kind)
 
 

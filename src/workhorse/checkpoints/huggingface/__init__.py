@@ -1,1 +1,1 @@
-"""Hugging Face directories, read and written."""
+"""Reading and writing of Hugging Face directories."""

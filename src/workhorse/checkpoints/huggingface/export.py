@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def written_out(decoder: Decoder, config: DecoderConfig) -> Decoder:
-    """The same model as a decoder of an equivalent config.
+    """The same model as a decoder with an equivalent config.
 
     Args:
-        decoder: any decoder; its tensors are shared.
-        config: from `Family.equivalent`. Parts that only it has get weights that change nothing,
-            see `NEUTRAL`.
+        decoder: any decoder; its tensors are shared, not copied.
+        config: an equivalent config from `Family.equivalent`. Parts that only this config has get
+            weights without effect, see `NEUTRAL`.
     """
     if config is decoder.config:
         return decoder
@@ -49,16 +49,16 @@ def written_out(decoder: Decoder, config: DecoderConfig) -> Decoder:
 
 
 def find_family(config: DecoderConfig) -> Family:
-    """The first model type that can express a config, or one equivalent to it.
+    """The first model type that can express a config or an equivalent one.
 
     Raises:
-        WorkhorseError: there is none; the error names the differences of the nearest.
+        WorkhorseError: there is none; the message names the differences from the nearest.
     """
     found = native_class(config)
     if isinstance(found, str):
         raise WorkhorseError(
-            f"no class of transformers holds this model; nearest is {found}; change that in the "
-            "recipe and train, or keep the model in our own format (--to workhorse)"
+            f"no transformers class can represent this model; nearest is {found}; change that in "
+            "the recipe and train again, or keep the model in our own format (--to workhorse)"
         )
     return found
 
@@ -75,15 +75,15 @@ def write_huggingface(
     """Write a decoder so that transformers loads it with one of its own classes.
 
     Args:
-        folder: new or empty; it appears whole or not at all.
-        decoder: what to write.
+        folder: a new or empty folder; it is written completely or not at all.
+        decoder: the decoder to write.
         family: the model type; by default the first that fits.
-        tokenizer: written beside the weights.
-        dtype: of the written weights; the decoder's own by default.
-        stop_tokens: tokens that end a text; if empty, the tokenizer's eos.
+        tokenizer: the tokenizer to write beside the weights, or None.
+        dtype: dtype of the written weights; the decoder's dtype by default.
+        stop_tokens: ids of the tokens that end generation; if empty, the tokenizer's eos.
 
     Returns:
-        The family it was written as.
+        The model type that was written.
 
     Raises:
         WorkhorseError: no model type can express this config, or the folder cannot be written.
@@ -92,7 +92,7 @@ def write_huggingface(
     equivalent = family.equivalent(decoder.config)
     if equivalent is None:
         differences = in_the_way(family.differences(decoder.config), decoder.config)
-        raise WorkhorseError(f"this model is no {family.architecture}: {differences}")
+        raise WorkhorseError(f"cannot be exported as {family.architecture}: {differences}")
     decoder = written_out(decoder, equivalent)
     weights = weights_of(decoder)
     dtype = dtype or decoder.embedding.tokens.weight.dtype
@@ -116,7 +116,7 @@ def write_huggingface(
 def _special_ids(
     tokenizer: "Tokenizer | None", stop_tokens: tuple[int, ...]
 ) -> dict[str, int | list[int]]:
-    """What transformers needs to know about the tokenizer to generate."""
+    """The ids of special tokens that transformers needs to generate."""
     ids: dict[str, int | list[int]] = {}
     if tokenizer is not None:
         roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}

@@ -1,11 +1,11 @@
-"""A Hugging Face directory, given by path or hub id: its config, and the decoder with its weights.
+"""Reads a Hugging Face directory, given by path or hub id: its config and the decoder's weights.
 
-The `huggingface_hub` library does the work and honours its environment variables: `HF_HOME` (where
-the cache is), `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`.
+Downloads use the `huggingface_hub` library and honour its environment variables: `HF_HOME` (the
+cache's location), `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`.
 
-config.json                what the model is
+config.json                the model's config
     model.safetensors          its weights, or an index and several such files
-    generation_config.json     what ends its texts, and how its maker samples
+    generation_config.json     its stop tokens, and the publisher's sampling options
     tokenizer.json, …
 
 Weights go from the mapped files straight into the decoder. No code of a directory is ever
@@ -50,7 +50,7 @@ ALLOWED = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files that hold only data. Anything else in the repository (code, pickles) is not downloaded."""
+"""Files that contain only data. Other files in the repository (code, pickles) are not fetched."""
 IGNORED = ("*/*", "consolidated*.safetensors")
 """Subfolders, and the second copy of the weights that Mistral's repositories have."""
 
@@ -65,36 +65,36 @@ def resolve_model(
     weights: bool = True,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Path:
-    """The local folder of a model on the hub, downloaded if need be.
+    """The local folder of a model on the hub, downloaded if it is not in the cache.
 
     Args:
         name: `org/name` or `org/name@revision`.
-        revision: a branch, a tag or a commit; `main` if neither names one. Only a commit always
-            gives the same files.
-        weights: whether they are wanted; everything else is small.
-        tell: called with the commit that a revision stands for now.
+        revision: a branch, tag or commit; `main` if `name` does not contain one either. Only a
+            commit always gives the same files.
+        weights: True to download the weights; all other files are small.
+        tell: called with a message that names the commit of a branch or tag.
 
     Raises:
-        WorkhorseError: there is no such model or revision, it is not open to the user, or it is
+        WorkhorseError: there is no such model or revision, the user has no access to it, or it is
             not in the cache and the hub cannot be reached.
     """
     parts = _ID.fullmatch(name)
     if parts is None:
         raise WorkhorseError(f"{name!r} is not a hub id; write org/name or org/name@revision")
     if revision and parts["revision"] not in {None, revision}:
-        raise WorkhorseError(f"{name!r} and revision={revision!r} disagree; give one of them")
+        raise WorkhorseError(f"{name!r} and revision={revision!r} disagree; give only one")
     wanted = str(revision or parts["revision"] or "main")
     folder = _snapshot(parts["name"], wanted, ALLOWED if weights else ALLOWED[1:])
     if not _COMMIT.fullmatch(wanted):
         commit = folder.name
-        tell(f"{parts['name']} at {wanted} is commit {commit}; pin it by @{commit}")
+        tell(f"{parts['name']} at {wanted} is commit {commit}; pin it with @{commit}")
     return folder
 
 
 def _snapshot(name: str, revision: str, allowed: Sequence[str]) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
-    # The base of its errors is the base of all errors of the HTTP library below, which has changed.
+    # The base of its errors is the base of all errors of its HTTP library (requests, later httpx).
     transport: tuple[type[Exception], ...] = errors.HfHubHTTPError.__bases__
     hub = constants.ENDPOINT
     try:
@@ -119,11 +119,11 @@ def _snapshot(name: str, revision: str, allowed: Sequence[str]) -> Path:
     except errors.LocalEntryNotFoundError:
         if constants.HF_HUB_OFFLINE:
             raise WorkhorseError(
-                f"{name} at {revision} is not whole in the cache {constants.HF_HUB_CACHE} and "
+                f"{name} at {revision} is not completely in the cache {constants.HF_HUB_CACHE} and "
                 "HF_HUB_OFFLINE is set; unset it, or give a local folder"
             ) from None
         raise WorkhorseError(
-            f"{name} at {revision} is not whole in the cache and {hub} does not answer; "
+            f"{name} at {revision} is not completely in the cache and {hub} does not answer; "
             "check the network, or give a local folder"
         ) from None
     except transport as error:
@@ -135,26 +135,26 @@ def _snapshot(name: str, revision: str, allowed: Sequence[str]) -> Path:
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
-"""PEFT's, beside the weights of an adapter."""
+"""PEFT's config, stored with the weights of an adapter."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 10_000
-"""Readers build a list of layers; a billion of them would fill the memory."""
+"""Limit of the number of layers: a list of a billion layers would fill the memory."""
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-"""Keys that a multimodal model's config sets for its text part, overriding that part's own."""
+"""Keys at the top of a multimodal model's config that override the text model's keys."""
 
 
 class HuggingFaceDirectory:
     """A model as transformers saves it.
 
     Args:
-        path: the directory; its config is read at once, its weights when they are needed.
+        path: the directory; its config is read immediately, its weights when they are needed.
 
     Attributes:
-        kind: what it is, in words.
-        family: that of its model type.
-        config: ours.
+        kind: description of the format, for messages.
+        family: the family of its model type.
+        config: the decoder's config.
         remarks: warnings for the user, one line each.
 
     Raises:
@@ -166,27 +166,27 @@ class HuggingFaceDirectory:
         whole = read_json(self.path / CONFIG_FILE)
         text = whole.get("text_config")
         self.wrapped = isinstance(text, Mapping)
-        """Whether the text model is one part of several."""
+        """True if the text model is one of several parts."""
         self.values = _text_part(whole, cast(Mapping[str, Any], text)) if self.wrapped else whole
         model_type = self.values.get("model_type")
         if not isinstance(model_type, str):
             raise WorkhorseError(
-                f"{self.path / CONFIG_FILE} has no 'model_type'; it is of no model"
+                f"{self.path / CONFIG_FILE} has no 'model_type'; it is not a model's config"
             )
         self.values, twice = with_own_names(self.values)
         fields = Fields(self.values)
         try:
             for key in DEPTH_KEYS:
                 if (depth := Fields(self.values).get(key, 0)) > MAX_DEPTH:
-                    raise ConfigError(f"{CONFIG_FILE}: {key}={depth} is no real model's")
+                    raise ConfigError(f"{CONFIG_FILE}: {key}={depth} is above {MAX_DEPTH}")
             self.family: Family = family(model_type)
             self.config: DecoderConfig = self.family.read(fields)
             generation = self._generation()
             ids = _special_ids(fields, generation)
             self.sampling = _sampling(generation)
-            """Options that its maker samples with, by our names; empty if it does not sample."""
+            """The publisher's sampling options, by our names; empty if it does not sample."""
         except WorkhorseError as error:
-            of_ours = isinstance(error, ConfigError) and error.path  # no key of theirs
+            of_ours = isinstance(error, ConfigError) and error.path  # not a key of config.json
             where = f"{self.path}: {CONFIG_FILE} sets" if of_ours else f"{self.path}:"
             raise WorkhorseError(f"{where} {error}") from None
         except ArithmeticError as error:  # a length of 0, a width of 10^400
@@ -197,7 +197,7 @@ class HuggingFaceDirectory:
         self.tokenizer_folder = self.path
         size = self.config.vocab_size
         self.stop_tokens = tuple(one for one in ids["eos_token_id"] if 0 <= one < size)
-        """What ends a text, as `generation_config.json` or else `config.json` lists it."""
+        """Ids of the tokens that end generation, from `generation_config.json` or `config.json`."""
         self.remarks = [*twice, *_remarks(whole, fields), *_outside(ids, size)]
         if (self.path / ADAPTER_FILE).exists():
             self.remarks.append(
@@ -207,7 +207,7 @@ class HuggingFaceDirectory:
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Whether a folder looks like such a directory."""
+        """True if a folder looks like a Hugging Face directory."""
         return (path / CONFIG_FILE).exists() and not (path / "recipe.yaml").exists()
 
     @property
@@ -223,16 +223,17 @@ class HuggingFaceDirectory:
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """The decoder with its weights, in evaluation mode.
+        """Build the decoder and load its weights, in evaluation mode.
 
         Args:
-            device: where the weights go.
-            dtype: of the weights; `self.dtype` by default.
-            kernel: how attention is computed.
-            places: where the weights are copied to.
+            device: device of the weights.
+            dtype: dtype of the weights; `self.dtype` by default.
+            kernel: attention kernel.
+            places: function that returns the destinations of the weights.
 
         Raises:
-            WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
+            WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or a file is
+                damaged.
         """
         dtype = dtype or self.dtype
         stored = TensorFolder(self.path)
@@ -247,17 +248,17 @@ class HuggingFaceDirectory:
         if found.left_out:
             count = found.left_out
             belong = "1 tensor belongs" if count == 1 else f"{count} tensors belong"
-            self.remarks.append(f"{belong} to other parts of the model: left out")
+            self.remarks.append(f"{belong} to other parts of the model: not loaded")
         if found.unwrapped:
             self.remarks.append(
-                "the names of tensors have the prefix of a compiled or distributed model "
-                "(_orig_mod. or module.), which is dropped"
+                "tensor names have the prefix of a compiled or distributed model (_orig_mod. or "
+                "module.); it is dropped"
             )
         return decoder.eval()
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer in the directory."""
+        """True if the directory contains a tokenizer."""
         return any((self.path / name).exists() for name in TOKENIZER_FILES)
 
     def tokenizer(self) -> "Tokenizer":
@@ -277,7 +278,7 @@ class HuggingFaceDirectory:
 
 
 def _special_ids(fields: Fields, generation: Fields) -> dict[str, list[int]]:
-    """The ids of special tokens; those that end a text may be in a separate file."""
+    """The ids of special tokens; `generation_config.json` may override the stop tokens."""
     ids = {key: fields.ids(key) for key in SPECIAL_IDS}
     if "eos_token_id" in generation.values:
         ids["eos_token_id"] = generation.ids("eos_token_id")
@@ -285,7 +286,7 @@ def _special_ids(fields: Fields, generation: Fields) -> dict[str, list[int]]:
 
 
 def _sampling(generation: Fields) -> dict[str, Any]:
-    """The sampling options, which transformers reads only beside `do_sample`."""
+    """The sampling options; empty without `do_sample`, since transformers then ignores them."""
     if not generation.get("do_sample", False):
         return {}
     found: dict[str, float | None] = {
@@ -301,9 +302,9 @@ def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, A
 
 
 def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
-    """A warning about ids outside the vocabulary. Many files have a pad of -1, which means none."""
+    """Warnings about ids outside the vocabulary. Many files have a pad of -1, meaning no pad."""
     return [
-        f"{key}={one} is not in the vocabulary of {size}, so it is passed over"
+        f"{key}={one} is outside the vocabulary of {size} tokens and is ignored"
         for key, listed in ids.items()
         for one in listed
         if not 0 <= one < size and (one, key) != (-1, "pad_token_id")
@@ -313,7 +314,7 @@ def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
 def _remarks(whole: Mapping[str, Any], fields: Fields) -> list[str]:
     remarks = contradictions(fields.values)
     if "auto_map" in whole:
-        remarks.append("config.json names code of its own (auto_map), which is never run")
+        remarks.append("config.json refers to custom code (auto_map), which is never run")
     if unused := fields.unused():
-        remarks.append(f"config.json has keys that nothing here reads: {', '.join(unused)}")
+        remarks.append(f"unknown keys of config.json are ignored: {', '.join(unused)}")
     return remarks

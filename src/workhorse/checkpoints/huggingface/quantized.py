@@ -1,10 +1,10 @@
-"""Quantised checkpoints under their plain names: each tensor is dequantised when it is read.
+"""Dequantises checkpoints: each tensor has its plain name and is dequantised when it is read.
 
 quant_method         stored                                          plain
 mxfp4 (gpt-oss)      X_blocks uint8 (experts, rows, groups, 16)      X (experts, groups · 32, rows)
                      X_scales uint8 (experts, rows, groups)
 fp8 (DeepSeek-V3)    X float8 (…, rows, columns)                     X (…, rows, columns)
-                     X_scale_inv, a number for each block, or one
+                     X_scale_inv, one value per block or per matrix
 """
 
 import math
@@ -25,7 +25,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class StoredTensors(TensorSource, Protocol):
-    """Tensors by name, with dtypes that are known before they are read."""
+    """A source of tensors with dtypes that are known before the tensors are read."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
@@ -37,7 +37,7 @@ class Dequantized:
     Args:
         source: the stored tensors.
         computed: shape and function of each tensor that is not stored as such.
-        consumed: stored tensors that the plain model does not have.
+        consumed: names of stored tensors that the plain model does not have.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ def dequantized(
     Args:
         source: the stored tensors.
         quantization_config: as in `config.json`.
-        dtype: of dequantised tensors; the others keep theirs.
+        dtype: dtype of dequantised tensors; the others keep theirs.
 
     Raises:
-        WorkhorseError: the method is unknown, or weights and scales do not fit together.
+        WorkhorseError: the method is unknown, or weights and scales do not match.
     """
     if quantization_config is None:
         return source
@@ -82,14 +82,14 @@ def dequantized(
         return _mxfp4(source, dtype)
     if method == "fp8":
         return _fp8(source, quantization_config, dtype)
-    if method == "bitnet":  # the weights without it make another model
+    if method == "bitnet":  # weights without it would compute something else
         raise WorkhorseError(
-            "the model is quantised by 'bitnet': its linear layers round their inputs too, which "
-            "is not computed here; take a model without quantization_config"
+            "quantization method 'bitnet' is not supported, because its linear layers also round "
+            "their inputs; use a model without quantization_config"
         )
     raise WorkhorseError(
-        f"the weights are quantised by {shown(method)}; mxfp4 and fp8 can be read, "
-        "for others take the model as it was before quantisation"
+        f"quantization method {shown(method)} is not supported (only mxfp4 and fp8); use the model "
+        "from before quantisation"
     )
 
 
@@ -99,7 +99,7 @@ def _mxfp4(source: StoredTensors, dtype: torch.dtype) -> TensorSource:
     for scales in source.shapes:
         name = scales.removesuffix("_scales")
         if name != scales and f"{name}_blocks" not in source.shapes:
-            raise WorkhorseError(f"tensor {shown(scales)} scales nothing: no {name}_blocks")
+            raise WorkhorseError(f"tensor {shown(scales)} has no blocks: {name}_blocks is missing")
     for blocks, shape in source.shapes.items():
         name = blocks.removesuffix("_blocks")
         if name == blocks:
@@ -115,11 +115,11 @@ def _mxfp4(source: StoredTensors, dtype: torch.dtype) -> TensorSource:
                 plain = None
         if plain is None or types != {torch.uint8}:
             raise WorkhorseError(
-                f"tensor {shown(blocks)} is {shape} and its scales are {source.shapes[scales]}; "
-                "mxfp4 has uint8 of (experts, rows, groups, 16) and (experts, rows, groups)"
+                f"tensor {shown(blocks)} has shape {shape} and its scales {source.shapes[scales]}; "
+                "mxfp4 needs uint8 of (experts, rows, groups, 16) and (experts, rows, groups)"
             )
         if name in source.shapes:
-            raise WorkhorseError(f"tensor {shown(name)} is there twice, plain and as {blocks}")
+            raise WorkhorseError(f"tensor {shown(name)} is stored twice: plain and as {blocks}")
 
         def make(blocks: str = blocks, scales: str = scales) -> Tensor:
             return from_mxfp4(source.read(blocks), source.read(scales), dtype)
@@ -130,21 +130,23 @@ def _mxfp4(source: StoredTensors, dtype: torch.dtype) -> TensorSource:
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of MXFP4 groups: 32 of 4 bits share a scale of 2^(byte − 127); 255 is NaN.
+    """Dequantise MXFP4: 32 values of 4 bits share a scale of 2^(byte − 127); byte 255 is NaN.
 
-    The lower half of a byte comes first. Matrices come out transposed, (columns, rows), like the
-    plain experts of gpt-oss.
+    The lower half of a byte comes first. Matrices are returned transposed, (columns, rows), like
+    the plain experts of gpt-oss.
 
     Args:
         blocks: uint8 (experts, rows, groups, 16).
         scales: uint8 (experts, rows, groups).
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Paper: 2310.10537; OCP Microscaling Formats v1.0, §5.3.3 (E2M1) and §5.4.1 (E8M0).
     """
     experts, rows, groups, width = blocks.shape
     nibbles = torch.tensor(_NIBBLES)
-    pairs = torch.stack([nibbles.repeat(16), nibbles.repeat_interleave(16)], dim=1)  # of each byte
+    pairs = torch.stack(
+        [nibbles.repeat(16), nibbles.repeat_interleave(16)], dim=1
+    )  # the two values of each byte
     result = torch.empty(experts, groups * width * 2, rows, dtype=dtype)
     for packed, exponents, plain in zip(blocks, scales, result, strict=True):
         values = pairs[packed.int()].flatten(-2)  # (rows, groups, 32); float32 of one expert
@@ -167,11 +169,13 @@ def _fp8(
             raise WorkhorseError(f"tensor {shown(name)} has no scale: {scale} is missing")
         if source.shapes[scale] not in _scale_shapes(shape, block):
             raise WorkhorseError(
-                f"tensor {shown(scale)} is {source.shapes[scale]}, which does not fit {name} of "
-                f"{shape} with weight_block_size {block}"
+                f"tensor {shown(scale)} has shape {source.shapes[scale]}, which does not fit "
+                f"{name} of shape {shape} with weight_block_size {block}"
             )
         if not source.dtypes[scale].is_floating_point:
-            raise WorkhorseError(f"tensor {shown(scale)} is of {source.dtypes[scale]}, no float")
+            raise WorkhorseError(
+                f"tensor {shown(scale)} has dtype {source.dtypes[scale]}, not a float dtype"
+            )
 
         def make(name: str = name, scale: str = scale) -> Tensor:
             return from_fp8(source.read(name), source.read(scale), block, dtype)
@@ -180,8 +184,8 @@ def _fp8(
         consumed.add(scale)
     for scale in source.shapes:
         if scale.endswith("_scale_inv") and scale not in consumed:
-            raise WorkhorseError(f"tensor {shown(scale)} scales nothing that is stored as float8")
-    # Activations are divided by these before a float8 product; ours are not in float8.
+            raise WorkhorseError(f"tensor {shown(scale)} is a scale without a float8 tensor")
+    # Activations are divided by these before a float8 matmul; our activations are not in float8.
     consumed |= {name for name in source.shapes if name.endswith("activation_scale")}
     return Dequantized(source, computed, consumed)
 
@@ -206,13 +210,13 @@ def _scale_shapes(shape: Shape, block: Block | None) -> tuple[Shape, ...]:
 
 
 def from_fp8(weight: Tensor, scale: Tensor, block: Block | None, dtype: torch.dtype) -> Tensor:
-    """`weight * scale` in float32, each scale for one block of a matrix; edge blocks are smaller.
+    """Dequantise float8: `weight * scale` in float32. Blocks at the edges may be smaller.
 
     Args:
         weight: float8 (…, rows, columns).
         scale: (…, rows / block rows, columns / block columns), rounded up; or one per matrix.
-        block: rows and columns of a block, None for whole matrices.
-        dtype: of the result.
+        block: rows and columns of a block; None if a matrix has one scale.
+        dtype: dtype of the result.
 
     Paper: 2412.19437 (DeepSeek-V3), §3.3.
     """

@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face directory: one safetensors file, or shards with an index.
+"""Reads and writes the weights of a Hugging Face directory: one safetensors file, or shards.
 
-Reading maps the files into memory and trusts nothing in them. Writing puts whole files in place.
+Files are memory-mapped for reading, and nothing in them is trusted. Files are written atomically.
 """
 
 import json
@@ -32,25 +32,26 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 1_000  # the largest published model has fewer than 200
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 TensorToWrite = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
-"""A name, a shape, the dtype in the file, and a function that makes the tensor when needed."""
+"""Name, shape, dtype in the file, and a function that computes the tensor when it is needed."""
 _RESIDENT_BYTES = 32_000_000
-# Python 3.13 knows the name. Without it, Linux may refuse to map a file larger than its memory.
+# Without this flag, Linux may refuse to map a file larger than its memory. Python names it from
+# version 3.13 on.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class TensorFolder:
-    """The tensors of a directory by name. Making one reads headers only.
+    """The tensors of a directory, by name. The constructor reads only the headers.
 
-    A tensor that is read is a view of the mapped file. Pages of the files are released as reading
-    proceeds, so that copying everything needs the memory of the copies and little more.
+    A tensor that is read is a view of the mapped file. Pages of the files are released during
+    reading, so that copying everything needs little more memory than the copies.
 
     Args:
         path: the directory. `model.safetensors` is read if there is one, otherwise the shards that
             `model.safetensors.index.json` names.
 
     Raises:
-        WorkhorseError: there are no weights, or only ones that could run code; files lead out of
-            the directory, are damaged, or contradict each other.
+        WorkhorseError: there are no weights, or only in formats that can run code; or files are
+            outside the directory, damaged, or contradict each other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,10 +76,10 @@ class TensorFolder:
         self._read_since_release = 0
 
     def read(self, name: str) -> Tensor:
-        """One tensor as it is stored, on the CPU, to be copied and not written to.
+        """One tensor as it is stored, on the CPU. Copy it and do not write to it.
 
         Raises:
-            KeyError: there is no tensor of this name.
+            KeyError: no tensor has this name.
         """
         shard, stored = self._shard_of[name], self._stored[name]
         if self._read_since_release > _RESIDENT_BYTES:
@@ -89,14 +90,14 @@ class TensorFolder:
         return shard.view(stored)
 
     def _add(self, name: str) -> set[str]:
-        """Add a file's tensors; returns their names."""
+        """Add a file's tensors and return their names."""
         path = self.path / name
         with open_contained(self.path, name) as file:
             tensors = read_header(file, path)
             shard = MappedFile(file, path)
         if twice := self._stored.keys() & tensors.keys():
             raise WorkhorseError(
-                f"{path}: tensor {shown(min(twice))} is in another shard too; fetch it again"
+                f"{path}: tensor {shown(min(twice))} is also in another shard; fetch it again"
             )
         self._shards.append(shard)
         self._stored.update(tensors)
@@ -108,14 +109,17 @@ class TensorFolder:
         for tensor, shard in weight_map.items():
             names.setdefault(shard, set()).add(tensor)
         if len(names) > MAX_SHARDS:
-            raise WorkhorseError(f"{self.path / INDEX} names {len(names)} files; too many")
+            raise WorkhorseError(
+                f"{self.path / INDEX} names {len(names)} files; at most {MAX_SHARDS} are supported"
+            )
         found = {shard: self._add(shard) for shard in names}
         for shard, expected in names.items():
             if different := expected ^ found[shard]:
                 name = min(different)
                 where = "the index" if name in expected else "the shard"
                 raise WorkhorseError(
-                    f"{self.path / shard}: only {where} has tensor {shown(name)}; fetch both again"
+                    f"{self.path / shard}: tensor {shown(name)} is only in {where}; "
+                    "fetch both again"
                 )
 
 
@@ -123,7 +127,7 @@ class MappedFile:
     """One mapped file; its pages are in memory once they are read."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
-        # Private and writable, since PyTorch has no read-only tensors; nothing gets to the disk.
+        # Private and writable, since PyTorch has no read-only tensors. No write gets to the disk.
         access = {"flags": mmap.MAP_PRIVATE | _NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         try:
             self._map = mmap.mmap(file.fileno(), 0, **access)
@@ -132,10 +136,10 @@ class MappedFile:
 
     def view(self, stored: Stored) -> Tensor:
         size = stored.end - stored.begin
-        if size == 0:  # PyTorch makes no view of no bytes
+        if size == 0:  # PyTorch cannot make a view of 0 bytes
             return torch.empty(stored.shape, dtype=stored.dtype)
         page = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
-        # Fetched in one go: page after page, as they are looked at, takes a disk twice as long.
+        # Read all pages in one request: reading each page on first use takes twice as long.
         self._map.madvise(mmap.MADV_WILLNEED, page, stored.end - page)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=stored.begin)
         if stored.begin % stored.dtype.itemsize:  # old writers did not align
@@ -143,20 +147,21 @@ class MappedFile:
         return raw.view(stored.dtype).view(stored.shape)
 
     def release(self) -> None:
-        """Release the pages in memory; a view that is used again reads them again."""
+        """Release the pages in memory. A view that is used later reads them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file holds each tensor, according to the index."""
+    """The file of each tensor, from the index."""
     path = folder / INDEX
     weight_map = read_json(path, limit=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise WorkhorseError(f"{path} has weight_map {shown(weight_map)}, not names of files")
+        raise WorkhorseError(f"{path} has weight_map {shown(weight_map)}, not a map to file names")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
             raise WorkhorseError(
-                f"{path} has tensor {shown(name)} in {shown(shard)}, which is no safetensors file"
+                f"{path} has tensor {shown(name)} in {shown(shard)}, which is not a "
+                "safetensors file"
             )
     return weight_map
 
@@ -168,9 +173,9 @@ def _no_weights(folder: Path) -> WorkhorseError:
         return unreadable(folder, error)
     if unsafe := [name for name in names if name.endswith(UNSAFE)]:
         return WorkhorseError(
-            f"{folder} has its weights only as {shown(unsafe[0])}, of a kind that can run code "
-            "when it is read; convert it with transformers, "
-            "model.save_pretrained(folder, safe_serialization=True), where you trust it"
+            f"{folder} has its weights only as {shown(unsafe[0])}, a format that can run code "
+            "when it is read; if you trust it, convert it with transformers: "
+            "model.save_pretrained(folder, safe_serialization=True)"
         )
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return WorkhorseError(
@@ -179,9 +184,9 @@ def _no_weights(folder: Path) -> WorkhorseError:
         )
     if parts := [name for name in names if name.endswith(".safetensors")]:
         return WorkhorseError(
-            f"{folder} has {shown(parts[0])} and neither {SINGLE} nor {INDEX}; fetch it again"
+            f"{folder} has {shown(parts[0])} but neither {SINGLE} nor {INDEX}; fetch it again"
         )
-    return WorkhorseError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+    return WorkhorseError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} exists")
 
 
 def write_tensors(
@@ -192,23 +197,25 @@ def write_tensors(
 ) -> None:
     """Write tensors as transformers does: one file, or shards and then their index.
 
-    Holds one tensor in memory at a time. Each file appears whole or not at all.
+    Holds one tensor in memory at a time. Each file is written completely or not at all.
 
     Args:
-        folder: where; created if need be. It must not hold weights already.
-        tensors: what to write; shards take them in this order.
-        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets its own file.
+        folder: the folder to write to; it is created if needed. It must not contain weights yet.
+        tensors: the tensors to write; shards are filled in this order.
+        max_shard_bytes: largest size of the tensors in a file. A larger tensor gets its own file.
 
     Raises:
-        WorkhorseError: the folder holds weights, the disk is full or refuses, or a tensor holds
-            NaN, or numbers out of range of the dtype that it is written in.
+        WorkhorseError: the folder contains weights, the disk is full or cannot be written, or a
+            tensor contains NaN or values outside the range of the dtype that it is written in.
     """
     sized = [(math.prod(tensor[1]) * tensor[2].itemsize, tensor) for tensor in tensors]
     shards = _shards(sized, max_shard_bytes)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if others := [entry.name for entry in folder.iterdir() if ".safetensors" in entry.name]:
-            raise WorkhorseError(f"{folder} holds {min(others)!r} already; choose another folder")
+            raise WorkhorseError(
+                f"{folder} already contains {min(others)!r}; choose another folder"
+            )
         if len(shards) == 1:
             _write_file(folder / SINGLE, shards[0])
             return
@@ -251,21 +258,21 @@ def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as it is stored in a file.
 
     Raises:
-        WorkhorseError: it holds infinite values or NaN, or numbers out of range of the dtype.
+        WorkhorseError: it contains infinite values or NaN, or values outside the dtype's range.
     """
     check_numbers(name, tensor)
     written = tensor.to("cpu", dtype).contiguous()
     narrower = dtype == torch.float16 and tensor.dtype != dtype
     if narrower and torch.any(written.isinf() & tensor.cpu().isfinite()):
         raise WorkhorseError(
-            f"{name} holds numbers beyond float16; choose dtype bfloat16 or float32"
+            f"{name} has values beyond float16's range; choose bfloat16 or float32"
         )
     return written
 
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.proj.weight"
 WRAPPERS = re.compile(r"^(module\.)+|\b_orig_mod\.")
-"""What DistributedDataParallel and `torch.compile` add to the names of tensors."""
+"""Prefixes that DistributedDataParallel and `torch.compile` add to tensor names."""
 
 
 @dataclass(frozen=True)
@@ -275,16 +282,16 @@ class Account:
     moves: list[Move]
     source: TensorSource
     left_out: int
-    """Tensors of other parts of a larger model."""
+    """Number of tensors that belong to other parts of a larger model."""
     unwrapped: bool
     """True if names had prefixes of `WRAPPERS`."""
 
 
 class Renamed:
-    """A source under the names that a model has on its own.
+    """A source of tensors under the names of a model that is not part of another.
 
-    The same model is stored with its own prefix (`model.`), without it, or inside a larger model
-    (`language_model.model.`, `model.language_model.`). Prefixes of `WRAPPERS` are dropped.
+    The same model may be stored with its own prefix (`model.`), without it, or inside a larger
+    model (`language_model.model.`, `model.language_model.`). Prefixes of `WRAPPERS` are dropped.
 
     Args:
         source: the stored tensors.
@@ -318,7 +325,7 @@ class Renamed:
         return self._source.read(self._stored[name])
 
     def is_text(self, name: str) -> bool:
-        """Whether a tensor has the prefix of the text model."""
+        """True if a tensor has the prefix of the text model."""
         return name in self._texts
 
     def _renamed(self, name: str) -> str:
@@ -335,28 +342,28 @@ def meta_decoder(
     n_tensors: int,
     source: str = "config.json",
 ) -> Decoder:
-    """The decoder of an untrusted config, on the meta device: nothing is allocated.
+    """Build the decoder of an untrusted config on the meta device, without allocating memory.
 
     Args:
-        config: the decoder's.
-        kernel: how attention is computed.
-        dtype: of the weights.
-        n_tensors: number of stored tensors, which bounds the number of layers.
-        source: the file that the config comes from, for errors.
+        config: the decoder's config.
+        kernel: attention kernel.
+        dtype: dtype of the weights.
+        n_tensors: number of stored tensors, an upper bound of the number of layers.
+        source: the file that the config comes from, for error messages.
 
     Raises:
-        WorkhorseError: there can be no such model.
+        WorkhorseError: the config does not describe a possible model.
     """
     if config.n_layers > n_tensors:
         raise WorkhorseError(
             f"{source} has {config.n_layers} layers for {n_tensors} tensors; "
-            "they are not of one model"
+            "they belong to different models"
         )
     try:
         return config.build(kernel, device="meta", dtype=dtype)
     except (RuntimeError, OverflowError, MemoryError) as error:
         reason = str(error).splitlines()[0]
-        raise WorkhorseError(f"{source} makes no model that can be: {reason}") from None
+        raise WorkhorseError(f"{source} does not describe a possible model: {reason}") from None
 
 
 def shapes_of(decoder: Decoder) -> dict[str, Shape]:
@@ -372,17 +379,17 @@ def account(
     *,
     wrapped: bool,
 ) -> Account:
-    """Find the source of each of our tensors, and a use of each of theirs.
+    """Find the source of each parameter, and check that each stored tensor is used.
 
     Args:
-        family: the one whose names the stored tensors have.
-        config: the decoder's.
-        shapes: of our parameters.
+        family: the family that defines the names of the stored tensors.
+        config: the decoder's config.
+        shapes: shapes of the decoder's parameters, by name.
         source: the stored tensors.
-        wrapped: whether the text model is part of a larger one, whose other tensors are left out.
+        wrapped: True if the text model is part of a larger model. Other parts are not loaded.
 
     Raises:
-        WorkhorseError: a tensor is missing, extra, used twice or misshapen.
+        WorkhorseError: a tensor is missing, unexpected, used twice or has a wrong shape.
     """
     embedding = _their_name(family, EMBEDDING, shapes, config)
     renamed = Renamed(source, embedding)
@@ -393,7 +400,7 @@ def account(
     if len(used) != len(set(used)):
         twice = next(name for name in used if used.count(name) > 1)
         raise WorkhorseError(
-            f"tensor {twice!r} would be read twice; config.json is of another model"
+            f"tensor {twice!r} would be read twice; config.json belongs to another model"
         )
     rest = sorted(set(stored) - set(used))
     if config.head.tied:
@@ -405,8 +412,8 @@ def account(
     if rest:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
         raise WorkhorseError(
-            f"tensor {rest[0]!r}{more} has no place in this {family.model_type} model; "
-            "config.json is of another model"
+            f"tensor {rest[0]!r}{more} is not part of this {family.model_type} model; "
+            "config.json belongs to another model"
         )
     return Account(moves, renamed, len(others), renamed.unwrapped)
 
@@ -424,14 +431,14 @@ def _without_tied_head(
     shapes: Mapping[str, Shape],
     source: Renamed,
 ) -> list[str]:
-    """Old files may store a tied head as well; it must equal the embedding."""
+    """Remove a tied head, which old files store as well; it must equal the embedding."""
     embedding = _their_name(family, EMBEDDING, shapes, config)
     head = _their_name(family, HEAD, {HEAD: shapes[EMBEDDING]}, config)
     if head not in rest:
         return rest
     if not torch.equal(source.read(head), source.read(embedding)):
         raise WorkhorseError(
-            f"tie_word_embeddings is true but {head!r} is not {embedding!r}; "
+            f"tie_word_embeddings is true but {head!r} differs from {embedding!r}; "
             "set it to false in config.json to keep both"
         )
     return [name for name in rest if name != head]

@@ -1,1 +1,1 @@
-"""Run directories: checkpoints that are whole or absent."""
+"""Run directories and their checkpoints, which are written atomically."""

@@ -1,7 +1,7 @@
-"""The files of a checkpoint and their checksums, and the disk operations that write them.
+"""The files of a checkpoint, their checksums, and the disk operations that write them.
 
-`manifest.json` has the size and the SHA-256 of the others. A file is opened once: what was compared
-with the manifest is what is read, even if the checkpoint is removed meanwhile.
+`manifest.json` contains the size and the SHA-256 of the other files. A file is opened only once: it
+is verified and read through the same handle, even if the checkpoint is removed in between.
 """
 
 import errno
@@ -26,30 +26,30 @@ from workhorse.files.writing import sync
 
 
 class Disk:
-    """The real file system."""
+    """Operations on the real file system."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and its parents; a link in its place is not followed."""
+        """Create a folder and its parents; a link at its path is not followed."""
         if path.is_symlink():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         path.mkdir(parents=True, exist_ok=True)
 
     def lay_out(self, path: Path, slices: Slices) -> None:
-        """Make the file of whole tensors, without their bytes."""
+        """Create a file with the full size of its tensors, without their bytes."""
         lay_out(path, slices)
 
     def fill(self, path: Path, slices: Slices) -> None:
-        """Write rows to their places in a file that was laid out."""
+        """Write rows to their positions in a file that was laid out."""
         fill(path, slices)
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write a new file. An existing one is removed first: a link is not followed."""
+        """Write a new file. An existing one is removed first, so that a link is not followed."""
         path.unlink(missing_ok=True)
         with path.open("x", encoding="utf-8", newline="\n") as file:
             file.write(text)
 
     def sync(self, path: Path) -> None:
-        """Wait until a file's content, or a folder's list of names, is on the disk."""
+        """Wait until a file's content, or a folder's list of entries, is on the disk."""
         sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -69,7 +69,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 10_000
-"""More bytes than any manifest has."""
+"""Limit of the bytes that are read of a manifest; every manifest is smaller."""
 
 
 REFUSED = {
@@ -83,11 +83,11 @@ REFUSED = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""Errors that say nothing about a file: it may be whole, and must not be passed over."""
+"""Errors that do not show damage: the file may be whole, and must not be skipped."""
 
 
 class DamagedCheckpoint(WorkhorseError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint with missing or changed files."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path = path
@@ -96,11 +96,11 @@ class DamagedCheckpoint(WorkhorseError):
 
 
 class OpenCheckpoint:
-    """Files of a checkpoint that were compared with its manifest, open to be read.
+    """Open files of a checkpoint that were compared with its manifest.
 
     Args:
-        path: of the checkpoint.
-        files: by name, unbuffered.
+        path: the checkpoint's folder.
+        files: the open files by name, unbuffered.
     """
 
     def __init__(self, path: Path, files: Mapping[str, FileIO]) -> None:
@@ -127,7 +127,7 @@ def open_checkpoint(path: Path, step: int, names: tuple[str, ...]) -> Iterator[O
     """Open the named files of a checkpoint and compare them with the manifest, byte for byte.
 
     Raises:
-        DamagedCheckpoint: they differ, or the manifest is not as it was written.
+        DamagedCheckpoint: a file or the manifest is not as it was written.
     """
     listed = _read_manifest(path, step)
     with ExitStack() as opened:
@@ -136,7 +136,7 @@ def open_checkpoint(path: Path, step: int, names: tuple[str, ...]) -> Iterator[O
 
 
 def manifest_of(folder: Path, step: int) -> str:
-    """The manifest for a folder with a checkpoint's other files."""
+    """The text of the manifest for a folder with a checkpoint's other files."""
     files = {}
     for name in (MODEL, OPTIMIZER, STATE):
         with (folder / name).open("rb", buffering=0) as file:
@@ -145,34 +145,34 @@ def manifest_of(folder: Path, step: int) -> str:
 
 
 def _open(path: Path, name: str, expected: Mapping[str, Any]) -> FileIO:
-    """One file, if it is what the manifest expects."""
+    """Open one file, and check it against its entry in the manifest."""
     with _reading(path, name), ExitStack() as opened:
         file = opened.enter_context(_opened(path, name))
         size = os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
             raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {expected['bytes']}")
         if _sha256(file) != expected["sha256"]:
-            raise DamagedCheckpoint(path, f"{name} differs from its SHA-256")
+            raise DamagedCheckpoint(path, f"{name} does not match its SHA-256")
         opened.pop_all()
         return file
 
 
 def _opened(path: Path, name: str) -> FileIO:
-    # What is a pipe does not make us wait for its writer.
+    # O_NONBLOCK: opening a pipe must not wait for its writer.
     descriptor = os.open(path / name, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DamagedCheckpoint(path, f"{name} is no file")
+        raise DamagedCheckpoint(path, f"{name} is not a regular file")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
 @contextmanager
 def _reading(path: Path, name: str) -> Iterator[None]:
-    """Tell damage from what the system refuses to read.
+    """Distinguish a damaged file from a file that cannot be accessed.
 
     Raises:
         DamagedCheckpoint: the file is missing, or the disk cannot read it.
-        WorkhorseError: it may be whole, see `REFUSED`.
+        WorkhorseError: the file may be whole, see `REFUSED`.
     """
     try:
         yield
@@ -183,7 +183,7 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 
 
 def _read_manifest(path: Path, step: int) -> dict[str, Any]:
-    """The entries of the manifest, if it is byte for byte as `manifest_of` gives it."""
+    """The entries of the manifest, which must be byte for byte as `manifest_of` returns it."""
     with _reading(path, MANIFEST), _opened(path, MANIFEST) as file:
         raw = file.read(MANIFEST_BYTES)
     try:

@@ -1,4 +1,4 @@
-"""The directory of one training run, and the lock that gives it to one process at a time."""
+"""The directory of a training run, and the lock that lets only one process train in it."""
 
 import contextlib
 import errno
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: there two processes are not kept apart
+except ImportError:  # Windows has no flock: there the folder is not locked
     fcntl = None
 
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-"""Refuse a symbolic link; Windows has no such flag."""
+"""Flag that makes `os.open` fail on a symbolic link; Windows does not have it."""
 
 
 class FolderLock:
-    """A lock held while open. The system releases it when the process ends, however it ends.
+    """A lock on a folder, held while it is open. The system releases it when the process ends.
 
-    It locks the folder, which may be moved meanwhile, not the path. The file `.lock` names the
-    process, and is the lock on file systems that cannot lock a folder (NFS).
+    The folder itself is locked, not its path, so that it may be moved meanwhile. The file `.lock`
+    contains the process id. It is the lock on file systems that cannot lock a folder (NFS).
 
     Raises:
-        WorkhorseError: another process holds it, or `.lock` is a link: writing the lock would
-            change somebody else's file.
+        WorkhorseError: another process holds the lock, or `.lock` is a link: writing to it would
+            change another file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class FolderLock:
                 fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise
-            except OSError:
+            except OSError:  # the file system cannot lock folders; `.lock` is locked already
                 pass
         except BlockingIOError:
             holder = os.pread(self._file, 20, 0).decode(errors="replace") or "unknown"
@@ -80,7 +80,7 @@ class FolderLock:
         os.pwrite(self._file, str(os.getpid()).encode(), 0)
 
     def in_place(self) -> bool:
-        """Whether the locked folder still has its path; True if folders cannot be locked."""
+        """True if the locked folder is still at its path, or if folders cannot be locked."""
         if self._folder is None:
             return True
         try:
@@ -89,7 +89,7 @@ class FolderLock:
             return False
 
     def folder_now(self) -> Path | None:
-        """Where the locked folder is now; None: removed, or the system does not tell."""
+        """The current path of the locked folder; None if it was removed or cannot be found."""
         try:
             now = Path(os.readlink(f"/proc/self/fd/{self._folder}"))
         except OSError:
@@ -111,27 +111,27 @@ class FolderLock:
 
 
 def _not_ours(file: Path) -> WorkhorseError:
-    return WorkhorseError(f"{file} is a link or no plain file; remove it")
+    return WorkhorseError(f"{file} is a link or not a regular file; remove it")
 
 
-DAMAGED_RECIPE = "put back the recipe that the run was begun with"
+DAMAGED_RECIPE = "restore the recipe that the run was started with"
 
 
 class RunDirectory:
-    """The folder of a run: its recipe and what it made.
+    """The folder of a run: its recipe and its results.
 
-        recipe.yaml     the recipe, with overrides and defaults written out
+        recipe.yaml     the recipe, including overrides and defaults
         config.json     the decoder's config
         tokenizer/
-        data/           token shards, unless the recipe keeps them elsewhere
+        data/           token shards, unless the recipe stores them elsewhere
         metrics.jsonl
         checkpoints/
         report.html
 
     Args:
         path: the folder; nothing is read or created before it is needed.
-        step: of the checkpoint that is loaded; None: the newest whole one, with a remark on each
-            damaged one.
+        step: step of the checkpoint to load. None: the newest whole checkpoint, with a remark for
+            each damaged one.
     """
 
     kind = "run directory"
@@ -139,7 +139,7 @@ class RunDirectory:
     dtype = torch.float32
     has_tokenizer = True
     stop_tokens: tuple[int, ...] = ()
-    """Tokens that end a text besides the tokenizer's eos."""
+    """Ids of tokens that end generation in addition to the tokenizer's eos."""
 
     def __init__(self, path: str | Path, step: int | None = None) -> None:
         self.path = to_path(path, "a run directory is a path")
@@ -152,33 +152,33 @@ class RunDirectory:
         self.checkpoints_folder = self.path / "checkpoints"
         self.report_file = self.path / "report.html"
         self.remarks: list[str] = []
-        """Warnings about loading it; loading adds to them."""
+        """Warnings from loading the run."""
         self._made: list[Path] = []
         self._found_data = False
         self._lock: FolderLock | None = None
 
     @classmethod
     def at(cls, path: Path) -> "RunDirectory":
-        """The run of a folder, which may be that of one of its checkpoints."""
+        """The run in a folder, or the run that a checkpoint folder belongs to."""
         step = step_of(path.absolute())
         run = cls(os.path.normpath(path / ".." / ".."), step)
         return cls(path) if step is None or not run.exists else run
 
     @property
     def exists(self) -> bool:
-        """Whether there is a run here."""
+        """True if the folder contains a run."""
         return self.recipe_file.is_file()
 
     def keeps(self, path: Path) -> bool:
-        """Whether a path lies in one of the run's folders."""
+        """True if a path is inside one of the run's folders."""
         own = (self.checkpoints_folder, self.data_folder, self.tokenizer_folder)
         return self.exists and any(path.resolve().is_relative_to(f.resolve()) for f in own)
 
     def lock(self) -> FolderLock:
-        """Make the folder if need be and keep other processes from training in it.
+        """Create the folder if needed, and lock it against training by other processes.
 
         Raises:
-            WorkhorseError: another process does, or the folder cannot be made.
+            WorkhorseError: another process holds the lock, or the folder cannot be created.
         """
         try:
             self._made = [
@@ -191,30 +191,29 @@ class RunDirectory:
         return self._lock
 
     def check_place(self) -> None:
-        """Check that the folder is still the one that was locked; a save would make another.
+        """Check that the locked folder is still at its path; otherwise a save would create another.
 
         Raises:
-            WorkhorseError: it was moved or removed; the error says where its last checkpoint is.
+            WorkhorseError: it was moved or removed; the message names its last checkpoint.
         """
         if self._lock is None or self._lock.in_place():
             return
-        moved = f"{self.path} was moved or removed while it was trained in"
+        moved = f"{self.path} was moved or removed during training"
         if (now := self._lock.folder_now()) is None:
             raise WorkhorseError(
-                f"{moved}; its checkpoints went with it: go on from where they are by --resume"
+                f"{moved}; its checkpoints moved with it: resume in the new folder with --resume"
             )
         store = RunDirectory(now).store()
         steps = store.steps()
         last = f"its last checkpoint is {store.path(steps[0])}" if steps else "it has no checkpoint"
         going_on = shlex.join(["workhorse", "train", str(now), "--resume"])
-        raise WorkhorseError(f"{moved}; {last}: resume it by {going_on}")
+        raise WorkhorseError(f"{moved}; {last}: resume with {going_on}")
 
     def check_free(self) -> None:
-        """Check that a run can begin here, without touching anything.
+        """Check that a run can start here, without changing anything.
 
         Raises:
-            WorkhorseError: there is a run already, or something that is not a run, or no folder can
-                be made here.
+            WorkhorseError: the folder contains a run or other files, or it cannot be created.
         """
         if not self.path.is_dir():
             there = self._first_above()
@@ -223,16 +222,17 @@ class RunDirectory:
             return
         if self.exists:
             raise WorkhorseError(
-                f"{self.path} holds a run already; resume it with --resume, or choose another --out"
+                f"{self.path} already contains a run; resume it with --resume, or "
+                "choose another --out"
             )
         others = [
             path.name
             for path in self.path.iterdir()
             if path != self.data_folder and not path.name.startswith(".")
-        ]  # `workhorse data prepare` may have been here
+        ]  # `workhorse data prepare` may have written the data
         if others:
             raise WorkhorseError(
-                f"{self.path} is not empty and not a run (it has {min(others)!r}); "
+                f"{self.path} is not empty and not a run (it contains {min(others)!r}); "
                 "choose another --out"
             )
 
@@ -241,20 +241,20 @@ class RunDirectory:
         return next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
 
     def _unfit(self, reason: str | None) -> WorkhorseError:
-        """The error that no folder can be made or written at the path."""
+        """An error that the folder cannot be created or written."""
         there = self._first_above()
         if not there.is_dir():
             what = "it" if there == self.path else there
-            reason = f"{what} is {'a file' if there.exists() else 'a link to nothing'}"
+            reason = f"{what} is {'a file' if there.exists() else 'a dangling link'}"
         return WorkhorseError(
             f"cannot write in the run directory {self.path}: {reason}; choose another --out"
         )
 
     def begin(self, recipe_yaml: str) -> None:
-        """Make the folder a run by writing its recipe.
+        """Start a run in the folder by writing its recipe.
 
         Raises:
-            WorkhorseError: as by `check_free`.
+            WorkhorseError: see `check_free`.
         """
         self.check_free()
         self._found_data = self.data_folder.exists()
@@ -265,9 +265,9 @@ class RunDirectory:
             raise
 
     def undo(self) -> None:
-        """Remove everything that was made from `begin` on.
+        """Remove everything that was created since `begin`.
 
-        Prepared data that was there before, and dot files, stay.
+        Data that was prepared earlier and dot files are kept.
         """
         for path in self.path.iterdir():
             if path == self.data_folder and self._found_data:
@@ -279,7 +279,9 @@ class RunDirectory:
             ):
                 continue
             Disk().remove(path)
-        with contextlib.suppress(OSError):  # something else is in it, or somebody stands on it
+        with contextlib.suppress(
+            OSError
+        ):  # it contains other files, or is the working directory of a process
             for folder in self._made:
                 folder.rmdir()
 
@@ -320,11 +322,11 @@ class RunDirectory:
             return DecoderConfig.from_dict(read_json(self.config_file))
         except WorkhorseError as error:
             raise WorkhorseError(
-                f"{self.config_file} is damaged: {error}; --resume writes it anew"
+                f"{self.config_file} is damaged: {error}; --resume writes it again"
             ) from None
 
     def save_tokenizer(self, tokenizer: "Tokenizer") -> None:
-        """Put the tokenizer's files in place, all or none."""
+        """Save the tokenizer's files, all or none."""
         tokenizer.save(self.tokenizer_folder)
 
     def save_config(self, config: DecoderConfig) -> None:
@@ -334,7 +336,7 @@ class RunDirectory:
         """The tokenizer that the model was trained with.
 
         Raises:
-            WorkhorseError: there is no run, no tokenizer, or another than the newest checkpoint's.
+            WorkhorseError: the run or tokenizer is missing, or it is not the newest checkpoint's.
         """
         from workhorse.tokenizers import load_tokenizer
 
@@ -345,7 +347,7 @@ class RunDirectory:
         if expected is not None and tokenizer.fingerprint != expected:
             raise WorkhorseError(
                 f"{self.tokenizer_folder} is not the tokenizer that the checkpoints in "
-                f"{self.path} were trained with; put back the one that was there"
+                f"{self.path} were trained with; restore the original one"
             )
         return tokenizer
 
@@ -356,33 +358,33 @@ class RunDirectory:
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """The trained decoder, in evaluation mode.
+        """Build the trained decoder and load its weights, in evaluation mode.
 
         Args:
-            device: where its weights go.
-            dtype: of its weights; `self.dtype` by default.
-            kernel: how attention is computed.
-            places: where the weights are copied to.
+            device: device of the weights.
+            dtype: dtype of the weights; `self.dtype` by default.
+            kernel: attention kernel.
+            places: function that returns the destinations of the weights.
 
         Raises:
-            WorkhorseError: there is no run, no checkpoint, or one of another config.
+            WorkhorseError: the run or checkpoint is missing, or the checkpoint has another config.
         """
         config = self.config
         weights, state = self._weights()
         if DecoderConfig.from_dict(state["config"]) != config:
             raise WorkhorseError(
-                f"the checkpoints in {self.path} are of another config than its "
-                f"{self.config_file.name}; put back the one that they were trained with"
+                f"the checkpoints in {self.path} have another config than its "
+                f"{self.config_file.name}; restore the one that they were trained with"
             )
         decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
         load_weights(decoder, weights, places)
         return decoder.eval()
 
     def checkpoint(self, tell: Callable[[str], None]) -> Checkpoint | None:
-        """What is loaded of it, with the optimizer's state; None if there is none.
+        """The checkpoint to load, including the optimizer's state; None if there is none.
 
         Args:
-            tell: called with each damaged checkpoint that is passed over.
+            tell: called with a message for each damaged checkpoint that is skipped.
         """
         store = self.store()
         return store.newest(tell) if self.step is None else store.load(self.step)
@@ -400,14 +402,14 @@ class RunDirectory:
         if steps := store.steps():
             reason = "; ".join(self.remarks)
             raise WorkhorseError(
-                f"{self.path} has no whole checkpoint of {len(steps)} ({reason}); "
-                "put their files back from a copy"
+                f"none of the {len(steps)} checkpoints in {self.path} is whole ({reason}); "
+                "restore their files from a copy"
             )
-        remedy = "put its checkpoints back" if self._has_saved() else "train it with --resume"
+        remedy = "restore its checkpoints" if self._has_saved() else "train it with --resume"
         raise WorkhorseError(f"{self.path} has no whole checkpoint; {remedy}")
 
     def _has_saved(self) -> bool:
-        """Whether it ever had a checkpoint, by its metrics."""
+        """True if its metrics record that a checkpoint was saved."""
         if not self.metrics_file.is_file():
             return False
         return b'"kind": "checkpoint"' in self.metrics_file.read_bytes()
@@ -416,9 +418,9 @@ class RunDirectory:
         if not self.exists:
             if any(self.path.glob("*.safetensors")):
                 raise WorkhorseError(
-                    f"{self.path} has weights and no config.json; put the model's beside them"
+                    f"{self.path} has weights but no config.json; add the model's config.json"
                 )
             raise WorkhorseError(
                 f"{self.path} is not a run directory: it has no {self.recipe_file.name}; "
-                "give the folder that was train's --out"
+                "give the folder that train got as --out"
             )

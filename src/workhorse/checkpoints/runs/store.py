@@ -1,15 +1,15 @@
-"""Checkpoints in a folder: each whole or absent, and verified before use.
+"""Checkpoints in a folder: written atomically, and verified before use.
 
     step-00001000/
         model.safetensors       weights by parameter name
         optimizer.safetensors   the optimizer's tensors
         state.json              everything else: counters, random states, the model's config
-        manifest.json           size and SHA-256 of the others; written last
+        manifest.json           size and SHA-256 of the other files; written last
 
 A checkpoint is written under a temporary name, synced, and renamed. So a folder with its final name
-was whole when it was written, and the manifest tells whether it still is.
+was whole when it was written, and the manifest shows whether it still is.
 
-A checkpoint that is deleted is renamed first. What cannot be deleted stays under its temporary
+A checkpoint is renamed before it is deleted. If it cannot be deleted, it stays under its temporary
 name: the save succeeds, `remarks` gets one line, and each later save tries again.
 """
 
@@ -41,13 +41,13 @@ from workhorse.files.writing import refusal
 
 TEMPORARY = ".tmp-"
 LEFTOVER = re.compile(r"\.tmp-(removed-)?step-[0-9]{8,}(-[0-9a-f]{8})?")
-"""The temporary names of this file; nothing else in the folder is deleted."""
+"""The temporary names that this module uses; nothing else in the folder is deleted."""
 LOOKS = 100
-"""How often to look for the newest checkpoint while each is removed before it is read."""
+"""How often to list the checkpoints again if they are removed before they are read."""
 
 Found = TypeVar("Found")
 Tensors = Mapping[str, Slices]
-"""What a process has to write into each file of tensors."""
+"""The slices of tensors that a process writes, by file."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Checkpoint:
     """A whole checkpoint, its tensors on the CPU."""
 
     step: int
-    """Training steps done."""
+    """Number of training steps completed."""
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint, by the name of its folder; None: that of no checkpoint."""
+    """The step in the name of a checkpoint folder; None for other folders."""
     name = re.fullmatch(r"step-([0-9]{8,})", path.name)
     return int(name[1]) if name else None
 
@@ -71,9 +71,9 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: where; created when first needed.
-        keep: how many to keep; older ones are removed after each save.
-        disk: does the work; replaced by tests that make it fail or stop midway.
+        folder: folder of the checkpoints; created when it is first needed.
+        keep: number of checkpoints to keep; older ones are removed after each save.
+        disk: the file operations; tests replace them to simulate failures and interruptions.
     """
 
     def __init__(self, folder: Path, keep: int = 2, disk: Disk | None = None) -> None:
@@ -81,9 +81,9 @@ class CheckpointStore:
         self.keep = keep
         self.disk = disk or Disk()
         self._damaged: set[int] = set()
-        """Steps whose checkpoint was passed over."""
+        """Steps of the checkpoints that were skipped as damaged."""
         self.remarks: list[str] = []
-        """Warnings about old checkpoints that cannot be deleted; the caller takes them out."""
+        """Warnings about old checkpoints that cannot be deleted; the caller removes them."""
         self._has_warned = False
 
     def path(self, step: int) -> Path:
@@ -103,10 +103,10 @@ class CheckpointStore:
         optimizer: Mapping[str, Tensor],
         state: Mapping[str, Any],
     ) -> Path:
-        """Write a checkpoint: `begin`, `fill` and `commit` at once, of whole tensors.
+        """Write a checkpoint of whole tensors: `begin`, `fill` and `commit` in one call.
 
         Raises:
-            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+            WorkhorseError: the disk is full or cannot be written; older checkpoints are unchanged.
         """
         tensors = {MODEL: whole(model), OPTIMIZER: whole(optimizer)}
         try:
@@ -118,28 +118,29 @@ class CheckpointStore:
             raise
 
     def begin(self, step: int, tensors: Tensors) -> None:
-        """Make a checkpoint's files of tensors, without their bytes, under a temporary name.
+        """Create a checkpoint's tensor files at full size under a temporary name, without data.
 
         Args:
-            step: training steps done.
-            tensors: by name, of `MODEL`, a shared weight once, and of `OPTIMIZER`.
+            step: number of training steps completed.
+            tensors: slices by tensor name, for the files `MODEL` (shared weights once) and
+                `OPTIMIZER`.
 
         Raises:
-            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+            WorkhorseError: the disk is full or cannot be written; older checkpoints are unchanged.
         """
         with self._in_one_line(step) as folder:
             self.clean()
-            if os.path.lexists(folder):  # it could not be deleted
+            if os.path.lexists(folder):  # left by an earlier save; `clean` could not delete it
                 self.disk.rename(folder, self._aside(folder))
             self.disk.make_folder(folder)
             for name, slices in tensors.items():
                 self.disk.lay_out(folder / name, slices)
 
     def fill(self, step: int, tensors: Tensors) -> None:
-        """Write rows into files that were begun, here or by another process.
+        """Write rows into files that this or another process created with `begin`.
 
         Raises:
-            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+            WorkhorseError: the disk is full or cannot be written; older checkpoints are unchanged.
         """
         with self._in_one_line(step) as folder:
             for name, slices in tensors.items():
@@ -148,18 +149,18 @@ class CheckpointStore:
                 self.disk.sync(folder / name)
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Give a checkpoint its name, when all rows are written; then remove those beyond `keep`.
+        """Rename a checkpoint to its final name when all rows are written, then call `prune`.
 
-        Only this one and older ones count. Newer ones, which a run left behind when it went back
-        because they were damaged, stay until their step comes again: what is whole in them is not
-        lost, and they displace nothing.
+        Only this checkpoint and older ones count towards `keep`. Newer ones exist if the run
+        resumed from an older step because they were damaged. They stay until their step is saved
+        again, so that their intact files are not lost.
 
         Args:
-            step: training steps done.
-            state: data that JSON can express.
+            step: number of training steps completed.
+            state: data that JSON can represent.
 
         Raises:
-            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+            WorkhorseError: the disk is full or cannot be written; older checkpoints are unchanged.
         """
         final = self.path(step)
         with self._in_one_line(step) as folder:
@@ -167,8 +168,8 @@ class CheckpointStore:
             self.disk.sync(folder / STATE)
             self.disk.write_text(folder / MANIFEST, manifest_of(folder, step))
             self.disk.sync(folder / MANIFEST)
-            self.disk.sync(folder)
-            if final.exists():  # damaged: this run went back behind it
+            self.disk.sync(folder)  # before the rename: a folder with its final name is whole
+            if final.exists():  # damaged: the run resumed from an older step
                 self._discard(final)
             self.disk.rename(folder, final)
             self.disk.sync(self.folder)
@@ -177,13 +178,13 @@ class CheckpointStore:
         return final
 
     def give_up(self) -> None:
-        """Remove what there is of a checkpoint that cannot be finished."""
+        """Remove the files of a checkpoint that cannot be finished."""
         with contextlib.suppress(OSError):  # the first failure is the one to report
             self.clean()
 
     @contextlib.contextmanager
     def _in_one_line(self, step: int) -> Iterator[Path]:
-        """The temporary folder of a checkpoint; what the disk refuses is told in one line."""
+        """The temporary folder of a checkpoint; disk errors become one-line errors."""
         final = self.path(step)
         try:
             yield self.folder / f"{TEMPORARY}{final.name}"
@@ -191,10 +192,10 @@ class CheckpointStore:
             raise WorkhorseError(self._failure(final, error)) from error
 
     def prune(self, step: int) -> None:
-        """Of the checkpoints up to a step, which is whole, remove the oldest beyond `keep`.
+        """Remove the oldest checkpoints up to a whole step, so that `keep` remain.
 
-        Those that were found damaged go first, since the next process would count them. One that
-        cannot be deleted is a remark.
+        Checkpoints that were found damaged are removed as well, since the next process would count
+        them. If one cannot be deleted, a remark is added.
         """
         steps: list[int] = []
         with self._deleting(self.folder):
@@ -206,21 +207,21 @@ class CheckpointStore:
                     self._discard(self.path(old))
 
     def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-        """The newest whole checkpoint, for a run that goes on; None if there is none.
+        """The newest whole checkpoint, to resume from; None if there is none.
 
         Args:
-            on_skip: called with a line for each newer one that is damaged.
+            on_skip: called with a message for each newer checkpoint that is damaged.
         """
         return self._newest(self.load, on_skip)
 
     def newest_state(
         self, on_skip: Callable[[str], None] = lambda line: None, *, alone: bool = False
     ) -> tuple[int, dict[str, Any]] | None:
-        """The step and the state of the newest whole checkpoint, its tensors checked but not read.
+        """The step and the state of the newest whole checkpoint; tensors are verified, not loaded.
 
         Args:
             on_skip: as in `newest`.
-            alone: only the state need be whole; the tensors are not checked.
+            alone: True to verify only the state; the tensors may be damaged.
         """
         names = (STATE,) if alone else (MODEL, OPTIMIZER, STATE)
 
@@ -237,7 +238,7 @@ class CheckpointStore:
         return self._newest(self.load_model, on_skip)
 
     def newest_weights(self) -> int | None:
-        """The newest step whose weights are whole, whatever the state of its optimizer."""
+        """The newest step with whole weights; its optimizer file may be damaged."""
 
         def checked(step: int) -> int:
             self.check(step, (MODEL, STATE))
@@ -246,11 +247,13 @@ class CheckpointStore:
         return self._newest(checked)
 
     def newest_folder(self, read: Callable[[Path], Found]) -> Found | None:
-        """What `read` gives for the newest checkpoint's folder, whole or damaged; None if none."""
+        """The result of `read` for the newest checkpoint's folder, or None. It may be damaged."""
 
         def found(step: int) -> Found:
             made = read(self.path(step))
-            if not os.path.lexists(self.path(step)):  # no file is listed of a folder that is gone
+            if not os.path.lexists(
+                self.path(step)
+            ):  # listing a removed folder finds no files and raises nothing
                 raise _RemovedError
             return made
 
@@ -259,13 +262,14 @@ class CheckpointStore:
     def _newest(
         self, read: Callable[[int], Found], on_skip: Callable[[str], None] = lambda line: None
     ) -> Found | None:
-        """What `read` gives for the newest step that is not damaged.
+        """The result of `read` for the newest step that is not damaged.
 
-        A run that is training removes the oldest after each save. If that is the one being read,
-        there is a newer one, and the steps are listed again.
+        A run in training removes its oldest checkpoint after each save. If that is the one being
+        read, there is a newer one, and the steps are listed again.
 
         Raises:
-            WorkhorseError: one after another was removed before it was read; or `read` raises it.
+            WorkhorseError: `LOOKS` times, a checkpoint was removed before it was read; or `read`
+                raises it.
         """
         for _ in range(LOOKS):
             skipped: list[str] = []
@@ -276,8 +280,8 @@ class CheckpointStore:
                     on_skip(line + used)
                 return None if found is None else found[1]
         raise WorkhorseError(
-            f"each checkpoint in {self.folder} was removed before it was read; wait for the end of "
-            "the training there, or resume it with train.keep=5"
+            f"each checkpoint in {self.folder} was removed before it was read; wait until its "
+            "training ends, or resume it with train.keep=5"
         )
 
     def _first_whole(
@@ -299,7 +303,7 @@ class CheckpointStore:
         """Read and check one checkpoint.
 
         Raises:
-            DamagedCheckpoint: a missing, shortened or changed file.
+            DamagedCheckpoint: a file is missing, truncated or changed.
         """
         with open_checkpoint(self.path(step), step, (MODEL, OPTIMIZER, STATE)) as opened:
             return Checkpoint(
@@ -310,7 +314,7 @@ class CheckpointStore:
         """Read and check the weights and the state of one checkpoint, without the optimizer.
 
         Raises:
-            DamagedCheckpoint: a missing, shortened or changed file.
+            DamagedCheckpoint: a file is missing, truncated or changed.
         """
         with open_checkpoint(self.path(step), step, (MODEL, STATE)) as opened:
             return opened.tensors(MODEL), opened.state()
@@ -319,13 +323,13 @@ class CheckpointStore:
         """Compare the named files with the manifest, byte for byte.
 
         Raises:
-            DamagedCheckpoint: they differ, or the manifest is not as it was written.
+            DamagedCheckpoint: a file or the manifest is not as it was written.
         """
         with open_checkpoint(self.path(step), step, names):
             pass
 
     def clean(self) -> None:
-        """Delete the remains of interrupted saves and deletions, except those that cannot be."""
+        """Delete the remains of interrupted saves and deletions; failures become a remark."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if LEFTOVER.fullmatch(path.name):
@@ -333,10 +337,10 @@ class CheckpointStore:
                         self.disk.remove(path)
 
     def _discard(self, checkpoint: Path) -> None:
-        """Delete a checkpoint so that no part of it ever has its name.
+        """Delete a checkpoint; it is renamed first, so that its name never has a partial folder.
 
         Raises:
-            OSError: it still has its name.
+            OSError: the checkpoint cannot be renamed.
         """
         doomed = self._aside(checkpoint)
         self.disk.rename(checkpoint, doomed)
@@ -344,13 +348,13 @@ class CheckpointStore:
             self.disk.remove(doomed)
 
     def _aside(self, path: Path) -> Path:
-        """A new name for a folder that is to be deleted."""
+        """A new temporary name for a folder to be deleted."""
         name = path.name.removeprefix(TEMPORARY)
         return self.folder / f"{TEMPORARY}removed-{name}-{secrets.token_hex(4)}"
 
     @contextlib.contextmanager
     def _deleting(self, path: Path) -> Iterator[None]:
-        """Turn a failure to delete into one remark: a run must not end because of it."""
+        """Turn failures to delete into one remark, since they must not end a run."""
         try:
             yield
         except OSError as error:
@@ -366,7 +370,7 @@ class CheckpointStore:
         last = ""
         with contextlib.suppress(OSError):  # the first failure is the one to report
             names = [self.path(step).name for step in self.steps()]
-            last = f"the newest there is {names[0]}; " if names else "there is none yet; "
+            last = f"the newest saved is {names[0]}; " if names else "none is saved yet; "
         return (
             f"cannot write checkpoint {final}: {reason}; {last}{remedy}, then run again with "
             "--resume"
@@ -374,4 +378,4 @@ class CheckpointStore:
 
 
 class _RemovedError(Exception):
-    """A checkpoint that was listed no longer exists."""
+    """Raised if a checkpoint that was listed no longer exists."""

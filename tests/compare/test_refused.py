@@ -62,7 +62,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"flops": 1e300}}, "budget.flops: 1e+300 pays for 2^63 steps of 'gated' or more"),
     (
         {"variants": {"a": {}, "b": {"train.batch_size": 10**12}}, "budget": {"steps": 1}},
-        "variants.b: a step with 1,000,000,000,000 rows of 16 tokens at once needs",
+        "variants.b: a micro-batch of 1,000,000,000,000 sequences of 16 tokens needs",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""The part of a step that one device of a mesh has."""
+"""The memory of a step on one device of a mesh."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from workhorse.parallel.division.teams import part_of_model
 from workhorse.plan.limits import FINEST, longest, most_rows, remedies, smallest_mesh
 from workhorse.train.recipe.recipe import TrainConfig
 
-CUDA = torch.device("cuda")  # none is needed
+CUDA = torch.device("cuda")  # no CUDA device is needed
 
 
 def standard(**attention: object) -> DecoderConfig:
@@ -70,20 +70,20 @@ def per_token_and_layer(found: DeviceMemory, rows: int, layer: str = "layers.1")
 
 
 def test_a_standard_layer_keeps_what_korthikanti_et_al_count() -> None:
-    # 2205.05198 eq. 1 with the selective recomputation of eq. 6: 34 · s · b · h, in which a fused
-    # kernel stands for what is recomputed. Ours adds what they leave out: a float32 logarithm for
-    # each query and head, and mean and deviation of two norms for each token.
+    # 2205.05198 eq. 1 with the selective recomputation of eq. 6 gives 34 · s · b · h. Our fused
+    # kernel replaces the recomputation. We also count what the paper omits: a float32 log-sum-exp
+    # for each query and head, and mean and deviation of two norms for each token.
     found = memory(standard(), {}, micro_batch_size=2)
     ours = per_token_and_layer(found, 2)
     assert ours - 4 * 8 / 64 - 2 * 2 * 4 / 64 == pytest.approx(34, rel=1e-3)
 
 
 def test_an_unfused_kernel_keeps_scores() -> None:
-    # 2205.05198 counts 5 · a · s / h for softmax, dropout and its mask, all but it in 16 bits.
+    # 2205.05198 counts 5 · a · s / h: softmax and dropout in 16 bits, and the dropout mask.
     fused = memory(standard(), {}, micro_batch_size=2)
     plain = memory(standard(dropout=0.1), {}, micro_batch_size=2, kernel="eager")
     of_scores = (per_token_and_layer(plain, 2) - per_token_and_layer(fused, 2)) / (8 * 32 / 64)
-    # 4 of the softmax in float32, 1 of dropout's mask, 2 of its output.
+    # Bytes: 4 for the float32 softmax, 1 for the dropout mask, 2 for the dropout output.
     assert of_scores == pytest.approx(7, abs=0.01)
 
 
@@ -91,8 +91,8 @@ def test_tensor_and_sequence_parallel() -> None:
     config = standard()
     whole = memory(config, {}, micro_batch_size=2)
     along = memory(config, {"tensor": 4}, micro_batch_size=2)
-    # 2205.05198 eq. 4: 34 / t. What both sub-layers take in is kept whole, in 16 bits: theirs is
-    # gathered again in the backward pass.
+    # 2205.05198 eq. 4: 34 / t. We keep the gathered inputs of both sub-layers, in 16 bits. The
+    # paper gathers them again in the backward pass.
     ours = per_token_and_layer(along, 2) - (4 * 8 / 64 + 2 * 2 * 4 / 64) / 4
     assert ours == pytest.approx(34 / 4 + 2 * 2 * (1 - 1 / 4), rel=1e-3)
     matrices = ("attention", "feed_forward", "embedding")
@@ -103,22 +103,22 @@ def test_tensor_and_sequence_parallel() -> None:
 def test_shards() -> None:
     whole, part = memory(standard(), {}, batch_size=1), memory(standard(), {"shard": 8})
     assert held(part) == pytest.approx(held(whole) / 8, rel=0.01)
-    assert part.activations == whole.activations  # of one row
+    assert part.activations == whole.activations  # both have one row
     assert part.gathered > 0
     assert part.update < whole.update / 4
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_shards_hold_whole(tied: bool) -> None:
-    """A pass holds what is in no layer and two layers at a time, in 16 bits; a step all of it."""
+    """`reshard: pass` gathers weights outside layers and two layers; `reshard: step`, all."""
     config = standard().replace(vocab_size=16_384, head={"tied": tied})
     short, long = (
         memory(config, {"shard": 8, "reshard": reshard}, batch_size=8)
         for reshard in ("pass", "step")
     )
     table, layer = 2 * 16_384 * 64, 2 * 12 * 64 * 64
-    # At the end: the head's gradient and its copy in float32, which is sent; beside another table
-    # that one's gradient, and the head's, which PyTorch refers to.
+    # At the end: the head's gradient and the float32 copy that is sent. With an untied table, also
+    # the table's gradient and the head's, which PyTorch still references.
     at_end = (3 if tied else 5) * table
     assert short.gathered == pytest.approx(at_end, rel=0.03)
     weights = (1 if tied else 2) * table + 4 * layer
@@ -129,8 +129,8 @@ def test_what_shards_hold_whole(tied: bool) -> None:
 def test_pipeline() -> None:
     whole = memory(standard(), {}, micro_batch_size=1)
     first = memory(standard(), {"pipeline": 4}, micro_batch_size=1)
-    assert first.in_flight == 4  # 2205.05198 §4.2.3: as many as there are stages
-    output = 32 * 64 * 2  # which in the whole the next layer keeps
+    assert first.in_flight == 4  # 2205.05198 §4.2.3: the number of stages
+    output = 32 * 64 * 2  # without a pipeline, the next layer keeps it
     assert first.activations["layers.0"] == whole.activations["layers.0"] - output
     assert held(first, "attention") == held(whole, "attention") / 4
     assert (first.stage, held(first, "head")) == (0, 0)
@@ -138,7 +138,7 @@ def test_pipeline() -> None:
 
 
 def test_a_short_pipeline_passes_no_micro_batch_beside_gradients_and_all_others() -> None:
-    """With as many micro-batches as stages all have passed before the first gradients are there."""
+    """With 4 micro-batches and 4 stages, all forward passes end before the first gradients."""
     few, many = (
         memory(standard(), {"pipeline": 4}, micro_batch_size=4, batch_size=rows)
         for rows in (16, 32)
@@ -158,10 +158,10 @@ def test_experts() -> None:
 
 
 def test_context() -> None:
-    """The last part of two has half the activations, and keys and values of the first too."""
+    """The last of two chunks has half the activations, and the first chunk's keys and values."""
     whole, part = memory(standard(), {}), memory(standard(), {"context": 2})
     more = part.activations["layers.1"] - whole.activations["layers.1"] / 2
-    keys_and_values = 8 * 16 * 2 * 64 * 2  # of 8 rows of 16 tokens, in bfloat16
+    keys_and_values = 8 * 16 * 2 * 64 * 2  # bytes of 8 rows of 16 tokens in bfloat16
     assert keys_and_values <= more < 1.2 * keys_and_values
 
 
@@ -231,7 +231,7 @@ def test_remedies_save_what_they_say() -> None:
     config, train = standard(), training(batch_size=8, dtype="float32")
     before = device_memory(config, train, CUDA).total
     found = {one.setting: one for one in remedies(config, train, CUDA, UNDIVIDED, before // 2)}
-    assert next(iter(found)).startswith("train.micro_batch_size=")  # costs no result
+    assert next(iter(found)).startswith("train.micro_batch_size=")  # does not change results
     of_rows = {
         rows: device_memory(config, train.replace(micro_batch_size=rows), CUDA).total
         for rows in (1, 2, 4)
@@ -245,7 +245,7 @@ def test_remedies_save_what_they_say() -> None:
 
 
 def test_few_records_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that plans many models does not grow with each; a forgotten one is made again."""
+    """The cache of records is bounded; an evicted record is recorded again."""
     monkeypatch.setattr(accounts, "_RECORDS", {})
     monkeypatch.setattr(accounts, "MOST_RECORDS", 1)
     first = memory(standard(), {}, batch_size=1)

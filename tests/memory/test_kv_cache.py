@@ -1,4 +1,4 @@
-"""What the cache of keys and values takes is what it allocates."""
+"""The computed size of a KV cache equals the allocated size."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What has no room is refused before anything is read or made."""
+"""Models that do not fit into memory raise an error before anything is read or built."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from workhorse.model.convert import convert
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets how many GiB are free."""
+    """Return a function that sets the free memory in GiB."""
 
     def set_free(gib: float) -> None:
         monkeypatch.setattr(

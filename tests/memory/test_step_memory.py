@@ -1,4 +1,4 @@
-"""A step without data allocates what the real one does."""
+"""A step recorded without data allocates the same memory as a real step."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_activations_are_the_bytes_that_autograd_keeps(number: int, dtype: str) 
     config, train = CONFIGS[number], training(dtype=dtype)
     found = step_memory(config, train, CPU).activations
     kept = kept_by_autograd(config, train)
-    kept.pop("head", None)  # which computes its gradient in the forward pass
+    kept.pop("head", None)  # the head computes its gradient in the forward pass
     assert sum(found.values()) == sum(kept.values())
 
 
@@ -41,7 +41,7 @@ def test_checkpointing_keeps_the_input_of_each_layer() -> None:
 
 
 def test_experts_of_widths_that_no_kernel_takes() -> None:
-    # How many rows an expert has is a number of a tensor, which has none here.
+    # The number of rows of an expert is read from a tensor, and recorded tensors have no data.
     config = next(one for one in COVERING if one.d_model % 2 and _has_experts(one))
     kept = kept_by_autograd(config, training())
     kept.pop("head", None)
@@ -87,13 +87,13 @@ def test_what_is_held_is_what_a_step_has(dtype: str, kind: str) -> None:
     assert {kind: memory.timeline[kind][0] for kind in held(memory)} == held(memory)
 
 
-@pytest.mark.parametrize("number", range(5))  # of the sixth, oneDNN copies odd widths inside
+@pytest.mark.parametrize("number", range(5))  # oneDNN copies the odd widths of the sixth
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:
-    # Enough rows that what operators need inside themselves is little beside what they give.
+    # Enough rows that the workspaces of operators are small compared with their outputs.
     config, train = CONFIGS[number], training(dtype=dtype, batch_size=8, seq_len=24)
     memory = step_memory(config, train, CPU)
-    constants = memory.timeline["temporary"][0]  # tables of activations: made with the step
+    constants = memory.timeline["temporary"][0]  # tables of activation functions, built once
     predicted = max(memory.totals) - constants
     assert predicted == pytest.approx(most_allocated(config, train), rel=0.08)
 
@@ -148,13 +148,13 @@ def test_like_parts_of_the_loss_are_recorded_once(
 
 
 def peak(memory: StepMemory) -> dict[str, int]:
-    """Bytes of each kind when all together take most."""
+    """Bytes of each kind at the moment with the largest total."""
     moment = memory.totals.index(max(memory.totals))
     return {kind: values[moment] for kind, values in memory.timeline.items()}
 
 
 def most(memory: StepMemory, phase: str) -> int:
-    """The most bytes at any moment of a phase."""
+    """Maximum bytes at any moment of a phase."""
     begin = memory.spans[0].begin
     moments = enumerate(memory.totals[begin:], begin)
     return max(total for at, total in moments if phase_at(memory, at) == phase)

@@ -1,4 +1,4 @@
-"""Processes that together do something, forked from one that has imported what they need."""
+"""Groups of test processes, forked from a server process that has already imported PyTorch."""
 
 import multiprocessing
 import os
@@ -24,9 +24,9 @@ FORKS.set_forkserver_preload(
 
 
 def start(work: Callable[..., object], given: Sequence[Any], processes: int, code: int = 0) -> None:
-    """Call a function in so many processes, each with its number, and wait for all.
+    """Call a function with the rank in each of `processes` processes, and wait for all.
 
-    All have to end with the same exit code.
+    Asserts that all exit with `code`.
     """
     started = [FORKS.Process(target=work, args=(rank, *given)) for rank in range(processes)]
     for process in started:
@@ -37,16 +37,16 @@ def start(work: Callable[..., object], given: Sequence[Any], processes: int, cod
 
 
 def train(words: Sequence[str], workers: int, said: Path, code: int = 0) -> str:
-    """`workhorse train` with so many workers, as torchrun would start them.
+    """Run `workhorse train` with several workers, as torchrun would start them.
 
     Args:
         words: the arguments.
-        workers: how many.
-        said: a file for all that they print.
-        code: with which all of them have to end.
+        workers: number of workers.
+        said: a file for their output.
+        code: the exit code that all workers must have.
 
     Returns:
-        What they printed.
+        Their output.
     """
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Small runs of `workhorse train`, in processes of their own or here."""
+"""Small runs of `workhorse train`, in other processes or in this one."""
 
 import hashlib
 import subprocess
@@ -61,7 +61,7 @@ def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    """What a finished run came to, to the bit: weights, optimizer and every figure of a step."""
+    """The result of a finished run for bitwise comparison: weights, optimizer, metrics of steps."""
     checkpoint = max((folder / "checkpoints").iterdir())
     hashes = {
         name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
@@ -76,7 +76,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 def _validation(folder: Path) -> float:
-    """The loss after the last step."""
+    """The validation loss after the last step."""
     events = read_metrics(folder / "metrics.jsonl")
     return [event["loss"] for event in events if event["kind"] == "validation"][-1]
 
@@ -86,7 +86,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def begun(folder: Path, recipe: dict[str, Any], *more: str) -> tuple["subprocess.Popen[str]", Path]:
-    """A run of two workers with a checkpoint, and its folder."""
+    """Start a run of two workers, wait for its first checkpoint, and return process and folder."""
     file, out = folder / "tiny.yaml", folder / "run"
     file.write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "-m", "workhorse", "train", str(file), "--out", str(out)]

@@ -1,4 +1,4 @@
-"""Passes of a team of processes that divide something, beside those of one process."""
+"""Compares passes of several ranks that divide a model or its sequences with one process."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -34,7 +34,7 @@ from workhorse.train.objectives.objective import CountedElsewhere, Divided, Obje
 
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])
-"""One that two processes have, one that all have."""
+"""Document ids: one document spans two ranks, one spans all ranks."""
 
 
 def batch_of(config: DecoderConfig, documents: Tensor | None) -> Batch:
@@ -46,7 +46,7 @@ def batch_of(config: DecoderConfig, documents: Tensor | None) -> Batch:
 
 
 def pass_over(decoder: Decoder, objective: Objective, batch: Batch) -> list[Tensor]:
-    """Loss, count and the gradient of every weight."""
+    """Loss, token count and the gradient of every weight."""
     decoder.zero_grad()
     outcome = objective(batch)
     outcome.loss.backward()
@@ -58,7 +58,7 @@ def pass_over(decoder: Decoder, objective: Objective, batch: Batch) -> list[Tens
 
 
 def worst_of_experts(world: World, chosen: list[int]) -> float:
-    """Of outputs and gradients, where each process routes all its tokens to one expert."""
+    """Largest error of outputs and gradients if each rank routes all its tokens to one expert."""
     torch.manual_seed(0)
     config = MoEConfig(n_experts=2 * world.size, top_k=1, d_ff=8, bias=True)
     whole = config.build(8)
@@ -92,7 +92,7 @@ def worst_of_parts(
     documents: Tensor | None,
     make_objective: Callable[[Decoder, SequenceTeam | None], Objective],
 ) -> float:
-    """Of the loss and any gradient, relative to its largest number, or to 1."""
+    """Largest error of the loss and the gradients, relative to the largest element or to 1."""
     whole, batch = make(config), batch_of(config, documents)
     alone = pass_over(whole, make_objective(whole, None), batch)
     decoder = teams.build(config, "auto", "cpu").train(whole.training)
@@ -124,7 +124,7 @@ def worst_of_parts(
 
 
 OBJECTIVES = (lambda decoder, team: NextToken(decoder, team=team), Preference)
-"""Sums over tokens, and over pairs of sequences."""
+"""An objective that sums over tokens, and one that sums over pairs of sequences."""
 
 
 def compare_parts(
@@ -134,14 +134,14 @@ def compare_parts(
     configs: list[DecoderConfig],
     turns: list[list[Tensor | None]],
 ) -> None:
-    """One process of several; the first leaves the differences in the folder.
+    """Run one rank of the comparison; rank 0 writes the differences to the folder.
 
     Args:
-        rank: its number.
-        folder: where they meet.
-        meshes: of as many processes each as there are.
-        configs: of decoders, of which those that cannot be divided are left out.
-        turns: the documents of the batches, for each decoder in turn.
+        rank: the rank.
+        folder: the folder for the rendezvous.
+        meshes: parallelism settings, all with the same number of processes.
+        configs: configs of decoders; those that cannot be divided are skipped.
+        turns: the document ids of the batches, for each decoder in turn.
     """
     torch.set_num_threads(1)
     meeting, size = f"file://{folder}/meeting-of-parts", meshes[0].processes
@@ -171,8 +171,8 @@ def check_parts(
     configs: list[DecoderConfig],
     turns: list[list[Tensor | None]],
 ) -> None:
-    """Decoders give in parts what they give whole."""
-    apart = mkdtemp(dir=folder)  # where no others have met
+    """Assert that divided decoders give the same results as whole ones."""
+    apart = mkdtemp(dir=folder)  # a new folder for the rendezvous
     start(compare_parts, (apart, meshes, configs, turns), meshes[0].processes)
     found = torch.load(f"{apart}/differences-of-parts")
     assert len(found) > len(configs) // 2
@@ -181,7 +181,7 @@ def check_parts(
 
 
 def compare_experts(rank: int, folder: str, members: int) -> None:
-    """One process of those that divide experts; the first leaves the difference in the folder."""
+    """Run one rank with divided experts; rank 0 writes the difference to the folder."""
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting-of-experts"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=members)
@@ -195,6 +195,6 @@ def compare_experts(rank: int, folder: str, members: int) -> None:
 
 
 def check_experts(folder: Path) -> None:
-    """Experts give together what they give whole, where one process has all tokens, or each one."""
+    """Assert that divided experts match whole ones if one rank or each rank has the tokens."""
     start(compare_experts, (str(folder), 3), 3)
     assert torch.load(folder / "difference-of-experts") < 1e-6

@@ -1,4 +1,4 @@
-"""Processes find those that were started with them in a store that others used before."""
+"""Processes of one attempt find each other in a store with entries of earlier attempts."""
 
 import threading
 from datetime import timedelta
@@ -12,7 +12,7 @@ PATIENCE = timedelta(seconds=20)
 
 
 def started(store: dist.Store, ranks: list[int]) -> dict[int, dist.Store]:
-    """What processes are given that start in this order."""
+    """The stores that `meet` returns to processes started in this order."""
     met: dict[int, dist.Store] = {}
 
     def start(rank: int) -> None:
@@ -41,5 +41,5 @@ def test_those_of_before_are_not_met(ranks: list[int]) -> None:
 def test_a_first_that_does_not_come_is_told() -> None:
     store = dist.HashStore()
     store.set("first", "gone")
-    with pytest.raises(RuntimeError, match="the first of 2 processes does not answer"):
+    with pytest.raises(RuntimeError, match="rank 0 of 2 processes does not respond"):
         meet(store, 1, 2, timedelta(seconds=0.1))

@@ -1,4 +1,4 @@
-"""`workhorse train` where processes divide the model: the run of one process, to rounding."""
+"""`workhorse train` with a divided model equals the run of one process up to rounding."""
 
 import math
 from pathlib import Path
@@ -19,13 +19,13 @@ from workhorse.train import Recipe, read_metrics, train
 
 
 def test_two_processes_pass_as_one(tmp_path: Path) -> None:
-    """Some of the grid, which is whole in a campaign; with documents or without, in turn."""
+    """A part of the grid, with and without documents in turn; a campaign runs the whole grid."""
     meshes = [ParallelismConfig(tensor=2), ParallelismConfig(pipeline=2)]
     check_parts(tmp_path, meshes, COVERING[::3], [[None], [DOCUMENTS]])
 
 
 def test_a_run_goes_on_with_other_parts_of_the_model(tmp_path: Path) -> None:
-    """Muon's matrices are whole, heads of keys copied, and some norms of heads here and there."""
+    """Muon gathers its matrices, key heads are copied, and the norms of heads are divided."""
     recipe = fields(
         tmp_path,
         GATED,
@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_other_parts_of_the_model(tmp_path: Path) -> None:
 
 
 def told_by(run: Path) -> dict[str, str]:
-    """Sample texts by step, and the number of parameters."""
+    """Samples by step, and the number of parameters."""
     events = list(read_metrics(run / "metrics.jsonl"))
     samples = {str(one["step"]): str(one["samples"]) for one in events if one["kind"] == "samples"}
     (parameters,) = {str(one["parameters"]) for one in events if one["kind"] == "start"}
@@ -71,5 +71,5 @@ def told_by(run: Path) -> dict[str, str]:
 
 
 def test_fewer_tokens_than_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor=99 is more than vocab_size="):
+    with pytest.raises(ConfigError, match=r"tensor=99 is more than vocab_size=.*; choose at most"):
         part_of_model(COVERING[0], 99)

@@ -1,4 +1,4 @@
-"""Sequences and experts divided among processes: what every decoder of the grid gives whole."""
+"""Decoders of the grid with divided sequences and experts give the same results as whole ones."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from workhorse.parallel.division.parts import check_divisible
 
 
 def test_three_members_pass_as_one(tmp_path: Path) -> None:
-    """Some of the grid, which is whole in a campaign; with documents or without, in turn."""
+    """A part of the grid, with and without documents in turn; a campaign runs the whole grid."""
     context = [ParallelismConfig(context=3)]
     check_parts(tmp_path, context, CAUSAL[::4], [[None], [DOCUMENTS]])
 
@@ -31,9 +31,9 @@ MIXED = next(config for config in CAUSAL if mixes_experts(config))
 @pytest.mark.parametrize(
     ("config", "kernel", "ways", "said"),
     [
-        (AHEAD, "auto", {"context": 2}, "context=2 divides sequences, of which causal=false sees"),
-        (DENSE, "flex", {"context": 2}, "context=2 does not go with train.kernel=flex"),
-        (DENSE, "auto", {"data": 2, "expert": 2}, "expert=2 divides routed experts, and this mod"),
+        (AHEAD, "auto", {"context": 2}, "context=2 needs causal attention, but the model has caus"),
+        (DENSE, "flex", {"context": 2}, "context=2 is not supported with train.kernel=flex"),
+        (DENSE, "auto", {"data": 2, "expert": 2}, "expert=2 needs routed experts, but the model h"),
         (MIXED, "auto", {"data": 5, "expert": 5}, "expert=5 does not divide n_experts="),
         (DENSE, "auto", {"tensor": 7}, "tensor=7 does not divide n_heads="),
     ],

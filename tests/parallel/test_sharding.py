@@ -1,4 +1,4 @@
-"""`workhorse train` where processes divide the weights: the bits of one process, the same run."""
+"""`workhorse train` with sharded weights is bitwise identical to the run of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from workhorse.train import Recipe, read_metrics, train
 
 
 def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """A recipe for 1, 2, 3, 4, 6 or 12 processes that compute in step."""
+    """A recipe for 1, 2, 3, 4, 6 or 12 processes that run in lockstep."""
     recipe = fields(folder, feed_forward, **{"batch_size": 12, **settings})
     return {**recipe, "parallel": {"reduction": {"kind": "exact", "logical_shards": 12}}}
 
 
 def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
-    """On one, and through three, of which one has no expert, and two pairs that keep weights."""
+    """One process; three processes (one without an expert); two pairs with `reshard: step`."""
     recipe = divisible(
         tmp_path,
         MIXTURE,
@@ -53,9 +53,9 @@ def samples_of(folder: Path) -> dict[int, Any]:
 
 
 def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
-    """All four divide weights, two the rows of a batch and two its sequences, and two the experts.
+    """Four ranks shard weights; two by two they divide rows, sequences and experts.
 
-    An AdamW of few steps makes more of the last bits of a small gradient.
+    In its first steps AdamW amplifies rounding errors of small gradients.
     """
     adamw = {"kind": "adamw"}
     recipe = divisible(tmp_path, MIXTURE, optimizer=adamw, balance_loss=0.01, eval_every=3)
@@ -82,4 +82,4 @@ def test_workers_that_the_division_does_not_divide_are_refused(tmp_path: Path) -
     found = run([str(file), "parallel.shard=2", "--workers", "3"])
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
-    assert "shard=2 does not divide 3 processes; choose divisors" in line
+    assert "shard=2 does not divide 3 processes; choose divisors of 3" in line

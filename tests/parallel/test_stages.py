@@ -1,4 +1,4 @@
-"""Pipelines: the order of passes, and what a stage has."""
+"""Pipelines: the order of passes, and the layers of a stage."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -16,7 +16,7 @@ from workhorse.parallel.processes.group import AbsentGroup
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_no_stage_waits_for_what_waits_for_it(stages: int, micro_batches: int) -> None:
-    """Of passes that take as long as any other, the last ends when 2104.04473 §2.2.1 says."""
+    """With equally long passes, the schedule is as long as 2104.04473 §2.2.1 gives."""
     turns = [list(one_forward_one_backward(micro_batches, stages, one)) for one in range(stages)]
     for stage, own in enumerate(turns):
         assert sorted(own) == [Turn(*one) for one in product(range(micro_batches), (False, True))]
@@ -33,7 +33,7 @@ def most_in_flight(turns: Sequence[Turn]) -> int:
 
 
 def ticks(turns: list[list[Turn]]) -> int:
-    """How long all take, of passes that take one tick each and need those of other stages."""
+    """Length of the schedule if each pass takes one tick and waits for those that it needs."""
     done: dict[tuple[int, Turn], int] = {}
     left = [list(own) for own in turns]
     now = 0
@@ -42,7 +42,7 @@ def ticks(turns: list[list[Turn]]) -> int:
         for stage, own in enumerate(left):
             if own and all(done.get(one, now) < now for one in needed(stage, own[0], len(left))):
                 done[stage, own.pop(0)] = now
-        assert now < 10_000, "they wait for each other"
+        assert now < 10_000, "the stages wait for each other"
     return now
 
 
@@ -53,7 +53,7 @@ def needed(stage: int, turn: Turn, stages: int) -> list[tuple[int, Turn]]:
 
 
 def test_stages_have_all_layers_once() -> None:
-    """Five layers in three stages; a tied table is on the first and on the last."""
+    """Five layers in three stages; a tied table is on the first and the last stage."""
     fields = COVERING[0].to_dict()
     fields |= {"n_layers": 5, "pattern": [next(iter(fields["blocks"]))]}
     fields["blocks"] = {name: fields["blocks"][name] for name in fields["pattern"]}

@@ -1,4 +1,4 @@
-"""Sums in a fixed tree, however the summands are divided."""
+"""Sums in a fixed tree do not depend on the division of the summands among ranks."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from workhorse.parallel.processes.exchange import Node, TreeSum, nodes_of
 
 
 def summands(count: int) -> list[Tensor]:
-    """Whose sum depends on the order, in float32."""
+    """Float32 summands with a sum that depends on the order."""
     generator = torch.Generator().manual_seed(count)
     sizes = 10.0 ** torch.randint(-4, 4, (count, 1), generator=generator)
     return list(torch.randn(count, 50, generator=generator) * sizes)
@@ -48,7 +48,7 @@ def test_any_division_gives_the_same_bits(count: int) -> None:
 
 
 def test_the_order_of_the_summands_shows() -> None:
-    """Else the test above would pass for any sum."""
+    """Otherwise the test above would pass for any order of summation."""
     leaves = summands(8)
     plain = torch.stack(list(itertools.accumulate(leaves)))[-1]
     assert not torch.equal(plain, recursive(leaves, 0, 8))

@@ -1,4 +1,4 @@
-"""Processes that hang say where, and end."""
+"""Processes that hang print their stack traces and exit."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_a_process_that_hangs_says_where_and_ends() -> None:
     assert done.stdout == "five steps\n"
     assert done.returncode == HANGS
     first, *stacks = done.stderr.splitlines()
-    assert first.startswith("workhorse: process 1 of 3 has made no step for 0.3 s: it hangs, or")
+    assert first.startswith("workhorse: process 1 of 3 has completed no step for 0.3 s: it hangs, ")
     assert stacks[0] == "MainThread:"
     assert any("in wait_for_nobody" in line for line in stacks)
 
@@ -45,5 +45,5 @@ def test_after_the_last_step_nothing_is_watched(group: Group) -> None:
 
 
 def watching() -> bool:
-    """Whether a thread would end this process."""
+    """True if a watchdog thread is running."""
     return any(thread.name == "watchdog" for thread in threading.enumerate())

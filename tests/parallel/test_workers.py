@@ -1,4 +1,4 @@
-"""`workhorse train` in several processes of this machine: the same bits, the same run."""
+"""`workhorse train` in several processes on this machine: bitwise identical runs."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from workhorse.train import Recipe, read_metrics, train
 
 
 def test_any_number_of_workers_gives_the_same_bits(tmp_path: Path) -> None:
-    """A mixture on one, and through three and two, resumed where another number stopped."""
+    """A mixture with one worker equals a run that starts with three and resumes with two."""
     recipe = fields(tmp_path, MIXTURE, balance_rate=0.001, balance_loss=0.01)
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file = tmp_path / "tiny.yaml"
@@ -45,7 +45,7 @@ def test_bfloat16_in_micro_batches(tmp_path: Path) -> None:
 
 
 def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
-    """With a small eps AdamW would move by as much where a gradient is nothing but rounding."""
+    """A large eps is set, because AdamW would amplify gradients that are only rounding errors."""
     recipe = fields(tmp_path, GATED, optimizer={"kind": "adamw", "eps": 1e-3})
     recipe["parallel"] = {}
     recipe["model"]["blocks"]["main"]["dropout"] = 0.0
@@ -64,14 +64,14 @@ def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
     assert "Traceback" not in said
-    assert "closing signal" not in said  # of PyTorch's agent
+    assert "closing signal" not in said  # a log line of PyTorch's agent
     *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
     assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
     assert checkpoint["step"] == end["step"]
 
 
 def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
-    """All are started again, and end where a single process does, to the bit."""
+    """All workers restart, and the result is bitwise identical to a single process."""
     process, out = begun(
         tmp_path, fields(tmp_path, GATED, steps=40, checkpoint_every=5), "--max-restarts", "1"
     )
@@ -88,11 +88,11 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
 
 
 def test_workers_save_and_end_when_what_started_them_is_gone(tmp_path: Path) -> None:
-    """They divide the weights, which they save together."""
+    """The workers shard the weights and save them together."""
     recipe = fields(tmp_path, GATED, steps=100_000, batch_size=8, checkpoint_every=5)
     process, out = begun(tmp_path, {**recipe, "parallel": {"shard": 2}})
     process.kill()
-    _, said = process.communicate(timeout=120)  # until the workers, who have its pipes, end too
+    _, said = process.communicate(timeout=120)  # until the workers exit: they inherit its pipes
     assert "Traceback" not in said
     *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
     assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
@@ -100,7 +100,7 @@ def test_workers_save_and_end_when_what_started_them_is_gone(tmp_path: Path) -> 
 
 
 def _worker(parent: int) -> int:
-    """A process that a process started, other than the first worker."""
+    """The id of the child process with rank 1."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     ranks = {
         pid: dict(
@@ -130,7 +130,7 @@ def _worker(parent: int) -> int:
         ({"data": 3, "expert": 2}, "parallel: expert=2 does not divide data=3; choose a divisor"),
         (
             {"context": 2, "reduction": "exact"},
-            "parallel: context=2 divides sequences, of which reduction=exact adds up whole ones",
+            "parallel: context=2 is not supported with reduction=exact, which needs undivided seq",
         ),
         (
             {"reduction": "exact"},
@@ -138,7 +138,7 @@ def _worker(parent: int) -> int:
         ),
         (
             {"reduction": {"kind": "exact", "logical_shards": 2}, "data": 3},
-            "parallel: reduction.logical_shards=2 is less than data=3",
+            "parallel: reduction.logical_shards=2 is less than data=3, but each process needs a",
         ),
         ({"patience": 1e9}, "parallel.patience: 1000000000.0 is too large"),
         ({"reduction": "slow"}, "parallel.reduction: unknown kind 'slow'; known: exact, fast"),
@@ -182,11 +182,14 @@ def test_what_every_worker_refuses_is_told_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment is no number"),
-        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999.*… in the environment is no number"),
-        ({"WORLD_SIZE": "٢"}, "WORLD_SIZE='٢' in the environment is no number"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment is not below WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "0"}, "RANK=0 in the environment is not below WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment is not a number"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999.*… in the environment is not a number"),
+        ({"WORLD_SIZE": "٢"}, "WORLD_SIZE='٢' in the environment is not a number"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2"},
+            "RANK=2 in the environment is not less than WORLD_SIZE=2",
+        ),
+        ({"WORLD_SIZE": "0"}, "RANK=0 in the environment is not less than WORLD_SIZE=0"),
     ],
     ids=["a word", "5,000 digits", "Arabic digits", "a rank too many", "none"],
 )
@@ -201,8 +204,8 @@ def test_an_environment_without_sense_is_refused(
 
 
 def test_an_address_that_cannot_be_resolved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch tries for ten minutes."""
-    monkeypatch.setenv("MASTER_ADDR", "no such place")  # not a name, so nobody is asked
+    """PyTorch itself would try for ten minutes."""
+    monkeypatch.setenv("MASTER_ADDR", "no such place")  # not a valid name: no DNS query is sent
     with pytest.raises(WorkhorseError, match=r"MASTER_ADDR='no such place' .* cannot be resolved"):
         environment.check_address(patience=0)
 

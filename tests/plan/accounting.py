@@ -1,11 +1,11 @@
-"""Write `docs/accounting.md`: what `workhorse plan` says of a training step, and what one does.
+"""Write `docs/accounting.md`: figures of `workhorse plan` and measured training steps.
 
 python -m tests.plan.accounting [--out docs/accounting.md] [MODEL ...]
 
-The first small shape of every model type that Workhorse reads, and every config of the covering
-grid, each made wider; how they are trained turns through precisions, kernels, checkpointing,
-micro-batches and optimizers. Two of three run with the native operators, the others with PyTorch's
-alone, in a process of their own.
+The models are the first small shape of every supported model type and every config of the covering
+grid, each made wider. The training settings cycle through precisions, kernels, checkpointing,
+micro-batches and optimizers. Two of three models run with the native operators, the others only
+with PyTorch's operators, in a separate process.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from workhorse.train.recipe.recipe import TrainConfig
 
 ROWS, SEQ = 4, 48
 FAMILY_TIMES, GRID_TIMES, ODD_TIMES = 4, 8, 5
-"""How much wider than in the other tests: what operators need inside themselves is then little."""
+"""Factors on the widths of other tests, so that workspaces of operators are relatively small."""
 WIDTHS = {
     *("d_model", "d_ff", "vocab_size", "width", "head_dim", "value_dim"),
     *("q_rank", "kv_rank", "nope_dim", "rope_dim"),
@@ -59,7 +59,7 @@ QUANTITIES = ("parameters", "operations", "activations", "cache", "peak")
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is trained."""
+    """A model and its training settings."""
 
     name: str
     config: DecoderConfig
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What was predicted and measured of a case; the cache is None without causal attention."""
+    """Predicted and measured figures of a case; the cache is None without causal attention."""
 
     name: str
     setting: str
@@ -77,7 +77,7 @@ class Row:
     measured: dict[str, int | None]
 
     def difference(self, quantity: str) -> float:
-        """Relative to what was measured."""
+        """Relative difference between prediction and measurement."""
         predicted, measured = self.predicted[quantity], self.measured[quantity]
         return (predicted or 0) / measured - 1 if measured else 0.0
 
@@ -103,7 +103,7 @@ def models() -> Iterator[tuple[str, DecoderConfig]]:
 
 
 def wider(config: DecoderConfig, times: int) -> DecoderConfig:
-    """The same model with every width so many times as large."""
+    """The same model with every width multiplied by `times`."""
     return DecoderConfig.from_dict(_wider(config.to_dict(), times))
 
 
@@ -112,7 +112,7 @@ def _wider(data: Any, times: int) -> Any:
         return {
             key: value * times
             if key in WIDTHS and isinstance(value, int)
-            else None  # has a factor for each pair of features
+            else None  # LongRoPE has a factor for each pair of features
             if key == "scaling" and value and value["kind"] == "longrope"
             else _wider(value, times)
             for key, value in data.items()
@@ -126,9 +126,9 @@ def account(case: Case) -> Row:
     decoder = config.build("eager")
     one_batch = train.replace(batch_size=train.micro_batch_size or train.batch_size)
     kept = measure.kept_by_autograd(config, one_batch)
-    kept.pop("head", None)  # which computes its gradient in the forward pass
+    kept.pop("head", None)  # the head computes its gradient in the forward pass
     memory = step_memory(config, train, CPU)
-    constants = memory.timeline["temporary"][0]  # tables of activations: made with the step
+    constants = memory.timeline["temporary"][0]  # tables of activation functions, built once
     causal = all(block.attention.causal for block in config.blocks.values())
     flops = 3 * (sum(forward_flops(decoder, train.seq_len).values()) + hidden(decoder, train))
     layers = cache_of_layers(config, torch.float32) if causal else []
@@ -150,7 +150,7 @@ def account(case: Case) -> Row:
 
 
 def hidden(decoder: Decoder, train: TrainConfig) -> int:
-    """Operations on keys that windows and chunks hide: PyTorch's counter counts them, we do not."""
+    """Operations on keys hidden by windows and chunks; only PyTorch's counter counts these."""
     return sum(
         2 * layer.n_heads * (layer.head_dim + layer.value_dim) * (train.seq_len - reach)
         for layer in decoder.modules()
@@ -168,7 +168,7 @@ def setting(case: Case) -> str:
 
 
 def measure_all(only: list[str], tell: Any = lambda line: None) -> list[Row]:
-    """Every row, measured in two processes one after the other."""
+    """Measure all rows, in two processes one after the other."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for native in (True, False):
@@ -209,7 +209,7 @@ operators, {plain} only with PyTorch's. `kernel: flex` has no row: it does not t
 
 """
 COLUMNS = (
-    *("model", "setting", "parameters", "operations", "activations", "cache of a token"),
+    *("model", "setting", "parameters", "operations", "activations", "cache per token"),
     *("peak, predicted", "measured", "difference"),
 )
 NAMES = {
@@ -267,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("only", nargs="*")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rows", type=Path, help="where this process writes its rows")
+    parser.add_argument("--rows", type=Path, help="file for the rows of this process")
     given = parser.parse_args()
     if given.rows is None:
         text = as_markdown(measure_all(given.only))

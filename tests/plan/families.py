@@ -1,4 +1,4 @@
-"""Small models of published families, from the fields of their own config.json."""
+"""Small models of published families, from fields of their config.json."""
 
 from typing import Any
 
@@ -24,10 +24,10 @@ LATENT = {
 
 
 def small(model_type: str, **fields: Any) -> DecoderConfig:
-    """A decoder of a model type, of `SIZES` where the fields say nothing else.
+    """The config of a decoder with a model type and `SIZES`, overridden by fields.
 
     Args:
-        model_type: of transformers.
-        fields: of its config.json.
+        model_type: the model type in transformers.
+        fields: fields of its config.json.
     """
     return family(model_type).read(Fields({"vocab_size": 515, **SIZES, **fields}))

@@ -1,4 +1,4 @@
-"""What a training step really does, measured without the code that predicts it."""
+"""Measurements of a training step, without the code that predicts it."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def random_batch(config: DecoderConfig, train: TrainConfig, *, packed: bool = False) -> Batch:
-    """Random tokens; `packed`: of two documents a row."""
+    """Random tokens; with `packed`, each row has two documents."""
     rows, seq = train.batch_size, train.seq_len
     tokens = torch.randint(config.vocab_size, (rows, seq))
     documents = (torch.arange(seq) >= seq // 2).long().expand(rows, seq) if packed else None
@@ -43,10 +43,10 @@ def make_step(
 
 
 class Saved:
-    """A tensor that autograd saved, for as long as it keeps it."""
+    """A tensor saved by autograd; it is alive as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor, part: str) -> None:
-        self.tensor, self.part = tensor.detach(), part  # or an output would keep itself
+        self.tensor, self.part = tensor.detach(), part  # detach avoids a reference cycle
 
     def unpack(self) -> Tensor:
         return self.tensor
@@ -59,10 +59,10 @@ def kept_by_autograd(
     *,
     packed: bool = False,
 ) -> Counter[str]:
-    """Bytes that each layer is the first to keep for the backward pass, and `head` the loss.
+    """Bytes saved for the backward pass, by the layer that saves them first; `head` is the loss.
 
-    By saved-tensor hooks, each storage once, and tensors that checkpointing keeps in closures; the
-    states of its random generator, weights and the batch itself do not count.
+    Counts each storage once, from saved-tensor hooks and from tensors that checkpointing keeps in
+    closures. Random generator states, weights and the batch itself do not count.
     """
     step = make_step(config, train, parallel)
     batch = random_batch(config, train, packed=packed)
@@ -81,7 +81,7 @@ def kept_by_autograd(
     closures: list[ref[Tensor]] = []
 
     def save(tensor: Tensor) -> Saved:
-        # What the layers made and only the loss keeps is still theirs.
+        # A tensor made by the layers counts for them even if only the loss saves it.
         one = Saved(tensor, "final_norm" if storage_of(tensor) in hidden else part[0])
         saved.append(ref(one))
         return one
@@ -121,7 +121,7 @@ def python_tensors() -> dict[int, Tensor]:
 
 
 def held_by(config: DecoderConfig, train: TrainConfig) -> dict[str, int]:
-    """Bytes of the tensors that a step has between steps."""
+    """Bytes of the tensors that are held between steps."""
     step = make_step(config, train)
     tensors = {
         "weights": [*step.objective.parameters(), *step.objective.buffers()],
@@ -133,7 +133,7 @@ def held_by(config: DecoderConfig, train: TrainConfig) -> dict[str, int]:
 
 
 def gradient_bytes(config: DecoderConfig, train: TrainConfig) -> int:
-    """Bytes of the gradients after the passes of a step; a sparse one's are its rows."""
+    """Bytes of the gradients after the passes of a step; sparse ones count their values."""
     step = make_step(config, train)
     step.backward(random_batch(config, train))
     found = [one.grad for one in step.objective.parameters() if one.grad is not None]
@@ -143,8 +143,8 @@ def gradient_bytes(config: DecoderConfig, train: TrainConfig) -> int:
 def counted_by_pytorch(decoder: Decoder, batch: Batch) -> int:
     """Floating-point operations of a forward and a backward pass, as PyTorch counts them.
 
-    Its counter does not know the grouped product of experts, nor fused attention on a CPU: the
-    decoder's kernel is `eager`.
+    PyTorch's counter does not support the grouped matmul of experts, so a formula is registered.
+    Nor does it support fused attention on a CPU, so the decoder's kernel must be `eager`.
     """
 
     def grouped(a: list[int], b: list[int], *_: object, **__: object) -> int:
@@ -158,7 +158,7 @@ def counted_by_pytorch(decoder: Decoder, batch: Batch) -> int:
 
 @torch.no_grad()
 def cache_bytes_per_token(decoder: Decoder) -> int:
-    """What the paged cache allocates of all layers for a slot."""
+    """Bytes that the paged cache allocates per slot, over all layers."""
     cache = decoder.eval().new_paged_cache(tokens=64, sequences=1)
     decoder(torch.zeros(1, 2, dtype=torch.int64), cache=PagedView(cache, [cache.new_sequence()]))
     return sum(
@@ -169,7 +169,7 @@ def cache_bytes_per_token(decoder: Decoder) -> int:
 def most_allocated(
     config: DecoderConfig, train: TrainConfig, parallel: ParallelismConfig = UNDIVIDED
 ) -> int:
-    """The peak of PyTorch's CPU allocator in the second step, by its own record of allocations."""
+    """Peak of PyTorch's CPU allocator in the second step, from the profiler's memory events."""
     step, batch = make_step(config, train, parallel), random_batch(config, train)
     held = sum(held_by(config, train).values())
     step.update(*step.backward(batch), schedule=1.0)

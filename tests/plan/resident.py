@@ -1,9 +1,9 @@
 """Print the bytes that a training step adds to a process: `python -m tests.plan.resident < JSON`.
 
-Given `config` (of a decoder) and `train`. In a process of its own, since what it measures is the
-process: the peak of resident memory over two steps, less what was resident before the model was
-made, when a tiny one had been trained to load libraries and start threads, and what that had freed
-was given back.
+The JSON has `config` (of a decoder) and `train`. The figure is the peak of resident memory over two
+steps, minus the resident memory before the model is built. A tiny model is trained first to load
+libraries and start threads, and its freed memory is returned to the system. The measurement needs a
+separate process, because it covers the whole process.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`workhorse plan`: what it prints, its page, its JSON, and what it refuses."""
+"""`workhorse plan`: its output, its HTML page, its JSON, and its errors."""
 
 import json
 import re
@@ -97,7 +97,7 @@ def test_a_recipe_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_pipeline_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Recorded with this machine's operators; the first stage has the embedding."""
+    """The step is recorded with this machine's operators; the first stage has the embedding."""
     stages = ["model.n_layers=4", "parallel.pipeline=2"]
     found = json.loads(printed(capsys, str(recipe), *stages, "--json"))
     assert found["memory"]["stage"] == 0
@@ -170,8 +170,8 @@ def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> N
     assert "does not fit: NVIDIA H100 SXM has 51.2 MiB" in out
     assert "train.micro_batch_size=8: saves" in out
     out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.0005")
-    assert "not one row of 64 tokens at once" in out
-    assert "MiB, too much for one such text" in out
+    assert "not even one row of 64 tokens fits" in out
+    assert "MiB, too large to serve one such sequence" in out
 
 
 def test_the_micro_batch_is_the_one_that_training_would_take() -> None:
@@ -210,21 +210,24 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpt2", "--device", "h10"], "no device 'h10'; did you mean 'h100'?"),
+        (["gpt2", "--device", "h10"], "unknown device 'h10'; did you mean 'h100'?"),
         ([*SMALL, "--device", "h100", "parallel.tensor=5"], "tensor=5 does not divide n_heads=12"),
         ([*SMALL, "parallel.foo=2"], "unknown key 'foo'"),
         (
             [*SMALL, "parallel.data=2", "parallel.expert=2"],
-            "expert=2 divides routed experts, and this model has none",
+            "expert=2 needs routed experts, but the model has none",
         ),
-        (["gpt2", "--device", "t4"], "no matrix products in bfloat16; choose train.dtype=float32"),
+        (
+            ["gpt2", "--device", "t4"],
+            "no published matmul rate for bfloat16; choose train.dtype=float32",
+        ),
         (["gpt2", "--device", "v100", "train.dtype=float16"], "float16 cannot be planned"),
         (["gpt2", "--device", "h100", "--measure"], "--measure measures this machine"),
         (
             ["gpt2", "--price", "2"],
-            "--price 2 needs a time, which is not known for this machine; add",
+            "--price 2 needs a time estimate, which is not available for this machine; add",
         ),
-        (["gpt2", "--utilization", "0.4"], "--utilization 0.4 needs a time, which is not known"),
+        (["gpt2", "--utilization", "0.4"], "--utilization 0.4 needs a time estimate, which is not"),
         (
             ["gpt2", "--device", "h100", "--context", "4096"],
             "set model.max_seq_len=4096, or choose",
@@ -246,7 +249,10 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["gpt2", "--page", "."], "cannot write .: Is a directory"),
         (["gpt2", "--page", "missing/page.html"], "No such file or directory"),
         (["gpt2", "train={batch_size: 2}"], "train: 'seq_len' is missing"),
-        ([*SMALL, "train.minutes=5"], "train.minutes=5 needs a time, which is not known for this"),
+        (
+            [*SMALL, "train.minutes=5"],
+            "train.minutes=5 needs a time estimate, which is not available for this",
+        ),
     ],
 )
 def test_wrong_input_gets_one_line(

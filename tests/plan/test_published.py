@@ -1,4 +1,4 @@
-"""What papers print, from their configs: arithmetic, memory, and what training cost."""
+"""Published figures of arithmetic, memory and training cost, recomputed from configs."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def megatron(n_layers: int, d_model: int, n_heads: int) -> DecoderConfig:
     )
 
 
-MEGATRON = {  # layers, width, heads, devices, rows a step, seconds a step and MFU in its table 5
+MEGATRON = {  # layers, width, heads, devices, rows per step, seconds per step, MFU (its table 5)
     "22B": (48, 6144, 64, 8, 4, 1.10, 0.415),
     "175B": (96, 12288, 96, 64, 64, 13.75, 0.514),
     "530B": (105, 20480, 128, 280, 280, 37.83, 0.560),
@@ -53,8 +53,8 @@ def test_megatron_arithmetic_and_utilization(name: str) -> None:
 
 
 def test_selective_recomputation() -> None:
-    # 2205.05198 §5: of GPT-3's and MT-NLG's activations 70 % and 65 % are those of the attention's
-    # core, 5 · a · s / h beside 34; to compute them again is 2.7 % and 1.6 % more arithmetic.
+    # 2205.05198 §5: the attention core has 70 % and 65 % of the activations of GPT-3 and MT-NLG,
+    # 5 · a · s / h in addition to 34. Recomputing it costs 2.7 % and 1.6 % more arithmetic.
     for name, of_memory, of_arithmetic in (("175B", 0.70, 0.027), ("530B", 0.65, 0.016)):
         n_layers, h, n_heads, *_ = MEGATRON[name]
         flops = forward_flops(megatron(n_layers, h, n_heads).build(device="meta"), 2048)
@@ -65,8 +65,8 @@ def test_selective_recomputation() -> None:
 
 
 def test_mt_nlg_throughput() -> None:
-    # 2201.11990 §2.4: 126, 121 and 113 teraFLOP/s of each A100, 1,920 rows a step, in which every
-    # layer's forward pass counts twice, as it is computed again.
+    # 2201.11990 §2.4: 126, 121 and 113 teraFLOP/s per A100, with 1,920 rows per step. Every layer's
+    # forward pass counts twice, because it is recomputed.
     flops = forward_flops(megatron(*MEGATRON["530B"][:3]).build(device="meta"), 2048)
     of_step = (4 * sum(flops.values()) - flops["head"]) * 1920 * 2048
     for devices, seconds, rate in ((2240, 60.1, 126), (2800, 50.2, 121), (3360, 44.4, 113)):
@@ -81,15 +81,15 @@ def test_megatron_sizes(name: str) -> None:
 
 
 def test_palm_utilization() -> None:
-    # 2204.02311 appendix B: 238,300 tokens a second on 6,144 TPU v4, 46.2 % of their peak.
+    # 2204.02311 appendix B: 238,300 tokens per second on 6,144 TPU v4, 46.2 % of their peak.
     flops = flops_per_token(preset("palm-540b").build(device="meta"), 2048)
     peak = known_devices()["tpu-v4"].peak(torch.bfloat16)
     assert flops * 238_300 / (6144 * peak) == pytest.approx(0.462, abs=0.001)
 
 
 def test_gpt3_training_compute() -> None:
-    # 2005.14165 table D.1: 3.14e23 and 3,640 petaflop-days for 300 billion tokens, six for each
-    # parameter and token, without the products of attention; printed to three digits.
+    # 2005.14165 table D.1: 3.14e23 FLOPs and 3,640 petaflop/s-days for 300 billion tokens: 6 per
+    # parameter and token, without the matmuls of attention, printed to three digits.
     flops = forward_flops(preset("gpt3-175b").build(device="meta"), 2048)
     without = 3 * 300e9 * (sum(flops.values()) - flops[SCORES])
     assert without == pytest.approx(3.14e23, rel=0.001)
@@ -101,8 +101,8 @@ def test_gpt3_training_compute() -> None:
     [("llama-2-7b", 184_320, 0.445), ("llama-2-70b", 1_720_320, 0.460)],
 )
 def test_llama_2_cost(name: str, hours: int, utilization: float) -> None:
-    # 2307.09288 table 2: A100 hours for 2.0 trillion tokens of 4,096; utilization is not printed,
-    # and this is the one that docs/plan.md gives.
+    # 2307.09288 table 2: A100 hours for 2.0 trillion tokens, in sequences of 4,096. The paper gives
+    # no utilization; these values are in docs/plan.md.
     flops = flops_per_token(preset(name).build(device="meta"), 4096) * 2e12
     assert flops / (hours * 3600 * A100) == pytest.approx(utilization, abs=0.001)
 
@@ -113,7 +113,7 @@ def test_chinchilla() -> None:
     twenty = next(law for law in optima(5.76e23) if "20 tokens" in law.law)
     assert twenty.parameters == pytest.approx(67e9, rel=0.05)
     assert twenty.tokens == pytest.approx(1.5e12, rel=0.1)
-    # 2404.10102: refitted, the parametric law also comes to about 20 tokens a parameter.
+    # 2404.10102: the refitted parametric law also gives about 20 tokens per parameter.
     parameters, tokens = BESIROGLU.optimum(5.76e23)
     assert tokens / parameters == pytest.approx(20, rel=0.15)
 
@@ -128,6 +128,6 @@ def test_a_law_is_the_minimum_of_its_loss() -> None:
 
 
 def test_kaplan() -> None:
-    # 2001.08361 table 6: a petaflop-day is best spent on 1.3e9 parameters and 2e10 tokens.
+    # 2001.08361 table 6: the optimum for a petaflop/s-day is 1.3e9 parameters and 2e10 tokens.
     kaplan = optima(PF_DAY)[0]
     assert (kaplan.parameters, kaplan.tokens) == (1.3e9, 2e10)

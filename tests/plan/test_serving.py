@@ -1,4 +1,4 @@
-"""What serving takes is what the loaded model takes."""
+"""The planned memory of serving equals the memory of a loaded model."""
 
 import pytest
 import torch
@@ -45,6 +45,6 @@ def test_narrow_layers_have_no_codes() -> None:
 
 
 def test_a_gpu_has_no_operator_for_experts_in_codes() -> None:
-    cuda = torch.device("cuda")  # none is needed
-    experts = 3 * 4 * 3 * 64 * 160  # layers, experts, matrices, their sides
+    cuda = torch.device("cuda")  # no CUDA device is needed
+    experts = 3 * 4 * 3 * 64 * 160  # layers, experts, matrices, rows, columns
     assert bytes_of_weights(MODELS["mixture"], cuda, "int4")[0] > 2 * experts

@@ -1,4 +1,4 @@
-"""How long a step takes on several devices."""
+"""The simulated time of a step on several devices."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def step(ways: dict[str, Any], **fields: object) -> StepTime:
 @pytest.mark.parametrize("micro_batches", [1, 3, 16])
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_a_pipeline_fills_and_empties(stages: int, micro_batches: int) -> None:
-    # 2104.04473 §2.2.1: p - 1 passes in each direction are lost.
+    # 2104.04473 §2.2.1: the bubble is p - 1 passes in each direction.
     found = pipeline_seconds([(1.0, 2.0)] * stages, micro_batches)
     assert found == pytest.approx(3 * (micro_batches + stages - 1))
 
@@ -52,7 +52,7 @@ def test_rings() -> None:
     assert gather(Ring(8, 1), 8e9) == pytest.approx(7e9 / 300e9)
     assert CLUSTER.all_reduce(Ring(4, 2), 8e9) == pytest.approx(2 * 6e9 / 300e9)
     assert gather(Ring(4, 8), 8e9) == pytest.approx(6e9 / 25e9)  # one device of each node
-    assert gather(Ring(16, 1), 16e9) == pytest.approx(15e9 / 200e9)  # eight of each
+    assert gather(Ring(16, 1), 16e9) == pytest.approx(15e9 / 200e9)  # eight devices of each node
     assert CLUSTER.send(1, 3e9) < CLUSTER.send(8, 3e9)
 
 
@@ -74,7 +74,7 @@ def test_each_division_takes_what_it_takes() -> None:
     assert step({"pipeline": 4}).pipeline_bubble > 0
     few = {"batch_size": 8, "seq_len": 32}
     assert step({"shard": 8}, **few).exposed_fsdp > 0
-    assert step({"shard": 8}).exposed_fsdp == 0  # while layers compute
+    assert step({"shard": 8}).exposed_fsdp == 0  # overlaps with computation
     far = step({"shard": 64}, batch_size=64, seq_len=32)
     assert far.exposed_fsdp > step({"shard": 8}, **few).exposed_fsdp
 
@@ -82,8 +82,8 @@ def test_each_division_takes_what_it_takes() -> None:
 def test_weights_that_stay_are_sent_once() -> None:
     small = {"batch_size": 32, "seq_len": 32, "micro_batch_size": 1}
     again, once = (step({"shard": 8, "reshard": name}, **small) for name in ("pass", "step"))
-    # Bytes of a number, for four micro-batches: layers are gathered in both directions and tables
-    # in one, or each once; gradients go in float32 every time.
+    # Bytes per element for four micro-batches. `pass` gathers layers in both passes and tables in
+    # one; `step` gathers each once. Gradients are sent in float32 every time.
     layers, tables = 4 * 12 * 768**2, (50_257 + 1024) * 768
     ratio = (layers + tables) * (2 + 4 * 4) / (4 * (layers * (2 + 2 + 4) + tables * (2 + 4)))
     messages = (4 + 1 + 4 * (4 + 1)) / (4 * (3 * 4 + 2))
@@ -98,7 +98,7 @@ def test_what_is_not_sent_aside_takes_its_time() -> None:
 
 
 def test_what_a_published_run_reached_is_near() -> None:
-    """2104.04473 table 1, 39.1 billion parameters; `studies.scale` has the others."""
+    """2104.04473 table 1, 39.1 billion parameters; `studies.scale` has the other models."""
     config = find_preset("gpt2").config.replace(
         **{"vocab_size": 51_200, "d_model": 8192, "n_layers": 48, "max_seq_len": 2048},
         blocks={
@@ -122,7 +122,7 @@ def test_what_a_published_run_reached_is_near() -> None:
 
 
 def test_failures() -> None:
-    """Llama 3's rate is of 16,384 devices; a checkpoint every half of a day loses much."""
+    """Llama 3's failure rate is for 16,384 devices; rare checkpoints reduce the goodput."""
     train = TrainConfig(
         **{"steps": 100, "batch_size": 1, "seq_len": 8, "checkpoint_every": 1},
         optimizer={"kind": "adamw", "learning_rate": 1e-3},

@@ -1,4 +1,4 @@
-"""Fits of losses whose law is known."""
+"""Fits to losses computed from a known law."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ HOFFMANN = [Point(n, d, BESIROGLU.loss(n, d)) for n, d in SIZES]
 
 
 def kaplan(n: float, d: float) -> float:
-    """2001.08361 eq. 1.5 with the numbers of its table 2."""
+    """2001.08361 eq. 1.5 with the constants of its table 2."""
     return ((6.4e13 / n) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103
 
 
@@ -45,7 +45,7 @@ def test_the_numbers_of_a_law_of_compute_are_found_again():
 
 
 def test_intervals_hold_what_they_predict():
-    """Of noisy runs, the loss of a larger one, itself as noisy, lies inside nearly always."""
+    """The interval nearly always contains the loss of a larger run with the same noise."""
     draw, inside = random.Random(1), 0
     for _ in range(6):
         noisy = [p._replace(loss=p.loss * math.exp(draw.gauss(0, 0.005))) for p in HOFFMANN]
@@ -58,7 +58,7 @@ def test_intervals_hold_what_they_predict():
 
 
 def test_intervals_of_few_runs_hold_the_numbers():
-    """Seven noisy runs hardly tell what the loss tends to: its interval says so, fit after fit."""
+    """Seven noisy runs hardly determine the limit of the loss; the interval must be wide enough."""
     of_law = Parametric(1.5, 80, 78, 0.35, 0.3)
     sizes = [(n, d) for n, d in itertools.product((5e4, 1e5, 3e5), (25e3, 8e4)) if n * d < 2e10]
     sizes += [(1e5, 2e5), (5e4, 2e5)]
@@ -81,14 +81,16 @@ def test_more_noise_gives_wider_intervals():
 
 
 def test_too_few_runs():
-    with pytest.raises(WorkhorseError, match=r"5 numbers to find: 7 runs are the fewest, 4 given"):
+    with pytest.raises(
+        WorkhorseError, match=r"5 coefficients to fit: at least 7 runs are needed, 4 given"
+    ):
         fit_law(FORMS["hoffmann"], HOFFMANN[:4])
 
 
 @pytest.mark.parametrize("form", ["hoffmann", "kaplan", "compute"])
 def test_runs_of_one_size_show_no_law(form: str):
     same = [Point(1e6, 2e7, 3 + seed / 100) for seed in range(8)]
-    with pytest.raises(WorkhorseError, match=r"different (parameters|flops) are the fewest"):
+    with pytest.raises(WorkhorseError, match=r"least . different (parameters|flops) are needed, 1"):
         fit_law(FORMS[form], same)
 
 
@@ -97,7 +99,7 @@ def test_runs_of_one_size_show_no_law(form: str):
 def test_runs_that_follow_no_law_give_finite_numbers(
     form: str, loss: Callable[[float, float], float]
 ):
-    """What they leave open is a very large or small number, and no best division of FLOPs."""
+    """Undetermined constants are very large or small, and the optimum is None."""
     points = [Point(n, d, loss(n, d)) for n, d in SIZES]
     described = _described(fit_law(FORMS[form], points, draws=3), [Point(1e12, 1e13)])
     assert json.loads(json.dumps(described, allow_nan=False)) == described
@@ -112,11 +114,11 @@ def test_losses_that_one_size_does_not_lower_have_no_best_division(theta: tuple[
 
 
 def test_runs_on_one_ray_cannot_tell_parameters_from_tokens():
-    """The usual compute-optimal ladder: 20 tokens for each parameter, to the nearest step."""
+    """A common compute-optimal ladder: 20 tokens per parameter, rounded to whole steps."""
     ray = [Point(n, 2048 * round(20 * n / 2048)) for n in (1e6, 2e6, 4e6, 8e6, 1.6e7, 3.2e7, 6.4e7)]
     points = [point._replace(loss=BESIROGLU.loss(*point[:2])) for point in ray]
     for form in ("hoffmann", "kaplan"):
-        with pytest.raises(WorkhorseError, match="tokens rise with parameters in one way"):
+        with pytest.raises(WorkhorseError, match="tokens are nearly a power of the parameters, so"):
             fit_law(FORMS[form], points)
     law = fit_law(FORMS["compute"], points, draws=3)
     assert law.predict(Point(1.28e8, 2.56e9)).value == pytest.approx(

@@ -1,4 +1,4 @@
-"""Points from runs, and `workhorse scaling` on them."""
+"""Points read from runs, and the command `workhorse scaling`."""
 
 import json
 from functools import partial
@@ -53,11 +53,11 @@ def test_the_command(
     assert prediction["low"] <= prediction["loss"] <= prediction["high"]
     assert len(found["left_out"]) == 2
     assert main(words[:-1]) == 0
-    assert "7 runs are the fewest, 5 given" in capsys.readouterr().out
+    assert "at least 7 runs are needed, 5 given" in capsys.readouterr().out
 
 
 def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
-    with pytest.raises(WorkhorseError, match="5 runs are the fewest, 2 given"):
+    with pytest.raises(WorkhorseError, match="at least 5 runs are needed, 2 given"):
         fit_laws(runs[:2])
     with pytest.raises(WorkhorseError, match="is not a run directory"):
         read_points([tmp_path])
@@ -85,19 +85,19 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     kept = [line for line in lines if line["kind"] != "validation"]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    with pytest.raises(WorkhorseError, match="has no loss of the whole held-out text"):
+    with pytest.raises(WorkhorseError, match="has no loss of the whole validation set"):
         read_points([stopped])
     diverged = [{**line, "loss": None} for line in lines]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in diverged))
-    with pytest.raises(WorkhorseError, match="has null for its loss after 3 steps, and only"):
+    with pytest.raises(WorkhorseError, match="has null as its loss after 3 steps, but only"):
         read_points([stopped])
-    for key, name in (("tokens", "tokens"), ("flops_per_token", "FLOPs of a token")):
+    for key, name in (("tokens", "tokens"), ("flops_per_token", "FLOPs per token")):
         for wrong in (0, 5e-324, True, 10**400, "many"):
             changed = [line | ({key: wrong} if key in line else {}) for line in lines]
             metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
-            with pytest.raises(WorkhorseError, match=rf"stopped has .* for its {name}; leave it"):
+            with pytest.raises(WorkhorseError, match=rf"stopped has .* as its {name}; remove it"):
                 read_points([stopped])
     earlier = [{**line, "step": 2} for line in lines]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in earlier))
-    with pytest.raises(WorkhorseError, match=r"stopped has 2 of 3 steps; let it end"):
+    with pytest.raises(WorkhorseError, match=r"stopped has 2 of 3 steps; finish the run"):
         read_points([stopped])

@@ -57,12 +57,12 @@ def test_a_training_that_does_not_fit_is_refused_and_leaves_nothing(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workhorse.devices.memory.free_memory", lambda *_, **__: 1000)
-    line = r"the model with its gradients and optimizer needs .* MiB are free on cpu; take a"
+    line = r"the model with its gradients and optimizer state needs .* MiB are free on cpu; use a"
     with pytest.raises(WorkhorseError, match=line):
         train(make_recipe(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr("workhorse.parallel.processes.environment.count_here", lambda: 3)
-    line = r"and optimizer in 3 processes needs .*; start fewer, divide the weights by parallel.sh"
+    line = r"state in 3 processes needs .*; start fewer processes, shard the weights with parallel."
     recipe = make_recipe()
     with pytest.raises(WorkhorseError, match=line):
         check_held(recipe.decoder_config(257), recipe.train, torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""The memory that training, loading and caches need, found before it is taken."""
+"""Estimates of the memory of training, loading and caches, before anything is allocated."""

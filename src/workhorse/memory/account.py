@@ -1,4 +1,4 @@
-"""The memory of a training step as plain data: what `plan` and `train --dry-run` show."""
+"""The memory of a training step as plain data, for `plan` and `train --dry-run`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ LAYER = "layers."
 
 
 def is_of_layer(name: str) -> bool:
-    """Whether a parameter, or a part of a model, belongs to a layer."""
+    """True if the name of a parameter or of a part of a model is inside a layer."""
     return name.startswith(LAYER)
 
 
@@ -19,7 +19,7 @@ Held = dict[Kind, dict[Place, int]]
 
 
 class Moment(NamedTuple):
-    """What a device holds while some operator of a step runs, in bytes."""
+    """The bytes that a device holds while one operator of a step runs."""
 
     phase: str
     part: str
@@ -33,15 +33,15 @@ def moments_of_part(
     gathered: Callable[[Span], int] | None = None,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> Iterator[Moment]:
-    """The moments of a recorded step where a process has a share of each kind.
+    """Yield the moments of a recorded step for one rank, which holds a share of each kind.
 
     Args:
-        step: of the whole.
-        shares: of each kind; 1 where left out.
-        waiting: bytes of activations of other micro-batches, whose backward pass comes later:
-            while the first one passes, and while those after it do.
-        gathered: bytes of other processes, while a part of the step runs.
-        parallel: tells how the gradients of parts are added up.
+        step: the step recorded without sharding.
+        shares: the rank's share of each kind of memory; missing kinds count as 1.
+        waiting: bytes of activations of other micro-batches that wait for their backward pass,
+            during the first micro-batch and during the later ones.
+        gathered: function from a span to the bytes gathered from other ranks during it.
+        parallel: the parallelism settings; they decide how gradients are summed.
     """
     spans = iter([*step.spans, Span(len(step.totals), "", "update")])
     span, following = next(spans), next(spans)
@@ -55,17 +55,17 @@ def moments_of_part(
             kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
         }
         if keeps_whole and span.phase != "update":
-            # What passes before this one left is whole: in float32, gradients are their own sums.
+            # Sums left by earlier passes are unsharded. In float32, gradients are their own sums.
             left = gradients[moment] if moment in begins else left
             share = shares.get("gradients", 1.0)
             kinds["gradients"] = round(left + (gradients[moment] - left) * share)
         own = span.phase == "update"
-        if parallel.is_exact:  # the gradients of a part are copied after its pass, to be added up
+        if parallel.is_exact:  # gradients of a part are copied after its pass and then summed
             own = own or (span.part, span.phase) == ("embedding", "backward")
         if own:
             part = shares.get("weights", 1.0)
             kinds["temporary"] = round(kinds["temporary"] * part)
-            kinds["sums"] = round(step.timeline["sums"][moment] * part)  # whole until then, or not
+            kinds["sums"] = round(step.timeline["sums"][moment] * part)  # sharded from here on
         if span.phase != "update":
             kinds["activations"] += waiting[len(begins) > 1 and moment >= begins[1]]
             kinds["temporary"] += gathered(span) if gathered else 0
@@ -73,27 +73,27 @@ def moments_of_part(
 
 
 def ways_of(place: Place, shards: int, expert: int) -> int:
-    """Into how many parts the weights of a place are divided."""
+    """Number of ranks that the weights of a place are divided among."""
     return expert if expert > 1 and place.component == "experts" else shards
 
 
 def whole_at_once(
     step: StepMemory, parallel: ParallelismConfig, device_type: str, *, tied: bool, has_head: bool
 ) -> Callable[[Span], int]:
-    """Bytes of other processes that FSDP holds while a part of a step runs.
+    """Return a function from a span of a step to the bytes that FSDP has gathered during it.
 
-    The layer that computes and the next, prefetched (2304.11277 §3), have whole weights, the table
-    of an untied embedding while it is looked up in, all else for the whole of a pass; with
-    `reshard: step` everything does. Gradients are exchanged a layer's at a time, after its weights
-    are gone, and those outside the layers at the end of the pass. Experts that processes divide
-    stay where they are.
+    Weights are gathered for the current layer and the next, prefetched one (2304.11277 §3). An
+    untied embedding table is gathered during its lookup, and all other weights for a whole pass.
+    With `reshard: step` all weights stay gathered. Gradients are exchanged layer by layer, after
+    the layer's weights are freed; those outside the layers, at the end of the pass. Experts under
+    expert parallelism are not gathered.
 
     Args:
-        step: of the whole.
-        parallel: how weights are divided.
-        device_type: of the processes.
-        tied: whether embedding and head are.
-        has_head: whether this stage of a pipeline has the head.
+        step: the step recorded without sharding.
+        parallel: the parallelism settings.
+        device_type: type of the ranks' devices.
+        tied: True if embedding and head share a weight.
+        has_head: True if this pipeline stage has the head.
     """
     weights, low_bits = (
         _whole_by_part(step.held[kind], parallel.expert) for kind in ("weights", "low_bits")
@@ -106,10 +106,10 @@ def whole_at_once(
         return sum(weights[part] for part in parts)
 
     def exchanged(parts: Iterable[str]) -> int:
-        """Of gradients: what is sent, what is received, and its sum in float32."""
+        """Bytes of the gradients sent and received, and of their float32 sum."""
         sent, low = whole(parts), sum(low_bits[part] for part in parts)
-        summed = sent + low  # in float32, of which low_bits are the other half
-        if parallel.is_exact:  # what is received becomes float32, and nodes of a tree
+        summed = sent + low  # float32: low_bits have the other half of its bytes
+        if parallel.is_exact:  # received gradients become float32 nodes of the summation tree
             return sent + 2 * summed
         if parallel.adds_by_exchange(device_type):
             return 2 * sent + (summed // parallel.weight_parts if low else 0)
@@ -123,7 +123,7 @@ def whole_at_once(
         table, root, kept = 0, 0, whole(weights)
         in_forward, in_backward = 0, of_layer
     of_head = weights["embedding" if tied else "head"] if has_head else 0
-    last = 0 if tied else of_head  # PyTorch refers to a group's last gradient while it is exchanged
+    last = 0 if tied else of_head  # PyTorch keeps a group's last gradient during its exchange
     at_end = max(exchanged(outside) + last + whole(tables), exchanged(tables) + whole(tables))
 
     def at(span: Span) -> int:
@@ -137,7 +137,7 @@ def whole_at_once(
 
 
 def _whole_by_part(places: Mapping[Place, int], expert: int) -> Counter[str]:
-    """Bytes of each part of a model, of experts those that a process has."""
+    """Bytes of each part of a model; of experts, only those on one rank."""
     parts: Counter[str] = Counter()
     for place, size in places.items():
         parts[place.part] += size // expert if place.component == "experts" else size
@@ -147,18 +147,18 @@ def _whole_by_part(places: Mapping[Place, int], expert: int) -> Counter[str]:
 def account(
     held: Held, activations: dict[str, int], peak: Moment, room: int | None
 ) -> dict[str, Any]:
-    """What is held between steps, what activations take, and what the fullest moment needs.
+    """The memory held between steps, the activations and the peak, as plain data.
 
     Args:
-        held: between steps, by kind and place in the model.
-        activations: of a micro-batch, by part of the model.
-        peak: the fullest moment.
-        room: bytes that the device has; None if that is not known.
+        held: bytes held between steps, by kind and place in the model.
+        activations: bytes of a micro-batch's activations, by part of the model.
+        peak: the moment with the most memory.
+        room: memory of the device in bytes; None: unknown.
 
     Returns:
         Bytes: `held` by kind and component, `parts` (the same by part and kind), `activations`,
-        `peak` (by kind, with `total`, and the `phase` and `part` of the step where it is), `room`;
-        and whether it `fits`, None if that is not known.
+        `peak` (by kind, with `total`, and its `phase` and `part` of the step) and `room`. `fits`
+        is True if the peak fits, None if unknown.
     """
     total = sum(peak.kinds.values())
     return {
@@ -174,7 +174,7 @@ def account(
 def _grouped(
     held: Held, names: Callable[[Kind, Place], tuple[str, str]]
 ) -> dict[str, dict[str, int]]:
-    """Bytes under the two names that a kind and a place get."""
+    """Sum bytes under the two names that `names` gives for a kind and a place."""
     sizes: dict[str, Counter[str]] = defaultdict(Counter)
     for kind, places in held.items():
         for place, n_bytes in places.items():

@@ -1,4 +1,4 @@
-"""What fits into memory: a loaded model, a KV cache, a training run and its micro-batch."""
+"""Memory checks: loaded models, KV caches, training runs and the size of their micro-batches."""
 
 import math
 import sys
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 
 class LayerCache(NamedTuple):
-    """The cache of one layer's attention, or of the inputs of one of its convolutions."""
+    """The cache of one layer's attention, or of one short convolution's inputs."""
 
     bytes_per_token: int
     reach: int | None
-    """The most tokens that it keeps: the window's; None: all."""
+    """Maximum number of tokens that it keeps, the attention window; None: all."""
 
 
 def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCache]:
-    """What each layer keeps, as the paged cache allocates it: one entry for each store, in order.
+    """The cache of each layer, as the paged cache allocates it: one entry per store, in order.
 
     Args:
-        config: of the decoder.
-        dtype: that it decodes in.
+        config: the decoder's config.
+        dtype: the dtype for decoding.
 
     Raises:
-        WorkhorseError: attention that is not causal has no cache.
+        WorkhorseError: attention is not causal, so it has no cache.
     """
     names = config.layer_names()
-    kinds = tuple(dict.fromkeys(names))  # layers of one name are alike
+    kinds = tuple(dict.fromkeys(names))  # layers with the same name are identical
     with without_data(), torch.no_grad():
         decoder = config.replace(n_layers=len(kinds), pattern=kinds).build(dtype=dtype).eval()
         cache = decoder.new_paged_cache(tokens=config.max_seq_len, sequences=1)
@@ -73,7 +73,7 @@ def _kept(store: Store) -> LayerCache:
 
 
 def cache_bytes(layers: list[LayerCache], tokens: int) -> int:
-    """Bytes that a text of so many tokens keeps, not rounded up to whole blocks."""
+    """Cache bytes of a sequence of `tokens` tokens, not rounded up to whole blocks."""
     return sum(layer.bytes_per_token * min(tokens, layer.reach or tokens) for layer in layers)
 
 
@@ -85,10 +85,10 @@ REMEDY = "choose a narrower dtype (bfloat16), quantize (int8, int4), or a smalle
 def check_random(
     name: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Refuse a model whose random weights do not fit into memory.
+    """Raise an error if the weights of a random-weight model do not fit into memory.
 
     Raises:
-        WorkhorseError: they do not.
+        WorkhorseError: the weights do not fit.
     """
     total = count_parameters(config)["total"] * dtype.itemsize
     what = f"{name} with its weights in {dtype_name(dtype)}"
@@ -102,20 +102,20 @@ def check_stored(
     *,
     codes_per_byte: int | None,
 ) -> None:
-    """Refuse a stored model whose weights do not fit; those that stay mapped take no memory.
+    """Raise an error if the weights of a stored model do not fit; mapped weights take no memory.
 
     Args:
         stored: the model.
-        device: where its weights go.
-        dtype: of the weights; None: as they are stored.
-        codes_per_byte: of weights that are quantised while they are read; None: they are not.
+        device: the device for its weights.
+        dtype: the dtype of the loaded weights; None: as stored.
+        codes_per_byte: quantised weights per byte, if loading quantises; None: it does not.
 
     Raises:
-        WorkhorseError: they do not.
+        WorkhorseError: the weights do not fit.
     """
     size = bytes_on_disk(stored)
     free = available(device)
-    if free is None or MAX_EXPANSION * size <= free:  # most are so small that nothing is counted
+    if free is None or MAX_EXPANSION * size <= free:  # skip the slow count for small models
         return
     dtype = dtype or stored.dtype
     total = count_parameters(stored.config)["total"]
@@ -129,7 +129,7 @@ def check_stored(
 
 
 LONG = 2e14
-"""Floating-point operations of a run so long that recording a step delays it by less than 1 %."""
+"""Floating-point operations of a run above which recording a step costs less than 1 % more."""
 
 
 def check_training(
@@ -140,21 +140,21 @@ def check_training(
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> None:
-    """Refuse to train what memory has no room for.
+    """Raise an error if training does not fit into memory.
 
-    Weights, gradients and optimizer are counted at once. On a CPU, where the system would end the
-    process, the whole step is recorded as well, if the run is long enough to be worth it; CUDA says
-    by itself when its memory is full.
+    Weights, gradients and optimizer state are always counted. On a CPU the whole step is also
+    recorded if the run is long enough to be worth it, because the operating system would kill the
+    process. CUDA reports out-of-memory errors by itself.
 
     Args:
-        config: of the decoder.
-        train: how it is trained; `micro_batch_size` is a number or None.
-        device: where.
-        packed: whether rows hold several documents.
-        parallel: how weights and batch are divided; every process on this machine needs as much.
+        config: the decoder's config.
+        train: the training settings; `micro_batch_size` is a number or None.
+        device: the device to train on.
+        packed: True if rows hold several documents.
+        parallel: the parallelism settings; each rank on this machine needs the same memory.
 
     Raises:
-        WorkhorseError: there is less.
+        WorkhorseError: training does not fit.
     """
     check_held(config, train, device, parallel)
     decoder = config.build(train.kernel, device="meta")
@@ -162,8 +162,8 @@ def check_training(
     is_long = train.steps is None or train.steps * operations >= LONG
     if device.type == "cpu" and is_long:
         rows = train.micro_batches(parallel).size
-        what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
-        remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
+        what = f"a micro-batch of {rows:,} sequences of {train.seq_len:,} tokens"
+        remedy = "set train.micro_batch_size=auto, or run workhorse plan for suggestions"
         needed = step_bytes(config, train, device, packed=packed, parallel=parallel)
         _check(needed, device, what, remedy)
 
@@ -174,10 +174,10 @@ def check_held(
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> None:
-    """Refuse to train where weights, gradients and optimizer alone have no room.
+    """Raise an error if weights, gradients and optimizer state already exceed the memory.
 
     Raises:
-        WorkhorseError: there is less.
+        WorkhorseError: they do not fit.
     """
     decoder = config.build(train.kernel, device="meta")
     narrow = training_dtype(train.dtype, device) == torch.bfloat16
@@ -185,18 +185,18 @@ def check_held(
     optimizer = build_optimizer(decoder, train.optimizer, low_bits)
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
     held = [*decoder.parameters(), *learning, *optimizer.tensors().values(), *low_bits.values()]
-    what = "the model with its gradients and optimizer"
+    what = "the model with its gradients and optimizer state"
     ways = max(parallel.weight_parts, parallel.expert) * parallel.tensor * parallel.pipeline
     needed = _bytes(held) // ways
-    _check(needed, device, what, "take a smaller model, or a device with more memory")
+    _check(needed, device, what, "use a smaller model or a device with more memory")
 
 
 def _check(n_bytes: int, device: torch.device, what: str, remedy: str) -> None:
-    """Refuse what each of the processes that share this device's memory needs."""
+    """Raise an error if `n_bytes` for each process that shares this device do not fit."""
     sharers = environment.count_here() if device.type == "cpu" else 1
     if sharers > 1:
         what += f" in {sharers} processes"
-        remedy = f"start fewer, divide the weights by parallel.shard, or {remedy}"
+        remedy = f"start fewer processes, shard the weights with parallel.shard, or {remedy}"
     check_fits(sharers * n_bytes, device, what, remedy)
 
 
@@ -205,8 +205,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 MARGIN, SCATTERED = 0.1, 0.3
-"""Fraction of the free memory that is left for validation, samples, what operators need inside
-themselves, and gaps; and where the C library's heap scatters the tensors of a CPU."""
+"""Fraction of the free memory reserved for validation, samples, workspaces of operators and
+fragmentation. `SCATTERED` applies to a CPU with the C library's heap, which fragments more."""
 
 
 def fit_micro_batch(
@@ -217,17 +217,17 @@ def fit_micro_batch(
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> "TrainConfig":
-    """The settings with a number for `micro_batch_size: auto`; others as they are.
+    """Replace `micro_batch_size: auto` by a number; other settings are returned unchanged.
 
-    Nothing is tried out: steps are recorded on tensors without data, before the model is made, and
-    the number follows from them and from how much memory is free.
+    No step is executed. Steps are recorded on tensors without data before the model is built, and
+    the number is computed from these records and the free memory.
 
     Args:
-        config: of the decoder.
-        train: how it is trained.
-        device: where.
-        packed: whether rows hold several documents.
-        parallel: how the batch is divided; processes on this machine share its memory.
+        config: the decoder's config.
+        train: the training settings.
+        device: the device to train on.
+        packed: True if rows hold several documents.
+        parallel: the parallelism settings; ranks on this machine share its memory.
 
     Raises:
         WorkhorseError: not even one row fits, or free memory is not known on this device.
@@ -236,7 +236,7 @@ def fit_micro_batch(
         return train
     check_fitting(device)
     free = available(device) if device.type == "cuda" else free_memory()
-    assert free is not None  # `check_fitting` refused
+    assert free is not None  # `check_fitting` raised otherwise
     if device.type == "cpu":
         free //= environment.count_here(parallel.processes)
 
@@ -250,15 +250,15 @@ def fit_micro_batch(
     rows = largest_share(needed, usable(free, device), most, together)
     if not rows:
         raise WorkhorseError(
-            f"one row of {train.seq_len} tokens needs {size(needed(1))} and {size(free)} are free "
-            f"on {device.type}, of which a step may take {size(usable(free, device))}; shorten "
-            "train.seq_len, set train.activation_checkpointing=true, or take a smaller model"
+            f"one sequence of {train.seq_len} tokens needs {size(needed(1))}, but a step may use "
+            f"{size(usable(free, device))} of the {size(free)} free on {device.type}; reduce "
+            "train.seq_len, set train.activation_checkpointing=true, or use a smaller model"
         )
     return train.replace(micro_batch_size=rows)
 
 
 def usable(free: int, device: torch.device) -> int:
-    """Of the free memory, the bytes that a step may take."""
+    """Bytes of the free memory that a step may use."""
     scattered = device.type == "cpu" and resolve("heap", wait=True).heap is None
     return int((1 - (SCATTERED if scattered else MARGIN)) * free)
 
@@ -267,12 +267,12 @@ def check_fitting(device: torch.device) -> None:
     """Raise WorkhorseError if free memory is not known on this device."""
     if device.type not in ("cpu", "cuda"):
         raise WorkhorseError(
-            f"micro_batch_size=auto works on CUDA and on a CPU, and device is {device}; "
+            f"micro_batch_size=auto is not supported on device={device}, only on cuda and cpu; "
             "give a number"
         )
     if device.type == "cpu" and free_memory() is None:
         raise WorkhorseError(
-            f"micro_batch_size=auto cannot tell how much memory is free on {sys.platform}; "
+            f"micro_batch_size=auto cannot determine the free memory on {sys.platform}; "
             "give a number"
         )
 
@@ -285,14 +285,14 @@ def step_bytes(
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> int:
-    """The most bytes of a step in one process, with the copies that float16's autocast makes.
+    """Peak memory of a step on one rank in bytes, including the copies of float16 autocast.
 
     Args:
-        config: of the decoder.
-        train: how it is trained; `micro_batch_size` is a number or None.
-        device: where.
-        packed: whether rows hold several documents.
-        parallel: how weights and batch are divided.
+        config: the decoder's config.
+        train: the training settings; `micro_batch_size` is a number or None.
+        device: the device to train on.
+        packed: True if rows hold several documents.
+        parallel: the parallelism settings.
     """
     recorded = recordable(train, device)
     found = device_memory(config, recorded, device, parallel, packed=packed)
@@ -301,15 +301,15 @@ def step_bytes(
 
 
 def recordable(train: "TrainConfig", device: torch.device) -> "TrainConfig":
-    """Settings whose step can be recorded: float16's as float32's, without autocast's copies."""
+    """Settings that can be recorded: float16 becomes float32, without the copies of autocast."""
     dtype = str(training_dtype(train.dtype, device)).removeprefix("torch.")
     return train.replace(dtype="float32" if dtype == "float16" else dtype)
 
 
 def largest_share(needed: Callable[[int], int], room: int, rows: int, together: int = 1) -> int:
-    """The largest of `shares` for which `needed`, which grows, is at most `room`; 0 if none is."""
+    """The largest of `shares` with `needed` at most `room`, or 0; `needed` must be increasing."""
     sizes = shares(rows, together)
-    first, last = 0, len(sizes)  # the whole is looked at first, then the middle of what is left
+    first, last = 0, len(sizes)  # binary search, but all rows first: they often fit
     while first < last:
         at = (first + last) // 2 if first else 0
         first, last = (first, at) if needed(sizes[at]) <= room else (at + 1, last)
@@ -317,7 +317,7 @@ def largest_share(needed: Callable[[int], int], room: int, rows: int, together: 
 
 
 def shares(rows: int, together: int = 1) -> list[int]:
-    """All of the rows, half of them … one, rounded up; or of groups of so many rows."""
+    """The numbers `rows`, `rows / 2`, … 1, rounded up to multiples of `together`."""
     groups = rows // together
     halvings = math.ceil(math.log2(groups))
     return [together * math.ceil(groups / 2**count) for count in range(halvings + 1)]

@@ -1,4 +1,4 @@
-"""The memory of one of several processes: a step recorded on what it has of model and batch."""
+"""The memory of one rank of several, from a step recorded on its part of model and batch."""
 
 import json
 from collections.abc import Mapping
@@ -15,26 +15,26 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
 from workhorse.parallel.division.parts import check_divisible
 
-if TYPE_CHECKING:  # which imports this package
+if TYPE_CHECKING:  # avoids a circular import
     from workhorse.train.recipe.recipe import TrainConfig
 
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}
 MOST_RECORDS = 64
-"""More are not remembered: one of a large model takes megabytes."""
+"""Maximum number of cached records; the record of a large model takes megabytes."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the fullest of several devices needs for a training step, in bytes.
+    """The memory of a training step on the device that needs the most, in bytes.
 
     Attributes:
-        stage: of the pipeline, from 0, that the device belongs to.
-        held: between steps, by kind and place in the model.
-        activations: of one micro-batch, by part of the model that this device has.
-        in_flight: micro-batches whose activations are kept at once.
-        gathered: weights and gradients of other devices that are here at once, at most.
-        moments: while each operator of the step runs.
+        stage: the device's pipeline stage, from 0.
+        held: bytes held between steps, by kind and place in the model.
+        activations: bytes of one micro-batch's activations, by part of the model on this device.
+        in_flight: number of micro-batches that keep their activations at once.
+        gathered: maximum bytes of weights and gradients gathered from other devices at once.
+        moments: the memory during each operator of the step.
     """
 
     stage: int
@@ -46,17 +46,17 @@ class DeviceMemory:
 
     @property
     def peak(self) -> Moment:
-        """The moment at which it holds most."""
+        """The moment with the most memory."""
         return max(self.moments, key=lambda moment: sum(moment.kinds.values()))
 
     @property
     def total(self) -> int:
-        """Bytes at that moment."""
+        """Bytes at the peak."""
         return sum(self.peak.kinds.values())
 
     @property
     def update(self) -> int:
-        """The most bytes during the update, which no batch changes; 0 if it was not recorded."""
+        """Peak bytes during the update, independent of the batch; 0 if it was not recorded."""
         return max(
             (sum(one.kinds.values()) for one in self.moments if one.phase == "update"), default=0
         )
@@ -71,29 +71,29 @@ def device_memory(
     packed: bool = False,
     updates: bool = True,
 ) -> DeviceMemory:
-    """The account of the fullest device, from a step recorded on the part of the model it has.
+    """The memory of the device that needs the most, from a step recorded on its model part.
 
-    - `data`, `shard`: the rows of the batch are divided. `shard` divides what is held too; a few
-      layers, and what is in none, are whole for a while (`whole_at_once`).
-    - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary, and between
-      layers of each sequence (2205.05198 §4.2.2).
-    - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
-      embedding, the last the head and the loss.
-    - `expert`: routed experts are divided, by no more with `shard`; tokens are assumed to spread
-      evenly among them.
-    - `context`: sequences are divided; the last part needs the keys and values of all, which each
-      layer keeps for its backward pass.
+    - `data`, `shard`: the rows of the batch are divided. `shard` also divides weights and optimizer
+      state; some of them are gathered temporarily (`whole_at_once`).
+    - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary. Between layers
+      it has that fraction of each sequence (2205.05198 §4.2.2).
+    - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3). The first stage has
+      the embedding, the last the head and the loss.
+    - `expert`: routed experts are divided; `shard` does not divide them further. Tokens are assumed
+      to be spread evenly.
+    - `context`: sequences are divided. The last chunk needs the keys and values of all chunks, and
+      each layer keeps them for its backward pass.
 
     Args:
-        config: of the whole decoder.
-        train: how it is trained, all devices together; `micro_batch_size` is a number or None.
-        device: the kind.
-        parallel: how the work is divided among them.
-        packed: whether rows hold several documents.
-        updates: whether the update is recorded too.
+        config: the config of the whole decoder.
+        train: the training settings of all devices; `micro_batch_size` is a number or None.
+        device: the type of device.
+        parallel: the parallelism settings.
+        packed: True if rows hold several documents.
+        updates: True to record the update too.
 
     Raises:
-        ConfigError: the model or its batches cannot be divided like this.
+        ConfigError: the model or its batches cannot be divided by these settings.
     """
     check_divisible(config, train.kernel, parallel)
     try:
@@ -118,7 +118,7 @@ def device_memory(
 
 
 def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
-    """The last, and of the others the first with the same layers: it waits longest."""
+    """The last stage, and the first stage with each sequence of layers, which waits longest."""
     names = config.layer_names()
     first_of: dict[Any, int] = {}
     for stage in range(stages):
@@ -136,7 +136,7 @@ def _of_stage(
     *,
     tied: bool,
 ) -> DeviceMemory:
-    """What a device of a stage holds of a step that was recorded there."""
+    """The memory of a device in a pipeline stage, from a step recorded for that stage."""
     shards, expert = parallel.weight_parts, parallel.expert
     held: dict[Kind, dict[Place, int]] = {
         kind: {place: -(-size // ways_of(place, shards, expert)) for place, size in sizes.items()}
@@ -144,7 +144,7 @@ def _of_stage(
     }
     shares: dict[Kind, float] = {kind: _share(held[kind], step.held[kind]) for kind in HELD}
     shares["gradients"] = shares["sums"] = shares["weights"]
-    if parallel.is_exact and parallel.reshard == "step":  # each adds up whole gradients by itself
+    if parallel.is_exact and parallel.reshard == "step":  # each rank sums unsharded gradients
         shares["sums"] = 1.0
     ahead = parallel.pipeline - stage - 1
     others = [min(ahead, max(0, micro_batches - passed)) for passed in (1, 2)]
@@ -174,7 +174,7 @@ def _recorded(
     packed: bool,
     updates: bool,
 ) -> StepMemory:
-    """The record of a step, made once: all with the same part of the model share it."""
+    """The cached record of a step, shared by all ranks with the same part of the model."""
     parallel = parallel.replace(data=1, shard=1, expert=1)
     parts = [config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), stage, packed]
     key = json.dumps(parts)
@@ -189,7 +189,7 @@ def _recorded(
 
 
 def _as_recorded(train: "TrainConfig") -> "TrainConfig":
-    """Settings with the same record are made equal: more than two micro-batches are like two."""
+    """Map settings with the same record to equal ones; two micro-batches stand for more."""
     size = train.micro_batch_size
     if not isinstance(size, int) or size >= train.batch_size:
         return train.replace(micro_batch_size=None)

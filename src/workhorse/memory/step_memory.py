@@ -1,7 +1,7 @@
-"""The memory that a training step takes, found by running it on tensors without data.
+"""The memory of a training step, measured by running the step on tensors without data.
 
-On the device `meta` PyTorch writes whole matrices of scores, and keeps dropout's mask in the dtype
-of its input. A GPU does neither.
+On the device `meta`, PyTorch allocates full matrices of attention scores and keeps dropout masks in
+the dtype of their input. A GPU does neither, so `with_gpu_kernels` replaces these modules.
 """
 
 from array import array
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def with_gpu_kernels(module: Module) -> Module:
-    """Change a module on the device `meta`, in place, to allocate as on a GPU."""
+    """Change a module on the device `meta`, in place, so that it allocates as on a GPU."""
 
     def choose(part: nn.Module) -> nn.Module:
         if type(part) is Sdpa:
@@ -45,16 +45,16 @@ def with_gpu_kernels(module: Module) -> Module:
 
 
 class FusedDropout(nn.Dropout):
-    """Dropout that keeps a mask of one byte for each element."""
+    """Dropout that stores a mask of one byte per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return aten.native_dropout(input, self.p, self.training)[0] if self.training else input
 
 
 class FusedSdpa(Sdpa):
-    """Flash attention without a mask, in 16 bits and with equal widths of queries and values.
+    """Flash attention if the mask is None, the dtype has 16 bits, and q and v have one width.
 
-    Otherwise the kernel of xFormers. Both keep queries, keys, values, the output, and a log-sum-exp
+    Otherwise the xFormers kernel. Both keep queries, keys, values, the output, and a log-sum-exp
     for each query and head.
     """
 
@@ -84,30 +84,32 @@ Kind = Literal[
     "weights", "low_bits", "optimizer", "sums", "gradients", "activations", "loss", "temporary"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""What memory is for, in the order of the picture.
+"""The kinds of memory, in the order of the chart of `plan`.
 
-- `weights`, `low_bits` (of float32 master weights beside bfloat16 ones), `optimizer`: held.
-- `gradients`; `sums`: of the gradients of several micro-batches, in float32.
-- `activations`: what the forward pass of the layers leaves for the backward pass.
-- `loss`: what the head and the loss allocate in the forward pass: logits, their gradient.
-- `temporary`: all else.
+- `weights`, `low_bits` (lower halves of float32 master weights of bfloat16 weights), `optimizer`:
+  held between steps.
+- `gradients`; `sums`: gradients summed over several micro-batches, in float32.
+- `activations`: tensors that the forward pass of the layers keeps for the backward pass.
+- `loss`: allocations of the head and the loss in the forward pass: logits and their gradient.
+- `temporary`: everything else.
 """
 Phase = Literal["forward", "backward", "update"]
 
 
 class Place(NamedTuple):
-    """Where a parameter belongs."""
+    """The part and the component of a model that a parameter belongs to."""
 
     part: str
     """`layers.3`, or the component outside the layers."""
     component: str
-    """See `components_of`."""
+    """The component; see `components_of`."""
 
 
 class Span(NamedTuple):
-    """A part of the step, from an operator on until the next span begins."""
+    """A part of the step, up to the beginning of the next span."""
 
     begin: int
+    """Index of the first operator."""
     part: str
     """`embedding`, `layers.3`, `final_norm`, `head` or `update`."""
     phase: Phase
@@ -115,13 +117,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a training step holds and needs, in bytes.
+    """The memory of a training step, in bytes.
 
     Attributes:
-        held: before and after the step, by kind and place in the model.
-        activations: of a micro-batch, by part.
-        timeline: of each kind, while each operator of the step runs; the first figure is from
-            before them, the last from after them.
+        held: bytes held before and after the step, by kind and place in the model.
+        activations: bytes of a micro-batch's activations, by part.
+        timeline: bytes of each kind during each operator of the step. The first value is from
+            before the first operator, the last from after the last.
         spans: the parts of the step, in order.
     """
 
@@ -132,7 +134,7 @@ class StepMemory:
 
     @property
     def totals(self) -> list[int]:
-        """The timeline of all kinds together."""
+        """The timeline summed over all kinds."""
         return [sum(values) for values in zip(*self.timeline.values(), strict=True)]
 
     @property
@@ -156,25 +158,25 @@ def step_memory(
     parallel: ParallelismConfig = UNDIVIDED,
     stage: int | None = None,
 ) -> StepMemory:
-    """Record a step, of two micro-batches at most: further ones are like the second.
+    """Record a step of up to two micro-batches; further ones allocate the same as the second.
 
-    Where gradients are added exactly it is the whole step, as one process does it.
+    With `reduction: exact` the whole step is recorded, as one process executes it.
 
-    For a CPU, what is recorded is what a CPU does, with the native operators of this machine if it
-    has them; for any other device, what PyTorch's own operators do there. What runs on no tensors
-    without data is recorded as what needs as much or more: flex as sdpa, products in 8 bits as
-    those in 16, compiled layers as they are.
+    For a CPU, the step runs with this machine's native operators if it has them. For any other
+    device, it runs with PyTorch's own operators. Features that cannot run without data are replaced
+    by others that need at least as much memory: flex by sdpa, 8-bit matmuls by 16-bit ones,
+    compiled layers by uncompiled ones.
 
     Args:
-        config: of the whole decoder.
-        train: how it is trained; `micro_batch_size` is a number or None, `dtype` is not `auto`
-            unless the device is here.
-        device: where it is trained; it need not be there.
-        packed: whether rows hold several documents, which a mask keeps apart.
-        updates: whether the update is recorded too, which depends on no batch.
-        parallel: how the batch is divided.
-        stage: of a pipeline; None for the last. Of all micro-batches that wait for their backward
-            pass it holds one.
+        config: the config of the whole decoder.
+        train: the training settings; `micro_batch_size` is a number or None, and `dtype` is not
+            `auto` unless this machine has the device.
+        device: the device to record for; this machine need not have it.
+        packed: True if rows hold several documents, separated by a mask.
+        updates: True to record the update too, which does not depend on the batch.
+        parallel: the parallelism settings.
+        stage: the pipeline stage; None for the last. Only one of the micro-batches that wait for
+            their backward pass is recorded.
     """
     from workhorse.train.step.build import build_step
 
@@ -193,7 +195,7 @@ def step_memory(
             decoder = with_gpu_kernels(decoder)
         step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
         decoder = step.objective.decoder
-        step.turns = one_forward_one_backward  # one after another, whichever the stage
+        step.turns = one_forward_one_backward  # without overlap of micro-batches, for any stage
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": dict(decoder.state_dict(keep_vars=True)),
@@ -221,7 +223,7 @@ def step_memory(
 
 
 class _Recorder:
-    """Notes which part of a step runs, and what its memory is for."""
+    """Records the spans of a step and the kind of each allocation."""
 
     def __init__(self, tape: Tape, objective: nn.Module, decoder: Decoder) -> None:
         self.tape = tape
@@ -247,7 +249,7 @@ class _Recorder:
         self.spans.append(Span(self.tape.now, part, phase))
 
     def _begin(self, *_: Any) -> None:
-        for allocation in self.tape.alive:  # what a pass leaves for the next are sums of gradients
+        for allocation in self.tape.alive:  # only gradient sums survive from pass to pass
             if self.begun and allocation.born > self.begun and not allocation.kind:
                 allocation.kind = "sums"
         self.begun = self.tape.now
@@ -282,7 +284,7 @@ class _Recorder:
 
 
 def _places(decoder: Decoder) -> dict[str, Place]:
-    """Of every parameter and buffer, by name."""
+    """The place of every parameter and buffer, by name."""
     return {
         name: Place(".".join(name.split(".")[:2]) if name.startswith("layers.") else own, own)
         for name, own in components_of(decoder).items()
@@ -290,7 +292,7 @@ def _places(decoder: Decoder) -> dict[str, Place]:
 
 
 def _by_place(tensors: dict[str, Tensor], places: dict[str, Place]) -> dict[Place, int]:
-    """Bytes by place; the state of an optimizer is named after its parameter."""
+    """Bytes by place; the name of an optimizer state begins with its parameter's name."""
     sizes: dict[Place, int] = defaultdict(int)
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -316,14 +318,16 @@ def _recorded_memory(
         changes[kind][max(one.born - begin, 0)] += one.n_bytes
         if one.died is not None and one.died <= end:
             changes[kind][one.died - begin + 1] -= one.n_bytes  # freed after that operator
-        if kind == "activations" and one.born > recorder.begun:  # of the last micro-batch
+        if kind == "activations" and one.born > recorder.begun:  # only the last micro-batch
             activations[one.part] += one.n_bytes
     try:
         sizes: dict[Kind, array[int]] = {
             kind: array("q", accumulate(change)) for kind, change in changes.items()
         }
     except OverflowError:
-        raise WorkhorseError("a step needs 2^63 bytes or more; choose smaller sizes") from None
+        raise WorkhorseError(
+            "a step needs 2^63 bytes or more; use a smaller model or batch"
+        ) from None
     return StepMemory(
         held,
         dict(activations),

@@ -1,1 +1,1 @@
-"""Several processes that train one model."""
+"""Distributed training of one model by several processes."""

@@ -1,4 +1,4 @@
-"""The section `parallel` of a recipe: how many processes train one model, and how they add up."""
+"""The section `parallel` of a recipe: the numbers of processes and the order of reductions."""
 
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -8,67 +8,68 @@ from workhorse.config.base import Config, ConfigError, OnResume
 
 Ways = Annotated[int, Field(ge=1)]
 DIVIDED = ("data", "shard", "context", "tensor", "pipeline", "expert")
-"""The keys that tell into how many parts something is divided."""
+"""The keys with a number of parts, one for each kind of parallelism."""
 NOT_EXACT = {
     "context": "sequences",
     "expert": "experts",
     "tensor": "layers",
     "pipeline": "layers",
 }
-"""Those that `reduction: exact` does not go with, and what they divide."""
+"""The keys that are not supported with `reduction: exact`, and the things that they divide."""
 LONGEST_PATIENCE = 1800.0
-"""In seconds; after that PyTorch's gloo gives up by itself, and does not say where."""
+"""Seconds after which PyTorch's gloo backend times out by itself, without a stack trace."""
 MICRO_BATCHES = 4
-"""For each stage of a pipeline where no `micro_batch_size` is given: its bubble is then less than a
-fifth of the time."""
+"""Micro-batches per pipeline stage if no `micro_batch_size` is given. The pipeline bubble is then
+less than a fifth of the time."""
 
 
 def share_of(whole: int, ways: int, number: int) -> range:
-    """The consecutive slice of `range(whole)` that part `number` of `ways` gets."""
+    """Consecutive slice of `range(whole)` for part `number` of `ways` parts."""
     return range(number * whole // ways, (number + 1) * whole // ways)
 
 
 class FastConfig(Config):
-    """In the backend's own order, so that rounding depends on the number of processes."""
+    """Sum in the backend's own order, so that rounding depends on the number of processes."""
 
     kind: Literal["fast"] = "fast"
 
 
 class ExactConfig(Config):
-    """In a fixed binary tree.
+    """Sum in a fixed binary tree.
 
-    Loss and weights have the same bits on any number of processes, including one.
+    Loss and weights are bitwise identical on any number of processes, including one.
     """
 
     kind: Literal["exact"] = "exact"
     logical_shards: Ways = 8
-    """Parts of the batch, each computed in the same shapes whichever process does it, then added
-    up; at least as many as processes. Each takes `micro_batch_size` rows at once."""
+    """Number of parts of the batch, at least the number of processes. A part is computed with the
+    same shapes on any process, in micro-batches of `micro_batch_size` rows. The gradients of the
+    parts are then summed."""
 
 
 class MicroBatches(NamedTuple):
-    """How the rows of a batch pass through one process, or through those that have the same."""
+    """The micro-batches of one process, or of a group of processes with the same rows."""
 
     rows: int
-    """Of a part of the batch, the largest."""
+    """Number of rows in the largest part of the batch."""
     size: int
-    """Rows that pass at once."""
+    """Number of rows in a micro-batch."""
     parts: int
-    """Of the batch, that one process passes."""
+    """Number of parts of the batch that one process computes."""
 
     @property
     def passes(self) -> int:
-        """Micro-batches of a part."""
+        """Number of micro-batches in a part."""
         return -(-self.rows // self.size)
 
     @property
     def count(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return self.parts * self.passes
 
 
 class Coordinates(NamedTuple):
-    """The place of a process on the mesh of all, from 0 on each axis; the last runs fastest."""
+    """The coordinates of a rank in the device mesh, from 0; the last axis varies fastest."""
 
     pipeline: int
     data: int
@@ -78,97 +79,102 @@ class Coordinates(NamedTuple):
 
 
 class ParallelismConfig(Config):
-    """How the work of a step is divided among processes; the batch is that of all of them."""
+    """Division of the work of a step among processes.
+
+    The batch size counts the rows of all processes.
+    """
 
     data: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Replicas: processes that each hold the whole model and take a share of the rows of every
-    batch. `workhorse train --workers N` starts N of them on this machine; under `torchrun` it is
-    the number of processes. With an exact `reduction` the number changes nothing."""
+    """Number of replicas: processes that each hold the whole model and compute a share of the rows
+    of every batch. `workhorse train --workers N` starts N replicas on this machine; with `torchrun`
+    it is the number of processes. With an exact `reduction` it does not change the results."""
     shard: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that shard weights, gradients and optimizer state (FSDP; ZeRO stage 3, 1910.02054)
-    and also share the rows of every batch. With `data` there are that many such groups."""
+    """Number of processes that shard weights, gradients and optimizer state (FSDP; ZeRO stage 3,
+    1910.02054). They also divide the rows of every batch. There are `data` such groups."""
     context: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that split each sequence into consecutive chunks; each takes the keys and values
-    before its chunk from the others (2407.21783 §3.3.2). With `shard` above 1 they shard the
-    weights too."""
+    """Number of processes that split each sequence into consecutive chunks. Each gets the keys and
+    values before its chunk from the others (2407.21783 §3.3.2). With `shard` above 1 they shard
+    the weights too."""
     tensor: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that split every layer: each has some heads, hidden features and tokens of the
-    vocabulary (1909.08053), and between layers some tokens of each sequence (2205.05198 §4.2.2).
-    They communicate most, so they get neighbouring ranks."""
+    """Number of processes that split every layer. Each has some heads, hidden features and tokens
+    of the vocabulary (1909.08053), and between layers some tokens of each sequence
+    (2205.05198 §4.2.2). They communicate most, so they get neighbouring ranks."""
     pipeline: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Pipeline stages of consecutive layers (1811.06965); micro-batches alternate one forward and
-    one backward pass (1F1B, 2104.04473 §2.2.1). Without a `micro_batch_size` there are at least
-    four micro-batches per stage, if there are enough rows. Stages communicate least, so their ranks
-    are farthest apart."""
+    """Number of pipeline stages of consecutive layers (1811.06965). Stages alternate one forward
+    and one backward pass of micro-batches (1F1B, 2104.04473 §2.2.1). Without a `micro_batch_size`
+    there are at least four micro-batches per stage, if there are enough rows. Stages communicate
+    least, so their ranks are farthest apart."""
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Of the `data` × `shard` processes, how many share the routed experts of every mixture,
-    sending each other tokens (2006.16668 §3). `shard` does not divide experts further."""
+    """Number of processes, a divisor of `data` × `shard`, that divide the routed experts of every
+    mixture and exchange tokens (2006.16668 §3). `shard` does not divide experts further."""
     reshard: Annotated[Literal["pass", "step"], OnResume.TAKEN] = "pass"
-    """When processes of `shard` free the weights of a layer that they gathered from each other:
-    after each of its passes, so that a layer or two are whole at a time; or at the end of the step,
-    which gathers them once, however many passes it has, and holds all of them whole. With an exact
-    `reduction` gradients then stay whole too, until they are exchanged once."""
+    """When processes of `shard` free gathered weights. `pass`: after each pass of a layer, so that
+    one or two layers are gathered at a time. `step`: at the end of the step, so that weights are
+    gathered once per step, but all are held unsharded until then. With `step` and an exact
+    `reduction`, gradients stay unsharded too and are exchanged once."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
-    """How gradients are added up."""
+    """The order in which gradients are summed."""
     patience: Annotated[float, OnResume.TAKEN] = Field(
         default=LONGEST_PATIENCE, ge=1, le=LONGEST_PATIENCE
     )
-    """Seconds that a run of several processes may go without a step (with its validation and save);
-    then each prints its stack traces and exits, since one hangs and the rest would wait for it."""
+    """Maximum seconds without a completed step (with its validation and save) in a run of several
+    processes. After that, each process prints its stack traces and exits, because one hangs and the
+    others would wait for it."""
 
     @property
     def ways(self) -> dict[str, int]:
-        """Into how many parts each thing is divided, by the name of its key."""
+        """The number of parts for each key of `DIVIDED`."""
         return {name: getattr(self, name) for name in DIVIDED}
 
     @property
     def in_step(self) -> bool:
-        """Whether a process has parts of weights, and so makes no pass without the others."""
+        """True if ranks hold parts of the weights, so that they run their passes in lockstep."""
         return max(self.shard, self.expert, self.tensor, self.pipeline) > 1
 
     @property
     def is_exact(self) -> bool:
-        """Whether the number of processes changes nothing."""
+        """True if results do not depend on the number of processes."""
         return isinstance(self.reduction, ExactConfig)
 
     @property
     def parts(self) -> int:
-        """Into how many parts the rows of a batch are divided."""
+        """Number of parts that the rows of a batch are divided into."""
         exact = self.reduction
         return exact.logical_shards if isinstance(exact, ExactConfig) else self.replicas
 
     @property
     def replicas(self) -> int:
-        """Processes, or teams of them, among which the rows of a batch are divided."""
+        """Number of processes, or groups of processes, that divide the rows of a batch."""
         return self.data * self.shard
 
     @property
     def team(self) -> int:
-        """Processes of one stage that have the same rows."""
+        """Number of processes of one pipeline stage that have the same rows."""
         return self.context * self.tensor
 
     @property
     def weight_parts(self) -> int:
-        """Into how many parts weights, gradients and optimizer are divided."""
+        """Number of shards of weights, gradients and optimizer state."""
         return self.shard * self.context if self.shard > 1 else 1
 
     def adds_by_exchange(self, device_type: str) -> bool:
-        """Whether gradients that FSDP divides travel as they are, and become float32 on arrival."""
+        """True if FSDP sends gradients in their own dtype, and receivers sum them in float32."""
         return self.is_exact or (device_type == "cpu" and self.data == 1)
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """Total number of processes."""
         return self.replicas * self.team * self.pipeline
 
     def micro_batches(self, batch_size: int, size: int | None = None) -> MicroBatches:
-        """How the rows of a batch pass.
+        """Divide the rows of a batch into micro-batches.
 
         Args:
-            batch_size: rows of the batch of all processes.
-            size: rows at once; None: as many as there are, but for a pipeline.
+            batch_size: number of rows in the batch of all processes.
+            size: maximum rows per micro-batch; None: all rows, or enough micro-batches to fill a
+                pipeline.
         """
         rows = -(-batch_size // self.parts)
         if size is None:
@@ -176,7 +182,7 @@ class ParallelismConfig(Config):
         return MicroBatches(rows, max(1, min(rows, size)), -(-self.parts // self.replicas))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of a process: those that divide layers are neighbours."""
+        """The mesh coordinates of a rank. Ranks of a tensor-parallel group are neighbours."""
         outer, tensor = divmod(rank, self.tensor)
         outer, context = divmod(outer, self.context)
         outer, shard = divmod(outer, self.shard)
@@ -184,29 +190,29 @@ class ParallelismConfig(Config):
         return Coordinates(pipeline, data, shard, context, tensor)
 
     def rank(self, at: Coordinates) -> int:
-        """The number of the process at a place."""
+        """The rank at mesh coordinates."""
         outer = (at.pipeline * self.data + at.data) * self.shard + at.shard
         return (outer * self.context + at.context) * self.tensor + at.tensor
 
     def replica(self, rank: int) -> int:
-        """Which share of the rows a process has, from 0."""
+        """Index, from 0, of the share of the rows that a rank has."""
         at = self.coordinates(rank)
         return at.data * self.shard + at.shard
 
     def on(self, processes: int) -> Self:
-        """The same division with as much `data` as makes so many processes.
+        """Return a copy with `data` changed so that there are `processes` processes.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: `processes` is not divisible by the product of the other keys.
         """
         rest = self.processes // self.data
         if processes % rest:
             named = self._times("shard", "context", "tensor", "pipeline")
             if processes == 1:
-                raise ConfigError(f"{named} needs several processes, and this is one; give 1")
+                raise ConfigError(f"{named} needs several processes, but the run has one; use 1")
             verb = "do" if " times " in named else "does"
             raise ConfigError(
-                f"{named} {verb} not divide {processes} processes; choose divisors, or 1"
+                f"{named} {verb} not divide {processes} processes; choose divisors of {processes}"
             )
         return self.replace(data=processes // rest)
 
@@ -215,8 +221,8 @@ class ParallelismConfig(Config):
         for name, what in NOT_EXACT.items():
             if self.is_exact and (ways := getattr(self, name)) > 1:
                 raise ConfigError(
-                    f"{name}={ways} divides {what}, of which reduction=exact adds up whole ones; "
-                    "leave one of the two out"
+                    f"{name}={ways} is not supported with reduction=exact, which needs undivided "
+                    f"{what}; remove one of the two"
                 )
         if self.replicas % self.expert:
             raise ConfigError(
@@ -224,18 +230,19 @@ class ParallelismConfig(Config):
             )
         if self.parts < self.replicas:
             raise ConfigError(
-                f"reduction.logical_shards={self.parts} is less than {self._of_rows}, so that "
-                "some processes have none; choose at least that"
+                f"reduction.logical_shards={self.parts} is less than {self._of_rows}, but each "
+                f"process needs a logical shard; choose at least {self.replicas}"
             )
         if self.shard > 1 and self.parts % self.replicas:
             raise ConfigError(
-                f"{self._of_rows} does not divide reduction.logical_shards={self.parts}: processes "
-                "that divide weights compute in step; choose a multiple"
+                f"{self._of_rows} does not divide reduction.logical_shards={self.parts}, but "
+                "processes that shard weights need equal numbers of logical shards; choose a "
+                f"multiple of {self.replicas}"
             )
         return self
 
     def _times(self, *names: str) -> str:
-        """The keys above 1 as a product, such as `data=2 times shard=4`; else the first."""
+        """The keys above 1 as a product, such as `data=2 times shard=4`; if none, the first."""
         several = [name for name in names if self.ways[name] > 1] or names[:1]
         return " times ".join(f"{name}={self.ways[name]}" for name in several)
 
@@ -244,15 +251,15 @@ class ParallelismConfig(Config):
         return self._times("data", "shard")
 
     def check_batch(self, rows: int, seq_len: int) -> None:
-        """Refuse a batch that cannot be divided.
+        """Raise an error if a batch cannot be divided.
 
         Args:
-            rows: of the batch.
-            seq_len: tokens of each.
+            rows: number of rows in the batch.
+            seq_len: number of tokens per row.
 
         Raises:
-            ConfigError: it has fewer rows than parts; or parts of several sizes, where processes
-                that divide weights compute in step; or the sequences cannot be divided.
+            ConfigError: there are fewer rows than parts, the sequences cannot be divided, or parts
+                differ in size although ranks run in lockstep.
         """
         if seq_len % self.team:
             raise ConfigError(
@@ -262,15 +269,15 @@ class ParallelismConfig(Config):
         name = f"reduction.logical_shards={self.parts}" if self.is_exact else self._of_rows
         if self.parts > rows:
             raise ConfigError(
-                f"{name} is more than train.batch_size={rows}, so that some have no row; choose at "
-                f"most that, or train.batch_size={self.parts} or more"
+                f"{name} is more than train.batch_size={rows}, but each part needs a row; choose "
+                f"at most {rows}, or set train.batch_size={self.parts} or more"
             )
         if self.in_step and rows % self.parts:
             raise ConfigError(
-                f"{name} does not divide train.batch_size={rows}: processes that divide weights "
-                "compute in step; choose a divisor"
+                f"{name} does not divide train.batch_size={rows}, but processes that divide "
+                f"weights need equal numbers of rows; choose a divisor of {rows}"
             )
 
 
 UNDIVIDED = ParallelismConfig()
-"""One process, which adds up as it goes."""
+"""A single process, without parallelism."""

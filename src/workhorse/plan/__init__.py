@@ -1,4 +1,4 @@
-"""What a model and its training need, before either is allocated."""
+"""Estimate the memory, arithmetic, time and cost of a model and its training."""
 
 from workhorse.plan.devices import known_devices
 from workhorse.plan.plan import plan

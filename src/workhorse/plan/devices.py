@@ -1,4 +1,4 @@
-"""What devices and the links between them offer: memory, bandwidth, FLOPs."""
+"""Memory, bandwidth and FLOP/s of devices, and the speed of the links between them."""
 
 from functools import cache
 from importlib.resources import files
@@ -14,47 +14,47 @@ GIGA, TERA = 10**9, 10**12
 
 
 class LinksConfig(Config):
-    """What a device and its ways to others reach in training."""
+    """The links of a device, and the fraction of its peak that training reaches."""
 
     node: float
-    """What it sends at once to others of its node, 10^9 bytes a second."""
+    """Bandwidth for sending to devices of the same node, in 10^9 bytes per second."""
     network: float
-    """The same to those of other nodes."""
+    """Bandwidth for sending to devices of other nodes, in 10^9 bytes per second."""
     devices: int = 8
-    """Of a node."""
+    """Number of devices per node."""
     reached: float
-    """The part of its peak that matrix products reach."""
+    """Fraction of the peak FLOP/s that matmuls reach in training."""
 
 
 class DeviceConfig(Config):
-    """An accelerator as its maker describes it."""
+    """An accelerator, with the figures of its data sheet."""
 
     name: str
     memory: float
-    """10^9 bytes."""
+    """Memory in 10^9 bytes."""
     bandwidth: float
-    """Of that memory, 10^9 bytes a second."""
+    """Memory bandwidth in 10^9 bytes per second."""
     bfloat16: float | None = None
-    """10^12 floating-point operations a second, as all below."""
+    """Peak in 10^12 floating-point operations per second, like the three below; None: no rate."""
     float16: float | None = None
     tf32: float | None = None
     float32: float | None = None
     links: LinksConfig | None = None
-    """How it exchanges with others; None: not known."""
+    """Links to other devices; None: unknown."""
     source: str
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Floating-point operations a second of dense matrix products.
+        """Peak floating-point operations per second of dense matmuls.
 
         Raises:
-            WorkhorseError: it cannot multiply this type.
+            WorkhorseError: the device has no rate for this dtype.
         """
         key = str(dtype).removeprefix("torch.")
         rate = self.tf32 if key == "float32" and tf32 and self.tf32 else getattr(self, key, None)
         if rate is None:
             types = [name for name in ("bfloat16", "float32") if getattr(self, name)]
             raise WorkhorseError(
-                f"{self.name} has no matrix products in {key}; choose train.dtype="
+                f"{self.name} has no published matmul rate for {key}; choose train.dtype="
                 + " or ".join(types)
             )
         return rate * TERA
@@ -62,65 +62,65 @@ class DeviceConfig(Config):
 
 @cache
 def known_devices() -> dict[str, DeviceConfig]:
-    """Every device of the table, by the name that is given for it."""
+    """All known devices, by the name for `--device`."""
     table = parse_yaml(files("workhorse.plan").joinpath("devices.yaml").read_text("utf-8"))
     return {name: DeviceConfig.from_dict(fields) for name, fields in table.items()}
 
 
 def find_device(name: str) -> DeviceConfig:
-    """The device of that name.
+    """The device with that name.
 
     Raises:
-        WorkhorseError: there is none.
+        WorkhorseError: the name is unknown.
     """
     devices, known = known_devices(), name.lower()
     if known not in devices:
-        raise ConfigError(f"no device {name!r}; {nearest(known, devices)}", "device")
+        raise ConfigError(f"unknown device {name!r}; {nearest(known, devices)}", "device")
     return devices[known]
 
 
 BANDWIDTH_REACHED = 0.8
-"""The part of their bandwidth that memory and links reach."""
+"""Fraction of the peak bandwidth that memory and links reach."""
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6
-"""Seconds of a message inside a node and between nodes, as libraries send them."""
+"""Latency in seconds of a message inside a node and between nodes, including the library's."""
 
 
 class Link(NamedTuple):
-    """A way from a device to others."""
+    """A link from a device to others."""
 
     bandwidth: float
-    """Bytes a second that it sends, while it receives as many."""
+    """Bytes per second in each direction, at the same time."""
     latency: float
-    """Seconds of a message."""
+    """Seconds per message."""
 
 
 class Ring(NamedTuple):
-    """Devices that exchange something: so many, each `stride` from the next in their order."""
+    """A group of `size` devices that communicate; their ranks are `stride` apart."""
 
     size: int
     stride: int
 
 
 class Cluster(NamedTuple):
-    """Devices of one kind and their links: what of each is reached."""
+    """Devices of one type and their links, with the speeds that training reaches."""
 
     flops: float
-    """Of a device's matrix products, a second."""
+    """FLOP/s of a device in matmuls."""
     bandwidth: float
-    """Of a device's memory, bytes a second."""
+    """Memory bandwidth of a device in bytes per second."""
     near: Link
-    """To the devices of its node."""
+    """Link to devices of the same node."""
     far: Link
-    """To all others."""
+    """Link to devices of other nodes."""
     node: int
-    """How many devices share near links."""
+    """Number of devices per node."""
     sends_aside: bool = True
-    """Whether a device computes while weights and gradients are on their way."""
+    """True if transfers of weights and gradients overlap with computation."""
 
     def all_gather(self, ring: Ring, n_bytes: float) -> float:
-        """Seconds until all have `n_bytes`, of which each had a part.
+        """Seconds of an all-gather with a result of `n_bytes` on each device.
 
-        A reduce-scatter takes as long.
+        A reduce-scatter of `n_bytes` takes the same time.
         """
         here = max(1, min(ring.size, self.node // ring.stride))
         nodes = -(-ring.size // here)
@@ -130,17 +130,17 @@ class Cluster(NamedTuple):
         return n_bytes * (ring.size - 1) / ring.size / bandwidth + hops
 
     def all_reduce(self, ring: Ring, n_bytes: float) -> float:
-        """Seconds until all have the sum of what each had, `n_bytes`."""
+        """Seconds of an all-reduce of `n_bytes`."""
         return 2 * self.all_gather(ring, n_bytes)
 
     def send(self, stride: int, n_bytes: float) -> float:
-        """Seconds until the device that is `stride` further has `n_bytes`."""
+        """Seconds to send `n_bytes` to the device with a rank `stride` higher."""
         link = self.near if stride < self.node else self.far
         return n_bytes / link.bandwidth + link.latency
 
 
 def cluster_of(device: DeviceConfig, train: TrainConfig) -> Cluster:
-    """Devices whose links are known: what of them is reached in training."""
+    """The cluster of a device with known links, with the speeds that training reaches."""
     links = device.links
     assert links is not None
     peak = device.peak(getattr(torch, train.dtype), tf32=train.matmul_precision == "high")

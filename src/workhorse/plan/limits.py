@@ -1,4 +1,4 @@
-"""The most that fits on a device, and what to change when a training step does not fit."""
+"""The largest step that fits on a device, and changes that make a step fit."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -17,20 +17,21 @@ from workhorse.train.recipe.recipe import TrainConfig
 
 MOST_DEVICES = 4096
 MOST_TOKENS = 2**17
-"""No more at once is tried: how much a large device has for a tiny model tells nothing."""
+"""Maximum number of tokens to try in a micro-batch; larger limits of tiny models are useless."""
 FINEST = 8
-"""The longest rows are found to one part in so many."""
+"""The maximum sequence length is found to a precision of 1 / `FINEST`."""
 
 
 class Limits(NamedTuple):
-    """What fits on a device."""
+    """The largest steps that fit on a device."""
 
     micro_batch_size: int
-    """The most rows at once, of the planned length; 0: not one."""
+    """Maximum rows per micro-batch, with the planned length; 0: not even one row fits."""
     seq_len: int
-    """The longest rows, one at a time; 0: none that was tried."""
+    """Maximum length of a single row; 0: no length that was tried fits."""
     mesh: ParallelismConfig | None
-    """The fewest devices, a row of the planned length for each replica; None: no number tried."""
+    """The fewest devices, with one row of the planned length per replica; None: none that was
+    tried."""
 
 
 def limits(
@@ -42,22 +43,22 @@ def limits(
     *,
     packed: bool = False,
 ) -> Limits:
-    """What fits in `room` bytes of each device.
+    """Find the largest steps that fit into `room` bytes per device.
 
     Args:
-        config: of the decoder.
-        train: how it is trained.
-        device: the kind.
-        mesh: of the first two limits.
-        room: bytes of each device.
-        packed: whether rows hold several documents.
+        config: the decoder's config.
+        train: the training settings.
+        device: the type of device.
+        mesh: the parallelism settings for the first two limits.
+        room: memory per device in bytes.
+        packed: True if rows hold several documents.
     """
     memory = partial(device_memory, packed=packed)
     update = memory(config, train, device, mesh).update
 
     def needed(rows: int, length: int) -> int:
-        batch = rows * mesh.parts * mesh.pipeline  # so that the first stage is as full as it gets
-        if train.batch_size > batch:  # in several micro-batches, whose gradients are summed
+        batch = rows * mesh.parts * mesh.pipeline  # enough micro-batches to fill the first stage
+        if train.batch_size > batch:  # several micro-batches, which need sums of gradients
             batch *= 2
         changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
@@ -72,26 +73,28 @@ def limits(
 
 
 def most_rows(needed: Callable[[int], int], room: int, most: int) -> int:
-    """The largest argument up to `most` for which `needed`, which grows, is at most `room`."""
+    """Largest argument up to `most` with `needed` at most `room`; `needed` must be increasing."""
     return _most(needed, room, 1, most, lambda rows: 1)
 
 
 def longest(needed: Callable[[int], int], room: int, start: int) -> int:
-    """The longest rows that fit, to one part in `FINEST`; 0: not one token."""
+    """Maximum row length that fits, to a precision of 1 / `FINEST`; 0: not even one token."""
     return _most(needed, room, start, max(start, MOST_TOKENS), _fine)
 
 
 def _most(
     needed: Callable[[int], int], room: int, start: int, most: int, fine: Callable[[int], int]
 ) -> int:
-    """The most that fits, to within `fine` of it; each guess follows from the sizes before it.
+    """Search the largest size that fits, to a precision of `fine`.
+
+    Each guess is extrapolated from earlier sizes, because an evaluation of `needed` is slow.
 
     Args:
-        needed: bytes of a size, which grow with it.
-        room: bytes.
-        start: the size to begin with.
+        needed: function from a size to bytes; must be increasing.
+        room: the available bytes.
+        start: the first size to try.
         most: the largest size to try.
-        fine: how finely to search around a size.
+        fine: function from a size to the search precision there.
     """
     known: dict[int, int] = {}
 
@@ -119,8 +122,8 @@ def _most(
 def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
     """The size from `low` to `high` at which a parabola through known sizes reaches `room`.
 
-    Bytes grow linearly with rows and with their length, or, where scores or masks are stored, with
-    the square of the length.
+    Bytes grow linearly with the number of rows and their length. If attention scores or masks are
+    stored, they grow with the square of the length.
     """
     x, y, *others = sorted(known, key=lambda size: abs(known[size] - room))[:3]
     slope = (known[y] - known[x]) / (y - x)
@@ -136,7 +139,7 @@ def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
 
 
 def _fine(length: int) -> int:
-    """A power of two, at most one part in `FINEST`."""
+    """The largest power of two up to `length / FINEST`, at least 1."""
     return 1 << max(0, (length // FINEST).bit_length() - 1)
 
 
@@ -148,9 +151,9 @@ def smallest_mesh(
     *,
     packed: bool = False,
 ) -> ParallelismConfig | None:
-    """The fewest devices that hold a step with one row for each replica.
+    """The mesh with the fewest devices that fits a step with one row per replica.
 
-    Powers of two are tried, divided among `shard` and `tensor`.
+    Tries powers of two, divided among `shard` and `tensor`.
     """
     held = 0
     for mesh in _meshes():
@@ -160,7 +163,7 @@ def smallest_mesh(
         try:
             found = device_memory(config, changed, device, mesh, packed=packed)
         except ConfigError:
-            continue  # the model cannot be divided like this
+            continue  # the model cannot be divided by this mesh
         if found.total <= room:
             return mesh
         if mesh.processes == 1:
@@ -169,7 +172,7 @@ def smallest_mesh(
 
 
 def _meshes() -> Iterator[ParallelismConfig]:
-    """Fewer devices first; of as many, less tensor parallelism, the dearest way to divide."""
+    """Yield meshes by number of devices, then by tensor parallelism, which is the slowest."""
     devices = 1
     while devices <= MOST_DEVICES:
         for tensor in (1, 2, 4, 8):
@@ -179,19 +182,20 @@ def _meshes() -> Iterator[ParallelismConfig]:
 
 
 WORTHWHILE = 0.01
-"""The smallest part of the peak whose saving makes a change a remedy."""
+"""Minimum fraction of the peak that a change must save to be a remedy."""
 NAMED = 3
-"""Remedies that are named."""
+"""Number of remedies to show."""
 
 
 class Remedy(NamedTuple):
-    """A change of settings."""
+    """A change of settings that saves memory."""
 
     setting: str
     cost: str
     saves: int
-    """Bytes of the peak."""
+    """Bytes saved at the peak."""
     fits: bool
+    """True if the step fits after the change."""
 
 
 def remedies(
@@ -203,15 +207,15 @@ def remedies(
     *,
     packed: bool = False,
 ) -> list[Remedy]:
-    """The three cheapest remedies, and the next that makes the step fit if none of them does.
+    """The three cheapest remedies, and the next one that makes the step fit if these do not.
 
     Args:
-        config: of the decoder.
-        train: how it is trained.
-        device: the kind.
-        mesh: of the devices.
-        room: bytes of each device.
-        packed: whether rows hold several documents.
+        config: the decoder's config.
+        train: the training settings.
+        device: the type of device.
+        mesh: the parallelism settings.
+        room: memory per device in bytes.
+        packed: True if rows hold several documents.
     """
     memory = partial(device_memory, packed=packed)
     now = memory(config, train, device, mesh)
@@ -222,7 +226,7 @@ def remedies(
         if key in found and found[key].fits:
             continue
         try:
-            # Rows, their length and checkpointing leave the update as it is.
+            # Rows, their length and checkpointing do not change the memory of the update.
             updates = wider != mesh or (
                 (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
             )
@@ -242,9 +246,9 @@ def remedies(
 def _changes(
     train: TrainConfig, mesh: ParallelismConfig
 ) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
-    """Setting, cost and what they lead to, from changes of no result to those of the training.
+    """Yield setting, cost, new training settings and mesh; the least effect on training first.
 
-    Of changes of one setting the first that fits is the remedy.
+    If several changes are to one setting, the first that fits becomes the remedy.
     """
     own = train.micro_batches(mesh)
     rows = own.size
@@ -252,7 +256,7 @@ def _changes(
         rows //= 2
         yield (
             f"train.micro_batch_size={rows}",
-            "the same gradient; small gemms are slower",
+            "same gradient; smaller matmuls are slower",
             train.replace(micro_batch_size=rows),
             mesh,
         )
@@ -270,7 +274,7 @@ def _changes(
             train.replace(dtype="bfloat16"),
             mesh,
         )
-    with suppress(ConfigError):  # a division that does not go with twice as many
+    with suppress(ConfigError):  # other keys may not allow twice the shards
         wider, batch = mesh.replace(shard=2 * mesh.shard), train.batch_size
         more = "" if own.rows > 1 else f" train.batch_size={2 * batch}"
         yield (

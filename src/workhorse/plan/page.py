@@ -24,11 +24,11 @@ LABELS = {
     "loss": "logits and loss",
     "temporary": "temporary",
 }
-"""What each kind of memory is called, in the order of the picture."""
+"""The label of each kind of memory, in the order of the chart."""
 
 
 def lines(plan: dict[str, Any]) -> Iterator[str]:
-    """The plan, one section after the other."""
+    """Yield the lines of the plan as text, section by section."""
     train = plan["train"]
     yield (
         f"{plan['source']} ({plan['kind']}): {_counted(train['batch_size'], 'row')} of "
@@ -52,7 +52,7 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
 def _parameters(counts: dict[str, int]) -> Iterator[str]:
     total = counts["total"]
     active = counts["active"]
-    yield f"{total:,}" + (f", of which {active:,} work on a token" if active != total else "")
+    yield f"{total:,}" + (f", {active:,} active per token" if active != total else "")
     for name, number in counts.items():
         if name not in ("total", "active") and number:
             yield _row(name.replace("_", " "), f"{number:,}", f"{number / total:.1%}")
@@ -60,11 +60,11 @@ def _parameters(counts: dict[str, int]) -> Iterator[str]:
 
 def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"{shown(flops['per_token'])} FLOP a token: forward "
-        f"{shown(flops['forward_per_token'])} FLOP, backward twice that"
+        f"{shown(flops['per_token'])} FLOP per token: forward "
+        f"{shown(flops['forward_per_token'])} FLOP, backward twice as much"
     )
     if repeated := flops["repeated_per_token"]:
-        yield f"and {shown(repeated)} FLOP that checkpointing repeats"
+        yield f"plus {shown(repeated)} FLOP recomputed by activation checkpointing"
     once = flops["forward_per_token"]
     for name, number in flops["forward"].items():
         yield _row(name.replace("_", " "), f"{shown(number)} FLOP", f"{number / once:.1%}")
@@ -74,9 +74,11 @@ def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
     memory, peak = plan["memory"], plan["memory"]["peak"]
     mesh = plan["parallel"]
-    yield from step_lines(memory, f", the fullest of {mesh['devices']:,}" * (mesh["devices"] > 1))
+    yield from step_lines(
+        memory, f", on the fullest of {mesh['devices']:,} devices" * (mesh["devices"] > 1)
+    )
     if memory["room"] is None:
-        yield "how much the device has is not known; give --memory"
+        yield "the memory of the device is unknown; give --memory"
         return
     name = plan["device"]["name"]
     if memory["fits"]:
@@ -86,14 +88,14 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
         room = size(memory["room"])
         yield f"does not fit: {name} has {room}; the largest part is {LABELS[largest]}"
         for remedy in plan["remedies"]:
-            enough = "fits then" if remedy["fits"] else "not enough alone"
+            enough = "then it fits" if remedy["fits"] else "not enough by itself"
             saved = f"saves {size(remedy['saves'])}"
             yield f"  {remedy['setting']}: {saved}, {enough} ({remedy['cost']})"
     yield from _limits(plan["limits"], plan["train"], mesh["devices"])
 
 
 def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
-    """A step's memory at its peak, by kind, and between steps."""
+    """Yield lines with a step's memory at its peak, by kind, and between steps."""
     peak = memory["peak"]
     yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
     for kind, name in LABELS.items():
@@ -111,14 +113,14 @@ def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iter
         limit = "at least" if rows >= tried else "at most"
         yield f"{limit} {_counted(rows, 'row')} of {train['seq_len']:,} tokens at once{of}"
     else:
-        yield f"not one row of {train['seq_len']:,} tokens at once{of}"
+        yield f"not even one row of {train['seq_len']:,} tokens fits{of}"
     if length:
         yield f"{'at least' if length >= MOST_TOKENS else 'at most'} {length:,} tokens in one row"
     if mesh is None:
-        yield f"no mesh of up to {MOST_DEVICES:,} devices that was tried holds it"
+        yield f"fits on none of the tried meshes of up to {MOST_DEVICES:,} devices"
     elif mesh["devices"] > 1:
         ways = [f"{name} {mesh[name]}" for name in ("shard", "tensor") if mesh[name] > 1]
-        each = "each" if mesh["tensor"] == 1 else f"every {mesh['tensor']} of them"
+        each = "each device" if mesh["tensor"] == 1 else f"every {mesh['tensor']} devices"
         fewest = f"{mesh['devices']:,} devices ({', '.join(ways)})"
         yield f"at least {fewest}, for one row at once on {each}"
 
@@ -126,7 +128,7 @@ def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iter
 def _time(plan: dict[str, Any]) -> Iterator[str]:
     time = plan["time"]
     if time is None:
-        yield "not known for this machine: give --measure, or --device and a name"
+        yield "unknown for this machine; give --measure or --device NAME"
         return
     yield (
         f"{duration(time['seconds'])} for {time['steps']:,} steps on "
@@ -141,12 +143,12 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
             for name, part in step.items()
             if part > whole / 200
         ]
-        yield f"a step takes {_seconds(whole)}, simulated: {', '.join(parts)}"
+        yield f"one step takes {_seconds(whole)} (simulated): {', '.join(parts)}"
     if time["failures"]["expected"] >= 1:
         failures = time["failures"]
         yield (
-            f"{_counted(round(failures['expected']), 'failure')} of a device to be expected, which "
-            f"leave {failures['goodput']:.1%} of the time"
+            f"{_counted(round(failures['expected']), 'device failure')} expected, leaving "
+            f"{failures['goodput']:.1%} of the time for training"
         )
     hours = f"{time['device_hours']:,.1f} device hours"
     yield hours if time["cost"] is None else f"{hours}, {time['cost']:,.2f} at the price given"
@@ -158,7 +160,7 @@ def _seconds(seconds: float) -> str:
 
 def _optima(plan: dict[str, Any]) -> Iterator[str]:
     flops = plan["compute_optimal"]["flops"]
-    small = f", far below the {LEAST_FITTED:g} from which the laws were fitted"
+    small = f", far below {LEAST_FITTED:g}, the smallest budget that the laws were fitted to"
     yield f"{flops:.4g} FLOP{small if flops < LEAST_FITTED / 10 else ''}"
     for law in plan["compute_optimal"]["laws"]:
         loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
@@ -170,22 +172,22 @@ def _optima(plan: dict[str, Any]) -> Iterator[str]:
 
 def _serving(serving: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"{serving['bytes_per_token']:,} bytes of cache a token, "
-        f"{size(serving['bytes_per_text'])} for a text of {serving['context']:,}"
+        f"{serving['bytes_per_token']:,} bytes of cache per token, "
+        f"{size(serving['bytes_per_text'])} for a sequence of {serving['context']:,} tokens"
     )
     for name in WAYS:
         way = serving[name]
         if way is None:
-            yield f"{name}: no layer is wide enough"
+            yield f"{name}: no layer is wide enough for quantisation"
             continue
         line = f"{name}: weights {size(way['weights'])}"
         if way["texts"] == 0:
-            yield f"{line}, too much for one such text"
+            yield f"{line}, too large to serve one such sequence"
             continue
         if way["texts"] is not None:
-            line += f", {way['texts']:,} such texts at once"
+            line += f", {way['texts']:,} such sequences at once"
         if way["tokens_per_second"] is not None:
-            line += f", at most {way['tokens_per_second']:,.0f} tokens a second for one"
+            line += f", up to {way['tokens_per_second']:,.0f} tokens per second for one sequence"
         yield line
 
 
@@ -214,11 +216,11 @@ COLORS = {
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 300, 64, 8, 14, 34
 LETTER = 7
-"""Width of a letter in a label, with some space to the next label."""
+"""Width of a letter in a label, including spacing between labels."""
 
 
 class Bar(NamedTuple):
-    """Bytes of each kind, under a name."""
+    """A stacked bar of the chart: its name, and the bytes of each kind."""
 
     name: str
     kinds: Mapping[str, int]
@@ -229,10 +231,10 @@ class Bar(NamedTuple):
 
 
 def write_page(path: Path, plan: dict[str, Any]) -> None:
-    """Write the page, replacing an earlier one.
+    """Write the HTML page, replacing an existing one.
 
     Raises:
-        WorkhorseError: the disk is full or refuses.
+        WorkhorseError: the page cannot be written, for example because the disk is full.
     """
     moments = [
         Bar(f"{moment['phase']} {moment['part']}", {kind: moment[kind] for kind in LABELS})
@@ -253,7 +255,7 @@ def write_page(path: Path, plan: dict[str, Any]) -> None:
 
 
 def _parts(memory: dict[str, Any]) -> list[Bar]:
-    """What each part of the model holds, in its order."""
+    """A bar for each part of the model, in order."""
     names = dict.fromkeys([*memory["parts"], *memory["activations"]])
     return [
         Bar(
@@ -268,11 +270,11 @@ def _parts(memory: dict[str, Any]) -> list[Bar]:
 
 
 def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
-    """Stacked bars as an `<svg>` element, with a line at `room` if it is in sight.
+    """Draw stacked bars as an `<svg>` element, with a line at `room` if it is within the scale.
 
     Args:
-        bars: from left to right.
-        room: bytes of the device.
+        bars: the bars, from left to right.
+        room: memory of the device in bytes.
     """
     highest = max(bar.total for bar in bars)
     if room is not None and room < 2 * highest:
@@ -308,13 +310,13 @@ def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
 
 
 def _drawn(bar: Bar, x: float, step: float, y: Callable[[float], float]) -> str:
-    """A bar as a `<g>` element whose figures show under the pointer.
+    """Draw a bar as a `<g>` element with its figures as a tooltip.
 
     Args:
-        bar: with its kinds from the bottom up.
-        x: its left side.
-        step: from one bar to the next.
-        y: gives the height of a number of bytes in the picture.
+        bar: the bar; its kinds are drawn from the bottom up.
+        x: its left edge.
+        step: distance from one bar to the next.
+        y: function from bytes to the y coordinate.
     """
     figures = ", ".join(f"{LABELS[kind]} {size(n)}" for kind, n in bar.kinds.items() if n)
     parts = [f"<title>{escape(f'{bar.name}: {size(bar.total)} ({figures})')}</title>"]

@@ -1,4 +1,4 @@
-"""`plan`: what a model and its training need, before either is allocated."""
+"""`plan`: estimates for a model and its training, before either is allocated."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,14 +28,15 @@ from workhorse.train.step.build import measured_peak
 
 HERE = "this machine"
 UTILIZATION = 0.4
-"""The part of a device's peak that training reaches, where nothing else is known."""
+"""Default for the fraction of a device's peak that training reaches."""
 HOUR = 3600
 HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
-"""Of one device: 419 interruptions that nobody meant, of 16,384 in 54 days (2407.21783 §3.3.4)."""
+"""Mean hours between failures of one device, from 419 unexpected interruptions of 16,384 devices in
+54 days (2407.21783 §3.3.4)."""
 RESTART = 600
 """Seconds from a failure to the next step."""
 MOST = 1e100
-"""Of any quantity that is given, for what is computed of them to be finite."""
+"""Maximum of any numeric option, so that all results are finite."""
 
 
 def plan(
@@ -53,34 +54,34 @@ def plan(
     tell: Callable[[str], object] = lambda line: None,
     show: Callable[[str], object] = lambda doing: None,
 ) -> dict[str, Any]:
-    """Parameters, arithmetic, memory, time and cost of a model and its training, as plain data.
+    """Estimate parameters, arithmetic, memory, time and cost of a training, as plain data.
 
     Args:
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
-        device: a name of `known_devices`; None: this machine.
-        devices: how many, in all; None: as many as the mesh has. `shard` divides the work among
-            them if nothing else does, otherwise `data` fills the mesh up.
-        memory: of each device in GiB; None: what it has, or what is free here.
-        utilization: the part of the peak that training reaches; None: what its schedule leaves, on
-            devices whose links are known, and `UTILIZATION` on others.
-        price: of a device for an hour, in any currency; needs a known device, or `measure`, as
-            `utilization` does.
-        budget: floating-point operations to find the best model and tokens for; None: those of the
-            planned training.
-        context: tokens of a text that is served; None: the longest.
-        measure: whether to measure this machine's peak.
-        tell: called with each remark on the settings.
-        show: called with what is being done.
+        device: a name in `known_devices`; None: this machine.
+        devices: total number of devices; None: the number that the mesh has. If no other key
+            divides the work, `shard` does; otherwise `data` fills up the mesh.
+        memory: memory per device in GiB; None: the known size, or the free memory of this machine.
+        utilization: the fraction of the peak that training reaches; None: simulated on devices
+            with known links, and `UTILIZATION` on others.
+        price: price of a device per hour, in any currency. Like `utilization`, it needs a known
+            device or `measure`.
+        budget: floating-point operations for the compute-optimal sizes; None: those of the planned
+            training.
+        context: number of tokens of a served sequence; None: the maximum.
+        measure: True to measure this machine's peak.
+        tell: callback for each warning about the settings.
+        show: callback for progress messages.
 
     Returns:
-        What `--json` prints: `source`, `kind`, `assumed`, `config`, `train`, `parameters`, `flops`,
+        The data of `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`, `flops`,
         `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` and `time`
-        (seconds; None where they are not known), `compute_optimal` and `serving`.
+        (seconds; both None if unknown), `compute_optimal` and `serving`.
 
     Raises:
-        WorkhorseError: there is no such source or device, the mesh does not divide the model or its
-            batches evenly, or an option would have no effect.
+        WorkhorseError: the source or device does not exist, the mesh does not divide the model or
+            its batches evenly, or an option would have no effect.
     """
     _check_finite(memory=memory, utilization=utilization, price=price, budget=budget)
     _check_options(device, measure, price=price, utilization=utilization)
@@ -93,23 +94,23 @@ def plan(
     if context is not None and context > config.max_seq_len:
         raise WorkhorseError(
             f"--context {context} is more than the model's max_seq_len={config.max_seq_len}; "
-            f"set model.max_seq_len={context}, or choose at most that"
+            f"set model.max_seq_len={context}, or choose at most {config.max_seq_len}"
         )
     peak = _peak(train, target, spec, measure)
     if train.minutes is not None and peak is None:
         raise WorkhorseError(
-            f"train.minutes={train.minutes:g} needs a time, which is not known for this machine; "
-            "add --measure, or --device and a name"
+            f"train.minutes={train.minutes:g} needs a time estimate, which is not available for "
+            "this machine; add --measure or --device NAME"
         )
     show("recording a training step")
     train = _with_micro_batch(config, train, target, mesh, room, packed=subject.packed)
     train = _with_steps(subject, train, peak, spec, utilization=utilization, tell=tell)
     fullest = device_memory(config, train, target, mesh, packed=subject.packed)
-    show("searching for the most that fits")
+    show("searching for the largest step that fits")
     most = None if room is None else _limits(subject, train, target, room)
     show("comparing remedies")
     found = _remedies(subject, train, target, room, fullest)
-    show("counting what serving needs")
+    show("computing the memory of serving")
     flops = _flops(config, train)
     total = flops["training"]
     return {
@@ -144,7 +145,7 @@ def plan(
 def _check_finite(**numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None and math.isnan(value):
-            raise WorkhorseError(f"--{name} {value} is not a number; give one, or leave it out")
+            raise WorkhorseError(f"--{name} {value} is not a number; give one, or remove it")
         if value and not 1 / MOST <= value <= MOST:
             raise WorkhorseError(
                 f"--{name} {value:g} is out of range; give a number from {1 / MOST:g} to {MOST:g}"
@@ -152,26 +153,28 @@ def _check_finite(**numbers: float | None) -> None:
 
 
 def _check_options(device: str | None, measure: bool, **of_time: float | None) -> None:
-    """Refuse what would be ignored."""
+    """Raise an error for options that would be ignored."""
     if device is not None and measure:
-        raise WorkhorseError("--measure measures this machine; leave out --device")
+        raise WorkhorseError(
+            "--measure measures this machine and cannot be combined with --device; remove one"
+        )
     given = [f"--{name} {value:g}" for name, value in of_time.items() if value is not None]
     if given and device is None and not measure:
         raise WorkhorseError(
-            f"{given[0]} needs a time, which is not known for this machine; add --measure, or "
-            "--device and a name"
+            f"{given[0]} needs a time estimate, which is not available for this machine; add "
+            "--measure or --device NAME"
         )
 
 
 def _for_device(train: TrainConfig, device: torch.device, spec: DeviceConfig | None) -> TrainConfig:
-    """The settings with the type and the device that they come to."""
+    """The settings with `auto` replaced by the actual dtype and device."""
     if spec is None:
         name = str(training_dtype(train.dtype, device)).removeprefix("torch.")
         return train.replace(dtype=name, device=str(device))
     if train.dtype == "float16":
         raise WorkhorseError(
-            "train.dtype=float16 cannot be planned: autocast's copies are not known; plan bfloat16 "
-            "or float32"
+            "train.dtype=float16 cannot be planned: the copies made by autocast are unknown; use "
+            "bfloat16 or float32"
         )
     known = [name for name in ("bfloat16", "float32") if getattr(spec, name)]
     return train.replace(dtype=known[0] if train.dtype == "auto" else train.dtype, device="cuda")
@@ -192,12 +195,13 @@ def _with_micro_batch(
     *,
     packed: bool,
 ) -> TrainConfig:
-    """`micro_batch_size: auto` as the number that training would take; one row if none fits."""
+    """Replace `micro_batch_size: auto` by the number that training would use, at least 1."""
     if train.micro_batch_size != "auto":
         return train
     if room is None:
         raise WorkhorseError(
-            "micro_batch_size=auto needs a device's memory; give a number, or --memory"
+            "micro_batch_size=auto needs the memory of the device, which is unknown; give a number "
+            "or --memory"
         )
 
     def needed(rows: int) -> int:
@@ -219,13 +223,13 @@ def _with_steps(
     utilization: float | None,
     tell: Callable[[str], object],
 ) -> TrainConfig:
-    """The settings with the steps that `train.minutes` come to."""
+    """Replace `train.minutes` by the number of steps that fit into this time."""
     if train.minutes is None:
         return train
     one = with_steps(train, 1)
     flops = _flops(subject.config, one)["training"]
     time = _time(subject, one, flops, peak, spec, utilization=utilization, price=None)
-    assert time is not None, "its peak is known"
+    assert time is not None, "the peak is known"
     seconds = time["seconds"]
     found = with_steps(train, steps_within(train, 60 * train.minutes, seconds))
     tell(remark(train, found, seconds))
@@ -233,7 +237,7 @@ def _with_steps(
 
 
 def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
-    """Of a token by component, and of the training; what checkpointing repeats is apart."""
+    """FLOPs per token by component, and of the training; recomputation is counted separately."""
     forward = forward_flops(config.build(device="meta"), train.seq_len)
     once = sum(forward.values())
     layers = once - forward.get("head", 0) - forward.get("embedding", 0)
@@ -253,14 +257,14 @@ def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
 def _peak(
     train: TrainConfig, device: torch.device, spec: DeviceConfig | None, measure: bool
 ) -> tuple[float, str] | None:
-    """Floating-point operations a second, and what that is the peak of."""
+    """Peak floating-point operations per second, and a description of this peak."""
     dtype = getattr(torch, train.dtype)
     if spec is not None:
         tf32 = train.matmul_precision == "high"
         return spec.peak(dtype, tf32=tf32), f"{spec.name}, {train.dtype}, {spec.source}"
     if not measure:
         return None
-    return measured_peak(train, device), f"fastest gemm in {train.dtype} measured here"
+    return measured_peak(train, device), f"fastest matmul in {train.dtype}, measured here"
 
 
 def _described(spec: DeviceConfig | None, device: torch.device) -> dict[str, Any]:
@@ -277,7 +281,7 @@ def _memory(fullest: DeviceMemory, room: int | None) -> dict[str, Any]:
 
 
 def _moments(memory: DeviceMemory) -> list[dict[str, Any]]:
-    """The fullest moment of each part of the step, in order."""
+    """The moment with the most memory in each part of the step, in order."""
     fullest: list[Any] = []
     for moment in memory.moments:
         if not fullest or (moment.phase, moment.part) != (fullest[-1].phase, fullest[-1].part):
@@ -342,7 +346,7 @@ def _time(
 
 
 def failures(train: TrainConfig, seconds: float, devices: int) -> dict[str, float]:
-    """How often a device fails meanwhile, and the part of the time that is not lost by it."""
+    """Expected number of device failures in `seconds`, and the fraction of time not lost."""
     between = HOURS_BETWEEN_FAILURES * HOUR / devices
     since_checkpoint = min(seconds, train.checkpoint_every * seconds / train.length)
     return {

@@ -1,4 +1,4 @@
-"""What a device can serve: weights, the cache of a text, and how many texts at once."""
+"""Serving on a device: bytes of weights and KV cache, and the number of concurrent sequences."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from workhorse.plan.devices import GIGA
 from workhorse.transforms.quantization import FormatName, QuantizedWeight, place_codes
 
 WAYS: dict[str, FormatName | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
-"""Ways to hold the weights, each with the format of its codes."""
+"""Ways to store the weights, each with its quantisation format; None: not quantised."""
 
 
 def serving(
@@ -27,21 +27,23 @@ def serving(
     room: int | None,
     bandwidth: float | None,
 ) -> dict[str, Any]:
-    """Bytes of weights and cache, and the texts that fit, for each way of holding the weights.
+    """Bytes of weights and cache, and the sequences that fit, for each way to store the weights.
+
+    `tokens_per_second` is the limit of one sequence by memory bandwidth: each token reads every
+    weight that multiplies it, and on average half of the sequence's cache.
 
     Args:
-        config: of the decoder.
-        device: the kind.
-        context: tokens of each text.
-        room: bytes of the device; None: not known.
-        bandwidth: of its memory, 10^9 bytes a second; None: not known.
+        config: the decoder's config.
+        device: the type of device.
+        context: number of tokens per sequence.
+        room: memory of the device in bytes; None: unknown.
+        bandwidth: memory bandwidth in 10^9 bytes per second; None: unknown.
 
     Returns:
-        `bytes_per_token` (of the cache, at the beginning of a text), `context`, `bytes_per_text`,
-        and for each of `WAYS` `weights` (bytes, as they are allocated), `texts` at once, and
-        `tokens_per_second`, the most that one text can have: every weight that multiplies a token,
-        and half the text's cache on average, are read once for each. A way is None if no layer
-        is wide enough for its codes.
+        `bytes_per_token` (cache bytes of the first token), `context` and `bytes_per_text` (cache
+        bytes of a sequence). For each of `WAYS`: `weights` (bytes allocated), `texts` (number of
+        concurrent sequences) and `tokens_per_second`. A way is None if no layer is wide enough to
+        quantise.
     """
     layers = cache_of_layers(config, torch.bfloat16)
     per_text = cache_bytes(layers, context)
@@ -69,18 +71,18 @@ def serving(
 def bytes_of_weights(
     config: DecoderConfig, device: torch.device, format: FormatName | None
 ) -> tuple[int, int]:
-    """Bytes that a decoder loaded for inference has in weights, and those that multiply a token.
+    """Bytes of all weights of a decoder loaded for inference, and of those that multiply a token.
 
-    Layers of one name are equally large: each name is built once, and once more for what a further
-    layer adds.
+    Layers with the same name have the same size. So a decoder with one layer per name is built, and
+    one with a second layer of a name gives the size that each further layer adds.
 
     Args:
-        config: of the decoder.
-        device: the kind; it decides what is quantised, see `place_codes`.
-        format: of the codes; None: all of it is bfloat16.
+        config: the decoder's config.
+        device: the type of device; it decides which weights are quantised, see `place_codes`.
+        format: the quantisation format; None: all weights are bfloat16.
 
     Raises:
-        WorkhorseError: no layer is wide enough for codes.
+        WorkhorseError: no layer is wide enough to quantise.
     """
     here = stand_in(device)
 
@@ -103,14 +105,14 @@ def bytes_of_weights(
 
 
 def allocated(decoder: Decoder) -> int:
-    """Bytes of all parameters and buffers, each storage once."""
+    """Bytes of all parameters and buffers; shared storages count once."""
     tensors = (*decoder.parameters(), *decoder.buffers())
     storages = {id(one := tensor.untyped_storage()): one for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def multiplied_bytes(decoder: Decoder) -> int:
-    """Bytes of the weights that multiply one token: of experts those that the router chooses."""
+    """Bytes of the weights that multiply one token; of experts, only the chosen ones."""
     read = 0
     experts: set[nn.Module] = set()
     for module in decoder.modules():
@@ -125,7 +127,7 @@ def multiplied_bytes(decoder: Decoder) -> int:
 
 
 def _weight_bytes(module: nn.Module) -> int:
-    """Of a matrix, or a stack of them, as it is held; 0 for other modules."""
+    """Bytes of a stored matrix or stack of matrices; 0 for other modules."""
     if isinstance(module, QuantizedWeight):
         return module.nbytes
     return module.weight.nbytes if isinstance(module, nn.Linear | GroupedLinear) else 0

@@ -1,8 +1,8 @@
-"""How long a training step takes on several devices: its passes, and what they send each other.
+"""Simulated time of a training step on several devices, with computation and communication.
 
-Arithmetic and the traffic of activations give the time of a layer; `links.py` says how long an
-exchange takes. The passes of a pipeline follow `one_forward_one_backward`. FSDP sends while layers
-compute; everything else waits, as in training.
+The time of a layer follows from its arithmetic and its memory traffic of activations. The time of a
+collective comes from `Cluster`. The passes of a pipeline follow `one_forward_one_backward`. FSDP
+communication overlaps with computation; all other communication blocks, as in training.
 """
 
 from collections import Counter
@@ -22,27 +22,29 @@ from workhorse.plan.devices import Cluster, DeviceConfig, Ring, cluster_of
 from workhorse.train.recipe.recipe import TrainConfig
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4
-"""How often what a layer keeps is read or written by its operators, all of which go through
-memory: each writes what the next reads, and in the backward pass gradients as well."""
+"""Memory accesses of a layer's saved activations: each operator writes its output and the next one
+reads it. The backward pass accesses gradients as well."""
 UPDATE_PASSES = 2
-"""Of weights, gradients and optimizer: each is read and written once."""
+"""Memory accesses of weights, gradients and optimizer state in an update: one read, one write."""
 STEADY = 3
-"""Micro-batches for each stage, after which every further one takes a pipeline the same time."""
+"""Micro-batches per stage after which each further micro-batch takes a pipeline the same time."""
 FLOAT32 = 4
-"""Bytes of a number that processes add up, or that the optimizer keeps."""
+"""Bytes per element of summed gradients and of optimizer state."""
 STATE = 4
-"""Numbers of an update for each weight: itself with its low bits, two moments, a gradient."""
+"""Float32 elements per weight in an update: the weight with its low bits, two moments, a
+gradient."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a layer, or of a stage, in one direction."""
+    """Seconds of a forward or a backward pass of a layer or a stage."""
 
     computes: float = 0.0
+    """Seconds of computation."""
     waits: float = 0.0
-    """For activations that others send, or take."""
+    """Seconds of blocking exchange of activations."""
     fetches: float = 0.0
-    """For weights and gradients that FSDP sends."""
+    """Seconds of FSDP communication of weights and gradients."""
 
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(
@@ -55,21 +57,21 @@ class Pass:
         return Pass(number * self.computes, number * self.waits, number * self.fetches)
 
     def seconds(self, *, aside: bool) -> float:
-        """Of all; what FSDP sends aside takes time only if it takes longer than the rest."""
+        """Total seconds. With `aside`, FSDP communication overlaps with the rest."""
         rest = self.computes + self.waits
         return max(rest, self.fetches) if aside else rest + self.fetches
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, on its slowest stage.
+    """Seconds of a step on its slowest pipeline stage.
 
     Attributes:
-        compute: arithmetic and memory, what checkpointing repeats included.
-        activation_exchange: between devices that divide layers, sequences and experts.
-        exposed_fsdp: weights and gradients, beyond the time that layers compute meanwhile.
-        pipeline_bubble: while a pipeline fills and empties, or waits for a slower stage.
-        gradient_sync: after the passes.
+        compute: arithmetic and memory traffic, including recomputation.
+        activation_exchange: communication of tensor, context and expert parallelism.
+        exposed_fsdp: FSDP communication that does not overlap with computation.
+        pipeline_bubble: idle time while the pipeline fills, drains or waits for a slower stage.
+        gradient_sync: all-reduce of gradients after the passes.
         optimizer: the update.
     """
 
@@ -82,7 +84,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(vars(self).values())
 
 
@@ -94,9 +96,9 @@ def simulated_step(
     *,
     packed: bool = False,
 ) -> StepTime:
-    """How long a step takes on devices whose links are known.
+    """Simulate the time of a step on devices with known links.
 
-    What a layer keeps is recorded on one layer of each kind.
+    Saved activations are recorded with one period of the layer pattern.
     """
     period = len(config.pattern or config.blocks)
     rows = train.micro_batches(parallel).size
@@ -123,14 +125,14 @@ def step_time(
     cluster: Cluster,
     memory: DeviceMemory,
 ) -> StepTime:
-    """How long a step takes.
+    """Simulate the time of a step.
 
     Args:
-        config: of the whole decoder.
-        train: how it is trained, by all devices together; `micro_batch_size` is a number or None.
-        parallel: how the work is divided among them.
-        cluster: the devices.
-        memory: of the fullest device, without checkpointing; what layers keep is read from it.
+        config: the config of the whole decoder.
+        train: the training settings of all devices; `micro_batch_size` is a number or None.
+        parallel: the parallelism settings.
+        cluster: the devices and their links.
+        memory: the memory of the fullest device without checkpointing, for the saved activations.
     """
     work = _Work(config, train, parallel, cluster, memory)
     stages = [work.of_stage(stage) for stage in range(parallel.pipeline)]
@@ -155,15 +157,15 @@ def step_time(
 def pipeline_seconds(
     stages: list[tuple[float, float]], micro_batches: int, transfer: float = 0.0
 ) -> float:
-    """From the first pass of a step to the last.
+    """Seconds from the first pass of a step to the last.
 
     Args:
-        stages: seconds of a forward and of a backward pass of each.
-        micro_batches: how many pass.
-        transfer: seconds from one stage to the next.
+        stages: for each stage, seconds of a forward and of a backward pass.
+        micro_batches: number of micro-batches.
+        transfer: seconds to send activations from one stage to the next.
     """
     steady = STEADY * len(stages)
-    if micro_batches > steady:  # each more takes as long as the one before
+    if micro_batches > steady:  # each further micro-batch takes the same time
         settled = _followed(stages, steady, transfer)
         more = settled - _followed(stages, steady - 1, transfer)
         return settled + (micro_batches - steady) * more
@@ -171,7 +173,7 @@ def pipeline_seconds(
 
 
 def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: float) -> float:
-    """`pipeline_seconds`, from the end of each pass."""
+    """Compute `pipeline_seconds` by simulating every pass."""
     last = len(stages) - 1
     if last == 0:
         return micro_batches * sum(stages[0])
@@ -190,7 +192,7 @@ def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: f
             arrives = 0.0
             if 0 <= other <= last:
                 if (other, turn) not in done:
-                    break  # whoever makes it asks this stage again
+                    break  # the other stage will queue this one again
                 arrives = done[other, turn] + transfer
             seconds = stages[stage][0 if turn.forward else 1]
             clocks[stage] = done[stage, turn] = max(clocks[stage], arrives) + seconds
@@ -202,7 +204,7 @@ def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: f
 
 
 class _Work:
-    """What a device does in a step, and how long it takes."""
+    """The work of a device in a step, and its time."""
 
     def __init__(
         self,
@@ -218,7 +220,7 @@ class _Work:
         own = train.micro_batches(parallel)
         self.micro_batches = own.count
         self.tokens = own.size * train.seq_len // parallel.context
-        """Of a micro-batch, of those that divide layers together."""
+        """Tokens of a micro-batch in one tensor-parallel group."""
         tensor, context = parallel.tensor, parallel.context
         self.of_tensor = Ring(tensor, 1)
         self.of_context = Ring(context, tensor)
@@ -228,10 +230,10 @@ class _Work:
         self.of_experts = Ring(parallel.expert, parallel.team)
         kept = [size for part, size in memory.activations.items() if is_of_layer(part)]
         self.keeps = sum(kept) / len(kept)
-        """Bytes that a layer keeps of a micro-batch, on one device."""
+        """Average bytes of activations that a layer saves per micro-batch on one device."""
         whole = config.build(device="meta")
         per_token = forward_flops(whole, train.seq_len)
-        if train.kernel != "eager":  # the others leave out what a causal mask hides
+        if train.kernel != "eager":  # other kernels skip the scores that a causal mask hides
             per_token[SCORES] = per_token.get(SCORES, 0) // 2
         self.head_flops = per_token.get("head", 0)
         layers = sum(per_token.values()) - self.head_flops
@@ -243,19 +245,19 @@ class _Work:
             place = "experts" if of_experts else "layers" if is_of_layer(name) else "outside"
             numbers[place] += weight.numel()
         self.layer_weights = numbers["layers"] / config.n_layers
-        """Numbers of a layer, without experts that processes divide."""
+        """Average weights of a layer, without experts that are divided."""
         self.layer_experts = numbers["experts"] / config.n_layers / parallel.expert
         self.outside_weights = numbers["outside"]
 
     @property
     def transfer(self) -> float:
-        """Seconds from one stage to the next: each device's own tokens."""
+        """Seconds to send activations to the next stage; each device sends its own tokens."""
         tokens = self.tokens / self.parallel.tensor
         stride = self.parallel.processes // self.parallel.pipeline
         return self.cluster.send(stride, tokens * self.config.d_model * self.item)
 
     def of_stage(self, stage: int) -> tuple[Pass, Pass]:
-        """The two passes of a micro-batch."""
+        """The forward and the backward pass of a micro-batch through a stage."""
         own = share_of(self.config.n_layers, self.parallel.pipeline, stage)
         forward, backward = (
             self.of_layer(backward=backward).times(len(own)) for backward in (False, True)
@@ -271,7 +273,7 @@ class _Work:
         return forward, backward
 
     def of_layer(self, *, backward: bool) -> Pass:
-        """A layer of average size; with checkpointing its forward pass comes twice."""
+        """A pass of an average layer; with checkpointing, the forward pass is repeated."""
         flops = self.layer_flops * self.tokens / self.parallel.tensor
         computes = flops / self.cluster.flops * (2 if backward else 1)
         passes = BACKWARD_PASSES if backward else FORWARD_PASSES
@@ -283,18 +285,18 @@ class _Work:
         return own
 
     def _fetches(self, weights: float, *, backward: bool, whole: bool = False) -> float:
-        """Seconds in which FSDP gathers so many weights, and sends their gradients.
+        """Seconds for FSDP to gather weights and to reduce-scatter their gradients.
 
         Args:
-            weights: numbers, of all devices that divide layers.
-            backward: in the backward pass, and not the forward one.
-            whole: whether they have stayed whole since the forward pass.
+            weights: number of weights, summed over a tensor-parallel group.
+            backward: True for the backward pass, False for the forward pass.
+            whole: True if they stay gathered from the forward to the backward pass.
         """
         if self.of_shard.size == 1:
             return 0.0
         weights /= self.parallel.tensor
         gathers = 0.0 if backward and whole else 1.0
-        if self.parallel.reshard == "step":  # in the first pass alone
+        if self.parallel.reshard == "step":  # gathered only in the first pass of the step
             gathers = 0.0 if backward else 1 / self.micro_batches
         seconds = gathers * self.cluster.all_gather(self.of_shard, weights * self.item)
         if backward:
@@ -303,18 +305,18 @@ class _Work:
 
     @property
     def _outside(self) -> float:
-        """Numbers of a stage that are in no layer, if it has any."""
+        """Number of weights outside the layers, in a stage that has some."""
         return self.outside_weights / min(2, self.parallel.pipeline)
 
     @property
     def _residual(self) -> float:
-        """Bytes of the residual stream of a micro-batch."""
+        """Bytes of the residual stream in a micro-batch."""
         return self.tokens * self.config.d_model * self.item
 
     def _sent_in_layer(self) -> float:
-        """Seconds that a layer waits for others, in either direction."""
+        """Seconds of blocking communication in one pass of a layer."""
         seconds = 0.0
-        if self.of_tensor.size > 1:  # taken in and given out, by each half
+        if self.of_tensor.size > 1:  # each of two sub-layers gathers and reduce-scatters
             seconds += 4 * self.cluster.all_gather(self.of_tensor, self._residual)
         if self.of_context.size > 1:
             whole = self.tokens * self.parallel.context * self._width_of_keys * self.item
@@ -325,7 +327,7 @@ class _Work:
 
     @property
     def _width_of_keys(self) -> float:
-        """Of keys and values of a token together, on one device, in an average layer."""
+        """Number of key and value elements per token on one device, averaged over the layers."""
         widths: list[float] = []
         for name in self.config.layer_names():
             block = self.config.blocks[name]
@@ -339,12 +341,12 @@ class _Work:
 
     @property
     def _chosen(self) -> float:
-        """Experts of a token, in an average layer."""
+        """Number of experts per token, averaged over the layers."""
         parts = [self.config.blocks[name].mixture for name in self.config.layer_names()]
         return sum(part.top_k for part in parts if part) / len(parts)
 
     def _own_weights(self) -> Iterator[tuple[Ring, float]]:
-        """Numbers of the largest stage on one device, each with those that have the same."""
+        """Yield numbers of weights of the largest stage on one device, with their replicas."""
         layers = -(-self.config.n_layers // self.parallel.pipeline)
         shared = (layers * self.layer_weights + self._outside) / self.parallel.tensor
         yield self.of_data, shared / self.parallel.weight_parts
@@ -354,7 +356,7 @@ class _Work:
             yield own, layers * self.layer_experts / self.parallel.tensor
 
     def add_gradients(self) -> float:
-        """Seconds in which those with the same weights add up their gradients."""
+        """Seconds of the all-reduce of gradients over devices with the same weights."""
         return sum(
             self.cluster.all_reduce(ring, numbers * FLOAT32)
             for ring, numbers in self._own_weights()
@@ -362,6 +364,6 @@ class _Work:
         )
 
     def update(self) -> float:
-        """Seconds of the optimizer."""
+        """Seconds of the optimizer's update."""
         own = sum(numbers for _, numbers in self._own_weights())
         return UPDATE_PASSES * own * STATE * FLOAT32 / self.cluster.bandwidth

@@ -1,7 +1,7 @@
-"""What to plan: a model and its training, from a recipe, a model, or a compute budget.
+"""The model and training to plan, from a recipe or a model, and compute-optimal sizes.
 
-Each law is what its authors fitted, to their models and their text; that they differ by more than
-their last digits is part of the answer. Budgets are in floating-point operations, 6 · N · D.
+Each scaling law was fitted by its authors to their own models and data, so their results differ
+widely. Budgets are in floating-point operations, 6 · N · D.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,17 +23,17 @@ from workhorse.train.dry_run import vocab_size_of
 from workhorse.train.recipe.recipe import TrainConfig
 
 PF_DAY = 1e15 * 24 * 3600
-"""Floating-point operations of a petaflop a second for a day."""
+"""Floating-point operations of a petaflop/s-day."""
 
 
 class Optimum(NamedTuple):
-    """What a law would spend a budget on."""
+    """The compute-optimal model size and number of tokens for a budget."""
 
     law: str
     parameters: float
     tokens: float
     loss: float | None
-    """In nats per token, where the law predicts it."""
+    """Loss in nats per token; None: the law does not predict it."""
 
 
 class Parametric(NamedTuple):
@@ -58,20 +58,20 @@ class Parametric(NamedTuple):
 HOFFMANN = Parametric(1.69, 406.4, 410.7, 0.34, 0.28)
 """2203.15556 §3.3, eq. 10."""
 BESIROGLU = Parametric(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
-"""The same points fitted again: 2404.10102 table 1."""
+"""A new fit to the same points: 2404.10102 table 1."""
 LEAST_FITTED = 6e18
-"""The smallest budget of 2203.15556's curves of equal arithmetic (§3.2)."""
+"""The smallest budget of the isoFLOP curves of 2203.15556 (§3.2)."""
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
-"""About what the first two ways of 2203.15556 come to at every budget (its table 3)."""
+"""Approximate result of the first two methods of 2203.15556 at every budget (table 3)."""
 
 
 def optima(flops: float) -> list[Optimum]:
-    """What each law would train with a budget of so many operations."""
+    """The optimum of each law for a budget of `flops` operations."""
     return [Optimum(name, *law(flops)) for name, law in LAWS.items()]
 
 
 def _kaplan(flops: float) -> tuple[float, float, float | None]:
-    """Without embeddings, at the smallest compute for each loss (2001.08361 table 6)."""
+    """Optimum at the minimum compute for each loss, without embeddings (2001.08361 table 6)."""
     days = flops / PF_DAY
     return 1.3e9 * days**0.73, 2e10 * days**0.27, None
 
@@ -98,22 +98,22 @@ LAWS: dict[str, Callable[[float], tuple[float, float, float | None]]] = {
 
 
 LONGEST_ASSUMED = 4096
-"""Tokens a row, at most, where no recipe says."""
+"""Maximum tokens per row for a model without a recipe."""
 MOST_STEPS = 10**12
-"""Until the size of a model and of its steps are known."""
+"""Temporary number of steps, until the size of the model and of a step are known."""
 PARALLEL = "parallel."
-"""Settings of the mesh begin so."""
+"""Prefix of settings of the mesh."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and how it is to be trained.
+    """A model and its training settings.
 
     Attributes:
-        name: for people.
-        kind: `recipe`, `run`, `preset`, or what a stored model is.
-        packed: whether rows hold several documents, which see nothing of each other.
-        assumed: settings that nobody gave, as `section.key=value`.
+        name: name to show.
+        kind: `recipe`, `run`, `preset`, or the kind of a stored model.
+        packed: True if rows hold several documents, separated by a mask.
+        assumed: default settings that were not given, as `section.key=value`.
     """
 
     name: str
@@ -132,17 +132,17 @@ def find_subject(
     *,
     devices: int | None = None,
 ) -> Subject:
-    """The model and training that a source stands for, with settings written over them.
+    """The model and training of a source, with overrides from settings.
 
     Args:
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value`.
-        tell: called with a line for each key that is dropped or shortened.
-        devices: of the mesh; None: as many as it has.
+        tell: callback for a warning about each key that is dropped or shortened.
+        devices: number of devices; None: the number that the mesh has.
 
     Raises:
-        WorkhorseError: there is no such thing, the mesh cannot have so many devices, or a setting
-            cannot be applied.
+        WorkhorseError: the source does not exist, the mesh does not divide the number of devices,
+            or a setting cannot be applied.
     """
     of_mesh = [one for one in settings if one.startswith(PARALLEL)]
     others = [one for one in settings if not one.startswith(PARALLEL)]
@@ -171,7 +171,7 @@ def find_subject(
 def _mesh(
     settings: list[str], parallel: ParallelismConfig, devices: int | None
 ) -> ParallelismConfig:
-    """The recipe's processes, divided as the settings and the number of devices say."""
+    """The parallelism settings of a recipe, changed by settings and the number of devices."""
     fields = apply_overrides({"parallel": parallel.to_dict()}, settings)["parallel"]
     try:
         mesh = ParallelismConfig.from_dict(fields)
@@ -195,9 +195,9 @@ def _model(source: str | Path, tell: Callable[[str], object]) -> tuple[str, Deco
 def _assumed(
     config: DecoderConfig, settings: list[str], tell: Callable[[str], object], *, rows: int
 ) -> tuple[Recipe, list[str]]:
-    """The recipe of a model that comes without one, and what of it was assumed."""
+    """A default recipe for a model without one, and the settings that were assumed."""
     train: dict[str, Any] = {
-        "batch_size": rows,  # one for each part of the mesh that has rows
+        "batch_size": rows,  # one row per data-parallel part of the mesh
         "seq_len": min(config.max_seq_len, LONGEST_ASSUMED),
         "dtype": "bfloat16",
         "optimizer": {"kind": "adamw", "learning_rate": 3e-4},
@@ -229,4 +229,4 @@ def _assumed(
 
 
 def _config_of(recipe: Recipe) -> DecoderConfig:
-    return recipe.decoder_config(1)  # which says how many tokens it knows
+    return recipe.decoder_config(1)  # the model's own vocab_size takes precedence

@@ -1,4 +1,4 @@
-"""Scaling laws: what finished runs say about the loss of a larger one."""
+"""Scaling laws: predict the loss of larger runs from finished ones."""
 
 from workhorse.scaling.law import FORMS, Estimate, Law, Point, fit_law
 from workhorse.scaling.laws import fit_laws, point_of, read_points, recipe_at

@@ -1,13 +1,12 @@
-"""A law fitted to runs: its form, its uncertainty, and what it predicts.
+"""A scaling law fitted to runs: its form, its uncertainty and its predictions.
 
-Sizes enter as logarithms, less those of the middle: the geometric mean of the runs. There the
-coefficients are as large as losses, which keeps the fit well conditioned.
+Sizes are used as logarithms relative to the geometric mean of the runs. The coefficients then have
+the magnitude of losses, which keeps the fit well conditioned.
 
-The fit is the one of 2203.15556 appendix D.3: the logarithm of the loss, Huber's measure of the
-error, from several starts. How sure it is comes from fitting it again to losses drawn anew around
-the law (a parametric bootstrap). The runs are few, so each draw has an error of its own size: the
-loss of a further run is then distributed as Student's t, with n - p degrees of freedom for n runs
-and p fitted numbers.
+The fit follows 2203.15556 appendix D.3: Huber loss on the logarithm of the loss, from several
+starting points. Its uncertainty comes from a parametric bootstrap: the law is fitted again to
+losses drawn around it. Because there are few runs, the error is drawn too. The loss of a further
+run then follows Student's t with n - p degrees of freedom, for n runs and p fitted coefficients.
 """
 
 import itertools
@@ -25,66 +24,67 @@ from workhorse.errors import WorkhorseError, to_install
 from workhorse.models.describe import FLOPS_PER_PARAMETER
 
 Theta = Sequence[float]
-"""The numbers of a law that are fitted, in the order of its form."""
+"""The fitted coefficients of a law, in the order of its form."""
 Logs = NDArray[np.float64]
-"""An array of logarithms, one for each run."""
+"""An array with one logarithm per run."""
 LARGEST = math.log(sys.float_info.max)
 
 
 class Point(NamedTuple):
-    """A run that has ended, or one to predict."""
+    """A finished run, or a run to predict."""
 
     parameters: float
-    """Training FLOPs of a token over `FLOPS_PER_PARAMETER`: what multiplies, attention included."""
+    """Effective parameters: training FLOPs per token, including attention, divided by
+    `FLOPS_PER_PARAMETER`."""
     tokens: float
-    """Trained on."""
+    """Number of training tokens."""
     loss: float = math.nan
-    """Held-out, in nats per token."""
+    """Held-out loss in nats per token."""
     name: str = ""
 
     @property
     def flops(self) -> float:
-        """Of the whole training."""
+        """FLOPs of the whole training."""
         return FLOPS_PER_PARAMETER * self.parameters * self.tokens
 
 
 class Form(Protocol):
-    """A law whose numbers are still to be fitted."""
+    """The formula of a law, with coefficients to fit."""
 
     name: str
-    """With its source."""
+    """Name of the law, with its source."""
     written: str
-    """As people write it."""
+    """The formula as text."""
     free: int
-    """How many numbers are fitted."""
+    """Number of fitted coefficients."""
     exponents: int
-    """How many of them, the last ones, are exponents."""
+    """Number of exponents among the coefficients; they come last."""
     sizes: Mapping[str, int]
-    """How many different values of a quantity it takes to tell these numbers apart, at least."""
+    """Minimum number of different values of each quantity that identify the coefficients."""
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         """The logarithm of the loss.
 
         Args:
-            theta: the law's numbers, or arrays that broadcast with n and d.
-            n: logarithms of the parameters, less that of the middle.
-            d: likewise, of the tokens.
+            theta: the coefficients, or arrays that broadcast with n and d.
+            n: logarithms of the parameters, minus the logarithm at the middle.
+            d: logarithms of the tokens, minus the logarithm at the middle.
         """
         ...
 
     def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
-        """Where fits begin; the best of their ends counts."""
+        """Starting points of the fit; the best result is used."""
         ...
 
     def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
-        """The numbers as the paper has them."""
+        """The constants of the formula as the paper defines them."""
         ...
 
 
 class Hoffmann:
     """`L = E + A / N^alpha + B / D^beta`; theta: ln E, ln a, ln b, alpha, beta.
 
-    `a` and `b` are the summands at the middle.
+    `a` and `b` are the values of the two terms at the middle, the geometric mean of the runs.
     """
 
     name = "Hoffmann et al., 2203.15556 eq. 2"
@@ -117,7 +117,7 @@ class Hoffmann:
 class Kaplan:
     """`L = ((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D`; theta: ln n, ln d, alpha_N, alpha_D.
 
-    `n` and `d` are the summands at the middle.
+    `n` and `d` are the values of the two terms at the middle, the geometric mean of the runs.
     """
 
     name = "Kaplan et al., 2001.08361 eq. 1.5"
@@ -147,9 +147,9 @@ class Kaplan:
 
 
 class Compute:
-    """`L = E + c / C^gamma`, for runs that divide their FLOPs alike; theta: ln E, ln c, gamma.
+    """`L = E + c / C^gamma`, for runs with the same division of FLOPs; theta: ln E, ln c, gamma.
 
-    `c` is the summand at the middle.
+    `c` is the value of the second term at the middle, the geometric mean of the runs.
     """
 
     name = "power law of compute"
@@ -180,31 +180,32 @@ FORMS: dict[str, Form] = {"hoffmann": Hoffmann(), "kaplan": Kaplan(), "compute":
 
 
 def _exp(log: float) -> float:
-    """Of a constant that runs hardly determine; never more than a float holds."""
+    """`exp` limited to the largest float, for constants that the runs hardly determine."""
     return math.exp(min(log, LARGEST))
 
 
 HUBER = 1e-3
-"""Errors of the logarithm beyond which they count linearly (2203.15556 appendix D.3)."""
+"""Threshold of the Huber loss, for errors of the logarithm (2203.15556 appendix D.3)."""
 SPARE = 2
-"""Runs that a fit needs beyond the numbers of its form: they tell how sure it is."""
+"""Number of runs required beyond the number of coefficients, to estimate the uncertainty."""
 DRAWS = 200
-"""How many times a law is fitted again, for the intervals."""
+"""Number of bootstrap fits for the intervals."""
 SEED = 0
 MOST_STEPS, MOST_AGAIN = 300, 60
-"""Evaluations of a first fit, and of one to losses drawn anew, from each start; losses that no law
-fits would take thousands. With fewer, or from one start, intervals come out too narrow."""
+"""Maximum evaluations per starting point of the first fit and of a bootstrap fit. Losses that no
+law fits would take thousands. With fewer, or with one starting point, intervals are too narrow."""
 LOW, HIGH = 0.025, 0.975
 SLOWEST, STEEPEST = 1e-3, 3.0
-"""The exponents that a fit may come to."""
+"""Bounds of the fitted exponents."""
 RELATIVE_STEP = 2.0**-26
-"""Of the forward differences, times max(1, |theta|): the square root of float64's precision."""
+"""Step of the forward differences relative to max(1, |theta|): square root of float64's epsilon."""
 APART = 0.1
-"""Root mean square that ln D must have beside its regression on ln N, so that both can be told."""
+"""Minimum root mean square of the residuals of ln D after regression on ln N. Below it, the effects
+of parameters and tokens cannot be separated."""
 
 
 class Estimate(NamedTuple):
-    """A figure, with the interval that holds it in 95 % of such cases, if the form holds."""
+    """A value with its 95 % interval, which is valid if the form of the law is."""
 
     value: float
     low: float
@@ -216,12 +217,12 @@ class Law:
     """A fitted law.
 
     Attributes:
-        form: of the law.
-        points: runs that it was fitted to.
-        middle: their geometric mean.
-        theta: the fitted numbers.
-        error: standard deviation of the logarithm of a loss around the law, in further runs too.
-        others: the numbers fitted to losses drawn anew, and the error of each draw.
+        form: the form of the law.
+        points: the runs that it was fitted to.
+        middle: the geometric mean of the runs.
+        theta: the fitted coefficients.
+        error: standard deviation of the logarithm of a run's loss around the law.
+        others: the coefficients and the error of each bootstrap fit.
     """
 
     form: Form
@@ -232,7 +233,7 @@ class Law:
     others: Sequence[tuple[Theta, float]] = field(repr=False)
 
     def predict(self, point: Point) -> Estimate:
-        """The loss of a further run."""
+        """Predict the loss of a further run."""
         rng = np.random.default_rng(SEED)
         sizes = _log_sizes([point], self.middle)
         drawn = [
@@ -243,7 +244,7 @@ class Law:
         return Estimate(*(math.exp(log) for log in logs))
 
     def constants(self) -> dict[str, Estimate]:
-        """The numbers as the paper has them, each with its interval."""
+        """The constants of the formula as the paper defines them, with intervals."""
         every = [self.form.constants(theta, self.middle) for theta, _ in self.others]
         found: dict[str, Estimate] = {}
         for name, value in self.form.constants(self.theta, self.middle).items():
@@ -257,14 +258,14 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
 
     Args:
         form: one of `FORMS`.
-        points: at least `fewest` of the form, and not all of one size.
-        draws: how many times it is fitted again, to losses drawn anew.
+        points: the runs: at least `fewest(form)`, and not all of one size.
+        draws: number of bootstrap fits.
 
     Raises:
         WorkhorseError: there are too few points, or SciPy is missing.
     """
     if few := too_few(form, points):
-        raise WorkhorseError(f"{form.written} has {form.free} numbers to find: {few}")
+        raise WorkhorseError(f"{form.written} has {form.free} coefficients to fit: {few}")
     middle = Point(
         math.exp(fmean(math.log(point.parameters) for point in points)),
         math.exp(fmean(math.log(point.tokens) for point in points)),
@@ -277,7 +278,7 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
     error = math.sqrt(((measured - fitted) ** 2).sum() / left)
     rng = np.random.default_rng(SEED)
     others: list[tuple[Theta, float]] = []
-    # Where the fit let a summand vanish, no slope leads back from there: hence a second start.
+    # If a term vanished in the first fit, its gradient is zero there: hence a second start.
     again = [theta, next(iter(form.starts(points)))]
     for _ in range(draws):
         spread = error * math.sqrt(left / rng.chisquare(left))
@@ -287,34 +288,37 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
 
 
 def fewest(form: Form) -> int:
-    """The fewest runs that a form can be fitted to."""
+    """Minimum number of runs for fitting a form."""
     return form.free + SPARE
 
 
 def too_few(form: Form, points: Sequence[Point]) -> str:
-    """Why a form cannot be fitted to some points; empty if it can."""
+    """The reason why a form cannot be fitted to points; empty if it can."""
     if len(points) < fewest(form):
-        return f"{fewest(form)} runs are the fewest, {len(points)} given"
+        return f"at least {fewest(form)} runs are needed, {len(points)} given"
     for what, least in form.sizes.items():
         if (found := len({getattr(point, what) for point in points})) < least:
-            return f"{least} different {what} are the fewest, {found} given"
+            return f"at least {least} different {what} are needed, {found} given"
     if {"parameters", "tokens"} <= form.sizes.keys() and _rise_together(points):
-        return "tokens rise with parameters in one way; train some sizes on more or fewer as well"
+        return (
+            "tokens are nearly a power of the parameters, so their effects cannot be separated; "
+            "train some sizes on more or fewer tokens"
+        )
     return ""
 
 
 def _rise_together(points: Sequence[Point]) -> bool:
-    """Whether tokens are nearly a power of the parameters, so that no fit tells them apart."""
+    """True if tokens are almost a power of the parameters, so that a fit cannot separate them."""
     n, d = _log_sizes(points, points[0])
     rest = (d - d.mean()) - np.polyval(np.polyfit(n, d - d.mean(), 1), n)
     return bool(np.sqrt((rest**2).mean()) < APART)
 
 
 def check_points(points: Sequence[Point]) -> None:
-    """Refuse points that no form can be fitted to.
+    """Raise an error if no form can be fitted to the points.
 
     Raises:
-        WorkhorseError: with the reason of the form that needs the fewest.
+        WorkhorseError: no form can be fitted; gives the reason for the form that needs the fewest.
     """
     if all(too_few(form, points) for form in FORMS.values()):
         reason = too_few(min(FORMS.values(), key=fewest), points)
@@ -322,7 +326,7 @@ def check_points(points: Sequence[Point]) -> None:
 
 
 def _log_sizes(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
-    """Logarithms of parameters and tokens, less those of the middle."""
+    """Logarithms of parameters and tokens, minus the logarithms at the middle."""
     n = np.log([point.parameters / middle.parameters for point in points])
     return n, np.log([point.tokens / middle.tokens for point in points])
 
@@ -330,19 +334,19 @@ def _log_sizes(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
 def _fitted(
     form: Form, sizes: tuple[Logs, Logs], measured: Logs, starts: Iterable[Theta], most: int
 ) -> Theta:
-    """The numbers with the least error, after at most `most` evaluations from each start."""
+    """The coefficients with the smallest error, after up to `most` evaluations per start."""
     try:
         from scipy.optimize import least_squares
     except ImportError:
         raise WorkhorseError(
-            f"laws are fitted by SciPy, which is not installed; {to_install('compare')}"
+            f"fitting laws needs SciPy, which is not installed; {to_install('compare')}"
         ) from None
 
     def errors(theta: Any) -> NDArray[np.float64]:
         return measured - form.log_loss(theta, *sizes)
 
     def jacobian(theta: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of `errors`, (runs, free), by forward differences, all columns in one evaluation."""
+        """Jacobian of `errors`, (runs, free), by forward differences in one evaluation."""
         steps = RELATIVE_STEP * np.maximum(1, abs(theta))
         moved = theta[:, None] + np.diag(steps)
         return ((errors(moved[..., None]) - errors(theta)) / steps[:, None]).T

@@ -1,4 +1,4 @@
-"""All the laws of some runs, and what each predicts, as plain data."""
+"""Fit all laws to runs and predict losses, as plain data."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ from workhorse.train import Recipe, read_metrics, with_init
 from workhorse.train.dry_run import vocab_size_of
 
 DECAYED = 0.5
-"""The most that may be left of the learning rate at the end."""
+"""Maximum final learning rate of a run, relative to its base learning rate."""
 
 
 def recipe_at(path: str | Path) -> Recipe:
@@ -37,10 +37,11 @@ def recipe_at(path: str | Path) -> Recipe:
 
 
 def read_points(runs: Iterable[str | Path]) -> list[Point]:
-    """A point of every run.
+    """Read the point of each run.
 
     Raises:
-        WorkhorseError: one is no run, has not ended, or has other data or another tokenizer.
+        WorkhorseError: a path is not a run directory or is given twice, a run is not finished, or
+            runs differ in data or tokenizer.
     """
     points: list[Point] = []
     first: tuple[Recipe, str] | None = None
@@ -48,9 +49,9 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
     for run in runs:
         directory = RunDirectory(Path(run))
         if not directory.exists:
-            raise WorkhorseError(f"{run} is not a run directory; give folders that train made")
+            raise WorkhorseError(f"{run} is not a run directory; give folders made by train")
         if (place := Path(run).resolve()) in seen:
-            raise WorkhorseError(f"{run} is given twice; leave one of them out")
+            raise WorkhorseError(f"{run} is given twice; remove one")
         seen.add(place)
         recipe = Recipe.from_dict(directory.recipe())
         first = first or (recipe, str(run))
@@ -61,31 +62,31 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
 
 
 def _check_whole(recipe: Recipe, name: str) -> None:
-    """Refuse a run that was trained before, or whose learning rate did not decay.
+    """Raise an error for a run that does not show the loss of its full length from random weights.
 
     Raises:
-        WorkhorseError: it is one.
+        WorkhorseError: the run began from trained weights, has not begun to train, or its learning
+            rate did not decay.
     """
     if recipe.init is not None:
         raise WorkhorseError(
-            f"{name} began from the weights of {recipe.init}, which saw other tokens before; leave "
-            "it out"
+            f"{name} began from the weights of {recipe.init}, which were already trained; remove it"
         )
     train = recipe.train
     if train.steps is None:
-        raise WorkhorseError(f"{name} has not begun to train; leave it out")
+        raise WorkhorseError(f"{name} has not begun to train; remove it")
     if (last := train.schedule.factor(train.length, train.length)) > DECAYED:
         raise WorkhorseError(
-            f"{name} ended with {last:.0%} of its learning rate, so its loss is not that of a run "
-            "of that length; let its schedule decay, or leave it out"
+            f"{name} ended with {last:.0%} of its learning rate, so its loss does not represent a "
+            "full run of that length; let its schedule decay, or remove it"
         )
 
 
 def check_text(recipe: Recipe, name: str, other: Recipe, beside: str) -> None:
-    """Refuse a recipe whose losses are of other text, or of other tokens, than those of another.
+    """Raise an error if the losses of two recipes are for different data or tokenizers.
 
     Raises:
-        WorkhorseError: they are.
+        WorkhorseError: data or tokenizer differ.
     """
     own, wanted = (
         (one.data.replace(cache_dir=None), one.tokenizer.to_dict()) for one in (recipe, other)
@@ -93,7 +94,7 @@ def check_text(recipe: Recipe, name: str, other: Recipe, beside: str) -> None:
     if own != wanted:
         raise WorkhorseError(
             f"{name} has other data or another tokenizer than {beside}, so their losses cannot "
-            "be compared; leave one of them out"
+            "be compared; remove one"
         )
 
 
@@ -103,38 +104,42 @@ def _point(directory: RunDirectory, steps: int) -> Point:
     done = step.get("step", 0)
     if done < steps:
         raise WorkhorseError(
-            f"{directory.path} has {done} of {steps} steps; let it end, or leave it out"
+            f"{directory.path} has {done} of {steps} steps; finish the run, or remove it"
         )
     if not validation.get("whole") or validation["step"] != done:
         raise WorkhorseError(
-            f"{directory.path} has no loss of the whole held-out text after its last step; let it "
-            "end, or leave it out"
+            f"{directory.path} has no loss of the whole validation set after its last step; finish "
+            "the run, or remove it"
         )
     flops, tokens = start.get("flops_per_token"), step.get("tokens")
     loss = validation.get("loss")
-    for name, figure in (("FLOPs of a token", flops), ("tokens", tokens)):
+    for name, figure in (("FLOPs per token", flops), ("tokens", tokens)):
         if not _is_size(figure):
             raise WorkhorseError(
-                f"{directory.path} has {as_written(figure)} for its {name}; leave it out"
+                f"{directory.path} has {as_written(figure)} as its {name}; remove it"
             )
     if not _is_size(loss):
         raise WorkhorseError(
-            f"{directory.path} has {as_written(loss)} for its loss after {done} steps, and "
-            "only losses above 0 can be fitted; leave it out"
+            f"{directory.path} has {as_written(loss)} as its loss after {done} steps, but only "
+            "losses above 0 can be fitted; remove it"
         )
     return Point(flops / FLOPS_PER_PARAMETER, tokens, loss, directory.path.name)
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a figure of a file is above 0, as parts of it are, and not beyond every count."""
+    """True for a number above 0 that is neither subnormal nor larger than any plausible count."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and sys.float_info.min <= value <= LARGEST
 
 
 def point_of(recipe: Recipe) -> Point:
-    """Where a recipe's run would stand; its loss is not known."""
+    """The point of a recipe's run, without a loss.
+
+    Raises:
+        WorkhorseError: the recipe has no number of steps.
+    """
     if recipe.train.steps is None:
-        raise WorkhorseError(f"{recipe.name} has train.minutes; give it train.steps")
+        raise WorkhorseError(f"{recipe.name} has train.minutes; set train.steps instead")
     config = recipe.decoder_config(vocab_size_of(recipe))
     flops = flops_per_token(config.build(device="meta"), recipe.train.seq_len)
     tokens = recipe.train.length * recipe.train.tokens_per_step
@@ -147,16 +152,16 @@ def fit_laws(
     """Fit every form of law to runs, and predict the losses of recipes.
 
     Args:
-        runs: run directories, all of one text and tokenizer.
-        recipes: whose losses are to be predicted.
-        draws: how many times each law is fitted again, for the intervals.
+        runs: run directories, all with the same data and tokenizer.
+        recipes: the recipes to predict.
+        draws: number of bootstrap fits per law, for the intervals.
 
     Returns:
         `runs` (points, by FLOPs); `laws`, each with `name`, `written`, `constants` (`value`, `low`
-        and `high` of each), `error` (relative, of a run), `predictions` (`name`, `loss`, `low`,
-        `high`) and `optimum` (`parameters` and `tokens` for the most `flops` of any run or recipe;
-        None where the form, or the runs, show no best division); `left_out` (why a law has too few
-        runs, by its name).
+        and `high` of each), `error` (relative error of a run), `predictions` (`name`, `loss`,
+        `low`, `high`) and `optimum` (`parameters` and `tokens` for the largest `flops` of any run
+        or recipe; None if the form or the runs do not determine it); `left_out` (by name of a law,
+        the reason why it was not fitted).
 
     Raises:
         WorkhorseError: runs cannot be compared, or are too few for any law.
@@ -189,7 +194,7 @@ def _described(law: Law, wanted: Sequence[Point]) -> dict[str, Any]:
 
 
 def _optimum(law: Law, flops: float) -> dict[str, float] | None:
-    """How the FLOPs are best divided; None where the form, or the runs, show no best division."""
+    """Compute-optimal division of FLOPs; None if the form or the runs do not determine it."""
     if not isinstance(law.form, Hoffmann):
         return None
     numbers = law.form.constants(law.theta, law.middle)
@@ -198,7 +203,7 @@ def _optimum(law: Law, flops: float) -> dict[str, float] | None:
         return None
     try:
         parameters, tokens = own.optimum(flops)
-    except ArithmeticError:  # one of the summands is 0, or as good as that
+    except ArithmeticError:  # one of the terms is 0 or negligible
         return None
     if min(parameters, tokens) < 1:
         return None

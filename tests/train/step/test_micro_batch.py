@@ -114,14 +114,15 @@ def test_what_cannot_be_recorded_is_bounded(decoder: Decoder) -> None:
 def test_no_room_for_one_row(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:
     free(monkeypatch, 2**10)
     message = (
-        r"^one row of 8 tokens needs .* MiB and 0\.0 MiB are free on cpu, .* train.seq_len, set "
+        r"^one sequence of 8 tokens needs .* MiB, but a step may use .* MiB of the 0\.0 MiB free "
+        r"on cpu; reduce train.seq_len, set "
     )
     with pytest.raises(WorkhorseError, match=message):
         fit_micro_batch(decoder.config, config(8, micro_batch_size="auto"), CPU)
 
 
 def test_other_devices_are_refused(decoder: Decoder) -> None:
-    with pytest.raises(WorkhorseError, match="auto works on CUDA and on a CPU, and device is mps"):
+    with pytest.raises(WorkhorseError, match="auto is not supported on device=mps, only on cuda a"):
         fit_micro_batch(decoder.config, config(8, micro_batch_size="auto"), torch.device("mps"))
 
 
@@ -139,12 +140,14 @@ def test_a_long_run_is_refused_if_a_step_does_not_fit(
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: needed - 1)
     check_training(decoder.config, short, CPU)
     long = short.replace(steps=int(LONG))
-    with pytest.raises(WorkhorseError, match="a step with 8 rows of 8 tokens at once needs"):
+    with pytest.raises(WorkhorseError, match="a micro-batch of 8 sequences of 8 tokens needs"):
         check_training(decoder.config, long, CPU)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: needed)
     check_training(decoder.config, long, CPU)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 100)
-    with pytest.raises(WorkhorseError, match="the model with its gradients and optimizer needs"):
+    with pytest.raises(
+        WorkhorseError, match="the model with its gradients and optimizer state needs"
+    ):
         check_training(decoder.config, short, CPU)
 
 
@@ -160,7 +163,7 @@ def test_processes_of_one_machine_need_room_for_all(
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 4 * needed)
     check_training(decoder.config, long, CPU, parallel=quarters)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 4 * needed - 1)
-    with pytest.raises(WorkhorseError, match="rows of 8 tokens at once in 4 processes needs"):
+    with pytest.raises(WorkhorseError, match="of 2 sequences of 8 tokens in 4 processes needs"):
         check_training(decoder.config, long, CPU, parallel=quarters)
 
 

@@ -1,1 +1,1 @@
-"""What processes divide: weights, layers, sequences, experts, and who has which part."""
+"""Sharded weights and tensor, context, pipeline and expert parallelism; the part of each rank."""

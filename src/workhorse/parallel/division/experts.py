@@ -1,8 +1,8 @@
-"""The experts of mixtures divided among processes, which send each other tokens.
+"""Expert parallelism: the experts of mixtures divided among ranks, which exchange tokens.
 
-A process keeps the weights of its experts and sends the tokens that are routed to others', whose
-outputs come back (2006.16668 §3). Tokens are sorted by expert, so what goes to one process lies
-together.
+A rank keeps the weights of its experts. It sends tokens that are routed to other experts to their
+ranks, and gets the outputs back (2006.16668 §3). Tokens are sorted by expert, so the tokens for one
+rank are contiguous.
 """
 
 from functools import partial
@@ -20,12 +20,12 @@ from workhorse.transforms.record import become, combined, replace_modules
 
 
 class ExpertTeam:
-    """The processes that have a part each of every mixture's experts.
+    """The expert-parallel group: ranks that divide the experts of every mixture.
 
     Args:
-        world: of the run; all its processes must make their team together.
-        ways: how many processes are in a team; it divides the number of `World.replicas`.
-        device: of the weights.
+        world: the processes of the run; all must create their group together.
+        ways: number of ranks in a group, a divisor of `World.replicas`.
+        device: the device of the weights.
     """
 
     def __init__(self, world: World, ways: int, device: torch.device) -> None:
@@ -35,11 +35,11 @@ class ExpertTeam:
         self.group = Group(self.mesh.get_local_rank(), ways, self.mesh.get_group())
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether a parameter is of experts, of which this process has a part."""
+        """True if a parameter belongs to divided experts."""
         return is_sharded(parameter) and parameter.device_mesh == self.mesh
 
     def divide(self, root: nn.Module) -> None:
-        """Let this process keep its part of every mixture's experts, in place."""
+        """Keep only this rank's experts of every mixture, in place."""
 
         def choose(module: nn.Module) -> nn.Module:
             if isinstance(module, GroupedLinear):
@@ -62,7 +62,7 @@ class ExpertTeam:
 
 
 class _DividedLinear(GroupedLinear):
-    """A mixin for the maps of experts of which this process has a part."""
+    """A mixin for the linear maps of divided experts."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
@@ -70,7 +70,7 @@ class _DividedLinear(GroupedLinear):
 
 
 class _DividedExperts(Experts):
-    """A mixin for experts of which this process has a part: `n_experts` of them."""
+    """A mixin for divided experts; `n_experts` is the number of experts on this rank."""
 
     team: ExpertTeam
 

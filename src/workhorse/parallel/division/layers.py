@@ -1,10 +1,10 @@
-"""Layers divided among processes: tensor parallelism, with sequences divided between layers.
+"""Tensor parallelism: layers divided among ranks, with sequences divided between layers.
 
-Every process of a team has some heads, hidden features and tokens of the vocabulary
-(`part_of_model`), and of the residual stream consecutive tokens (2205.05198 §4.2.2). A sub-layer
-takes in the tokens of all, computes with what it has of the layer, and each process gets the sum
-of all outputs for its own tokens. So the gradient that a process has of weights that all have is a
-part of it, to be added up.
+Each rank of a group has some heads, hidden features and tokens of the vocabulary (`part_of_model`),
+and consecutive tokens of the residual stream (2205.05198 §4.2.2). A sub-layer gathers the tokens of
+all ranks and computes with its part of the layer. The outputs are then reduced, and each rank keeps
+its own tokens. A rank's gradient of a replicated weight is therefore partial, and the gradients of
+all ranks must be summed.
 """
 
 from dataclasses import replace
@@ -35,14 +35,15 @@ from workhorse.transforms.record import become, combined, replace_modules
 
 
 class LayerTeam:
-    """The processes that have a part each of every layer.
+    """The tensor-parallel group: ranks that divide every layer.
 
     Args:
-        group: they alone.
-        vocabulary: tokens of the whole model.
+        group: the ranks.
+        vocabulary: vocabulary size of the whole model.
 
     Attributes:
-        grows: whether passes are of a text that grows: of all its tokens, with logits for all.
+        grows: True during generation: sequences are not divided between layers, and every rank
+            gets all logits.
     """
 
     def __init__(self, group: Group, vocabulary: int) -> None:
@@ -50,46 +51,46 @@ class LayerTeam:
         self.grows = False
 
     def tokens_of(self, rank: int) -> range:
-        """The tokens of the vocabulary that a process has."""
+        """The ids of the vocabulary that a rank has."""
         return share_of(self.vocabulary, self.group.size, rank)
 
     @property
     def most_tokens(self) -> int:
-        """Of the vocabulary, that any process has."""
+        """Maximum number of vocabulary ids on a rank."""
         return -(-self.vocabulary // self.group.size)
 
     def own(self, x: Tensor) -> Tensor:
-        """This process's tokens, of (batch, seq, …)."""
+        """This rank's tokens of x, (batch, seq, …)."""
         return x if self.grows else x.chunk(self.group.size, dim=1)[self.group.rank]
 
     def take_in(self, x: Tensor) -> Tensor:
-        """The tokens of all, of what each has of (batch, seq, …), for all to compute with."""
+        """Gather the tokens of all ranks, (batch, seq, …); reduce-scatter the gradient."""
         return x if self.grows else with_gradient(self.joined, self.parted, x)
 
     def give_out(self, y: Tensor) -> Tensor:
-        """This process's tokens of the sum of what all processes computed."""
+        """Reduce-scatter: sum y over the ranks and keep this rank's tokens; gather the gradient."""
         return self.group.add(y) if self.grows else with_gradient(self.parted, self.joined, y)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what all processes have, with a gradient."""
+        """All-reduce of x; the gradient is all-reduced too."""
         return with_gradient(self.group.add, self.group.add, x)
 
     def joined(self, own: Tensor) -> Tensor:
-        """All-gather: of (batch, seq, …) all tokens, in their order."""
+        """All-gather the tokens of all ranks, (batch, seq, …), in order."""
         return torch.cat(self.group.gather(own).unbind(), dim=1)
 
     def parted(self, x: Tensor) -> Tensor:
-        """Reduce-scatter: the sum of all (batch, seq, …), for this process's tokens."""
+        """Reduce-scatter: sum x, (batch, seq, …), over the ranks and keep this rank's tokens."""
         return summed(self.group.exchange(torch.stack(x.chunk(self.group.size, dim=1))))
 
 
 def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) -> None:
-    """Let the part of a model that a process has compute together with the others, in place.
+    """Make this rank's part of a model communicate with the other ranks, in place.
 
     Args:
-        objective: holds a decoder that `part_of_model` describes.
-        config: of the whole model.
-        team: has the other parts.
+        objective: a module that contains a decoder built from `part_of_model`.
+        config: the config of the whole model.
+        team: the tensor-parallel group.
     """
     (decoder,) = (part for part in objective.modules() if isinstance(part, Decoder))
     scores = [part for part in objective.modules() if isinstance(part, TokenLogprobs)]
@@ -127,7 +128,7 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) 
 def _pattern(
     attention: SelfAttention, config: DecoderConfig, name: str, layer: int, team: LayerTeam
 ) -> AttentionPattern:
-    """What the heads of this process see."""
+    """The attention pattern of this rank's heads."""
     whole = config.blocks[name].grouped
     if whole is None:
         return attention.pattern
@@ -137,7 +138,7 @@ def _pattern(
 
 
 def _norms_over_parts(module: nn.Module) -> list[nn.Module]:
-    """Norms of a module over features that are divided."""
+    """Norms of a module over divided features."""
     norms: list[nn.Module] = []
     if isinstance(module, AllHeadsNorm):
         norms.append(module.norm)
@@ -147,7 +148,7 @@ def _norms_over_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _last_products(module: nn.Module) -> list[nn.Module]:
-    """Products of a module with divided inputs, if they have a bias."""
+    """Linear layers of a module with divided input features, if they have a bias."""
     products: list[nn.Linear | GroupedLinear] = []
     if isinstance(module, Attention | LatentAttention):
         products.append(module.out_proj)
@@ -157,7 +158,7 @@ def _last_products(module: nn.Module) -> list[nn.Module]:
 
 
 class _OfTeam(nn.Module):
-    """A mixin for a class of modules of which a team has parts."""
+    """A mixin for modules that are divided among a tensor-parallel group."""
 
     team: LayerTeam
 
@@ -176,27 +177,27 @@ class _SubLayer(_OfTeam):
 
 
 class _Mixture(_OfTeam, MixtureOfExperts):
-    """What follows the sum of experts is not linear, so the sum must be that of all processes."""
+    """Reduces the sum of the experts over the ranks before the nonlinear operations after it."""
 
     def mix(self, x: Hidden) -> Hidden:
         return self.team.give_out(super().mix(x))
 
 
 class _LastProduct(_OfTeam):
-    """Its outputs are added up over the processes, of which one adds the bias."""
+    """A linear layer with outputs summed over the ranks; only the first rank adds the bias."""
 
     @property
     def bias(self) -> Tensor:
         bias = self._parameters["bias"]
         assert bias is not None
-        asks_fsdp = is_sharded(bias)  # between passes, for the parameter
+        asks_fsdp = is_sharded(bias)  # FSDP reads the parameter itself between passes
         if self.team.group.is_first or asks_fsdp:
             return bias
         return bias * 0
 
 
 class _LastProducts(_OfTeam, GroupedLinear):
-    """The same of experts."""
+    """`_LastProduct` for the experts of a mixture."""
 
     def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
@@ -222,7 +223,7 @@ class _Embedding(_OfTeam):
 
 
 class _Table(_OfTeam):
-    """The vectors of this process's tokens of the text, from all processes' vocabularies."""
+    """Embedding table with the vocabulary divided among the ranks; returns this rank's tokens."""
 
     def forward(self, tokens: Tokens) -> Hidden:
         here, row = _here(tokens, self.team)
@@ -230,12 +231,12 @@ class _Table(_OfTeam):
 
 
 class _Head(_OfTeam):
-    """All logits, from this process's; for generation, since a loss needs this process's alone."""
+    """Gathers all logits for generation; a loss needs only this rank's logits."""
 
     def forward(self, x: Hidden) -> Logits:
         team = self.team
         own = super().forward(x)
-        assert team.grows, "of a loss, TokenLogprobs takes care"
+        assert team.grows, "TokenLogprobs computes the loss"
         padded = F.pad(own, (0, team.most_tokens - own.shape[-1]))
         tokens = [team.tokens_of(rank) for rank in range(team.group.size)]
         logits = zip(team.group.gather(padded), tokens, strict=True)
@@ -243,7 +244,7 @@ class _Head(_OfTeam):
 
 
 class _Logprobs(_OfTeam, TokenLogprobs):
-    """Of all logits, from this process's; so all processes see the same."""
+    """Log-probabilities over the full vocabulary, from each rank's logits; equal on all ranks."""
 
     def read(self, x: Hidden, head: Head) -> Tensor:
         return self.team.take_in(super().read(x, head))
@@ -272,7 +273,7 @@ class _PartOfVocabulary(Vocabulary):
 
 
 def _here(tokens: Tensor, team: LayerTeam) -> tuple[Tensor, Tensor]:
-    """Which tokens are of this process's vocabulary, and where in it; 0 for the others."""
+    """Mask of the tokens in this rank's vocabulary, and their indices in it; 0 for the others."""
     own = team.tokens_of(team.group.rank)
     here = (tokens >= own.start) & (tokens < own.stop)
     return here, (tokens - own.start).where(here, 0)

@@ -1,6 +1,6 @@
-"""The part of a model that each rank holds and writes, and whether a model can be divided.
+"""The part of a model that each rank holds and writes, and checks that a model can be divided.
 
-They are of a smaller decoder (`part_of_model`), or of a stage (`keep_stage`).
+A part is a smaller decoder (`part_of_model`), a pipeline stage (`keep_stage`), or both.
 """
 
 import re
@@ -22,56 +22,56 @@ from workhorse.parallel.division.teams import Teams
 from workhorse.parallel.processes.group import Group
 
 TIED_TABLE = "embedding.tokens.weight"
-"""Which the first stage of a pipeline and the last both have where the head is tied to it."""
+"""Name of the embedding table. With a tied head, the first and the last pipeline stage have it."""
 _OF_ONE_HEAD = re.compile(r"(.+\.[qk]_norm\.heads\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a tensor of a part lies in that of the whole model."""
+    """The slice of a tensor of the whole model that is on this rank."""
 
     name: str
-    """In the whole."""
+    """Name in the whole model."""
     shape: torch.Size
-    """Of the whole."""
+    """Shape in the whole model."""
     starts: tuple[int, ...]
-    """Where the part begins along each axis."""
+    """Start of the slice along each axis."""
     sizes: torch.Size
-    """Of the part."""
+    """Shape of the slice."""
     ways: int
-    """In how many different parts the tensor is divided; 1: each process has all of it."""
+    """Number of different slices of the tensor; 1: each rank has the whole tensor."""
     again: bool = False
-    """Whether an earlier stage has it too: the table of a tied head."""
+    """True if an earlier stage has it too: the table of a tied head."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor that is whole."""
+        """Cut the slice out of the whole tensor."""
         for axis, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             whole = whole.narrow(axis, start, size)
         return whole
 
 
 class Absent(NamedTuple):
-    """A tensor that is on other processes alone."""
+    """A tensor that only other ranks have."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class ModelPart:
-    """The weights that a process has, and where they lie in the whole model.
+    """The weights on a rank, and their position in the whole model.
 
     Args:
         whole: the whole decoder, on the meta device.
-        states: what an optimizer would keep of it, likewise.
-        part: the decoder here, as `part_of_model` says; of its weights names and shapes are read.
-        teams: of this process; they have the other parts.
+        states: the optimizer state of the whole decoder, on the meta device.
+        part: this rank's decoder, built from `part_of_model`; only names and shapes are read.
+        teams: the process groups of this rank.
 
     Attributes:
-        cuts: where each parameter lies, by its name here.
-        elsewhere: the parameters that are not here at all, by name.
-        member: the number of this process among those that divide layers.
-        members: how many those are.
-        first: the number of the first process of the run that has the same part.
+        cuts: the slice of each parameter, by its name on this rank.
+        elsewhere: the parameters that are not on this rank, by name.
+        member: the rank in the tensor-parallel group.
+        members: number of ranks in the tensor-parallel group.
+        first: the first rank of the run with the same part.
     """
 
     def __init__(
@@ -101,32 +101,32 @@ class ModelPart:
         }
 
     def cut(self, name: str, tensor: Tensor) -> Cut:
-        """Where a parameter, or what an optimizer keeps of it under a name below its own, lies."""
+        """The slice of a parameter, or of an optimizer state named `<parameter>.<state>`."""
         if name in self.cuts:
             return self.cuts[name]
         own = self.cuts[_owner(name)]
         named = replace(own, name=f"{own.name}.{name.rpartition('.')[2]}")
         if tensor.ndim:
             return named
-        ways = own.ways if own.sizes == own.shape else 1  # else all have one of the same name
+        ways = own.ways if own.sizes == own.shape else 1  # scalars of slices share one name
         return replace(named, shape=torch.Size(), starts=(), sizes=torch.Size(), ways=ways)
 
     def beside(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Absent]:
-        """What other processes have beside all parameters, or all states."""
+        """The parameters, or the optimizer states, that only other ranks have."""
         return self.elsewhere if tensors.keys() <= self.cuts.keys() else self._states_elsewhere
 
     def copies(self, cut: Cut) -> int:
-        """How many processes of the team have the same part of a tensor."""
+        """Number of ranks of the tensor-parallel group with the same slice of a tensor."""
         return self.members // cut.ways
 
     def added(self, own: Tensor) -> Tensor:
-        """The sum over the processes that have the other parts; all must call it."""
+        """All-reduce over the ranks with the other parts of the model; all must call it."""
         for team in (self.teams.layers, self.teams.stages):
             own = own if team is None else team.group.add(own)
         return own
 
     def whole_stack(self, parts: Tensor, cut: Cut) -> Tensor:
-        """A stack of whole tensors from that of this process's parts, all of one cut."""
+        """Gather a stack of whole tensors from a stack of this rank's slices, all with one cut."""
         if cut.ways == 1:
             return parts
         assert self.teams.layers is not None
@@ -134,7 +134,7 @@ class ModelPart:
         return torch.cat(of_members.unbind(), dim=1 + _divided_axis(cut))
 
     def part_of_stack(self, stack: Tensor, cut: Cut) -> Tensor:
-        """This process's part of the result of `whole_stack`."""
+        """Split this rank's slices off the result of `whole_stack`."""
         if cut.ways == 1:
             return stack
         axis = _divided_axis(cut)
@@ -142,7 +142,7 @@ class ModelPart:
 
 
 def _owner(state: str) -> str:
-    """The parameter of which an optimizer keeps something under that name."""
+    """Name of the parameter that an optimizer state belongs to."""
     return state.rpartition(".")[0]
 
 
@@ -158,12 +158,12 @@ def _cuts(
     member: int,
     members: int,
 ) -> dict[str, Cut]:
-    """The place of each own parameter: by its head, its tokens, or equal parts of one axis."""
+    """The slice of each parameter on this rank: by head, by vocabulary, or evenly on one axis."""
     heads = Counter(found[1] for name in whole if (found := _OF_ONE_HEAD.fullmatch(name)))
     own_heads = Counter(found[1] for name in own if (found := _OF_ONE_HEAD.fullmatch(name)))
     cuts: dict[str, Cut] = {}
     for name, sizes in own.items():
-        if found := _OF_ONE_HEAD.fullmatch(name):  # which has a tensor of its own
+        if found := _OF_ONE_HEAD.fullmatch(name):  # each head has a separate tensor
             before, head, after = found.groups()
             ways = heads[before] // own_heads[before]
             first = member * ways // members * own_heads[before]
@@ -186,17 +186,17 @@ def _cuts(
 def own_slices(
     tensors: Mapping[str, Tensor], rank: int, part: ModelPart | None
 ) -> dict[str, Slice]:
-    """The part of each tensor that a process has to write, so that all together write all.
+    """The slice of each tensor that a rank writes to a checkpoint.
 
-    What several processes have, the first of them writes; the others' slices are empty.
+    If several ranks have the same slice, the first writes it, and the others' slices are empty.
 
     Args:
-        tensors: by name, parameters or what an optimizer keeps of them.
-        rank: of the process.
-        part: of the model that it has; None: all layers are whole.
+        tensors: parameters or optimizer states, by name.
+        rank: the rank.
+        part: the rank's part of the model; None: the rank has all layers whole.
 
     Returns:
-        By their names in the whole model.
+        The slices, by name in the whole model.
     """
     slices: dict[str, Slice] = {}
     if part is not None:
@@ -224,16 +224,16 @@ def own_slices(
 
 
 def _place(tensor: Tensor, rank: int, first_of_all: int) -> tuple[int, bool]:
-    """The first row that a process has of a sharded tensor, and whether it is the first with it.
+    """First row of a rank's shard of a tensor, and True if it is the first rank with this shard.
 
     Args:
-        tensor: sharded by rows.
-        rank: of the process.
-        first_of_all: the number of the first process with the same part of the model.
+        tensor: a tensor sharded by rows.
+        rank: the rank.
+        first_of_all: the first rank with the same part of the model.
     """
     assert is_sharded(tensor)
     ranks = tensor.device_mesh.mesh
-    copies = ranks.view(-1, ranks.shape[-1])  # each has all rows
+    copies = ranks.view(-1, ranks.shape[-1])  # the ranks of each copy have all rows together
     number = int((copies == rank).nonzero()[0, 1])
     rows = len(tensor)
     first = min(number * -(-rows // len(copies[0])), rows)
@@ -241,66 +241,67 @@ def _place(tensor: Tensor, rank: int, first_of_all: int) -> tuple[int, bool]:
 
 
 def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: ParallelismConfig) -> None:
-    """Refuse a mesh that this model cannot be divided by.
+    """Raise an error if a model cannot be divided by these settings.
+
+    The vocabulary is checked later, by `part_of_model`, when its size is known.
 
     Raises:
-        ConfigError: sequences whose attention looks ahead or whose kernel is compiled for one
-            length; experts that there are not; more stages than layers; or a number that is not
-            divisible. Whether there are tokens enough is seen when they are known: `part_of_model`.
+        ConfigError: `context` with non-causal attention or the flex kernel, `expert` without routed
+            experts, more pipeline stages than layers, or a size that is not divisible.
     """
     blocks = config.blocks.values()
     if parallel.context > 1:
         context = f"context={parallel.context}"
         if any(not block.attention.causal for block in blocks):
             raise ConfigError(
-                f"{context} divides sequences, of which causal=false sees the end; leave it out",
+                f"{context} needs causal attention, but the model has causal=false; remove it",
                 "parallel",
             )
         if kernel == "flex":
             raise ConfigError(
-                f"{context} does not go with train.kernel=flex, which is compiled for as many "
-                "keys as queries; leave one of the two out",
+                f"{context} is not supported with train.kernel=flex, which is compiled for equal "
+                "numbers of keys and queries; remove one of the two",
                 "parallel",
             )
     mixes = any(block.mixture for block in blocks)
     if parallel.expert > 1 and not mixes:
         raise ConfigError(
-            f"expert={parallel.expert} divides routed experts, and this model has none; leave it "
-            "out",
+            f"expert={parallel.expert} needs routed experts, but the model has none; remove it",
             "parallel",
         )
     if parallel.pipeline > config.n_layers:
         raise ConfigError(
             f"pipeline={parallel.pipeline} is more than n_layers={config.n_layers}; choose at most "
-            "that",
+            f"{config.n_layers}",
             "parallel",
         )
     check_layers(config, parallel.tensor, parallel.expert)
 
 
 def check_layers(config: DecoderConfig, tensor: int, expert: int = 1) -> None:
-    """Refuse to divide layers of which some part cannot be.
+    """Raise an error if a dimension of the layers is not divisible.
 
     Raises:
-        ConfigError: a number is not divisible.
+        ConfigError: a dimension is not divisible.
     """
     for name, ways, what, whole in _divided(config, tensor, expert):
         if whole % ways:
             raise ConfigError(
-                f"{name}={ways} does not divide {what}={whole}; choose a divisor", "parallel"
+                f"{name}={ways} does not divide {what}={whole}; choose a divisor of {whole}",
+                "parallel",
             )
 
 
 def _divided(
     config: DecoderConfig, tensor: int, expert: int
 ) -> Iterator[tuple[str, int, str, int]]:
-    """Into how many parts what is divided, each with its name."""
+    """Yield key, number of parts, name of the dimension, and its size for each division."""
     for block in config.blocks.values():
         mixture = block.mixture
         yield "tensor", tensor, "n_heads", block.attention.n_heads
         if block.grouped is not None:
             kv_heads = block.grouped.n_kv_heads or block.grouped.n_heads
-            if tensor % kv_heads:  # else each head is copied to as many processes
+            if tensor % kv_heads:  # otherwise each head is copied to tensor / kv_heads ranks
                 yield "tensor", tensor, "n_kv_heads", kv_heads
         yield "tensor", tensor, "d_ff", block.feed_forward.d_ff
         if mixture is not None:

@@ -1,8 +1,9 @@
-"""Sequences divided among processes, which give each other keys and values: context parallelism.
+"""Context parallelism: sequences divided among ranks, which exchange keys and values.
 
-Every process of a team has consecutive tokens of the same sequences. To the model, what comes from
-the other processes is a cache: attention takes in its own keys and values and gets back all that
-its queries may see (2407.21783 §3.3.2). Short convolutions get their inputs likewise.
+Each rank of a group has a consecutive chunk of the same sequences. The model accesses the other
+ranks' tokens like a cache: attention passes its own keys and values and gets back all keys and
+values that its queries may see (2407.21783 §3.3.2). Short convolutions get their inputs in the same
+way.
 """
 
 from functools import partial
@@ -21,39 +22,39 @@ from workhorse.parallel.processes.group import Group, summed, with_gradient
 
 
 class SequenceTeam:
-    """The processes that each have a part of the same sequences, one's tokens after another's.
+    """The context-parallel group: ranks with consecutive chunks of the same sequences.
 
     Args:
-        group: they alone.
+        group: the ranks.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def own(self, columns: int) -> slice:
-        """Which of a sequence's tokens are this process's."""
+        """The slice of a sequence's tokens on this rank."""
         own = share_of(columns, self.group.size, self.group.rank)
         return slice(own.start, own.stop)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of what all processes have; of what all make of it, each has the own gradient."""
+        """All-reduce of x; the gradient is passed through unchanged."""
         return with_gradient(self.group.add, lambda above: above, x)
 
     def view(
         self, decoder: Decoder, tokens: Tokens, documents: Tokens | None
     ) -> "DividedSequences":
-        """What one forward pass sees of the sequences whose own tokens are these.
+        """The cache view of one forward pass over divided sequences.
 
         Args:
-            decoder: that makes the pass.
-            tokens: of this process, as many as of each other.
-            documents: of them, as in `Context`.
+            decoder: the decoder to run.
+            tokens: this rank's tokens; every rank has the same number of tokens.
+            documents: document ids of the tokens, as in `Context`.
         """
         return DividedSequences(self, decoder, tokens, documents)
 
 
 class DividedSequences(CacheView):
-    """The other members' tokens, as a model sees them; see `SequenceTeam.view`."""
+    """A cache view of the tokens of all ranks; see `SequenceTeam.view`."""
 
     def __init__(
         self, team: SequenceTeam, decoder: Decoder, tokens: Tokens, documents: Tokens | None
@@ -75,8 +76,8 @@ class DividedSequences(CacheView):
         self.entries = decoder.rooms(self)
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> "DividedEntry":
-        """The entry of a layer of that reach; see `Layers`."""
-        assert not in_blocks, "only a kernel that generates reads blocks"
+        """The entry of a layer with that reach; see `Layers`."""
+        assert not in_blocks, "only generation kernels read blocks"
         return DividedEntry(self.team, reach)
 
     def next_positions(self, seq: int) -> Positions:
@@ -111,11 +112,11 @@ class DividedSequences(CacheView):
 
 
 class DividedEntry(CacheEntry):
-    """The keys and values of a layer, of which each member computes those of its tokens.
+    """The keys and values of a layer; each rank computes them for its own tokens.
 
     Args:
-        team: who has the others.
-        reach: how many of the latest tokens a query sees; None: all.
+        team: the context-parallel group.
+        reach: number of latest tokens that a query sees; None: all.
     """
 
     def __init__(self, team: SequenceTeam, reach: int | None) -> None:
@@ -123,7 +124,7 @@ class DividedEntry(CacheEntry):
         self.reach = reach
 
     def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
-        """All that the own tokens may attend to."""
+        """The keys and values that this rank's tokens may attend to."""
         group, reach = self.team.group, self.reach
         own = torch.cat((k, v), dim=-1)
         seen = with_gradient(
@@ -134,7 +135,7 @@ class DividedEntry(CacheEntry):
 
 
 def _seen(group: Group, reach: int | None, own: Tensor) -> Tensor:
-    """The features of the members' tokens up to the last own one, as far back as a query sees."""
+    """Gather the features of all tokens that this rank's queries may see."""
     seq = own.shape[2]
     first = _first(group.rank * seq, reach)
     seen = group.gather(own)[first // seq : group.rank + 1]
@@ -142,15 +143,15 @@ def _seen(group: Group, reach: int | None, own: Tensor) -> Tensor:
 
 
 def _sent_back(group: Group, reach: int | None, seq: int, gradient: Tensor) -> Tensor:
-    """The gradient of the own features, of which each member sends its share."""
+    """Exchange and sum the gradients of this rank's features from all ranks that saw them."""
     first = [_first(member * seq, reach) // seq for member in range(group.size)]
     padded = F.pad(gradient, (0, 0, -gradient.shape[2] % seq, 0))
-    parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each member that is seen
+    parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each rank that is seen
     sends = [int(first[group.rank] <= other <= group.rank) for other in range(group.size)]
     receives = [int(first[other] <= group.rank <= other) for other in range(group.size)]
     return summed(group.exchange(parts, sends, receives))
 
 
 def _first(start: int, reach: int | None) -> int:
-    """The first token that the one at `start` may see."""
+    """Index of the first token that the token at `start` may see."""
     return 0 if reach is None else max(0, start - reach + 1)

@@ -1,8 +1,8 @@
 """FSDP2: weights, gradients and optimizer state sharded among ranks, block by block.
 
-Each process keeps its rows of every tensor (2304.11277; ZeRO stage 3, 1910.02054). PyTorch's
-`fully_shard` gathers the weights of a block before they are used and sends each process its part of
-their gradients after the block's backward pass.
+Each rank keeps its rows of every tensor (2304.11277; ZeRO stage 3, 1910.02054). PyTorch's
+`fully_shard` gathers the weights of a block before they are used. After the block's backward pass
+it reduces the gradients and scatters them to the ranks.
 """
 
 from collections import defaultdict
@@ -38,18 +38,19 @@ def holders(
     *,
     tied: bool = False,
 ) -> dict[Group, list[str]]:
-    """The names of the parameters whose gradients the processes of each group add up.
+    """For each group of ranks, the names of the parameters with gradients that the group sums.
 
-    They are those that have the same part of the parameter; if FSDP divides it, which adds up by
-    itself, those that have also the same rows. All processes of the run must call it.
+    The ranks of a group hold the same part of the parameter. FSDP reduces the gradients of the
+    parameters that it shards, so for these the ranks must also hold the same rows of the batch. All
+    ranks of the run must call it.
 
     Args:
-        parameters: by name.
-        world: of the run.
-        parallel: how it is divided.
-        part: of the model that this process has; None: all layers are whole.
-        experts: the processes that divide experts, if they are divided.
-        tied: whether the first of several stages and the last have the same table.
+        parameters: the parameters, by name.
+        world: the processes of the run.
+        parallel: the parallelism settings.
+        part: this rank's part of the model; None: the rank has all layers whole.
+        experts: the expert-parallel group, if experts are divided.
+        tied: True if the first and the last pipeline stage share the embedding table.
     """
     kinds: dict[_Kind, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
@@ -68,18 +69,18 @@ def holders(
 
 
 class _Kind(NamedTuple):
-    """What decides who has the same part of a parameter."""
+    """The properties of a parameter that determine the ranks with the same part of it."""
 
     of_experts: bool
-    """Routed ones, which processes divide."""
+    """True if it belongs to divided routed experts."""
     ways: int
-    """Into how many different parts the parameter is divided; see `Cut.ways`."""
+    """Number of different slices of the parameter; see `Cut.ways`."""
     tied: bool
-    """The first stage and the last have it."""
+    """True if the first and the last stage have it."""
 
 
 def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -> list[_Kind]:
-    """The kinds that some process has, in an order that all agree on."""
+    """The kinds that at least one rank has, in the same order on all ranks."""
     ways = range(1, parallel.tensor + 1)
     every = [_Kind(*one) for one in product((False, True), ways, (False, True))]
     here = world.gather(torch.tensor([kind in own for kind in every])).any(dim=0)
@@ -87,7 +88,7 @@ def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -
 
 
 def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
-    """What a process has of a parameter."""
+    """A key that is equal for ranks with the same part of a parameter."""
     at = parallel.coordinates(rank)
     stage = 0 if kind.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
     of_layers = at.tensor * kind.ways // parallel.tensor
@@ -104,22 +105,23 @@ def shard(
     device: torch.device,
     micro_batches: MicroBatches,
 ) -> "ExactSums | None":
-    """Divide the weights of a module among the processes, in place; all must hold the same.
+    """Shard the weights of a module among the ranks, in place; all ranks must hold equal weights.
 
-    A vector that takes no gradient, as a router's selection bias, stays whole on each process, and
-    what is divided already stays as it is.
+    A vector without a gradient, such as a router's selection bias, stays replicated. Parameters
+    that are already divided are not changed.
 
     Args:
-        root: called for every pass; what is in no block is gathered for the whole of a pass.
-        blocks: parts of `root`, each gathered by itself, and freed after each of its passes or at
-            the end of the step (`config.reshard`). An embedding is gathered for its forward pass
-            only.
-        config: into how many parts, and how many processes have each of them.
-        device: of the weights.
-        micro_batches: of this process in a step.
+        root: the module called for every pass. Its weights outside `blocks` are gathered for a
+            whole pass.
+        blocks: modules inside `root`. Each is gathered separately and freed after each of its
+            passes or at the end of the step (`config.reshard`). An embedding is gathered only for
+            its forward pass.
+        config: the parallelism settings.
+        device: the device of the weights.
+        micro_batches: the micro-batches of this rank in a step.
 
     Returns:
-        What adds up the gradients if that is to be exact; otherwise FSDP has them added in float32.
+        The sums of the gradients if the reduction is exact; None if FSDP sums them, in float32.
     """
     shape = config.pipeline, config.data, config.shard * config.context, config.tensor
     names = "pipeline", "data", "shard", "tensor"
@@ -153,8 +155,8 @@ def shard(
 
 @contextmanager
 def gathered(root: nn.Module) -> Generator[None]:
-    """Hold what is in no block whole, for calls of parts of a sharded module by all processes."""
-    if not isinstance(root, FSDPModule):  # experts alone are divided
+    """Gather the weights outside the blocks, so that all ranks can call parts of the module."""
+    if not isinstance(root, FSDPModule):  # only experts are divided
         yield
         return
     root.unshard()
@@ -166,10 +168,10 @@ def gathered(root: nn.Module) -> Generator[None]:
 
 @contextmanager
 def whole_weights(root: nn.Module) -> Generator[None]:
-    """Hold all weights of a sharded module whole, for bodies that share them and have no hooks.
+    """Gather all weights of a sharded module, for code that shares them and has no FSDP hooks.
 
-    All processes of the shard group must enter. Each holds a copy of all weights, in the dtype of
-    the passes, until the context ends; whatever shares them must not be used afterwards.
+    All ranks of the shard group must enter the context. Each holds a copy of all weights, in the
+    dtype of the passes, until the context ends. Do not use tensors that share them afterwards.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -181,16 +183,16 @@ def whole_weights(root: nn.Module) -> Generator[None]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free what is gathered of a sharded module, so that its parameters are this process's rows."""
+    """Free the gathered weights of a sharded module; its parameters are this rank's rows again."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 class _ByExchange(ReduceScatter):
-    """Adds up in float32 what processes send each other once, in the dtype that it has.
+    """Reduce-scatter by an all-to-all in the gradients' dtype and a local sum in float32.
 
-    gloo's own reduce-scatter is an all-reduce: it sends twice as much, and of a copy.
+    gloo implements reduce-scatter as an all-reduce, which sends twice as much and needs a copy.
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -204,12 +206,12 @@ class _ByExchange(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write the sum of this process's rows.
+        """Write the sum of this rank's rows.
 
         Args:
-            output_tensor: of them.
-            input_tensor: the rows of each process of the group, one after the other.
-            group: these processes.
+            output_tensor: the output, this rank's rows.
+            input_tensor: the rows for each rank of the group, concatenated.
+            group: the ranks.
             op: a sum; not used.
             async_op: not used.
         """
@@ -223,11 +225,11 @@ class _ByExchange(ReduceScatter):
 
 
 class ExactSums:
-    """Adds up the gradients of a batch's parts in a fixed tree, each process its rows of them.
+    """Sums the gradients of a batch's parts in a fixed tree; each rank sums its own rows.
 
     Args:
-        groups: what `fully_shard` made of modules.
-        make: what adds up those of one group.
+        groups: the modules returned by `fully_shard`.
+        make: a function that creates the sums of one group.
     """
 
     def __init__(self, groups: Iterable[FSDPModule], make: "Callable[[], _ExactSum]") -> None:
@@ -242,21 +244,21 @@ class ExactSums:
             self.groups.append(sums)
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """This process's rows of the sums since the last call, in float32, by parameter."""
+        """This rank's rows of the gradient sums since the last call, in float32, by parameter."""
         return {
             parameter: rows for group in self.groups for parameter, rows in group.take().items()
         }
 
 
 class _ExactSum(_ByExchange):
-    """The sums of the parameters that are gathered together: what FSDP calls to reduce them.
+    """The gradient sums of one FSDP group, called by FSDP in place of its reduce-scatter.
 
-    In each round every process passes one part of the batch, in the order of their numbers, and
-    after each pass gets of all processes the rows that it keeps.
+    In each round every rank computes one part of the batch; the parts are in the order of the
+    ranks. After each pass a rank receives its own rows of the gradients from all ranks.
 
     Args:
-        mesh: of `data` times `shard` processes.
-        passes: that one part takes.
+        mesh: the mesh of `data` times `shard` ranks.
+        passes: number of passes of one part.
     """
 
     def __init__(self, mesh: DeviceMesh, passes: int) -> None:
@@ -264,9 +266,9 @@ class _ExactSum(_ByExchange):
         self.passed = self.parts = 0
         self.tree = TreeSum()
         self.begun: Tensor | None = None
-        """The sum over the passes so far, in float32, of the parts that are begun."""
+        """The sums over the passes so far of the current parts, in float32."""
         self.parameters: list[nn.Parameter] = []
-        """In the order in which their rows follow one another."""
+        """The parameters, in the order of their rows in the exchanged buffer."""
 
     def __call__(
         self,
@@ -276,12 +278,12 @@ class _ExactSum(_ByExchange):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Take the gradients of one pass, after which a part may be whole.
+        """Add the gradients of one pass; the last pass of a part completes the part.
 
         Args:
-            output_tensor: written with zeros: the sums are not there yet.
-            input_tensor: the rows of each of `shard` processes, one after the other.
-            group: these processes.
+            output_tensor: the output, set to zero because the sums are not complete yet.
+            input_tensor: the rows for each of `shard` ranks, concatenated.
+            group: the ranks.
             op: a sum; not used.
             async_op: not used.
         """
@@ -296,7 +298,7 @@ class _ExactSum(_ByExchange):
         self.parameters.clear()
 
     def _taken(self, gradients: Tensor) -> Tensor:
-        """What is kept of one pass's gradients, in float32: here (processes, numbers)."""
+        """This rank's share of one pass's gradients in float32, here (ranks, elements)."""
         sent = self._divided(gradients[None])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1))
@@ -304,21 +306,21 @@ class _ExactSum(_ByExchange):
         return received.flatten(0, 1).float()
 
     def _add(self, whole: Tensor) -> None:
-        """Add a whole part, here one of each process, to the sums."""
+        """Add complete parts, here one from each rank, to the sums."""
         for of_part in whole:
             self.tree.push(Node(0, self.parts, [of_part.clone()]))
             self.parts += 1
 
     def _divided(self, nodes: Tensor) -> Tensor:
-        """What each process adds up of some nodes: the rows that it keeps.
+        """Split nodes into the rows that each rank sums.
 
-        Where several keep the same rows, each has a share of them.
+        Several ranks with the same rows divide these rows among them.
 
         Args:
-            nodes: (nodes, numbers), the rows of each of `shard` processes, one after the other.
+            nodes: (nodes, elements), the rows for each of `shard` ranks, concatenated.
 
         Returns:
-            (processes, nodes, numbers), filled up with zeros.
+            (ranks, nodes, elements), padded with zeros.
         """
         data, ways = self.mesh.shape
         rows = nodes.view(len(nodes), ways, -1)
@@ -328,12 +330,12 @@ class _ExactSum(_ByExchange):
         return rows.view(-1, ways, data, share).permute(2, 1, 0, 3).flatten(0, 1).contiguous()
 
     def note(self, parameter: Tensor) -> None:
-        """Called for each parameter in turn, after the exchange."""
+        """Record a parameter and free its gradient; called in order after the exchange."""
         parameter.grad = None
         self.parameters.append(cast(nn.Parameter, parameter))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """The sums of this process's rows, by parameter, after which a new step begins."""
+        """The sums of this rank's rows, by parameter; also resets the sums for the next step."""
         data, ways = self.mesh.shape
         (share,) = self.tree.result()
         self.tree, self.parts = TreeSum(), 0
@@ -346,21 +348,21 @@ class _ExactSum(_ByExchange):
         for parameter in self.parameters:
             part = local(parameter)
             taken[parameter] = flat[begin : begin + part.numel()].view(part.shape)
-            rows = -(-parameter.shape[0] // ways)  # the last processes' parts are filled up
+            rows = -(-parameter.shape[0] // ways)  # FSDP pads the shards of the last ranks
             begin += rows * parameter.shape[1:].numel()
         self.parameters.clear()
         return taken
 
 
 class _ExactSumOfStep(_ExactSum):
-    """The same where each process adds up its parts before any are exchanged, once a step.
+    """`_ExactSum` for `reshard: step`: sums are exchanged only once, at the end of the step.
 
-    Each process passes consecutive parts, and holds the sums of whole gradients.
+    Each rank computes consecutive parts and holds the sums of unsharded gradients.
 
     Args:
-        mesh: of `data` times `shard` processes.
-        passes: that one part takes.
-        together: parts of a process.
+        mesh: the mesh of `data` times `shard` ranks.
+        passes: number of passes of one part.
+        together: number of parts per rank.
     """
 
     def __init__(self, mesh: DeviceMesh, passes: int, together: int) -> None:
@@ -369,7 +371,7 @@ class _ExactSumOfStep(_ExactSum):
         self.all = Group(dist.get_rank(), dist.get_world_size())
 
     def _taken(self, gradients: Tensor) -> Tensor:
-        return gradients.float()  # in float32 what `allocate` gave, which nobody else writes to
+        return gradients.float()  # float32 gradients need no copy: `allocate` made this buffer
 
     def _add(self, whole: Tensor) -> None:
         shares = [
@@ -381,16 +383,16 @@ class _ExactSumOfStep(_ExactSum):
             nodes = torch.stack([node.tensors[0] for node in self.tree.nodes])
             self.tree = TreeSum()
             total = own_sum(self.all, self._divided(nodes), shares)
-            self.tree.push(Node(0, 0, [total.clone()]))  # without what was received beside it
+            self.tree.push(Node(0, 0, [total.clone()]))  # the clone frees the exchange buffer
 
 
 def _stays(parameter: nn.Parameter) -> bool:
-    """Whether FSDP leaves a parameter as it is."""
+    """True if FSDP ignores a parameter."""
     return is_sharded(parameter) or (not parameter.requires_grad and parameter.ndim <= 1)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that belong to a group and not to one inside it."""
+    """The parameters of a module without those of FSDP modules inside it."""
     inside = {
         parameter
         for part in module.modules()

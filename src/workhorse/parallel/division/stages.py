@@ -1,8 +1,8 @@
 """Pipeline parallelism: consecutive layers on each of several ranks, and the order of passes.
 
-A process has the layers of its stage, and takes in what the stage before makes of each micro-batch
-(1811.06965). The gradient comes back the same way, as part of the backward pass. The last stage
-alone has a loss.
+A rank has the layers of its stage. For each micro-batch it receives the output of the previous
+stage (1811.06965). The gradient is sent back the same way, as part of the backward pass. Only the
+last stage has a loss.
 """
 
 from collections import deque
@@ -25,17 +25,18 @@ from workhorse.transforms.record import become, combined, replace_modules
 
 
 class Turn(NamedTuple):
-    """What a process does next."""
+    """One pass of a micro-batch through a stage."""
 
     micro_batch: int
+    """Index of the micro-batch."""
     forward: bool
-    """Or else its backward pass."""
+    """True for its forward pass, False for its backward pass."""
 
 
 def one_forward_one_backward(micro_batches: int, stages: int = 1, stage: int = 0) -> Iterator[Turn]:
-    """The passes of a stage, of each micro-batch one in each direction (2104.04473 §2.2.1).
+    """Yield the passes of a stage in the order of the 1F1B schedule (2104.04473 §2.2.1).
 
-    Every stage has at most as many micro-batches between their passes as stages follow it, and one.
+    At most `stages - stage` micro-batches are between their forward and their backward pass.
     """
     ahead = min(stages - 1 - stage, micro_batches)
     yield from (Turn(number, True) for number in range(ahead))
@@ -46,14 +47,14 @@ def one_forward_one_backward(micro_batches: int, stages: int = 1, stage: int = 0
 
 
 class Pipeline:
-    """The processes that have the stages of a model, in their order.
+    """The pipeline group: ranks with the stages of a model, in order.
 
     Args:
-        group: they alone.
+        group: the ranks.
 
     Attributes:
-        grows: whether passes are of a text that grows: of all its tokens, with logits for all.
-        dtype: of what goes from one stage to the next.
+        grows: True during generation, when every stage gets the logits.
+        dtype: the dtype of tensors sent between stages.
     """
 
     dtype = torch.float32
@@ -64,35 +65,36 @@ class Pipeline:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def own(self, layers: int) -> range:
-        """Which of so many layers this process has."""
+        """The layers of this stage, out of `layers` layers."""
         return share_of(layers, self.group.size, self.group.rank)
 
     def turns(self, micro_batches: int) -> Iterator[Turn]:
-        """The order of this stage's passes, after which all that it sent has arrived."""
+        """Yield this stage's passes in order, then wait until all its sends have completed."""
         yield from one_forward_one_backward(micro_batches, self.group.size, self.group.rank)
         while self._sent:
             self._sent.popleft()[0].wait()
 
     def send(self, x: Tensor, stage: int) -> None:
-        """Send a tensor to another stage, without waiting for it to arrive."""
+        """Send a tensor to another stage asynchronously."""
         x = x.detach().contiguous()
         if (work := self.group.send(x, stage)) is None:
             return
         self._sent.append((work, x))
-        if len(self._sent) > 2 * self.group.size + 2:  # in `turns` it has arrived
+        # In the order of `turns`, sends that old have completed, so this does not block.
+        if len(self._sent) > 2 * self.group.size + 2:
             self._sent.popleft()[0].wait()
 
     def receive(self, like: Tensor, shape: Sequence[int], stage: int) -> Tensor:
-        """Wait for what another stage sends, of that shape, on the device of a tensor."""
+        """Receive a tensor of that shape from another stage, on the device of `like`."""
         into = torch.empty(shape, dtype=self.dtype, device=like.device)
         return self.group.receive(into, stage)
 
 
 def keep_stage(decoder: Decoder, pipeline: Pipeline) -> None:
-    """Leave a decoder the layers of a stage, under their names, in place.
+    """Remove the layers of all other stages from a decoder, in place; names stay the same.
 
-    The first stage has the embedding, the last the norm and the head; a table that is tied to it is
-    on both.
+    The first stage has the embedding, the last the final norm and the head. A table tied to the
+    head is on both stages.
     """
     own, config = pipeline.own(len(decoder.layers)), decoder.config
     for name, _ in list(decoder.layers.named_children()):
@@ -108,12 +110,12 @@ def keep_stage(decoder: Decoder, pipeline: Pipeline) -> None:
 
 
 def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) -> None:
-    """Let the stage of a model that a process has compute together with the others, in place.
+    """Make this rank's stage of a model communicate with the other stages, in place.
 
     Args:
-        objective: holds a decoder of which `keep_stage` left a stage.
-        pipeline: has the other stages.
-        dtype: of what goes from one to the next.
+        objective: a module that contains a decoder after `keep_stage`.
+        pipeline: the pipeline group.
+        dtype: the dtype of tensors sent between stages.
     """
     pipeline.dtype = dtype
 
@@ -153,7 +155,7 @@ class _FromBefore(nn.Module):
 class _ToNext(nn.Module):
     """Replaces the final norm: sends the layers' output to the next stage.
 
-    Its own output, and the gradient that it gets for that, carry no values.
+    Its output and the gradient of its output are placeholders; only their shapes are used.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -174,7 +176,7 @@ class _ToNext(nn.Module):
 
 
 class _NoLogprobs(TokenLogprobs):
-    """Zeros, by which autograd asks for the gradient of this stage's layers."""
+    """Replaces the log-probabilities by zeros, so that autograd runs this stage's backward pass."""
 
     def fuses(self, *_: Any) -> bool:
         return False
@@ -193,7 +195,7 @@ class _NoLogprobs(TokenLogprobs):
 
 
 class _FromLast(nn.Module):
-    """In place of the head, the logits of a text, from the last stage."""
+    """Replaces the head in generation: receives the logits from the last stage."""
 
     def __init__(self, pipeline: Pipeline, vocab_size: int) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ class _FromLast(nn.Module):
 
 
 class _ToAll(Head):
-    """Gives the other stages the logits of a text."""
+    """The head of the last stage; in generation it broadcasts the logits to the other stages."""
 
     linear = True
     pipeline: Pipeline

@@ -1,7 +1,7 @@
 """The groups of ranks that divide a model or its sequences, and the part that each rank builds.
 
-It is a smaller decoder, of some of each layer's heads and hidden features and of some tokens of the
-vocabulary (1909.08053 §3). What is not divided, norms above all, is there whole.
+A part is a smaller decoder, with some heads and hidden features of each layer and some tokens of
+the vocabulary (1909.08053 §3). Undivided modules, such as norms, are replicated on every rank.
 """
 
 from collections.abc import Callable, Generator
@@ -24,18 +24,20 @@ from workhorse.parallel.processes.world import World
 
 
 def part_of_model(config: DecoderConfig, ways: int, member: int = 0) -> DecoderConfig:
-    """The decoder of one of so many processes that divide a model evenly.
+    """The config of one rank's decoder, for `ways` ranks that divide a model evenly.
 
-    Heads of keys and values that are fewer than processes are copied.
+    If there are fewer key and value heads than ranks, these heads are copied.
 
     Raises:
-        ConfigError: there are fewer tokens than processes.
+        ConfigError: the vocabulary has fewer tokens than there are ranks.
     """
     if ways == 1:
         return config
     if ways > config.vocab_size:
         raise ConfigError(
-            f"tensor={ways} is more than vocab_size={config.vocab_size}; choose less", "parallel"
+            f"tensor={ways} is more than vocab_size={config.vocab_size}; "
+            f"choose at most {config.vocab_size}",
+            "parallel",
         )
     tokens = share_of(config.vocab_size, ways, member)
     blocks = {name: _part_of(block, config.d_model, ways) for name, block in config.blocks.items()}
@@ -57,28 +59,28 @@ def _part_of(block: BlockConfig, d_model: int, ways: int) -> BlockConfig:
 
 
 class Teams(NamedTuple):
-    """The teams of a process; None where nothing is divided so."""
+    """The groups of a rank, one for each kind of parallelism; None: not used."""
 
     sequences: SequenceTeam | None = None
     layers: LayerTeam | None = None
     stages: Pipeline | None = None
     first: int = 0
-    """The number of the first process of the run that has the same part of the model."""
+    """The first rank of the run with the same part of the model."""
 
     @property
     def tells(self) -> bool:
-        """Whether this process counts what all that divide layers see."""
+        """True if this rank reports values that all ranks of a tensor-parallel group share."""
         return self.layers is None or self.layers.group.is_first
 
     @property
     def has_loss(self) -> bool:
-        """Whether this process counts the loss of its rows: once for all with the same tokens."""
+        """True if this rank reports the loss of its rows, so that each token is counted once."""
         return self.tells and (self.stages is None or self.stages.group.is_last)
 
     def build(
         self, whole: DecoderConfig, kernel: KernelName, device: torch.device | str
     ) -> Decoder:
-        """The part of a model that this process has, as `DecoderConfig.build` would make it."""
+        """Build this rank's part of a model, like `DecoderConfig.build`."""
         config = whole
         if self.layers is not None:
             group = self.layers.group
@@ -93,12 +95,12 @@ class Teams(NamedTuple):
             for name, weight in module.named_parameters(recurse=False):
                 room = torch.empty(weight.shape, dtype=weight.dtype, device=device)
                 setattr(module, name, nn.Parameter(room, requires_grad=weight.requires_grad))
-        decoder.tie_weights()  # a parameter that was replaced is no longer tied
+        decoder.tie_weights()  # replacing a parameter breaks the tie
         return decoder.initialize()
 
     @contextmanager
     def of_texts(self) -> Generator[None]:
-        """Let passes be of texts that grow: of all their tokens, with logits for all processes."""
+        """Switch to generation: undivided sequences, and logits on all ranks."""
         teams = [team for team in (self.layers, self.stages) if team is not None]
         for team in teams:
             team.grows = True
@@ -113,12 +115,12 @@ NO_TEAMS = Teams()
 
 
 def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Teams:
-    """The teams of this process; all of the run must call it.
+    """Create the groups of this rank; all ranks of the run must call it.
 
     Args:
-        world: of the run.
-        parallel: how many there are in each.
-        vocabulary: tokens of the model.
+        world: the processes of the run.
+        parallel: the parallelism settings.
+        vocabulary: vocabulary size of the whole model.
     """
 
     def alike_but_for(axis: str) -> Group:
@@ -130,12 +132,12 @@ def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Te
 
 
 def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None = None) -> Teams:
-    """The same for passes on tensors without data, where there are no other processes.
+    """Create groups without other processes, for passes on tensors without data.
 
     Args:
-        parallel: how many there are in each.
-        vocabulary: tokens of the model.
-        stage: of the process; None for the last.
+        parallel: the parallelism settings.
+        vocabulary: vocabulary size of the whole model.
+        stage: the pipeline stage; None for the last.
     """
 
     def last_of(axis: str) -> Group:
@@ -148,7 +150,7 @@ def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None
 def _teams(
     parallel: ParallelismConfig, vocabulary: int, group_along: Callable[[str], Group]
 ) -> Teams:
-    """The teams along the axes of the mesh that have more than one process."""
+    """Create the groups along the axes of the mesh with more than one process."""
     sequences = layers = stages = None
     if parallel.context > 1:
         sequences = SequenceTeam(group_along("context"))

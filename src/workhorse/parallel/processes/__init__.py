@@ -1,1 +1,1 @@
-"""The processes of a run: which they are, what starts them, and what they tell each other."""
+"""The processes of a run: launching, rendezvous, process groups and collectives."""

@@ -1,4 +1,4 @@
-"""What the environment says of the processes of a run; `torchrun` and `launch` write it."""
+"""Environment variables that describe the processes of a run; `torchrun` and `launch` set them."""
 
 import os
 import re
@@ -12,25 +12,25 @@ from workhorse.errors import WorkhorseError, shown
 
 
 def count() -> int:
-    """How many processes there are.
+    """Number of processes of the run (`WORLD_SIZE`).
 
     Raises:
-        WorkhorseError: there is none, or this is none of them.
+        WorkhorseError: `WORLD_SIZE` is 0, or `RANK` is not less than it.
     """
     size = _number("WORLD_SIZE", 1)
     if rank() >= size:
         raise WorkhorseError(
-            f"RANK={rank()} in the environment is not below WORLD_SIZE={size}; torchrun sets both, "
-            "or unset them"
+            f"RANK={rank()} in the environment is not less than WORLD_SIZE={size}; start with "
+            "torchrun, which sets both, or unset them"
         )
     return size
 
 
 def check_address(patience: float = 10.0) -> None:
-    """Refuse an address of the first process that has no meaning here; PyTorch waits for minutes.
+    """Check that the address of rank 0 can be resolved; PyTorch would wait for minutes.
 
     Args:
-        patience: seconds for a name that is about to be published, as of a cluster's new machine.
+        patience: seconds to wait for a name to be published, such as of a cluster's new machine.
 
     Raises:
         WorkhorseError: the name cannot be resolved.
@@ -45,16 +45,16 @@ def check_address(patience: float = 10.0) -> None:
             if time.monotonic() >= end:
                 raise WorkhorseError(
                     f"MASTER_ADDR={shown(name)} in the environment cannot be resolved ({error}); "
-                    "give the address of the machine of the first process"
+                    "set it to the address of the machine of rank 0"
                 ) from None
         time.sleep(1)
 
 
 def check_loopback(patience: float = 5.0) -> None:
-    """Check that processes of this machine reach each other.
+    """Check that processes on this machine can reach each other.
 
     Raises:
-        WorkhorseError: they do not, as where a container has no network at all.
+        WorkhorseError: they cannot, for example in a container without any network.
     """
     try:
         with socket.create_server(("localhost", 0)) as server:
@@ -67,34 +67,34 @@ def check_loopback(patience: float = 5.0) -> None:
 
 
 def workers() -> list[str]:
-    """The command-line arguments that start this many processes on one machine; none for one."""
+    """The command-line arguments that start `WORLD_SIZE` processes on one machine; empty for 1."""
     return ["--workers", str(count())] if count() > 1 else []
 
 
 def rank() -> int:
-    """The number of this one, from 0."""
+    """The rank of this process (`RANK`)."""
     return _number("RANK", 0)
 
 
 def rank_here() -> int:
-    """The number of this one among those of its machine."""
+    """The rank of this process on its machine (`LOCAL_RANK`)."""
     return _number("LOCAL_RANK", 0)
 
 
 def count_here(planned: int = 1) -> int:
-    """How many share this machine's memory; before they are started, as many as planned."""
+    """Number of processes on this machine (`LOCAL_WORLD_SIZE`); `planned` before they start."""
     return _number("LOCAL_WORLD_SIZE", planned)
 
 
 def attempt() -> int:
-    """How often this machine's processes have been started again."""
+    """Number of restarts of this machine's processes."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def agent_began() -> float:
-    """When the process began that starts this one again, in seconds since the epoch.
+    """Start time of the parent process, the elastic agent, in seconds since the epoch.
 
-    0 where the system does not tell.
+    0 if the system does not report it.
     """
     try:
         agent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
@@ -103,12 +103,12 @@ def agent_began() -> float:
         return 0.0
     if booted is None:
         return 0.0
-    ticks = int(agent.rpartition(")")[2].split()[19])  # field 22: since the machine was booted
+    ticks = int(agent.rpartition(")")[2].split()[19])  # field 22: start time in ticks after boot
     return int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def end_with_agent() -> None:
-    """End this process by SIGTERM, so that it saves, soon after its agent, if any, has gone."""
+    """Send SIGTERM to this process, so that it saves, once its elastic agent (if any) exits."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     agent = os.getppid()
@@ -122,7 +122,7 @@ def end_with_agent() -> None:
 
 
 def _number(name: str, otherwise: int) -> int:
-    """A variable's value.
+    """Value of an environment variable, or `otherwise`.
 
     Raises:
         WorkhorseError: it is not a number of at most nine digits.
@@ -130,6 +130,7 @@ def _number(name: str, otherwise: int) -> int:
     value = os.environ.get(name, str(otherwise))
     if not re.fullmatch(r"[0-9]{1,9}", value):
         raise WorkhorseError(
-            f"{name}={shown(value)} in the environment is no number; torchrun sets it, or unset it"
+            f"{name}={shown(value)} in the environment is not a number; start with torchrun, which "
+            "sets it, or unset it"
         )
     return int(value)

@@ -1,11 +1,11 @@
-"""All-reduce of gradients, by the backend or in an order that never changes.
+"""All-reduce of gradients, by the backend or in a fixed order.
 
-The tree is binary. Its leaves are the summands 0, 1, 2 …; a node of level l and index i is the sum
-of leaves i · 2^l to (i + 1) · 2^l - 1, as far as they exist, and always that of its two halves. A
-process that has some consecutive leaves adds up whole nodes; whoever puts the nodes of all
-processes together adds the rest, in the same order as one process that has all leaves.
+The fixed order is a binary tree. Its leaves are the summands 0, 1, 2 …. The node with level l and
+index i is the sum of the leaves i · 2^l to (i + 1) · 2^l - 1 that exist, computed as the sum of its
+two halves. A rank with consecutive leaves sums complete nodes. The nodes of all ranks are then
+summed in the same order in which one process would sum all leaves.
 
-Tensors travel in buckets, so that what is copied for it stays small.
+Tensors are sent in buckets, so that the copies stay small.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +19,11 @@ from workhorse.parallel.processes.world import World
 
 
 class Node(NamedTuple):
-    """The sum of some consecutive summands, each a list of tensors.
+    """The sum of consecutive summands, each a list of tensors.
 
     Attributes:
-        level: 2^level leaves are below it, fewer only at the right edge of the tree.
-        index: of the node among those of its level.
+        level: the level; 2^level leaves are below the node, fewer only at the right edge.
+        index: the index of the node in its level.
         tensors: the sums.
     """
 
@@ -33,10 +33,10 @@ class Node(NamedTuple):
 
 
 class TreeSum:
-    """Adds up nodes that come in order from left to right, in place.
+    """Sums nodes in order from left to right, in place.
 
     Attributes:
-        nodes: the sums so far, of which no two can be added without what comes later.
+        nodes: the sums so far; no two can be added before later nodes arrive.
     """
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
@@ -45,7 +45,7 @@ class TreeSum:
             self.push(node)
 
     def push(self, node: Node) -> None:
-        """Take the next node, whose tensors now belong to the sum."""
+        """Add the next node; the sum takes ownership of its tensors and overwrites them."""
         self.nodes.append(node)
         while len(self.nodes) > 1 and _are_halves(*self.nodes[-2:]):
             right = self.nodes.pop()
@@ -53,12 +53,12 @@ class TreeSum:
             self.nodes.append(Node(left.level + 1, left.index // 2, _added(left, right)))
 
     def result(self) -> list[Tensor]:
-        """The sum of all leaves; call it once, after the last.
+        """The sum of all leaves; call it once, after the last leaf.
 
-        What is left are nodes of falling levels: the right edge of the tree, whose missing halves
-        are empty.
+        The remaining nodes have decreasing levels. They are the right edge of the tree, and their
+        missing halves are empty.
         """
-        assert self.nodes, "a sum of nothing"
+        assert self.nodes, "there are no leaves to sum"
         *others, total = self.nodes
         for node in reversed(others):
             total = Node(node.level + 1, node.index // 2, _added(node, total))
@@ -67,7 +67,7 @@ class TreeSum:
 
 
 def nodes_of(begin: int, end: int) -> list[tuple[int, int]]:
-    """Level and index of the nodes that `TreeSum` leaves of the leaves `begin` to `end` - 1."""
+    """Level and index of the nodes that `TreeSum` keeps for the leaves `begin` to `end` - 1."""
     tree = TreeSum(Node(0, leaf, []) for leaf in range(begin, end))
     return [(node.level, node.index) for node in tree.nodes]
 
@@ -81,11 +81,11 @@ def _added(left: Node, right: Node) -> list[Tensor]:
 
 
 BUCKET = 2**22
-"""Numbers that travel at once, at least: 16 MiB in float32."""
+"""Minimum number of elements in a full bucket: 16 MiB in float32."""
 
 
 def add_fast(group: Group, tensors: Sequence[Tensor]) -> None:
-    """Add up tensors of one dtype over the processes, in place, in the backend's order."""
+    """All-reduce tensors of one dtype over a group, in place, in the backend's order."""
     if group.size == 1:
         return
     for bucket in _buckets(tensors):
@@ -93,16 +93,16 @@ def add_fast(group: Group, tensors: Sequence[Tensor]) -> None:
 
 
 def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
-    """The sum of all leaves of a tree, of which each process has added up its `World.share`.
+    """The sum of all leaves of a tree, after each rank has summed the leaves of its `World.share`.
 
-    Each process adds up one part of every tensor, from the nodes of all processes in the tree's
-    order, and sends the sum to the others. So it sends what a ring would, once for each of its
-    nodes; where the number of processes is a power of two that divides the leaves, it has one.
+    Each rank sums one part of every tensor over the nodes of all ranks, in the tree's order, and
+    sends the sum to the others. It sends as much as a ring all-reduce, once per node. If the number
+    of ranks is a power of two that divides the number of leaves, a rank has one node.
 
     Args:
-        world: of the run.
-        tree: of this process; its tensors are written over.
-        leaves: of the whole tree, one for each process at least.
+        world: the processes of the run.
+        tree: this rank's tree; its tensors are overwritten.
+        leaves: number of leaves of the whole tree, at least one per rank.
     """
     if world.size == 1:
         return tree.result()
@@ -114,12 +114,12 @@ def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
 
 
 def _sum_of_all(world: World, nodes: Sequence[list[Tensor]], shares: Sequence[range]) -> Tensor:
-    """The sum of the nodes of all processes, as one axis.
+    """The sum of the nodes of all ranks, as a flat tensor.
 
     Args:
-        world: of the run.
-        nodes: of this process, each the same tensors.
-        shares: of each process, the leaves below its nodes.
+        world: the processes of the run.
+        nodes: this rank's nodes, each a list of the same tensors.
+        shares: for each rank, the leaves below its nodes.
     """
     ways, count = world.size, len(nodes)
     numbers = sum(tensor.numel() for tensor in nodes[0])
@@ -133,12 +133,12 @@ def _sum_of_all(world: World, nodes: Sequence[list[Tensor]], shares: Sequence[ra
 
 
 def own_sum(group: Group, nodes: Tensor, shares: Sequence[range]) -> Tensor:
-    """What this process adds up of the nodes of all, in the tree's order.
+    """Sum this rank's part of the nodes of all ranks, in the tree's order.
 
     Args:
-        group: the processes.
-        nodes: (processes, nodes, numbers): of each node of this process, what each adds up.
-        shares: of each process, the leaves below its nodes.
+        group: the ranks.
+        nodes: (ranks, nodes, elements), this rank's nodes, split by the rank that sums each part.
+        shares: for each rank, the leaves below its nodes.
     """
     ways, count, numbers = nodes.shape
     places = [nodes_of(share.start, share.stop) for share in shares]

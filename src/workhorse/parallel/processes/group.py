@@ -16,15 +16,15 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Group:
-    """Some of a run's processes. Methods are collective: all of them call each, in the same order.
+    """A process group. Methods are collective: all ranks must call them in the same order.
 
-    Where one of them has gone, the others get a RuntimeError, which `join_processes` turns into a
+    If a process exits, the others get a RuntimeError, which `join_processes` turns into a
     `LostError`.
 
     Args:
-        rank: the number of this one among them, from 0.
-        size: how many there are.
-        process_group: takes what they send; None for PyTorch's default.
+        rank: the rank of this process in the group.
+        size: number of processes.
+        process_group: PyTorch's process group; None for the default group.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that acts where only one does."""
+        """True for rank 0, which acts for the group."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether no other follows this one."""
+        """True for the last rank."""
         return self.rank == self.size - 1
 
     def gather(self, own: Tensor) -> Tensor:
-        """All-gather: the (…) of every process, of one shape, as (size, …) in their order."""
+        """All-gather: stack the tensors (…) of all ranks, which have one shape, as (size, …)."""
         if self.size == 1:
             return own[None]
         gathered = own.new_empty(self.size, *own.shape)
@@ -53,12 +53,12 @@ class Group:
     def exchange(
         self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None
     ) -> Tensor:
-        """All-to-all: the rows that the processes send this one, in the order of their numbers.
+        """All-to-all: the rows that this rank receives, in the order of the sending ranks.
 
         Args:
-            rows: (rows, …), those for each process, one after the other.
-            sends: how many for each; None: as many for all.
-            receives: how many from each, likewise.
+            rows: (rows, …), the rows for each rank, concatenated.
+            sends: number of rows for each rank; None: the same number for all.
+            receives: number of rows from each rank; None: the same number from all.
         """
         received = rows.new_empty(_total(receives, rows), *rows.shape[1:])
         group = self.process_group
@@ -66,27 +66,27 @@ class Group:
         return received
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """All-reduce: add up a tensor over the processes, in place, in the backend's order.
+        """All-reduce: sum a tensor over the ranks, in place, in the backend's order.
 
-        Whole numbers, and numbers that all other processes have as 0, come out the same in any.
+        Integers, and elements that are 0 on all other ranks, have the same sum in any order.
         """
         if self.size > 1:
             dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def add(self, tensor: Tensor) -> Tensor:
-        """All-reduce into a new tensor, which takes no gradient."""
+        """All-reduce into a new tensor without a gradient."""
         return self.add_(tensor.detach().clone(memory_format=torch.contiguous_format))
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """All-reduce by maximum, number by number, into a new tensor."""
+        """All-reduce by elementwise maximum into a new tensor."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             dist.all_reduce(result, dist.ReduceOp.MAX, group=self.process_group)
         return result
 
     def most(self, number: int) -> int:
-        """The largest of the whole numbers that the processes give."""
+        """All-reduce an integer by maximum."""
         return int(self.largest(torch.tensor(number)))
 
     def wait(self) -> None:
@@ -95,7 +95,7 @@ class Group:
 
     @contextmanager
     def first_before_others(self) -> Generator[None]:
-        """Run the body on the first process, then on the others, which find its work done."""
+        """Run the body on rank 0, then on the others, so that they can use its results."""
         if not self.is_first:
             self.wait()
         yield
@@ -103,22 +103,22 @@ class Group:
             self.wait()
 
     def send(self, x: Tensor, to: int) -> dist.Work | None:
-        """Begin to send a tensor, which must stay as it is until that is done."""
+        """Send a tensor asynchronously; do not change it before the returned work is done."""
         return dist.isend(x, group=self.process_group, group_dst=to)
 
     def receive(self, into: Tensor, sender: int) -> Tensor:
-        """Wait for a tensor from another process; returns the one that it is written to."""
+        """Receive a tensor from another rank into `into`, and return `into`."""
         dist.recv(into, group=self.process_group, group_src=sender)
         return into
 
     def broadcast_last_(self, x: Tensor) -> Tensor:
-        """Broadcast: write what the last process has over a tensor of that shape; returns it."""
+        """Broadcast: overwrite x with the last rank's x, and return it."""
         dist.broadcast(x, group=self.process_group, group_src=self.size - 1)
         return x
 
 
 class AbsentGroup(Group):
-    """One whose other processes are not there, for passes on tensors without data."""
+    """A group without other processes, for passes on tensors without data."""
 
     def gather(self, own: Tensor) -> Tensor:
         return own.new_empty(self.size, *own.shape)
@@ -151,7 +151,7 @@ def _total(receives: list[int] | None, rows: Tensor) -> int:
 
 
 def summed(parts: Tensor) -> Tensor:
-    """The sum along the first axis, in float32 at least, rounded once to the dtype of the parts."""
+    """Sum along the first axis in at least float32, rounded once to the dtype of the parts."""
     wide = torch.promote_types(parts.dtype, torch.float32)
     return parts.sum(dim=0, dtype=wide).to(parts.dtype)
 
@@ -173,19 +173,19 @@ class _WithGradient(torch.autograd.Function):
 
 
 HANGS = 1
-"""The exit code of a process that was ended."""
+"""The exit code of a process that the watchdog ends."""
 
 
 @contextmanager
 def watched(group: Group, patience: float) -> Generator[Callable[[], None]]:
-    """Give a function that is to be called after every step.
+    """Yield a function to call after every step, and start a watchdog for these calls.
 
-    If it is not called for so long, this process prints where each of its threads is, and ends at
-    once: it or another hangs. A process alone is not watched.
+    If it is not called for `patience` seconds, this process or another hangs. The process then
+    prints the stack traces of its threads and exits immediately. A single process is not watched.
 
     Args:
-        group: all of the run.
-        patience: in seconds.
+        group: all processes of the run.
+        patience: maximum seconds between calls.
     """
     if group.size == 1:
         yield lambda: None
@@ -220,8 +220,8 @@ def _report(group: Group, patience: float, own: int) -> str:
     ]
     return "\n".join(
         [
-            f"workhorse: process {group.rank} of {group.size} has made no step for {patience:g} s: "
-            "it hangs, or waits for another that does. It is at",
+            f"workhorse: process {group.rank} of {group.size} has completed no step for "
+            f"{patience:g} s: it hangs, or waits for another process that hangs. Stack traces:",
             *stacks,
         ]
     )

@@ -1,7 +1,7 @@
-"""Where processes that were started together meet: a part of a store that may outlive them.
+"""The rendezvous of processes that were started together, in a part of a store of their own.
 
-PyTorch's elastic agent keeps its store when it starts workers again, and on several machines only
-one agent counts that it did. So whoever looks for the others may find what those before them wrote.
+PyTorch's elastic agent keeps its store when it restarts workers, and on several machines only one
+agent counts restarts. The store may therefore contain entries of earlier attempts.
 """
 
 import time
@@ -11,17 +11,17 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 
 LOOKS, PAUSE = 20, 0.05
-"""How often to look for an answer, and the seconds between, before asking for the first again."""
+"""Number of polls for an answer, and seconds between them, before reading rank 0's name again."""
 
 
 def meet(store: Store, rank: int, size: int, patience: timedelta) -> Store:
-    """The part of a store that these processes use alone; all must call it.
+    """A private part of a store for these processes; all must call it.
 
-    The first gives the part a new name and answers each of the others. One who finds an older name
-    gets no answer, and looks again.
+    Rank 0 gives this part a new, unique prefix and answers each of the other ranks. A rank that
+    reads the prefix of an earlier attempt gets no answer and reads again.
 
     Raises:
-        RuntimeError: they do not come.
+        RuntimeError: the other processes do not arrive in time.
     """
     own = uuid.uuid4().hex
     if rank == 0:
@@ -39,4 +39,4 @@ def meet(store: Store, rank: int, size: int, patience: timedelta) -> Store:
             if store.check([f"{first}/{rank}/{own}"]):
                 return PrefixStore(first, store)
             time.sleep(PAUSE)
-    raise RuntimeError(f"the first of {size} processes does not answer")
+    raise RuntimeError(f"rank 0 of {size} processes does not respond")

@@ -1,7 +1,7 @@
-"""The processes that train one model: which of them this is, and what they tell each other.
+"""The processes that train one model, and the division of work among them.
 
-`torchrun`, or `workhorse train --workers`, starts them and says in the environment how many there
-are. A process that was started by itself is a world of one, in which nothing is sent.
+`torchrun` or `workhorse train --workers` starts them and sets their number in the environment. A
+process that was started by itself is a world of size 1 and does not communicate.
 """
 
 import gc
@@ -25,11 +25,11 @@ from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.meeting import meet
 
 PATIENCE = timedelta(seconds=LONGEST_PATIENCE)
-"""How long a process waits for the others: the first one may be saving, or reading its text."""
+"""Timeout of collectives: rank 0 may be saving a checkpoint or reading its corpus."""
 REFUSED = "refused"
-"""Key in the store: how many processes have refused to run."""
+"""Key in the store: number of processes that raised a WorkhorseError."""
 REFUSAL_GRACE = 2.0
-"""Seconds that the first process to refuse has to print why, before the others end."""
+"""Seconds that the first failing process has to print its error, before the others exit."""
 
 
 class LostError(WorkhorseError):
@@ -37,21 +37,21 @@ class LostError(WorkhorseError):
 
 
 class ToldError(LostError):
-    """Another process of the run exited or stopped responding, and has said why."""
+    """Another process of the run exited after it reported an error."""
 
 
 class World(Group):
-    """The processes of a run; the first writes what the run writes.
+    """All processes of a run; rank 0 writes the run's files.
 
     Args:
-        rank: the number of this one, from 0.
-        size: how many there are.
-        parallel: how they divide what they do.
-        process_group: takes what they send each other; None for PyTorch's default.
+        rank: the rank of this process.
+        size: number of processes.
+        parallel: the parallelism settings.
+        process_group: PyTorch's process group; None for the default group.
 
     Attributes:
-        in_step: whether a pass of one needs one of every other at the same time, since each has a
-            part of the weights.
+        in_step: True if all ranks must run their passes in lockstep, because each has a part of
+            the weights.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class World(Group):
 
     @property
     def replicas(self) -> int:
-        """Into how many shares the rows of a batch are divided."""
+        """Number of shares that the rows of a batch are divided into."""
         return self.parallel.replicas
 
     @property
     def member(self) -> int:
-        """The number of this process among those that have the same rows, from 0."""
+        """Index of this process among those with the same rows, from 0."""
         at, parallel = self.parallel.coordinates(self.rank), self.parallel
         return (at.pipeline * parallel.context + at.context) * parallel.tensor + at.tensor
 
     def apart(self) -> "World":
-        """The same processes for another thread of each; all must call it."""
+        """A separate process group of the same processes, for another thread; all must call it."""
         if self.size == 1:
             return self
         own = dist.new_group(timeout=PATIENCE, backend="gloo")
@@ -86,9 +86,9 @@ class World(Group):
         return World(self.rank, self.size, self.parallel, process_group=own)
 
     def alike(self, key: Callable[[int], Hashable]) -> Group:
-        """Of a run's processes, those whose number has the same key as this one's.
+        """The group of the ranks with the same `key` as this rank.
 
-        All must call it, in the same order of calls.
+        All ranks of the run must call it, in the same order.
         """
         groups: dict[Hashable, list[int]] = {}
         for rank in range(self.size):
@@ -98,7 +98,7 @@ class World(Group):
             return self
         of_own: dist.ProcessGroup | None = None
         for ranks in groups.values():
-            if len(ranks) > 1:  # every process makes all groups
+            if len(ranks) > 1:  # PyTorch requires every process to create all groups
                 made = dist.new_group(ranks, timeout=PATIENCE)
                 if ranks is own:
                     assert isinstance(made, dist.ProcessGroup)
@@ -106,19 +106,19 @@ class World(Group):
         return Group(own.index(self.rank), len(own), of_own)
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """The consecutive ones of so many things that a process's replica has.
+        """Consecutive slice of `range(count)` for the replica of a rank.
 
         Args:
-            count: of them.
-            rank: of the process; None: this one.
+            count: number of items.
+            rank: the rank; None: this rank.
         """
         replica = self.parallel.replica(self.rank if rank is None else rank)
         return share_of(count, self.replicas, replica)
 
     def passes(self, count: int) -> Iterator[tuple[int, bool]]:
-        """Which of so many things this process passes, and whether they are its to count.
+        """Yield the index of each item of this rank, and True if this rank counts it.
 
-        In step, all processes do as many, so that some pass one that another has too.
+        Ranks in lockstep run equal numbers of passes, so some repeat an item without counting it.
         """
         share = self.share(count)
         yield from ((number, True) for number in share)
@@ -127,19 +127,19 @@ class World(Group):
 
 
 ALONE = World(0, 1, UNDIVIDED)
-"""A process that trains by itself."""
+"""The world of a single process."""
 
 
 @contextmanager
 def join_processes() -> Generator[Group]:
-    """Join the processes that the environment tells of; none: this one is alone.
+    """Join the processes that the environment describes; by default a single process.
 
-    What several of them refuse is told by the one that finds it first.
+    If several processes raise a WorkhorseError, only the first one reports it.
 
     Raises:
-        WorkhorseError: the environment is incomplete, or the others do not come.
-        LostError: one of them has gone.
-        ToldError: one of them says why it ends.
+        WorkhorseError: the environment is incomplete, or the other processes cannot be reached.
+        LostError: another process exited or stopped responding.
+        ToldError: another process exited after it reported an error.
     """
     size = environment.count()
     if size == 1:
@@ -155,9 +155,9 @@ def join_processes() -> Generator[Group]:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise WorkhorseError(
-            f"WORLD_SIZE is {size}, and the other processes are not to be found ({error}); start "
-            "all by torchrun, and give each its network interface as GLOO_SOCKET_IFNAME if the "
-            "machine has several; or unset it"
+            f"WORLD_SIZE={size} in the environment, but the other processes cannot be reached "
+            f"({error}); start all with torchrun, and set GLOO_SOCKET_IFNAME if a machine has "
+            "several network interfaces; or unset WORLD_SIZE"
         ) from error
     try:
         yield Group(dist.get_rank(), dist.get_world_size())
@@ -166,21 +166,21 @@ def join_processes() -> Generator[Group]:
             raise
         kind = ToldError if _is_told(own) else LostError
         raise kind(
-            "another process of the run has gone, or does not answer; its message or the last line "
-            "says why"
+            "another process of the run exited or stopped responding; see its error message or the "
+            "last line of the output"
         ) from error
     except WorkhorseError as error:
         if _tells(own):
             raise
-        time.sleep(REFUSAL_GRACE)  # when one has gone, an agent ends all
-        raise ToldError("another process of the run was refused first; it says why") from error
+        time.sleep(REFUSAL_GRACE)  # the agent ends all processes as soon as one exits
+        raise ToldError("another process of the run failed first; see its error message") from error
     finally:
         dist.destroy_process_group()
-        gc.collect()  # groups that the run's objects still hold end now, and not with Python
+        gc.collect()  # destroys groups still held by the run's objects, before Python exits
 
 
 def _tells(store: Store) -> bool:
-    """Whether this process is the first to be refused, as far as the store can be reached."""
+    """True if this process is the first to fail, or if the store cannot be reached."""
     try:
         return store.add(REFUSED, 1) == 1
     except RuntimeError:
@@ -188,7 +188,7 @@ def _tells(store: Store) -> bool:
 
 
 def _is_told(store: Store) -> bool:
-    """Whether a process says why it ends, as far as the store can be reached."""
+    """True if a process has reported an error; False if the store cannot be reached."""
     try:
         return store.check([REFUSED])
     except RuntimeError:
@@ -196,5 +196,5 @@ def _is_told(store: Store) -> bool:
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    """Whether a backend failed to reach another process; gloo says so in words alone."""
+    """True if a backend failed to reach another process; gloo reports this only as text."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)

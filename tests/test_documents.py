@@ -133,8 +133,8 @@ def config_at(place: str, kind: str | None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has before the first page."""
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with recipes, studies, documents and a model, without runs."""
     folder = tmp_path_factory.mktemp("before")
     (folder / "recipes").mkdir()
     for file in sorted((ROOT / "recipes").glob("*.yaml")):
@@ -165,10 +165,10 @@ def _somebody_elses_model(target: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def after_readme(before: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has after the README: its recipe's run, under all names that pages give it."""
+def with_runs(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the demo's run, under all names that pages give it."""
     folder = tmp_path_factory.mktemp("after") / "folder"
-    shutil.copytree(before, folder)
+    shutil.copytree(fresh, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["train", "recipes/stdlib-small.yaml", "--out", "runs/first"]) == 0
@@ -182,7 +182,7 @@ def test_a_page_does_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     """`Reader.follow` fails at the first block that does not."""
-    start: Path = request.getfixturevalue("before" if page == "README.md" else "after_readme")
+    start: Path = request.getfixturevalue("fresh" if page == "docs/commands.md" else "with_runs")
     folder = tmp_path / "folder"
     shutil.copytree(start, folder)
     monkeypatch.chdir(folder)

@@ -233,6 +233,8 @@ class _Table(_OfTeam):
 class _Head(_OfTeam):
     """Gathers all logits for generation; a loss needs only this rank's logits."""
 
+    linear = True
+
     def forward(self, x: Hidden) -> Logits:
         team = self.team
         own = super().forward(x)

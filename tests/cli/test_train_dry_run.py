@@ -30,13 +30,13 @@ def test_dry_run_says_what_a_resume_would_change_and_writes_nothing(
         "train.steps changes from 6 to 9",
         "train.batch_size changes from 2 to 3",
     ]
-    assert "run: would go on after step 6" in said.err
+    assert "run: would resume after step 6" in said.err
     assert main(arguments) == 0
     assert " left on cpu, " in capsys.readouterr().out
     assert main([*arguments, "train.seed=4"]) == 2
     assert main(["train", recipe, "--out", "run", "--dry-run"]) == 2
     assert main(["train", recipe, "--out", "new", "--dry-run"]) == 0
-    assert "new: a new run would begin here" in capsys.readouterr().err
+    assert "new: would start a new run" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     assert not Path("new").exists()
 
@@ -87,7 +87,7 @@ def test_the_recipe_shown_is_a_recipe_of_the_same_model(
 def test_a_preset_trained_on_less_than_its_context_is_told(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = "preset gpt2 keeps its context of 1,024 tokens, and train.seq_len=16 teaches the model"
+    line = "preset gpt2 has a context of 1,024 tokens, but is trained only on sequences of"
     remedy = "unless you set model.max_seq_len=16\n"
     for arguments in (["--dry-run"], [], ["--dry-run"]):  # the last finds the folder taken
         assert main(["train", recipe, SMALL_GPT2, *arguments]) == 0
@@ -97,7 +97,7 @@ def test_a_preset_trained_on_less_than_its_context_is_told(
     assert main(["train", recipe, SMALL_GPT2, "model.max_seq_len=16", "--out", "set"]) == 0
     assert main(["train", "runs/tiny", "train.steps=7", "--resume"]) == 0
     assert main(["train", recipe, "--out", "without-preset"]) == 0
-    assert "keeps its context" not in capsys.readouterr().err
+    assert "has a context of" not in capsys.readouterr().err
     assert RunDirectory("without-preset").config.max_seq_len == 16
 
 
@@ -105,7 +105,7 @@ def test_dry_run_tells_where_the_folder_of_the_recipes_name_is_taken(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", recipe, "--dry-run"]) == 0
-    assert ": a new run would begin here\n" in capsys.readouterr().err
+    assert ": would start a new run\n" in capsys.readouterr().err
     assert main(["train", recipe]) == 0
     capsys.readouterr()
     assert main(["train", recipe, "--dry-run"]) == 0

@@ -6,7 +6,7 @@ from workhorse.nn import Decoder, DecoderConfig
 
 @pytest.fixture
 def decoder() -> Decoder:
-    """Reads 8 tokens of a vocabulary of 128."""
+    """A decoder with a context of 8 tokens and a vocabulary of 128."""
     config = DecoderConfig.from_dict(
         {
             "vocab_size": 128,
@@ -34,7 +34,7 @@ def decoder() -> Decoder:
 
 
 class Ascii:
-    """One character, one token; what is not ASCII is unknown."""
+    """A tokenizer with one token per character; characters outside ASCII are unknown."""
 
     def encode(self, text: str) -> list[int]:
         return [min(ord(character), 127) for character in text]

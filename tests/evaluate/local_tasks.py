@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness in local files, with random texts."""
+"""Tasks of the lm-evaluation-harness in local files, with random sentences."""
 
 import json
 import random
@@ -16,11 +16,11 @@ def sentence(draw: random.Random, least: int, most: int) -> str:
 
 
 def write_tasks(folder: Path, n: int = 50) -> Path:
-    """`choices`, `letters`, `continue` and `prose`, each `n` documents or fewer, in a folder."""
+    """Write the tasks `choices`, `letters`, `continue` and `prose`; `n` documents or fewer each."""
     draw = random.Random(0)
     choices = [
         {
-            # Some are longer than the context, some are nothing at all.
+            # Some are longer than the context, some are empty.
             "question": "" if i % 10 == 9 else sentence(draw, 2, 60),
             "options": [sentence(draw, 1, 5) for _ in range(3)],
             "answer": draw.randrange(3),

@@ -1,4 +1,4 @@
-"""Small random models and tokenizers, as transformers saves them."""
+"""Small random-weight models and tokenizers, saved by transformers."""
 
 import random
 from pathlib import Path
@@ -20,9 +20,12 @@ CHAT = (
 
 
 def write_model(folder: Path, model_type: str, begins: bool) -> Path:
-    """A small random model and its tokenizer, as transformers saves them.
+    """Save a small random-weight model and its tokenizer with transformers.
 
-    `begins`: whether every text begins with a token of its own, as LLaMA's do.
+    Args:
+        folder: the folder to write.
+        model_type: the model type, `gpt2` or `llama`.
+        begins: True if every encoded string starts with bos, as for LLaMA.
     """
     tokenizer = train_tokenizer(begins)
     tokenizer.save_pretrained(folder)
@@ -42,7 +45,7 @@ def write_model(folder: Path, model_type: str, begins: bool) -> Path:
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # as made, it would find every token as likely
+        for parameter in model.parameters():  # otherwise all tokens would be about equally likely
             parameter.add_(torch.randn_like(parameter) * 0.15)
     model.save_pretrained(folder)
     return folder

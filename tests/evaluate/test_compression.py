@@ -6,7 +6,7 @@ from workhorse.evaluate import compressed_bits_per_byte
 
 
 def test_it_is_what_the_programs_make_of_the_joined_files():
-    """`gzip -9 | wc -c` and `xz -9 | wc -c` of these bytes print 35 and 84."""
+    """The expected sizes are the output of `gzip -9 | wc -c` and `xz -9 | wc -c`: 35 and 84."""
     texts = ["abcabcabc" * 100, "", "é" * 50]
     n_bytes = 900 + 100
     got = compressed_bits_per_byte(texts)

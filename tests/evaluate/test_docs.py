@@ -1,4 +1,4 @@
-"""The task of `docs/evaluation.md`, as it stands there, by the command and from Python."""
+"""The task in `docs/evaluation.md`, run by the command and from Python exactly as documented."""
 
 import json
 import re

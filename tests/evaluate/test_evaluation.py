@@ -1,4 +1,4 @@
-"""The figures against a naive sum, one token and one forward pass at a time."""
+"""The figures compared with a naive sum that uses one forward pass per token."""
 
 import math
 
@@ -21,7 +21,7 @@ START = 0
 def naive(
     decoder, text: str, start: int | None, stride: int, context: int | None = None
 ) -> list[float]:
-    """Nats of each predicted token; it may see back to where its window begins."""
+    """Return the nats of each predicted token; it sees the tokens since the start of its window."""
     tokens = ([] if start is None else [start]) + [ord(character) for character in text]
     context, nats = context or decoder.max_seq_len, []
     for target in range(1, len(tokens)):
@@ -43,7 +43,7 @@ def test_loss_and_bits_per_byte(decoder, ascii_tokenizer, stride, start, batch_s
     assert result.tokens == len(nats) == N_BYTES - (0 if start is not None else len(TEXTS))
     assert result.loss == pytest.approx(sum(nats) / len(nats), rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(result.loss))
-    # A first token that nothing predicts is charged what a uniform guess takes.
+    # A first token without prediction costs the bits of a uniform guess.
     unpredicted = 0 if start is not None else len(TEXTS)
     bits = (sum(nats) / math.log(2) + unpredicted * math.log2(128)) / N_BYTES
     assert result.bits_per_byte == pytest.approx(bits, rel=1e-5)
@@ -103,14 +103,14 @@ def test_dropout_is_off_and_the_mode_is_restored(decoder, ascii_tokenizer):
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
-        ([], {"start": START}, "the text is too short: its 0 bytes hold"),
-        ([Document("a", "x")], {"start": None}, "the text is too short: its 1 bytes hold"),
+        ([], {"start": START}, "the text is too short: 0 bytes have no token"),
+        ([Document("a", "x")], {"start": None}, "the text is too short: 1 bytes have no token"),
         (DOCUMENTS, {"start": 0, "stride": 9}, "stride=9 is not within the context; choose 1 to 8"),
         (DOCUMENTS, {"start": 0, "stride": 0}, "stride=0 is not within the context"),
         (DOCUMENTS, {"start": 0, "context": 9}, "context=9 is not within the model's max_seq_len"),
         (DOCUMENTS, {"start": 0, "context": 0}, "context=0 is not within .* choose 1 to 8"),
         (DOCUMENTS, {"start": 0, "context": 4, "stride": 5}, "stride=5 is not .* choose 1 to 4"),
-        (DOCUMENTS, {"start": 0, "batch_size": 0}, "batch_size=0 holds nothing"),
+        (DOCUMENTS, {"start": 0, "batch_size": 0}, "batch_size=0 is not positive"),
     ],
 )
 def test_what_cannot_be_evaluated(decoder, ascii_tokenizer, documents, options, message):
@@ -129,7 +129,7 @@ def test_a_model_that_sees_the_answers_is_refused(decoder, ascii_tokenizer):
     fields = decoder.config.to_dict()
     fields["blocks"]["main"]["attention"]["causal"] = False
     bidirectional = DecoderConfig.from_dict(fields).build()
-    with pytest.raises(WorkhorseError, match="block 'main' sees the tokens it must predict"):
+    with pytest.raises(WorkhorseError, match="block 'main' is not causal, so it sees the tokens"):
         evaluate(bidirectional, ascii_tokenizer, DOCUMENTS, start=START)
 
 

@@ -1,4 +1,4 @@
-"""A task's file that the harness's readers would not survive is refused before they see it."""
+"""Task files that would crash the harness's parsers fail a check before the harness reads them."""
 
 from pathlib import Path
 

@@ -47,7 +47,7 @@ def test_every_token_but_the_first_is_predicted_once(length, context, data):
     seen = []
     for number, window in enumerate(windows(chunks, context, stride)):
         assert 1 <= len(window.inputs) <= context
-        # Each target follows its input, and sees enough of what came before.
+        # Each target is the token after its input, and enough context precedes it.
         assert list(window.inputs[-len(window.targets) :]) == [t - 1 for t in window.targets]
         if number:
             assert len(window.inputs) - len(window.targets) >= context - stride

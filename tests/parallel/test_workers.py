@@ -118,7 +118,7 @@ def _worker(parent: int) -> int:
     [
         (
             {"data": 2},
-            "parallel asks for 2 processes, and this is one; start as many, by workhorse",
+            "parallel needs 2 processes, but only 1 is running; start 2 with workhorse",
         ),
         ({"data": 8}, "parallel: data=8 is more than train.batch_size=7"),
         ({"shard": 2}, "parallel: shard=2 does not divide train.batch_size=7"),

@@ -153,7 +153,7 @@ def test_minutes_come_to_the_steps_that_the_time_of_one_allows() -> None:
     assert found["train"]["minutes"] is None
     assert found["time"]["steps"] == found["train"]["steps"]
     assert 0.9 * 300 < found["time"]["seconds"] <= 300
-    assert said[0].startswith(f"train.minutes=5 comes to train.steps={found['time']['steps']}, at ")
+    assert said[0].startswith(f"train.minutes=5 gives train.steps={found['time']['steps']} at ")
 
 
 def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A recipe that trains in a second, and the parts of a model small enough to look at."""
+"""Fixtures: a recipe that trains in a second, and a very small model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_recipe(corpus: Path) -> MakeRecipe:
-    """A recipe, with fields of its `train` section changed."""
+    """A function that makes a recipe; its keywords change fields of the `train` section."""
 
     def make(**train: Any) -> Recipe:
         return Recipe.from_dict(

@@ -1,4 +1,4 @@
-"""An objective of pairs of rows, of which the first is preferred: what a new objective takes."""
+"""A preference objective on pairs of rows, the first preferred: an example of a new objective."""
 
 from typing import Literal
 
@@ -27,7 +27,7 @@ class PreferenceConfig(ObjectiveConfig):
 class Preference(ModelObjective):
     """`-log sigmoid(mean log p(chosen) - mean log p(rejected))`, summed over pairs.
 
-    With a reference, the difference is that of its differences from the frozen model (DPO).
+    With a reference, log-probabilities are relative to the frozen model (DPO).
     """
 
     denominator = "groups"

@@ -1,4 +1,4 @@
-"""What a run left behind, to be compared."""
+"""Helpers that read and compare the results of runs."""
 
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,6 @@ def assert_same_run(one: Path, other: Path, step: int = 12) -> None:
 
 
 def notices(told: list[dict[str, Any]]) -> list[str]:
-    """The notices among a run's events, but for what passes are computed by."""
+    """Return the notices among a run's events, without the one about `train.execution`."""
     messages = [event["message"] for event in told if event["kind"] == "notice"]
     return [message for message in messages if not message.startswith("train: ")]

@@ -1,4 +1,4 @@
-"""Experts kept busy from outside: a loss, or steps of a bias, through every way of training."""
+"""Load balancing of experts by a loss or by a bias, in every mode of training."""
 
 import shutil
 from pathlib import Path
@@ -85,7 +85,7 @@ def learned_gradients(decoder: Decoder) -> list[torch.Tensor]:
 
 
 def test_the_imbalance_is_its_formula() -> None:
-    """Of a prediction: 1 where all are alike, n_experts where one does everything."""
+    """Per prediction, it is 1 for equal loads and n_experts if one expert gets everything."""
 
     def of_one_row(scores: torch.Tensor, load: torch.Tensor) -> float:
         counted = torch.ones(1, len(scores), dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_the_imbalance_is_its_formula() -> None:
     assert of_one_row(even, torch.ones(4) * 3) == pytest.approx(1.0)
     one = torch.eye(4)[[0, 0]]
     assert of_one_row(one, torch.tensor([2.0, 0, 0, 0])) == pytest.approx(4.0)
-    scores = torch.tensor([[0.2, 0.6], [0.9, 0.1]])  # not yet parts of 1
+    scores = torch.tensor([[0.2, 0.6], [0.9, 0.1]])  # not normalised
     expected = 2 * (0.75 * (0.25 + 0.9) / 2 + 0.25 * (0.75 + 0.1) / 2)
     assert of_one_row(scores, torch.tensor([3.0, 1.0])) == pytest.approx(expected)
 
@@ -118,7 +118,7 @@ COLLAPSED = torch.tensor([3.0, 3.0, 0, 0, 0, 0, 0, 0])
 
 
 def collapse(decoder: Decoder) -> None:
-    """Every token chooses the first two experts."""
+    """Make every token choose the first two experts."""
     with torch.no_grad():
         for router in routers(decoder):
             router.proj.bias.copy_(COLLAPSED)
@@ -126,7 +126,7 @@ def collapse(decoder: Decoder) -> None:
 
 
 def busiest(decoder: Decoder, tokens: torch.Tensor) -> float:
-    """The largest part of a layer's choices that falls on two experts, over layers."""
+    """Return the largest fraction, over layers, of choices of a layer's two busiest experts."""
     parts = []
     hooks = [
         router.register_forward_hook(lambda *args: parts.append(all_loads(args[-1])))
@@ -147,7 +147,7 @@ def busiest(decoder: Decoder, tokens: torch.Tensor) -> float:
 def test_a_collapsed_router_spreads_out(
     mixed: Decoder, options: dict[str, float], spread: bool
 ) -> None:
-    """From two experts for every token to a share near that of an even load, 2 of 8."""
+    """The two busiest experts of 8 get all choices at first, and less than half at the end."""
     collapse(mixed)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(11, (16, 8), generator=generator)
@@ -169,14 +169,14 @@ def test_the_reported_loss_is_without_the_balance_loss(mixed: Decoder, batch: Ba
 
 
 def decide(decoder: Decoder) -> None:
-    """Every token chooses by itself, and not by a hair."""
+    """Make the choices differ between tokens, by clear margins."""
     with torch.no_grad():
         for router in routers(decoder):
             router.proj.weight.normal_()
 
 
 def balance_gradients(decoder: Decoder, batch: Batch, rows: int) -> list[torch.Tensor]:
-    """Of the balance loss alone, with a weight that lets nothing hide behind the cross-entropy."""
+    """Return the gradients of only the balance loss, with a weight that dominates rounding."""
     decoder.zero_grad()
     make_step(decoder, rows=rows).backward(batch)
     plain = learned_gradients(decoder)
@@ -198,7 +198,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_padding_does_not_enter_the_balance(mixed: Decoder, packed: bool) -> None:
-    """Rows of five tokens give what they give with three positions of padding behind them."""
+    """Rows of five tokens give the same result with three positions of padding after them."""
     decide(mixed)
     tokens, targets = torch.randint(11, (2, 3, 5))
     sources = torch.zeros(3, dtype=torch.int64)
@@ -300,7 +300,7 @@ def test_matrices_of_experts_decay_and_their_biases_do_not(mixed: Decoder, confi
 
 
 def test_each_expert_is_a_matrix_of_its_own_to_muon(mixed: Decoder) -> None:
-    """The update of one does not depend on the gradients of the others."""
+    """The update of one expert does not depend on the gradients of the others."""
     experts = mixed.layers[0].feed_forward.experts.up_proj
     start = experts.weight.detach().clone()
     updates = []
@@ -319,7 +319,7 @@ def test_each_expert_is_a_matrix_of_its_own_to_muon(mixed: Decoder) -> None:
 
 
 def test_a_token_pays_for_its_experts_alone(mixed: Decoder) -> None:
-    """Work counts `top_k` of the experts: as much as one feed-forward as wide as those together."""
+    """FLOPs count `top_k` experts, as much as one feed-forward with their total width."""
     dense = with_feed_forward({"kind": "gated_mlp", "d_ff": 8 * TOP_K})
     plain = DecoderConfig.from_dict({**dense, "vocab_size": 11, "max_seq_len": 8}).build()
     router = 6 * 2 * EXPERTS * 16  # two layers
@@ -350,12 +350,12 @@ def test_a_resumed_run_has_the_biases_of_the_uninterrupted_one(
         (
             MODEL,
             {"balance_loss": 0.01},
-            "train: balance_loss=0.01 has no mixture of experts to balance; leave it out",
+            "train: balance_loss=0.01 needs a mixture of experts in the model; remove it",
         ),
         (
             with_feed_forward({**MIXTURE, "router": {"score": "softmax"}}),
             {"balance_rate": 0.01},
-            "train: balance_rate=0.01 has no router with selection_bias=true to move; set it",
+            "train: balance_rate=0.01 needs a router with selection_bias=true; set that in",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a run would do and take, said before it does."""
+"""Dry runs: the plan of a run and the resources it needs."""
 
 import importlib
 from copy import deepcopy
@@ -25,8 +25,8 @@ def test_a_dry_run_has_the_figures_and_where_the_run_would_stand(
     }
     assert (found["run_directory"], found["step"], found["changes"]) == (tmp_path / "run", 0, [])
     chosen, free = said
-    assert chosen.startswith("train.optimizer is not given: Muon (learning_rate=0.001) for the")
-    assert free == f"{tmp_path / 'run'}: a new run would begin here"
+    assert chosen.startswith("train.optimizer is not set: using Muon (learning_rate=0.001) for the")
+    assert free == f"{tmp_path / 'run'}: would start a new run"
     assert not (tmp_path / "run").exists()
 
 
@@ -59,7 +59,7 @@ def test_the_time_is_that_of_the_steps_that_are_left(
 def test_each_of_several_processes_has_its_share_of_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it needs is what `plan` says, and all share what is free on this machine."""
+    """A process needs the memory that `plan` computes, and all share this machine's free memory."""
     written = fields(tmp_path, GATED, batch_size=8)
     one = estimate(Recipe.from_dict({**written, "parallel": {}}))
     divided = Recipe.from_dict({**written, "parallel": {"shard": 2, "data": 2}})
@@ -74,18 +74,18 @@ def test_each_of_several_processes_has_its_share_of_the_memory(
     assert (found["memory"]["room"], found["memory"]["fits"]) == (250, False)
     said: list[str] = []
     dry_run(divided, tmp_path / "run", tell=said.append)
-    assert "takes 4 processes, by --workers 4 or torchrun" in said
+    assert "needs 4 processes; start them with --workers 4 or torchrun" in said
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, []),
-        ({"final_norm": None}, ["the model has no norm after its last layer; give"]),
+        ({"final_norm": None}, ["the model has no norm after its last layer; set"]),
         ({"final_norm": {"kind": "none"}}, []),
-        ({"position": None}, ["no part of the model knows the order of tokens beyond"]),
+        ({"position": None}, ["the model has no position encoding: only the causal mask"]),
         ({"position": {"kind": "none"}}, []),
-        ({"preset": "gpt2"}, ["preset gpt2 keeps its learned positions beside rope; model."]),
+        ({"preset": "gpt2"}, ["preset gpt2 keeps its learned positions in addition to rope; set"]),
         ({"preset": "gpt2", "embedding": {"position": {"kind": "none"}}}, []),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a dry run says: what training would take, and what it would refuse."""
+"""The estimates of a dry run, and the errors that it shares with training."""
 
 import importlib
 import sys
@@ -27,7 +27,7 @@ def changed(recipe: Recipe, section: str, **fields: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("train", {"dtype": "float16"}), "dtype float16 needs CUDA"),
+        (("train", {"dtype": "float16"}), "dtype=float16 needs CUDA, but"),
         (("train", {"kernel": "flex"}), "kernel=flex has no backward on a CPU"),
         (("train", {"fp8": True}), "train.fp8=true needs CUDA"),
         (("train", {"device": "cuda:7"}), "device=cuda:7 is not there"),
@@ -66,7 +66,7 @@ def test_an_empty_sample_where_nothing_begins_a_text_is_refused(
 ) -> None:
     recipe = changed(make_recipe(samples={"every": 1}), "data", eos=False)
     for attempt in (lambda: estimate(recipe), lambda: train(recipe, tmp_path / "run")):
-        with pytest.raises(WorkhorseError, match="empty prompt, which begins a text"):
+        with pytest.raises(WorkhorseError, match="empty prompt, but training puts neither"):
             attempt()
     assert not (tmp_path / "run").exists()
 
@@ -76,12 +76,12 @@ def test_a_dry_run_knows_whether_weights_to_start_from_fit(make_recipe, tmp_path
     fields = make_recipe().to_dict() | {"init": str(tmp_path / "first"), "model": {}}
     assert estimate(Recipe.from_dict(with_init(fields)))["parameters"]["total"] > 0
     fields["model"] = {"n_layers": 3}
-    with pytest.raises(WorkhorseError, match=r"fit: model\.n_layers is 3 and there 2; leave out"):
+    with pytest.raises(WorkhorseError, match=r"fit: model\.n_layers is 3 here and 2 there; remove"):
         estimate(Recipe.from_dict(with_init(fields)))
 
 
 def held(step: Any) -> int:
-    """Bytes of all gradients and sums of gradients."""
+    """Return the bytes of all gradients and sums of gradients."""
     masters = step.optimizer.masters
     parameters = masters.parameters.values()
     tensors = [*masters.sums.values(), *(p.grad for p in parameters if p.grad is not None)]
@@ -93,7 +93,7 @@ def held(step: Any) -> int:
 def test_the_memory_of_a_dry_run_is_what_a_step_holds(
     make_recipe, monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int | None
 ) -> None:
-    """Weights and the optimizer, and that the peak has gradients and their sums, as measured."""
+    """The bytes of weights and optimizer are exact, and the peak includes gradients and sums."""
     recipe = recipe_of(make_recipe, MIXED, dtype=dtype, micro_batch_size=rows, device="cpu")
     estimated = estimate(recipe)
     told = {name: sum(sizes.values()) for name, sizes in estimated["memory"]["held"].items()}

@@ -1,4 +1,4 @@
-"""Where the loss jumps, a run goes back to the last checkpoint and on with other rows."""
+"""After a loss spike, a run returns to the last checkpoint and skips rows."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ JUMPS = {"window": 2, "in_a_row": 1}
 
 
 def jumping_at(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
-    """Let these losses be jumps, as they come."""
+    """Treat these losses as spikes."""
     monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: loss in losses)
 
 
@@ -44,7 +44,7 @@ def test_what_a_jump_is(before: list[float], loss: float, jumps: bool) -> None:
 def test_a_run_goes_back_and_on_without_the_rows_since(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one would that was resumed from a checkpoint whose rows had been changed by hand."""
+    """The run equals one resumed from a checkpoint with a row counter edited by hand."""
     train(make_recipe(), tmp_path / "whole")
     by_hand = tmp_path / "by-hand"
     train(make_recipe(keep=3), by_hand)
@@ -63,7 +63,7 @@ def test_a_run_goes_back_and_on_without_the_rows_since(
     (back,) = backs(tmp_path / "run")
     assert (back["step"], back["jumped"], back["rows"]) == (4, 7, 3 * 4)
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "the loss jumped at step 7: back to step 4, and on without 12 rows" in page
+    assert "loss spike at step 7: resuming from step 4 and skipping 12 rows" in page
 
 
 def test_the_losses_it_compares_with_survive_a_stop(
@@ -102,7 +102,7 @@ def test_where_nothing_is_saved_a_jump_is_the_end(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: len(before) == 2)
-    with pytest.raises(JumpedError, match="jumped at step 3, and there is no checkpoint to go"):
+    with pytest.raises(JumpedError, match="loss spike at step 3, but no checkpoint has been"):
         train(make_recipe(jumps=JUMPS), tmp_path / "run")
 
 
@@ -111,7 +111,8 @@ def test_a_run_does_not_go_back_for_ever(
 ) -> None:
     monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: len(before) == 2)
     recipe = make_recipe(jumps={**JUMPS, "most": 3}, checkpoint_every=2)
-    with pytest.raises(JumpedError, match="jumped at step 3, after going back 3 times"):
+    line = "loss spike at step 3, after returning to a checkpoint 3 times"
+    with pytest.raises(JumpedError, match=line):
         train(recipe, tmp_path / "run")
-    (back,) = backs(tmp_path / "run")  # the latest, since no checkpoint came after any
+    (back,) = backs(tmp_path / "run")  # only the latest, as no checkpoint followed the others
     assert back["rows"] == 3 * 4

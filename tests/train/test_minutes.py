@@ -1,4 +1,4 @@
-"""A run of so many minutes is the run of so many steps, once these are known."""
+"""`train.minutes`: the run equals a run with the number of steps that was determined."""
 
 import importlib
 from collections.abc import Callable
@@ -22,14 +22,14 @@ LONGER = {"steps": None, "minutes": 1}
 
 
 def clock_of(seconds: float) -> Callable[[], float]:
-    """A clock that so many seconds pass between two looks at."""
+    """Return a clock that advances by `seconds` at each reading."""
     times = count()
     return lambda: seconds * next(times)
 
 
 @pytest.fixture
 def half_minute(make_recipe, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """A recipe of half a minute, where a step takes a second and a half."""
+    """A recipe with half a minute; a step takes a second and a half."""
     monkeypatch.setattr(assembly, "settle", partial(settle, clock=clock_of(1.5)))
     schedule = {"kind": "cosine", "warmup_steps": 30}
     return make_recipe(steps=None, minutes=0.5, schedule=schedule, checkpoint_every=4)
@@ -45,7 +45,7 @@ def test_it_is_bit_for_bit_the_run_with_these_steps(half_minute, tmp_path: Path)
     assert own.train.schedule.warmup_steps == result.steps // 10
     assert any(
         event["message"].startswith(
-            f"train.minutes=0.5 comes to train.steps={result.steps}, at 1.5 s"
+            f"train.minutes=0.5 gives train.steps={result.steps} at 1.5 s per step; warm-up"
         )
         for event in told
         if event["kind"] == "notice"
@@ -53,7 +53,7 @@ def test_it_is_bit_for_bit_the_run_with_these_steps(half_minute, tmp_path: Path)
     (start,) = (event for event in told if event["kind"] == "start")
     assert (start["steps"], start["minutes"]) == (result.steps, 0.5)
     figures = dict(contents(run)["figures"])
-    assert figures["with validation, of the time asked for"].endswith(" s of 30 s")
+    assert figures["total time of train.minutes"].endswith(" s of 30 s")
     train(own, tmp_path / "steps")
     assert_same_run(tmp_path / "minutes", tmp_path / "steps", step=result.steps)
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_keeps_its_steps(half_minute, tmp_path: Path) -> None:
     assert train(half_minute, tmp_path / "run", resume=True).steps == steps
     assert dry_run(half_minute, tmp_path / "run", resume=True)["seconds"] == 0
     other = half_minute.replace(train=half_minute.train.replace(minutes=2).to_dict())
-    said = f"train.minutes=2 is for a run that begins, .*train.steps={steps}; set train.steps"
+    said = f"train.minutes=2 applies only to a new run, but .*train.steps={steps}; set train.steps"
     with pytest.raises(WorkhorseError, match=said):
         train(other, tmp_path / "run", resume=True)
 
@@ -80,13 +80,13 @@ def test_a_run_that_stopped_before_its_steps_were_timed_times_them(
 def test_validations_are_part_of_the_time(make_recipe) -> None:
     config = make_recipe(**LONGER, eval_every=20, eval_batches=6).train
     assert steps_within(config, 60, 0.5, held_out=0) == 120
-    # 6 of 30 batches after 20 steps cost a tenth of them, and the last validation 10 steps.
+    # 6 batches every 20 steps cost a tenth of the time of 20 steps; the last validation costs 10.
     assert steps_within(config, 60, 0.5, held_out=30) == int(110 / 1.1)
-    assert steps_within(config, -1, 0.5) == 1  # however late it is
+    assert steps_within(config, -1, 0.5) == 1  # even without time left
 
 
 class Step:
-    """Counts what is done."""
+    """A step that counts its updates."""
 
     done = 0
 
@@ -105,7 +105,7 @@ def test_steps_are_timed_until_they_add_up_and_the_first_does_not_count() -> Non
 
 
 def test_the_first_process_decides(make_recipe) -> None:
-    """Another stops timing when that one does, and takes its number of steps."""
+    """Another rank stops timing when rank 0 does, and uses its number of steps."""
 
     class Second:
         is_first = False
@@ -140,7 +140,7 @@ def test_minutes_that_are_none_are_refused_in_one_line(make_recipe, minutes: Any
 
 
 def test_a_recipe_has_steps_or_minutes(make_recipe) -> None:
-    with pytest.raises(ConfigError, match="train: steps=12 and minutes=1 are both set; leave one"):
+    with pytest.raises(ConfigError, match="train: steps=12 and minutes=1 are both set; remove one"):
         make_recipe(minutes=1)
 
 
@@ -157,7 +157,7 @@ def test_a_setting_takes_the_place_of_the_recipes_other(
 ) -> None:
     said: list[str] = []
     assert override_recipe({"train": written}, [setting], said.append)["train"] == left
-    taken = [f"{setting} takes the place of train.{key}={value}" for key, value in written.items()]
+    taken = [f"{setting} replaces train.{key}={value}" for key, value in written.items()]
     assert said == (taken if len(left) == 1 else [])
 
 

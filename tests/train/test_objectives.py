@@ -1,4 +1,4 @@
-"""The seam of objectives, by one that is not of next tokens: a preference between two texts."""
+"""The interface of objectives, tested with a preference objective on pairs of sequences."""
 
 import copy
 
@@ -56,7 +56,7 @@ def test_a_preference_is_learned_by_the_step_that_knows_only_objectives(
 
 @pytest.mark.parametrize("rows", [2, 4, 6])
 def test_its_gradient_does_not_depend_on_the_micro_batches(decoder: Decoder, rows: int) -> None:
-    """Five pairs: the last part of them is smaller, and counts as much a pair."""
+    """Five pairs: the last micro-batch is smaller, and each of its pairs has the same weight."""
     found: list[list[Tensor]] = []
     for size in (10, rows):
         decoder.zero_grad()
@@ -79,7 +79,7 @@ def test_its_gradient_does_not_depend_on_the_micro_batches(decoder: Decoder, row
 def test_a_frozen_model_beside_the_trained_one_is_neither_trained_nor_moved(
     decoder: Decoder,
 ) -> None:
-    """DPO: where both agree the loss is log 2 for each pair, and the gradient is not zero."""
+    """DPO: if both models are equal, the loss is log 2 per pair and the gradient is not zero."""
     frozen = copy.deepcopy(decoder).requires_grad_(False)
     before = {name: weight.clone() for name, weight in frozen.named_parameters()}
     objective = Preference(decoder, reference=frozen)
@@ -118,7 +118,7 @@ def test_what_an_objective_has_beside_the_decoder_is_trained_too(decoder: Decode
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_weights_are_of_the_type_of_the_trained_ones(decoder: Decoder, dtype: str) -> None:
-    """So that an adapter can be trained beside them; they cost no memory of the optimizer."""
+    """This allows training an adapter; frozen weights need no optimizer memory."""
     for name, weight in decoder.named_parameters():
         weight.requires_grad_("attention" in name)
     before = {name: weight.clone() for name, weight in decoder.named_parameters()}
@@ -151,9 +151,9 @@ def test_groups_are_never_divided(make_recipe) -> None:
     assert shares(10, together=2) == [10, 6, 4, 2]
     fields = make_recipe().to_dict()
     TrainConfig.model_rebuild()
-    with pytest.raises(ConfigError, match="batch_size=9 divides groups of 2 rows"):
+    with pytest.raises(ConfigError, match="batch_size=9 splits groups of 2 rows"):
         _fits(batch_size=9)
-    with pytest.raises(ConfigError, match="micro_batch_size=3 divides groups of 2 rows"):
+    with pytest.raises(ConfigError, match="micro_batch_size=3 splits groups of 2 rows"):
         _fits(batch_size=12, micro_batch_size=3)
     assert Recipe.from_dict(fields).train.objective.rows_together == 1
 

@@ -1,4 +1,4 @@
-"""What a run does from its first step to its last."""
+"""Training runs from the first step to the last."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_the_seed_decides_everything(make_recipe, tmp_path: Path) -> None:
 
 
 def test_on_cuda_batches_wait_in_pinned_memory(make_recipe, tmp_path: Path, monkeypatch) -> None:
-    """Here with both played: a step that says it is on CUDA, and memory that is not pinned."""
+    """Both are simulated: the step claims to be on CUDA, and no memory is pinned."""
     pinned: list[int] = []
 
     def note(batch: Batch) -> Batch:
@@ -156,7 +156,7 @@ def test_a_second_interrupt_acts_at_once(make_recipe, tmp_path: Path) -> None:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
-    # A shell starts what runs in its background with SIGINT ignored.
+    # A shell starts background jobs with SIGINT ignored, so the handler is set explicitly.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -193,7 +193,7 @@ def test_a_loss_that_stays_infinite_stops_the_run(
     monkeypatch.setattr(TrainingStep, "backward", sometimes_infinite)
     with pytest.raises(
         WorkhorseError,
-        match=r"for 3 steps in a row, up to step 9.*go on from the last",
+        match=r"for 3 steps in a row, up to step 9.*resume from the last checkpoint with --resume",
     ):
         train(make_recipe(max_bad_steps=3), tmp_path / "run")
     events = read_metrics(tmp_path / "run/metrics.jsonl")
@@ -212,7 +212,7 @@ def test_a_run_that_diverges_before_its_first_checkpoint_names_none(
         return times(loss(self, rows), float("inf"))
 
     monkeypatch.setattr(NextToken, "forward", infinite)
-    with pytest.raises(WorkhorseError, match="there is no checkpoint yet: begin again with a low"):
+    with pytest.raises(WorkhorseError, match="no checkpoint has been saved yet: restart with a l"):
         train(make_recipe(max_bad_steps=2), tmp_path / "run")
 
 
@@ -260,7 +260,7 @@ def test_a_tracker_that_fails_is_left_out(
     assert result.step == 12
     assert len(seen) == 1
     assert notices(told)[-1].startswith(
-        "the tracker wandb failed and is left out: OSError('the network"
+        "the tracker wandb failed and is disabled: OSError('the network"
     )
 
 
@@ -316,7 +316,7 @@ def test_tensorboard_gets_the_curves(make_recipe, tmp_path: Path) -> None:
 def test_validation_and_evaluation_differ_by_the_ends_of_documents(
     make_recipe, tmp_path: Path, eos: bool
 ) -> None:
-    """On one document in windows of the context, where nothing else differs: docs/evaluation.md."""
+    """On one document in windows of the context nothing else differs; see docs/evaluation.md."""
     fields = make_recipe().to_dict()
     fields["data"]["eos"] = eos
     result = train(Recipe.from_dict(fields), tmp_path / "run")

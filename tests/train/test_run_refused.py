@@ -1,4 +1,4 @@
-"""What cannot be run is refused in one line, and nothing of anybody's is touched."""
+"""Invalid runs fail with a one-line error, and no existing file is changed."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from workhorse.train.check import own_gpu
 
 
 def times(out: Path) -> dict[Path, int]:
-    """When each file of a run was written; the lock's is the last process's."""
+    """Return the modification time of each file of a run, except the lock."""
     return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
 
 
@@ -36,9 +36,9 @@ def test_other_folders_are_not_written_into(make_recipe, tmp_path: Path) -> None
         WorkhorseError, match=r"not empty and not a run \(it contains 'chapter.txt'\)"
     ):
         train(make_recipe(), tmp_path / "thesis")
-    with pytest.raises(WorkhorseError, match="holds no run to resume"):
+    with pytest.raises(WorkhorseError, match="contains no run to resume"):
         train(make_recipe(), tmp_path / "thesis", resume=True)
-    with pytest.raises(WorkhorseError, match="holds no run to resume"):
+    with pytest.raises(WorkhorseError, match="contains no run to resume"):
         train(make_recipe(), tmp_path / "nowhere", resume=True)
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "file").write_text("mine")
@@ -124,7 +124,7 @@ def test_a_sample_prompt_longer_than_the_context_is_refused_at_once(
     make_recipe, tmp_path: Path
 ) -> None:
     samples = {"every": 1000, "prompts": ["short", "much longer than sixteen bytes"]}
-    with pytest.raises(WorkhorseError, match="has 30 tokens and the context is 16; shorten it in"):
+    with pytest.raises(WorkhorseError, match="has 30 tokens, but the context is 16; shorten it"):
         train(make_recipe(samples=samples), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -137,14 +137,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
     for file in (tmp_path / "run/checkpoints").glob(f"*/{lost}"):
         file.unlink()
     before = times(tmp_path / "run")
-    remedy = "begin anew with another --out"
+    remedy = "start a new run with another --out"
     if lost.startswith("optimizer"):
-        remedy = "start a run from the weights of step 12, which are whole: workhorse train "
-    with pytest.raises(WorkhorseError, match=f"is whole .*{lost}: No such .*{remedy}"):
+        remedy = "start a new run from the weights of step 12, which are intact: workhorse train "
+    with pytest.raises(WorkhorseError, match=f"is intact .*{lost}: No such .*{remedy}"):
         train(make_recipe(), tmp_path / "run", resume=True)
     assert times(tmp_path / "run") == before
     shutil.rmtree(tmp_path / "run/checkpoints")
-    with pytest.raises(WorkhorseError, match=r"tells of a checkpoint of step 12, and .* has none"):
+    with pytest.raises(WorkhorseError, match=r"lists a checkpoint of step 12, but .* has none"):
         train(make_recipe(), tmp_path / "run", resume=True)
 
 
@@ -199,7 +199,7 @@ def test_a_model_that_memory_cannot_hold_leaves_nothing(
 
 
 def test_a_run_inside_its_own_corpus_is_refused(make_recipe, tmp_path: Path) -> None:
-    """Its files would be documents of the corpus, which then is another at every resume."""
+    """Its files would be documents of the corpus, so the corpus would differ at every resume."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(20):
@@ -223,7 +223,7 @@ def test_a_run_inside_its_own_corpus_is_refused(make_recipe, tmp_path: Path) -> 
 def test_a_run_without_its_recipe_is_told_apart_from_no_run(make_recipe, tmp_path: Path) -> None:
     train(make_recipe(), tmp_path / "run")
     (tmp_path / "run/recipe.yaml").unlink()
-    with pytest.raises(WorkhorseError, match=r"put back its recipe\.yaml, which is missing"):
+    with pytest.raises(WorkhorseError, match=r"restore its recipe\.yaml, which is missing"):
         train(make_recipe(), tmp_path / "run", resume=True)
 
 
@@ -231,7 +231,7 @@ def test_a_run_without_its_recipe_is_told_apart_from_no_run(make_recipe, tmp_pat
 @pytest.mark.parametrize("use", [train, rehearse, estimate])
 def test_what_is_no_recipe(use: Any, recipe: Any, tmp_path: Path) -> None:
     places = () if use is estimate else (tmp_path / "run",)
-    with pytest.raises(WorkhorseError, match=r"^a Recipe is needed, not .*; make one of a file by"):
+    with pytest.raises(WorkhorseError, match=r"^recipe must be a Recipe, not .*; load one from a"):
         use(recipe, *places)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Texts written while training begin as the training's texts did."""
+"""Samples during training begin as the training documents do."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize(
     ("bos", "eos", "empty", "text"),
     [
-        (False, True, [EOS], [97]),  # the eos of the text before, though there is a bos
+        (False, True, [EOS], [97]),  # the eos of the previous document, although there is a bos
         (True, True, [BOS], [BOS, 97]),
         (True, False, [BOS], [BOS, 97]),
     ],
@@ -39,6 +39,6 @@ def test_where_nothing_begins_a_text_an_empty_prompt_is_refused(
     decoder: Decoder, tokenizer: Tokenizer
 ) -> None:
     begin = beginning(tokenizer, DataConfig(corpus="stdlib", eos=False))
-    with pytest.raises(WorkhorseError, match="empty prompt, which begins a text"):
+    with pytest.raises(WorkhorseError, match="empty prompt, but training puts neither"):
         Sampler(decoder, tokenizer, SamplesConfig(prompts=("a", "")), begin)
     assert Sampler(decoder, tokenizer, SamplesConfig(prompts=("a",)), begin).tokens == [[97]]

@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread while the caller goes on."""
+"""Checkpoints are written in a thread while training continues."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from workhorse.train.saver import Saver
 
 
 class SlowStore(CheckpointStore):
-    """Fills a checkpoint's files only when it may; then fails, if so told."""
+    """A store that waits for an event before it fills a checkpoint's files, and may then fail."""
 
     def __init__(self, folder: Path, failure: WorkhorseError | None = None) -> None:
         super().__init__(folder)
@@ -47,7 +47,7 @@ def test_a_checkpoint_holds_the_values_of_its_own_step(tmp_path: Path) -> None:
     saver.save(5, {file: partial(dict, named) for file, named in current.items()}, {"step": 5})
     for named in current.values():
         for tensor in named.values():
-            tensor.add_(1)  # the next step, while the file is still empty
+            tensor.add_(1)  # the next step changes them while the file is still empty
     saver.look()
     assert told == []
     assert store.newest() is None
@@ -72,7 +72,7 @@ def test_a_failure_is_raised_when_it_is_looked_for(tmp_path: Path) -> None:
 
 
 class Others(World):
-    """Processes that save together, seen by the first, of which others fail."""
+    """World in which another rank reports a failed save, as seen by rank 0."""
 
     def apart(self) -> World:
         return self

@@ -1,4 +1,4 @@
-"""A step's arithmetic counted as PyTorch counts it, and a peak that nothing surpasses."""
+"""The FLOP count of a step compared with PyTorch's counter, and the peak rate."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def build(attention: dict[str, Any], feed_forward: dict[str, Any] | None = None)
 
 
 def counted_by_pytorch(decoder: Decoder) -> int:
-    """Forward and backward of a few rows by the kernel that writes the whole square."""
+    """Count a forward and backward pass of a few rows with the kernel that writes all scores."""
     tokens = torch.randint(VOCAB, (ROWS, SEQ))
     with FlopCounterMode(display=False) as counter:
         rows = Batch(tokens, tokens, None, torch.zeros(ROWS))
@@ -69,9 +69,9 @@ def test_a_steps_arithmetic_is_what_pytorch_counts(attention: dict[str, Any]) ->
 
 @pytest.mark.parametrize("reach", [{"window": 8}, {"chunk": 8}])
 def test_what_a_window_hides_does_not_count(reach: dict[str, int]) -> None:
-    """PyTorch counts the square that `eager` writes: 32 keys for each query, of which 8 are seen.
+    """PyTorch counts all 32 keys per query, as `eager` computes them, but only 8 are visible.
 
-    Each costs 2 heads of 8 numbers for scores and as many for outputs, in two layers.
+    Each key costs 2 heads of 8 elements for scores and again for outputs, in two layers.
     """
     decoder = build({"kind": "attention", "n_heads": 2, **reach})
     hidden = (SEQ - 8) * 2 * (8 + 8) * 6 * 2 * ROWS * SEQ
@@ -82,7 +82,7 @@ def test_what_a_window_hides_does_not_count(reach: dict[str, int]) -> None:
 
 
 def test_a_mixture_counts_the_experts_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's grouped kernel is not in its count, so each expert multiplies by itself."""
+    """PyTorch does not count its grouped kernel, so the matmul of each expert is separate here."""
     monkeypatch.setattr("workhorse.nn.experts.mixture._kernel_takes", lambda weight: False)
     decoder = build({"kind": "attention", "n_heads": 2}, MIXTURE)
     assert flops_per_token(decoder, SEQ) * ROWS * SEQ == counted_by_pytorch(decoder)
@@ -104,14 +104,14 @@ def test_no_fraction_of_the_peak_passes_one() -> None:
 
 
 def test_probing_leaves_the_random_numbers_alone() -> None:
-    """A run in whose middle the peak is measured anew draws what it would have drawn."""
+    """Measuring the peak again during a run does not change the run's random numbers."""
     before = torch.get_rng_state()
     assert peak_flops(torch.device("cpu"), torch.float32) > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_speed_of_the_first_step_stands_apart(make_recipe, tmp_path, monkeypatch) -> None:
-    """On a clock that moves by a second a reading, and by an hour in the first step's work."""
+    """The clock advances by a second per reading, and by an hour in the first step."""
     clock = {"now": 0.0}
 
     def tick() -> float:

@@ -1,4 +1,4 @@
-"""Evaluation: how well a model predicts text, and how it scores on tasks."""
+"""Evaluation of a model: loss on documents, and scores on tasks."""
 
 from workhorse.evaluate.evaluation import Evaluation, compressed_bits_per_byte, evaluate
 from workhorse.evaluate.tasks import Tasks, load_tasks

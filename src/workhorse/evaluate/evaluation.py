@@ -22,7 +22,7 @@ class Window:
     """Inputs of one forward pass and their targets.
 
     The first `len(inputs) - len(targets)` inputs are only context for the others: their targets
-    were predicted in the window before.
+    were predicted in the previous window.
     """
 
     inputs: Sequence[int]
@@ -30,18 +30,18 @@ class Window:
 
 
 def windows(chunks: Iterable[Sequence[int]], context: int, stride: int) -> Iterator[Window]:
-    """Cut a text: the first window predicts `context` tokens, each later one the next `stride`.
+    """Cut a document: the first window predicts `context` tokens, each later one `stride` more.
 
     Args:
-        chunks: the tokens of the text, a few at a time; the very first is only conditioned on, all
-            others are predicted.
-        context: most inputs of a window.
+        chunks: the tokens of the document, a few at a time. The very first token is only context,
+            all others are predicted.
+        context: the maximum number of inputs of a window.
         stride: `context` for windows that do not overlap (the first prediction of each sees one
-            token); with a smaller one every later prediction sees at least `context - stride + 1`
-            tokens, at `context / stride` times the cost.
+            token). With a smaller stride every later prediction sees at least
+            `context - stride + 1` tokens, at `context / stride` times the cost.
     """
     held: list[int] = []  # tokens that a later window still needs
-    predicted = 0  # of those after the first held one
+    predicted = 0  # number of tokens after held[0] that have been predicted
     for chunk in chunks:
         held += chunk
         begin = 0
@@ -60,16 +60,16 @@ class Batch(NamedTuple):
     inputs: Tensor
     """int64 `(batch, seq)`, padded on the right."""
     targets: Tensor
-    """Likewise."""
+    """int64 `(batch, seq)`, `IGNORE` where nothing is predicted."""
     lengths: Sequence[int]
     """Number of inputs of each window."""
 
 
 def batches(pieces: Iterable[Window], batch_size: int, ahead: int = 64) -> Iterator[Batch]:
-    """Batches of windows of about equal length.
+    """Group windows of about equal length into batches.
 
-    Windows are sorted by length within `ahead` batches at a time, then padded on the right, which a
-    causal model does not see; targets that do not count are `IGNORE`.
+    Windows are sorted by length within `ahead` batches at a time, then padded on the right, which
+    does not affect a causal model. Targets that do not count are `IGNORE`.
     """
     pieces = iter(pieces)
     while some := list(islice(pieces, batch_size * ahead)):
@@ -81,10 +81,15 @@ def batches(pieces: Iterable[Window], batch_size: int, ahead: int = 64) -> Itera
 def padded_positions(
     decoder: Decoder, lengths: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """Positions of the tokens in rows of these lengths, padded on the right; -1 is padding.
+    """Return the positions of tokens in sequences padded on the right, with -1 for padding.
 
-    None if they are not needed: causal attention does not see the padding, so positions matter only
-    if rotations depend on the length of a text.
+    None if positions are not needed: causal attention does not see the padding, so positions matter
+    only if rotations depend on the length of a sequence.
+
+    Args:
+        decoder: the model.
+        lengths: the length of each sequence.
+        device: the device of the positions.
     """
     longest = max(lengths)
     if longest == min(lengths) or longest <= decoder.config.steady_length():
@@ -103,17 +108,17 @@ def _padded(rows: Sequence[Window]) -> Batch:
     return Batch(inputs, targets, lengths)
 
 
-_GZIP_FORMAT = 16 + zlib.MAX_WBITS  # zlib's way to say "with gzip's header"
+_GZIP_FORMAT = 16 + zlib.MAX_WBITS  # zlib then writes a gzip header
 
 
 def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
-    """Bits per byte of the concatenated UTF-8 texts under `gzip -9` and `xz -9`.
+    """Compute the bits per byte of concatenated UTF-8 strings under `gzip -9` and `xz -9`.
 
-    The texts are compressed as one stream in the order given, so a compressor may use earlier
-    texts, as far as its window reaches (32 KiB and 64 MiB).
+    The strings are compressed as one stream in the given order, so a compressor can use earlier
+    ones, within its window (32 KiB and 64 MiB).
 
     Returns:
-        `{"gzip": ..., "xz": ...}`; zeros if there are no bytes.
+        `{"gzip": ..., "xz": ...}`; zeros for empty input.
     """
     gzip = zlib.compressobj(9, zlib.DEFLATED, _GZIP_FORMAT)
     xz = lzma.LZMACompressor(preset=9)
@@ -129,13 +134,13 @@ def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
 
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
-"""Tokens in a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""
+"""Number of tokens in a forward pass that use a device well: its CPU caches or its GPU cores."""
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
-"""Likewise, logits whose loss is computed at once."""
+"""Maximum number of logits that the loss is computed from at once, by device."""
 
 
 class TokensOfText(Protocol):
-    """What evaluation needs of a tokenizer; `workhorse.tokenizers.Tokenizer` has it."""
+    """The part of `workhorse.tokenizers.Tokenizer` that evaluation uses."""
 
     def encode(self, text: str, /) -> list[int]: ...
     def count_unknown(self, ids: Sequence[int], /) -> int: ...
@@ -143,26 +148,26 @@ class TokensOfText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How well a model predicts documents."""
+    """The result of evaluating a model on documents."""
 
     loss: float
     """Nats per predicted token."""
     perplexity: float
     """`exp(loss)`; inf if that overflows."""
     bits_per_byte: float
-    """Bits needed to code the documents with the model, per byte of their UTF-8; comparable between
-    tokenizers. The ends of documents are not coded, unlike in a validation during training; see
+    """Bits needed to encode the documents with the model, per UTF-8 byte; comparable between
+    tokenizers. The ends of documents are not encoded, unlike in validation during training; see
     docs/evaluation.md."""
     tokens: int
-    """Tokens predicted."""
+    """Number of predicted tokens."""
     bytes: int
     """UTF-8 bytes of the documents."""
     documents: int
     unpredicted: int
-    """First tokens of documents that nothing came before: `start` was None."""
+    """Number of first tokens that were not predicted, because `start` was None."""
     unknown: int
-    """Tokens that stand for characters outside the vocabulary. If there are any, the other figures
-    flatter the model, which did not have to predict which characters they are."""
+    """Number of tokens that stand for characters outside the vocabulary. If there are any, the
+    other figures are too low: the model does not have to predict which characters they are."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -179,28 +184,30 @@ def evaluate(
     batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Predict every token of every document once.
+    """Evaluate a model by predicting every token of every document once.
 
     No window spans two documents. The end of a document is not predicted.
 
     Args:
-        decoder: the model; dropout is off while it is evaluated.
-        tokenizer: the one the model was trained with.
-        documents: read once, a few at a time; the pieces of a long document are joined.
-        start: the token that training put before a document (bos, or the eos of the one before),
-            from which its first token is predicted. None: there is none; first tokens are then left
-            out of `loss`, and `bits_per_byte` charges log2(vocabulary) bits for each, the cost of
-            coding it without a model.
-        context: most tokens of a window; the model's longest if left out.
-        stride: tokens predicted by each window after a document's first; see `windows`. The whole
-            context if left out, so windows do not overlap.
-        batch_size: windows in a forward pass, which changes only speed and memory. By default, as
-            many as make `TOKENS_AT_ONCE`.
-        progress: called with the number of bytes read so far, as their windows are cut.
+        decoder: the model; dropout is off during evaluation.
+        tokenizer: the tokenizer that the model was trained with.
+        documents: the documents, read once, a few at a time. The pieces of a long document are
+            joined.
+        start: the token that training put before a document (bos, or the eos of the previous
+            document), from which its first token is predicted. None if there is none: `loss` then
+            does not include first tokens, and `bits_per_byte` counts log2(vocabulary) bits for
+            each, the cost of encoding it without a model.
+        context: the maximum number of tokens of a window; None for the model's context.
+        stride: the number of tokens predicted by each window after the first of a document; see
+            `windows`. None for the whole context, so that windows do not overlap.
+        batch_size: the number of windows in a forward pass; it affects only speed and memory. None
+            for `TOKENS_AT_ONCE` tokens.
+        progress: called with the number of bytes read so far.
 
     Raises:
-        WorkhorseError: a context beyond the model's, a stride beyond the context, attention that
-            sees the future, no token to predict, or a loss that is not finite.
+        WorkhorseError: `context` is longer than the model's, `stride` is larger than the context,
+            attention is not causal, the documents have no token to predict, or the loss is not
+            finite.
     """
     context = decoder.max_seq_len if context is None else context
     device = decoder.device
@@ -233,19 +240,22 @@ def _check(decoder: Decoder, context: int, stride: int, batch_size: int | None) 
     if not 1 <= stride <= context:
         raise WorkhorseError(f"stride={stride} is not within the context; choose 1 to {context}")
     if batch_size is not None and batch_size < 1:
-        raise WorkhorseError(f"batch_size={batch_size} holds nothing; choose 1 or more")
+        raise WorkhorseError(f"batch_size={batch_size} is not positive; choose 1 or more")
     check_causal(decoder)
 
 
 def check_causal(decoder: Decoder) -> None:
-    """Refuse a model that sees the tokens it should predict.
+    """Check that a model does not see the tokens it should predict.
 
     Raises:
         WorkhorseError: one of its blocks is not causal.
     """
     for name, block in decoder.config.blocks.items():
         if not block.attention.causal:
-            raise WorkhorseError(f"block {name!r} sees the tokens it must predict; use causal=true")
+            raise WorkhorseError(
+                f"block {name!r} is not causal, so it sees the tokens it must predict; "
+                "use causal=true"
+            )
 
 
 @dataclass
@@ -259,10 +269,16 @@ class _Tally:
     unknown: int = 0
 
     def result(self, vocab_size: int, starts: bool) -> Evaluation:
-        """The figures; `starts` says whether first tokens had something before them."""
+        """Compute the figures.
+
+        Args:
+            vocab_size: the size of the vocabulary.
+            starts: True if the first tokens of documents were predicted.
+        """
         if self.tokens == 0:
             raise WorkhorseError(
-                f"the text is too short: its {self.bytes} bytes hold no token to predict; give more"
+                f"the text is too short: {self.bytes} bytes have no token to predict; use a longer "
+                "one"
             )
         if not math.isfinite(self.nats):
             raise WorkhorseError("the loss is not a finite number; the model's weights are damaged")
@@ -291,7 +307,7 @@ def _windows(
     tally: _Tally,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Window]:
-    """The windows of all documents, document by document."""
+    """Yield the windows of all documents, document by document."""
     number = 0
 
     def whole(piece: Document) -> int:
@@ -324,7 +340,7 @@ def _fitting(device: torch.device, sizes: dict[str, int]) -> int:
 
 
 def _nats(decoder: Decoder, batch: Batch, device: torch.device) -> float:
-    """The summed loss of the targets that count; only their logits are computed."""
+    """Sum the loss over the targets that count; only their logits are computed."""
     targets = batch.targets.to(device)
     counted = targets >= 0
     positions = padded_positions(decoder, batch.lengths, device)

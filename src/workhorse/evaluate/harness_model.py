@@ -1,7 +1,7 @@
-"""A model for EleutherAI's lm-evaluation-harness: it answers the three kinds of requests.
+"""A model for EleutherAI's lm-evaluation-harness, for all three kinds of requests.
 
-The harness defines what the numbers mean. Where texts are cut, how an empty context begins and
-where an answer ends is therefore as in its `hf` model, and so are the scores.
+To get the same scores as the harness's `hf` model, it follows that model in three points:
+truncation, the token before an empty context, and the end of a completion.
 """
 
 import hashlib
@@ -25,50 +25,49 @@ from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 
 WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-"""Sampling options that a task may give although it asks for greedy decoding; the harness then
-ignores them, and so do we."""
+"""Sampling options. With greedy decoding they are ignored, as in the harness."""
 OPTIONS = {
     **{name: name for name in (*WHEN_SAMPLING, "repetition_penalty")},
     "num_beams": "beams",
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
 }
-"""The harness's names for options, and ours."""
+"""The harness's names of options, with the names in `GenerationConfig`."""
 ELSEWHERE = ("do_sample", "until", "max_gen_toks")
 
 
 @dataclass
 class Answers:
-    """The model that answers, and its limits."""
+    """The model that generates completions, and its limits."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     encode: Callable[[str], list[int]]
     stop_tokens: Sequence[int]
-    """Texts that end every answer."""
+    """Token ids that end every completion."""
     max_length: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum number of tokens of a prompt and its completion together."""
     batch_size: int | None
     shortened: int = 0
-    """Number of prompts truncated on the left to make room for the answer."""
+    """Number of prompts truncated on the left to make room for the completion."""
 
 
 def answer(
     asked: Answers, requests: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[tuple[int, str]]:
-    """Answer prompts: those with equal options together, the longest first.
+    """Complete prompts: those with equal options together, the longest first.
 
     Args:
-        asked: the model that answers.
-        requests: prompts, each with the harness's `generation_kwargs`. Equal prompts get different
-            answers if they are sampled; the seeds come from torch's generator, which the harness
-            seeds.
+        asked: the model and its limits.
+        requests: prompts, each with the harness's `generation_kwargs`. If they are sampled, equal
+            prompts get different completions. The seeds come from torch's generator, which the
+            harness seeds.
 
     Yields:
-        The number of a request and its answer, up to the first stop.
+        The index of a request and its completion, up to the first stop string.
 
     Raises:
-        WorkhorseError: an unknown option, or no room for the prompt.
+        WorkhorseError: an option is unknown, or the context has no room for the prompt.
     """
     alike: dict[str, list[int]] = {}
     for number, (_, options) in enumerate(requests):
@@ -89,7 +88,7 @@ def answer(
             same.setdefault(tuple(tokens[-room:]), []).append(number)
         for number, completion in _completions(asked, config, same):
             ended = completion.finish_reason == "eos"
-            # By itself, as the harness decodes it: a space after the prompt may be lost.
+            # Decoded without the prompt, as in the harness: a space after the prompt may be lost.
             text = asked.tokenizer.decode(
                 completion.tokens[: -1 if ended else None], skip_special=True
             )
@@ -99,10 +98,16 @@ def answer(
 def _completions(
     asked: Answers, config: GenerationConfig, same: Mapping[tuple[int, ...], Sequence[int]]
 ) -> Iterator[tuple[int, Completion]]:
-    """The answer to each request; `same` maps each prompt to the numbers of its requests."""
+    """Yield the completion of each request.
+
+    Args:
+        asked: the model and its limits.
+        config: the generation options.
+        same: the indices of the requests with each prompt.
+    """
     prompts = sorted(same, key=lambda prompt: (-len(prompt), prompt))
     if config.samples:
-        for prompt in prompts:  # one at a time, for each to have draws of its own
+        for prompt in prompts:  # one at a time, so that each has its own seed
             seed = int(torch.randint(2**31, ()))
             drawn = config.replace(seed=seed, n_samples=len(same[prompt]))
             found = generate(asked.decoder, [prompt], drawn, tokenizer=asked.tokenizer)
@@ -118,11 +123,11 @@ def _completions(
 
 
 def _config(asked: Answers, options: Mapping[str, Any]) -> GenerationConfig:
-    """Our config for the harness's options, which the harness has normalised."""
+    """Convert the harness's normalised options to a `GenerationConfig`."""
     for name in options:
         if name not in OPTIONS and name not in ELSEWHERE:
             remedy = nearest(name, [*OPTIONS, *ELSEWHERE])
-            raise WorkhorseError(f"generation_kwargs has {name!r}, which is unknown; {remedy}")
+            raise WorkhorseError(f"unknown option {name!r} in generation_kwargs; {remedy}")
     draws = options["do_sample"]
     named = {
         ours: options[name]
@@ -132,31 +137,31 @@ def _config(asked: Answers, options: Mapping[str, Any]) -> GenerationConfig:
     searches = named.get("beams", 1) > 1
     if not draws and not searches:
         named["temperature"] = 0.0
-    # A special token never shows in an answer's text, so it must stop by its id.
+    # Special tokens are removed from the decoded completion, so they must stop it by their ids.
     special = asked.tokenizer.special_tokens
     texts = tuple(stop for stop in options["until"] if stop and stop not in special)
     tokens = (*asked.stop_tokens, *(special[stop] for stop in options["until"] if stop in special))
     return GenerationConfig(
         max_new_tokens=options["max_gen_toks"],
-        stop=() if searches else texts,  # a search knows its text at the end, where it is cut
+        stop=() if searches else texts,  # beam search is cut at stop strings afterwards
         stop_tokens=tuple(dict.fromkeys(tokens)),
         **named,
     )
 
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int | None], None]]]
-"""`with progress(label) as report`, then `report(done, total)`, in requests."""
+"""Progress display: `with progress(label) as report`, then `report(done, total)` in requests."""
 
 
 @contextmanager
 def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Progress that is not shown."""
+    """Progress display that shows nothing."""
     del label
     yield lambda done, total: None
 
 
 class Evaluated(Protocol):
-    """What is needed of a model; `workhorse.model.model.Model` has it."""
+    """The part of `workhorse.model.model.Model` that the harness model uses."""
 
     @property
     def name(self) -> str: ...
@@ -175,22 +180,22 @@ class Evaluated(Protocol):
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests with a model.
+    """Model for lm-evaluation-harness.
 
         lm_eval.simple_evaluate(HarnessModel(workhorse.load("runs/first")), tasks=["arc_easy"])
 
-    Names of special tokens in a task's text become these tokens, as in the `hf` model: that is how
-    a rendered chat comes back from the harness.
+    Names of special tokens in a task's strings are encoded as these tokens, as in the `hf` model,
+    because the harness returns rendered chats as strings.
 
     Args:
         model: the model.
         progress: shows the progress of each kind of request.
-        batch_size: texts in a forward pass; by default as many as suit the device.
-        max_length: most tokens read of a text; the model's context by default.
+        batch_size: the number of sequences in a forward pass; by default chosen for the device.
+        max_length: the maximum number of tokens of a sequence; the model's context by default.
 
     Raises:
-        WorkhorseError: attention that sees the future, no tokenizer, or a `max_length` beyond the
-            context.
+        WorkhorseError: attention is not causal, the model has no tokenizer, or `max_length` is
+            longer than the context.
     """
 
     def __init__(
@@ -205,7 +210,7 @@ class HarnessModel(TemplateLM):
         check_causal(model.decoder)
         context = model.decoder.max_seq_len
         if max_length is not None and not 1 <= max_length <= context:
-            raise WorkhorseError(f"max_length={max_length} is not within 1 to {context}; choose so")
+            raise WorkhorseError(f"max_length={max_length} is not valid; choose 1 to {context}")
         self.tokenizer = model.text
         self.max_length = max_length or context
         self.batch_size = batch_size
@@ -217,23 +222,24 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The token that ends a document."""
         eos = self.tokenizer.eos_id
         return self.prefix_token_id if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context.
+        """The token before a string without context.
 
-        For a run of ours, the token that training put there; for a model from elsewhere bos or else
-        eos, whatever its tokenizer puts before a text: as in the harness.
+        For a run of this library, it is the token that training put before documents. For any
+        other model it is bos, or eos without a bos, as in the harness. The tokenizer's own
+        prefix is not used.
         """
         from_elsewhere = self._model.data is None
         found = beginning_token(self.tokenizer) if from_elsewhere else self._model.start
         if found is None:
             raise WorkhorseError(
-                f"the task has a text without a context, and {self._model.name} knows no token "
-                "that begins a text; give it another task"
+                f"the task scores a text without context, but {self._model.name} has no token "
+                "that begins a document; choose another task"
             )
         return found
 
@@ -244,7 +250,7 @@ class HarnessModel(TemplateLM):
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results report about the model."""
+        """Return the facts about the model that the results report."""
         weights = list(self._model.decoder.parameters())
         return {
             "model_name": self._model.name,
@@ -255,20 +261,20 @@ class HarnessModel(TemplateLM):
         }
 
     def check_chat(self) -> None:
-        """Refuse chats if the model has no template for them.
+        """Check that the model has a chat template.
 
         Raises:
             WorkhorseError: it has none.
         """
         if not self.tokenizer.chat_templates:
             raise WorkhorseError(
-                f"{self._model.name} has no chat template; evaluate it on the plain text"
+                f"{self._model.name} has no chat template; evaluate it without chat"
             )
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """The tokens of a text, with the model's beginning unless the text has it already."""
+        """Encode a string and add the model's prefix tokens unless the string begins with them."""
         tokens = self.tokenizer.encode(string, allow_special=True)
         prefix = self._model.prefix
         if add_special_tokens is False or tuple(tokens[: len(prefix)]) == prefix:
@@ -278,13 +284,18 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation after its context, and whether greedy gives it."""
+        """Compute the log-probability of each continuation, and whether greedy decoding gives it.
+
+        Args:
+            requests: requests with a context and a continuation.
+            disable_tqdm: ignored; `progress` shows the progress.
+        """
         return super().loglikelihood(list(requests), disable_tqdm=True)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts, each window with as much context as fits."""
+        """Compute the log-probability of whole strings; each window has as much context as fits."""
         questions: list[Question] = []
         owners: list[int] = []
         texts: list[str] = [request.args[0] for request in requests]
@@ -299,7 +310,7 @@ class HarnessModel(TemplateLM):
                 questions.append(Question(*make_disjoint_window(window)))
                 owners.append(owner)
         totals = [0.0] * len(texts)
-        scores = self._scores("windows of texts", questions, lambda number, found: None)
+        scores = self._scores("rolling windows", questions, lambda number, found: None)
         for owner, found in zip(owners, scores, strict=True):
             totals[owner] += found.logprob
         for text, total in zip(texts, totals, strict=True):
@@ -307,7 +318,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The generated text after each context, up to a stop."""
+        """Generate a completion of each context, up to a stop string."""
         asked = Answers(
             self._model.decoder,
             self.tokenizer,
@@ -330,13 +341,13 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a chat; without a generation prompt, its last message will be continued."""
+        """Render a chat. Without a generation prompt, the model continues the last message."""
         self.check_chat()
         template = ChatTemplate.of(self.tokenizer)
         try:
             text = template.render(chat_history, add_generation_prompt)
         except WorkhorseError:
-            # Many templates refuse a system message; the harness then leaves it out.
+            # Many templates do not support a system message; the harness then omits it.
             rest = [message for message in chat_history if message["role"] != "system"]
             if len(rest) == len(chat_history):
                 raise
@@ -362,7 +373,13 @@ class HarnessModel(TemplateLM):
     def _scores(
         self, label: str, questions: Sequence[Question], keep: Callable[[int, Score], None]
     ) -> list[Score]:
-        """The scores of questions, in order; `keep` gets each as soon as it is known."""
+        """Return the scores of questions in order.
+
+        Args:
+            label: the label of the progress display.
+            questions: the questions.
+            keep: called with the index of a question and its score as soon as that is known.
+        """
         found: dict[int, Score] = {}
         batches = score(
             self._model.decoder,

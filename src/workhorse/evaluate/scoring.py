@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations of contexts: the arithmetic of multiple-choice tasks."""
+"""Log-probabilities of continuations after a context, as multiple-choice tasks need them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,17 +12,18 @@ from workhorse.nn import Decoder, evaluation_mode
 from workhorse.nn.logprobs import score as token_terms
 
 LOGITS_AT_ONCE = 2**26
-"""256 MiB of float32: with a large vocabulary, all logits of a batch would take many times that."""
+"""Maximum number of logits at once, 256 MiB of float32. With a large vocabulary, all logits of a
+batch would take many times that."""
 
 
 class Question(NamedTuple):
-    """Tokens that are given, and tokens to score after them; neither is empty."""
+    """A context and a continuation to score after it, as token ids; neither is empty."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
     def inputs(self, limit: int) -> tuple[int, ...]:
-        """The model's input: all but the last token, of which at most the last `limit`."""
+        """Return the model's input: all but the last token, truncated to the last `limit`."""
         return (*self.context, *self.continuation)[-(limit + 1) : -1]
 
 
@@ -30,9 +31,9 @@ class Score(NamedTuple):
     """The score of a continuation."""
 
     logprob: float
-    """Summed over the continuation's tokens, in nats."""
+    """Sum over the continuation's tokens, in nats."""
     is_greedy: bool
-    """Whether each of its tokens is the likeliest at its position."""
+    """True if each of its tokens is the likeliest at its position."""
 
 
 def score(
@@ -42,22 +43,23 @@ def score(
     max_length: int | None = None,
     batch_size: int | None = None,
 ) -> Iterator[list[tuple[int, Score]]]:
-    """Score continuations, the longest first, so that a lack of memory shows at once.
+    """Score continuations, the longest first, so that running out of memory shows at once.
 
     Questions with the same input, such as one-token answers to one question, are computed once.
 
     Args:
-        decoder: the model; dropout is off meanwhile.
-        questions: one longer than the context is truncated on the left.
-        max_length: most tokens read of a question; the model's context by default.
-        batch_size: distinct texts in a forward pass, which changes only speed and memory. By
-            default, as many as suit the device.
+        decoder: the model; dropout is off during scoring.
+        questions: the questions; those longer than the context are truncated on the left.
+        max_length: the maximum number of input tokens; the model's context by default.
+        batch_size: the number of distinct sequences in a forward pass; it affects only speed and
+            memory. By default it is chosen for the device.
 
     Yields:
-        The scores of one batch, each with the number of its question.
+        The scores of one batch, each with the index of its question.
 
     Raises:
-        WorkhorseError: a continuation that is empty, or longer than `max_length`.
+        WorkhorseError: a context or continuation is empty, or a continuation is longer than
+            `max_length`.
     """
     limit = decoder.max_seq_len if max_length is None else max_length
     same: dict[tuple[int, ...], list[int]] = {}
@@ -81,13 +83,13 @@ def score(
 def by_length(
     rows: Sequence[tuple[int, ...]], batch_size: int | None, device: torch.device, room: int = 0
 ) -> Iterator[Sequence[tuple[int, ...]]]:
-    """Rows sorted from the longest, in batches of a size or of a number of tokens.
+    """Split sequences into batches of a given size or of a given number of tokens.
 
     Args:
-        rows: token ids.
-        batch_size: rows in a batch; None: about `TOKENS_AT_ONCE` tokens.
-        device: where they will be computed.
-        room: tokens that will be added to each row.
+        rows: sequences of token ids, the longest first.
+        batch_size: the number of sequences in a batch; None: about `TOKENS_AT_ONCE` tokens.
+        device: the device that will compute them.
+        room: the number of tokens that will be added to each sequence.
     """
     tokens = TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cuda"])
     start = 0
@@ -101,13 +103,13 @@ def _check(question: Question, limit: int) -> None:
     length = len(question.continuation)
     if length == 0 or not question.context:
         raise WorkhorseError(
-            "a question has an empty context or continuation, of which nothing can be predicted; "
+            "a question has an empty context or continuation, so nothing can be predicted; "
             "correct the task"
         )
     if length > limit:
         raise WorkhorseError(
-            f"a continuation has {length} tokens and {limit} can be read; shorten it, or use a "
-            "model with a longer context"
+            f"a continuation has {length} tokens, more than the limit of {limit}; shorten it, or "
+            "use a model with a longer context"
         )
 
 
@@ -117,20 +119,21 @@ def _score_batch(
     cells: Sequence[tuple[int, Sequence[int]]],
     device: torch.device,
 ) -> list[Score]:
-    """The scores of continuations that end one token after their row does.
+    """Score continuations. Each ends one token after the end of its row.
 
     Args:
-        decoder: in evaluation mode.
-        rows: inputs, the longest first; padded on the right, which a causal model does not see.
-        cells: a row's index and the continuation to score on it.
-        device: the model's.
+        decoder: the model, in evaluation mode.
+        rows: the inputs, the longest first. They are padded on the right, which does not affect a
+            causal model.
+        cells: pairs of a row's index and a continuation to score on it.
+        device: the device of the model.
     """
     tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)
     for row, inputs in enumerate(rows):
         tokens[row, : len(inputs)] = torch.tensor(inputs)
     positions = padded_positions(decoder, [len(inputs) for inputs in rows], device)
     x = decoder.hidden(tokens.to(device), positions=positions)
-    # Where each token of each continuation is predicted; nothing else gets logits.
+    # The position that predicts each token of each continuation; no other logits are computed.
     where = [
         (row, len(rows[row]) - len(continuation) + place)
         for row, continuation in cells
@@ -147,12 +150,15 @@ def _score_batch(
 
 
 def _predictions(decoder: Decoder, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, float64, and whether it is the likeliest, on the CPU.
+    """Compute the log-probability of each target and whether it is the likeliest token.
 
     Args:
-        decoder: has the head.
+        decoder: the model with the head.
         x: (positions, d_model) hidden states.
-        targets: (positions,)
+        targets: (positions,) token ids.
+
+    Returns:
+        The log-probabilities in float64 and the booleans, both (positions,) on the CPU.
     """
     at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
     logprobs: list[Tensor] = []

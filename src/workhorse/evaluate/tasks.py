@@ -1,10 +1,10 @@
 """Tasks of EleutherAI's lm-evaluation-harness: found by name, checked, loaded and run.
 
-Importing the harness and indexing its tasks takes tens of seconds; finding that a name is in none
-of its files takes two.
+Importing the harness and indexing its tasks takes tens of seconds. Names are therefore first
+searched in its files, which takes two seconds.
 
 The harness's parsers of YAML and JSON are recursive C code, which crashes the process on deeply
-nested input or on a file that is not a task.
+nested input or on a file that is not a task. Task files are therefore checked before.
 
 The harness is an optional package and slow to import, so it is imported inside functions.
 """
@@ -34,20 +34,21 @@ if TYPE_CHECKING:
 NAMED = re.compile(r"^\s*(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
 PATTERN = frozenset("*?[")
 LISTED = 3
-"""Most near names that an error suggests."""
+"""Maximum number of similar names that an error suggests."""
 
 
 def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
-    """Refuse a name that is in no file of tasks; one that is may still not be a task.
+    """Raise an error for a name that occurs in no task file.
 
-    Without the harness nothing is refused.
+    A name that occurs in one may still not be a task. If the harness is not installed, nothing is
+    checked.
 
     Args:
-        names: names of tasks; patterns and YAML files among them are left to the harness.
-        include_path: a folder of more tasks.
+        names: names of tasks. Patterns and YAML files are not checked here.
+        include_path: a folder of additional tasks.
 
     Raises:
-        WorkhorseError: there is such a name; the error suggests the nearest ones.
+        WorkhorseError: a name is unknown; the message suggests similar names.
     """
     harness = find_spec("lm_eval")
     if harness is None or harness.origin is None:
@@ -67,12 +68,12 @@ def check_names(names: Sequence[str], include_path: str | Path | None = None) ->
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is that of a YAML file."""
+    """Return True if a name is the path of a YAML file."""
     return Path(name).suffix in (".yaml", ".yml") and Path(name).is_file()
 
 
 def unknown(name: str, known: Iterable[str]) -> WorkhorseError:
-    """The error for an unknown name: of thousands of tasks, it suggests those of a similar name."""
+    """Return the error for an unknown name; it suggests tasks with similar names."""
     near = difflib.get_close_matches(name, sorted(known), n=LISTED, cutoff=0.6)
     remedy = (
         f"did you mean {' or '.join(map(repr, near))}?" if near else "lm-eval ls tasks lists them"
@@ -87,18 +88,18 @@ def _contents(folders: Iterable[Path]) -> Iterator[str]:
 
 
 LARGEST = 1 << 20
-"""Most bytes of a file that describes a task."""
+"""Maximum size of a task file, in bytes."""
 SOURCES = ("dataset_path", "include", "class", "custom_dataset")
-"""Keys that say where a task's questions come from; it has one of them."""
+"""Keys for the source of a task's questions; a task needs at least one."""
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that is not a task, or whose local questions are not JSON objects.
+    """Check that a file is a task and that its local questions are JSON objects.
 
     Raises:
-        WorkhorseError: says what is wrong and where.
+        WorkhorseError: the file or one of its data files is invalid.
     """
-    # A function of the task's author is named by a tag; nothing is called here.
+    # The tag !function names a Python function of the task. It is removed, not called.
     text = read_text(path, limit=LARGEST).replace("!function ", "")
     try:
         task = parse_yaml(text)
@@ -117,14 +118,14 @@ def _check_questions(path: Path) -> None:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1 and line.lstrip().startswith(b"["):
-                return  # a list of them
+                return  # a JSON list of objects
             if line.strip() and not line.lstrip().startswith(b"{"):
                 start = shown(line[:40].decode(errors="replace"))
                 raise WorkhorseError(f"{path}:{number} is not a JSON object but {start}; fix it")
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every string in plain data."""
+    """Yield every string in plain data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -135,12 +136,16 @@ def _texts(value: Any) -> Iterator[str]:
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}
 """The harness's own seeds, for the same shuffles and examples."""
 QUIET = ("lm_eval", "datasets", "huggingface_hub")
-"""Packages that log much while loading tasks, of no use to whoever asked for a score."""
+"""Packages whose log messages during the loading of tasks are suppressed, except errors."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Loaded tasks and their data: `tasks`, `groups` and `group_map`, as in the harness."""
+    """Loaded tasks and their data.
+
+    Attributes:
+        loaded: the keys `tasks`, `groups` and `group_map`, as in the harness.
+    """
 
     loaded: Mapping[str, Any]
 
@@ -156,25 +161,25 @@ class Tasks:
         """Score a model on the tasks, once.
 
         Args:
-            model: the model that answers.
-            limit: most documents of each task; below 1, a share of them.
-            fewshot: examples before each question, unless the task insists on none; the task's own
-                number by default.
-            chat: put questions through the model's chat template.
-            samples: keep every document with its requests and answers.
+            model: the model to score.
+            limit: the maximum number of documents of each task; below 1, a fraction of all.
+            fewshot: the number of examples before each question; by default the task's own number.
+                A task with 0 examples keeps 0.
+            chat: True to format questions with the model's chat template.
+            samples: True to include every document with its requests and completions.
 
         Returns:
             The harness's results: `results` by task and metric, `versions`, `n-shot`, `configs` …;
-            and in `config` the model and the settings.
+            `config` contains the model and the settings.
 
         Raises:
-            WorkhorseError: as `HarnessModel`; a `limit` or `fewshot` below 0; or more examples than
-                a task has.
+            WorkhorseError: as in `HarnessModel`, or `limit` is not positive, `fewshot` is negative,
+                or a task has fewer examples than `fewshot`.
         """
         from lm_eval.evaluator import evaluate
 
         if limit is not None and limit <= 0:
-            raise WorkhorseError(f"limit={limit:g} leaves nothing; choose more than 0")
+            raise WorkhorseError(f"limit={limit:g} is not positive; choose more than 0")
         if fewshot is not None and fewshot < 0:
             raise WorkhorseError(f"fewshot={fewshot} is negative; choose 0 or more examples")
         if chat:
@@ -189,7 +194,7 @@ class Tasks:
             found: Any = evaluate(
                 model,
                 cast(Any, self.loaded),
-                limit=cast(Any, limit),  # declared as whole, though shares are read
+                limit=cast(Any, limit),  # annotated as int, but fractions are supported
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
                 log_samples=samples,
@@ -201,13 +206,14 @@ class Tasks:
 def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> Tasks:
     """Find tasks by name and load their data.
 
-    Some tasks shuffle when they are loaded, so the generators of Python, numpy and torch are seeded
-    here, as the harness seeds them.
+    Some tasks shuffle data when they are loaded, so this function seeds the random generators of
+    Python, numpy and torch as the harness does.
 
     Args:
         names: tasks, groups or tags of the harness or of the folder; patterns such as `mmlu_*`; or
             YAML files of tasks.
-        include_path: a folder of more tasks, which come before the harness's of the same name.
+        include_path: a folder of additional tasks. They override tasks of the harness with the same
+            name.
 
     Raises:
         WorkhorseError: the harness is not installed, a name is unknown, or a task cannot be loaded,
@@ -240,7 +246,7 @@ def _check_installed() -> None:
 
 
 def _manager(names: Sequence[str], include_path: str | Path | None) -> "TaskManager":
-    """The index of tasks; of the folder alone if that has them, because the harness's is long."""
+    """Index the tasks. If the folder has all names, only the folder is indexed: that is faster."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
@@ -260,7 +266,7 @@ def _matching(manager: "TaskManager", name: str) -> list[str]:
 
 
 def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
-    """The tasks and groups of one name, as the harness gives them."""
+    """Load the tasks and groups of one name."""
     try:
         found: Mapping[str, Any] = manager.load([name])
     except ConnectionError as error:
@@ -268,7 +274,7 @@ def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
             f"task {name!r} needs data that is not on this machine: {_line(error)}; connect to the "
             "network, or give a task from local files with --include-path"
         ) from None
-    except Exception as error:  # a task is a program: whatever it raises is its author's to mend
+    except Exception as error:  # a task is a program and can raise anything
         raise WorkhorseError(
             f"task {name!r} cannot be loaded: {_line(error)}; correct the task"
         ) from None
@@ -278,19 +284,19 @@ def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
 
 
 def _check(task: Any) -> None:
-    """Refuse tasks that the harness would refuse later and at greater length."""
+    """Raise a short error for tasks that the harness would reject later."""
     name = task.config.task
     if getattr(task, "UNSAFE_CODE", False):
         raise WorkhorseError(
-            f"task {name!r} runs code that the model wrote; in a sandbox, give lm_eval's "
-            "simple_evaluate a HarnessModel and confirm_run_unsafe_code=True"
+            f"task {name!r} runs code that the model wrote; in a sandbox, call lm_eval's "
+            "simple_evaluate with a HarnessModel and confirm_run_unsafe_code=True"
         )
     if getattr(task, "MULTIMODAL", False):
-        raise WorkhorseError(f"task {name!r} has more than text; choose one of text alone")
+        raise WorkhorseError(f"task {name!r} is multimodal; choose a text-only task")
 
 
 def _check_examples(task: Any, count: int) -> None:
-    """Refuse more examples before a question than the task has beside it."""
+    """Check that the task has enough examples in addition to the question."""
     beside = task.fewshot_cfg.split == task.config.test_split
     question = next(iter(task.eval_docs), None) if beside else None
     try:
@@ -298,7 +304,7 @@ def _check_examples(task: Any, count: int) -> None:
     except (ValueError, AssertionError):
         raise WorkhorseError(
             f"task {task.config.task!r} has fewer than {count} examples to put before a question; "
-            "choose a smaller number (fewshot)"
+            "lower fewshot"
         ) from None
 
 
@@ -310,9 +316,9 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences packages that log much, but for errors, and progress bars of short work.
+    """Suppress progress bars and the log messages of some packages, except errors.
 
-    It also keeps `datasets` from reporting its use to the hub, which it does even for local files.
+    It also stops `datasets` from reporting its use to the hub, which it does even for local files.
     """
     import datasets.config
 

@@ -1,4 +1,4 @@
-"""Training: a recipe in, a run directory out."""
+"""Training: from a recipe to a run directory."""
 
 from workhorse.train.check import remarks_on
 from workhorse.train.dry_run import dry_run, estimate

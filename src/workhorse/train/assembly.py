@@ -1,4 +1,4 @@
-"""From a recipe to a training loop that is ready for its next step."""
+"""Building the training loop of a recipe, ready for its next step."""
 
 import gc
 import time
@@ -57,10 +57,10 @@ def assemble(
     settings: Sequence[str] = (),
     world: World,
 ) -> Loop:
-    """Tokenizer, data, model and optimizer, fresh or from a checkpoint.
+    """Build tokenizer, data, model, optimizer and loop, for a new run or from a checkpoint.
 
-    Nothing is written into the run directory before everything is accepted, except the tokenizer
-    and the token shards that a fresh run makes from its text.
+    Nothing is written into the run directory before all checks have passed, except the tokenizer
+    and the token shards that a new run makes from its data.
     """
     config = recipe.train
     checkpoint = at.checkpoint
@@ -80,7 +80,7 @@ def assemble(
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
     fitted = _fitted(recipe, decoder_config, device, at, world)
-    if environment.rank_here() == 0:  # for all on this machine, before any takes memory
+    if environment.rank_here() == 0:  # for all ranks of this machine, before any allocates memory
         check_training(
             decoder_config, fitted, device, packed=recipe.data.packed, parallel=recipe.parallel
         )
@@ -122,10 +122,10 @@ def assemble(
     if not world.is_first:
         return loop
     if checkpoint is not None:
-        store.prune(checkpoint.step)  # makes room on a full disk if fewer are kept from now on
+        store.prune(checkpoint.step)  # frees disk space if the recipe now keeps fewer checkpoints
     run.save_config(decoder_config)
     loop.metrics.open()
-    run.rewrite_recipe(recipe.to_yaml())  # last, since it says that all changes were accepted
+    run.rewrite_recipe(recipe.to_yaml())  # last: from here on all changes count as accepted
     for change in at.changes:
         loop.tell("change", setting=change.setting, before=change.before, now=change.now)
     operators = training_operators(device, training_dtype(config.dtype, device), config.execution)
@@ -139,7 +139,7 @@ class _Built(NamedTuple):
     """A model, and the step that trains it."""
 
     reference: Decoder
-    """As built; without data if weights are divided."""
+    """The decoder as built; on the meta device if weights are sharded."""
     step: TrainingStep
     teams: Teams
 
@@ -151,7 +151,7 @@ def _built(
     world: World,
     give_weights: GiveWeights,
 ) -> _Built:
-    """The decoder, with the weights it begins with, and the step that trains it."""
+    """Build the decoder with its initial weights, and the step that trains it."""
     train, parallel, divided = recipe.train, recipe.parallel, world.in_step
     teams = make_teams(world, parallel, config.vocab_size)
     if divided:
@@ -162,7 +162,7 @@ def _built(
     step = build_step(
         decoder, train, device, parallel=parallel, world=world, teams=teams, whole=config
     )
-    if divided:  # only its parts of the weights were allocated
+    if divided:  # only this rank's parts of the weights are allocated
         other = give_weights(step.objective.decoder, step.optimizer.masters.places)
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
@@ -178,21 +178,21 @@ def _with_steps(
     world: World,
     tell: Callable[[str], None],
 ) -> Recipe:
-    """The recipe with `steps` in place of `minutes`, found by timing a model of its own."""
+    """Replace `minutes` of a recipe by `steps`, by timing a separate copy of the model."""
     config, held_out = recipe.train, dataset.validation
     if config.minutes is None:
         return recipe
     seed_everything(config.seed)
     rows = 0 if held_out is None else held_out.n_tokens / config.tokens_per_step
     config = settle(config, built().step, batches, world, held_out=rows, tell=tell)
-    gc.collect()  # the memory of what was timed is wanted
+    gc.collect()  # frees the memory of the timed model
     return recipe.replace(train=config.to_dict())
 
 
 def _dataset(
     recipe: Recipe, tokenizer: Tokenizer, run: RunDirectory, on_event: Listener
 ) -> Dataset:
-    """The recipe's text as tokens, made unless the run has them."""
+    """Return the recipe's data as tokens; it is tokenized unless the run already has the tokens."""
     return prepare(
         recipe.data,
         tokenizer,
@@ -203,7 +203,7 @@ def _dataset(
 
 
 def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
-    """The batches of training, from the row that comes next."""
+    """Return the training batches, starting at the next row."""
     config = recipe.train
     return Batches(
         dataset.train,
@@ -216,19 +216,19 @@ def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
 
 
 def _check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
-    """Refuse an objective whose batches lack something."""
+    """Raise ConfigError if the batches lack a field that the objective needs."""
     needs = config.objective.needs
     missing = [name for name in needs if getattr(batches[at.step], name) is None]
     if missing:
         raise ConfigError(
             f"the objective {config.objective.kind} needs {' and '.join(missing)}, which this data "
-            "does not have; choose data that does, or another objective",
+            "does not have; use data that has it, or another objective",
             "train.objective",
         )
 
 
 def _constants(config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset) -> dict[str, Any]:
-    """The facts about the run that every checkpoint holds, beside its recipe."""
+    """Return the facts about the run that every checkpoint stores in addition to the recipe."""
     return {
         "config": config.to_dict(),
         "tokenizer": tokenizer.fingerprint,
@@ -281,18 +281,18 @@ def _give_weights(
     *,
     tell: Callable[[str], None],
 ) -> Checkpoint | None:
-    """Give a decoder the weights of a checkpoint, of the recipe's `init`, or fresh ones.
+    """Set a decoder's weights: from a checkpoint, from the recipe's `init`, or random ones.
 
     Args:
-        recipe: of the run.
-        config: of the whole model.
-        checkpoint: to go on from.
-        decoder: allocated.
-        places: where its weights are copied to.
-        tell: called with remarks.
+        recipe: the recipe of the run.
+        config: the config of the whole model.
+        checkpoint: the checkpoint to continue from, or None.
+        decoder: the decoder, with allocated weights.
+        places: returns the tensors of the decoder that weights are copied to.
+        tell: called with each notice.
 
     Returns:
-        The checkpoint whose optimizer state is to be loaded, beside the weights of `init`.
+        The checkpoint of `init` whose optimizer state must be loaded too, or None.
     """
     if checkpoint is not None:
         load_weights(decoder, checkpoint.model, places)
@@ -311,9 +311,9 @@ def _give_weights(
 def _fitted(
     recipe: Recipe, config: DecoderConfig, device: torch.device, at: Resumption, world: World
 ) -> TrainConfig:
-    """The settings with a number for `micro_batch_size: auto`: the checkpoint's, if it has one.
+    """Replace `micro_batch_size: auto` by a size, from the checkpoint if there is one.
 
-    All processes take the least that any of them has room for.
+    All ranks use the size of the rank with the least memory.
     """
     train = recipe.train
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
@@ -326,7 +326,7 @@ def _fitted(
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:
-    """The run's tokenizer, trained on the recipe's training text if there is none yet."""
+    """Return the run's tokenizer; it is trained on the training data if there is none yet."""
     if not run.tokenizer_folder.exists():
         made = prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder, tell=tell)
         run.save_tokenizer(made)
@@ -336,7 +336,7 @@ def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -
 def _validator(
     recipe: Recipe, step: TrainingStep, dataset: Dataset, world: World
 ) -> Validator | None:
-    """The validator, which runs the trained module itself so that it is compiled once."""
+    """Return the validator. It runs the trained module itself, so that is compiled only once."""
     if dataset.validation is None:
         return None
     return Validator(
@@ -360,11 +360,11 @@ def _sampler(
     *,
     world: World,
 ) -> Callable[[], list[dict[str, str]]] | None:
-    """A function that generates samples, for the first process, or all if the model is divided.
+    """Return a function that generates samples, on rank 0, or on all ranks of a sharded model.
 
-    They are generated by a decoding body with the weights that are being trained. If FSDP shards
-    these, they are gathered for it. A model whose layers or stages are divided decodes by its
-    training body, with collectives.
+    The samples are generated by a decoding body that shares the weights in training. Weights
+    sharded by FSDP are gathered for it. With context, tensor, pipeline or expert parallelism, the
+    training body itself generates, with collectives.
     """
     samples, parallel = recipe.train.samples, recipe.parallel
     if samples is None or not (world.is_first or world.in_step):
@@ -377,7 +377,7 @@ def _sampler(
         return sampler
     if max(parallel.context, parallel.tensor, parallel.pipeline, parallel.expert) > 1:
         return teams.of_texts()(sampler)
-    from workhorse.parallel.division.sharding import whole_weights  # takes a second
+    from workhorse.parallel.division.sharding import whole_weights  # importing takes a second
 
     def sample() -> list[dict[str, str]]:
         with whole_weights(step.objective):
@@ -386,16 +386,16 @@ def _sampler(
             try:
                 return sampler()
             finally:
-                sampler.decoder = trained  # the gathered weights are about to be freed
+                sampler.decoder = trained  # the gathered weights are freed next
 
     return sample
 
 
 def _together(step: TrainingStep, world: World, call: Call | None) -> Call | None:
-    """A call of parts of the model, which are gathered for it where FSDP divides weights."""
+    """Wrap a function that uses parts of the model; weights sharded by FSDP are gathered first."""
     if call is None or not world.in_step:
         return call
-    from workhorse.parallel.division.sharding import gathered  # takes a second
+    from workhorse.parallel.division.sharding import gathered  # importing takes a second
 
     return gathered(step.objective)(call)
 
@@ -411,8 +411,8 @@ def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Lis
         for name, track in list(trackers.items()):
             try:
                 track(event)
-            except Exception as error:  # a service's failure is no reason to lose a step
+            except Exception as error:  # a failing tracker must not stop training
                 del trackers[name]
-                _tell(on_event, f"the tracker {name} failed and is left out: {error!r}")
+                _tell(on_event, f"the tracker {name} failed and is disabled: {error!r}")
 
     return tell_all

@@ -1,4 +1,4 @@
-"""What would keep a recipe from its first step, found before anything is made."""
+"""Checks of a recipe that run before training starts and before anything is written."""
 
 import torch
 
@@ -28,27 +28,29 @@ from workhorse.train.validation import check_samples
 from workhorse.transforms.float8 import check_float8
 
 BYTES_OF_A_TOKEN = 64
-"""No tokenizer makes fewer tokens of a text than one for so many bytes."""
+"""Upper bound of the bytes per token, for every tokenizer."""
 
 
 def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
-    """Refuse a recipe that cannot be trained here; of its text only the beginning is read.
+    """Raise an error for a recipe that cannot be trained on this machine.
+
+    Only the beginning of its training data is read.
 
     Args:
-        recipe: to be trained.
-        resume: go on with a run, which has its tokenizer, its text and its weights already.
+        recipe: the recipe to train.
+        resume: True to continue a run, which already has its tokenizer, data and weights.
 
     Returns:
-        The device it is trained on.
+        The device to train on.
 
     Raises:
-        WorkhorseError: it is no recipe, the device is missing or cannot do what is asked, a
-            tracker is not installed, text or a tokenizer cannot be read, or the weights of `init`
-            do not fit.
+        WorkhorseError: `recipe` is not a Recipe, the device is missing or does not support the
+            settings, a tracker is not installed, the data or the tokenizer cannot be read, or the
+            weights of `init` do not fit.
     """
     if not isinstance(recipe, Recipe):
         raise WorkhorseError(
-            f"a Recipe is needed, not {shown(recipe)}; make one of a file by "
+            f"recipe must be a Recipe, not {shown(recipe)}; load one from a file with "
             "Recipe.from_dict(workhorse.config.base.read_yaml(path))"
         )
     config = recipe.train
@@ -65,7 +67,7 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
 
 
 def remarks_on(recipe: Recipe) -> list[str]:
-    """Likely mistakes in the recipe of a new run, and what it leaves to us, one line each."""
+    """List likely mistakes in the recipe of a new run and important defaults, one line each."""
     return [*_context_kept(recipe), *_positions_and_norm(recipe), *_optimizer_chosen(recipe.train)]
 
 
@@ -74,14 +76,14 @@ def _optimizer_chosen(config: TrainConfig) -> list[str]:
     if "optimizer" in config.model_fields_set or not isinstance(chosen, MuonConfig):
         return []
     return [
-        f"train.optimizer is not given: Muon (learning_rate={chosen.learning_rate}) for the "
-        f"matrices of the layers, AdamW (learning_rate={chosen.adamw.learning_rate}) for the rest; "
-        "train.optimizer={kind: adamw} is AdamW for all"
+        f"train.optimizer is not set: using Muon (learning_rate={chosen.learning_rate}) for the "
+        f"matrices of the layers and AdamW (learning_rate={chosen.adamw.learning_rate}) for the "
+        "rest; set train.optimizer={kind: adamw} to use AdamW for all"
     ]
 
 
 def _positions_and_norm(recipe: Recipe) -> list[str]:
-    """Parts of a model that are there, or missing, without having been asked for."""
+    """Warn about position encodings and a final norm that the recipe does not set explicitly."""
     config = recipe.decoder_config(recipe.model.get("vocab_size") or 1)
     blocks = config.blocks.values()
     added = config.embedding.position
@@ -91,21 +93,22 @@ def _positions_and_norm(recipe: Recipe) -> list[str]:
     if turned and added.kind != "none" and "preset" in recipe.model:
         if "position" not in (recipe.model.get("embedding") or {}):
             found.append(
-                f"preset {recipe.model['preset']} keeps its {added.kind} positions beside "
-                f"{turned[0].kind}; model.embedding.position={{kind: none}} removes them"
+                f"preset {recipe.model['preset']} keeps its {added.kind} positions in addition to "
+                f"{turned[0].kind}; set model.embedding.position={{kind: none}} to remove them"
             )
     elif not turned and added.kind == "none":
         said = [config.embedding, *(block.attention for block in blocks)]
         if not any("position" in one.model_fields_set for one in said):
             found.append(
-                "no part of the model knows the order of tokens beyond the causal mask; give "
-                "model.blocks.NAME.attention.position={kind: rope}, or kind: none to mean it"
+                "the model has no position encoding: only the causal mask depends on the order of "
+                "tokens; set model.blocks.NAME.attention.position={kind: rope}, or kind: none if "
+                "this is intended"
             )
     ends_in_norm = all(block.kind == "post_norm" for block in blocks)
     if "final_norm" not in config.model_fields_set and not ends_in_norm:
         found.append(
-            "the model has no norm after its last layer; give model.final_norm={kind: rms_norm}, "
-            "or kind: none to mean it"
+            "the model has no norm after its last layer; set model.final_norm={kind: rms_norm}, "
+            "or kind: none if this is intended"
         )
     return found
 
@@ -118,19 +121,19 @@ def _context_kept(recipe: Recipe) -> list[str]:
     if context == seq_len:
         return []
     return [
-        f"preset {preset} keeps its context of {context:,} tokens, and train.seq_len={seq_len} "
-        "teaches the model to read no more at once than that; evaluating and generating will go "
-        f"beyond it, unless you set model.max_seq_len={seq_len}"
+        f"preset {preset} has a context of {context:,} tokens, but is trained only on sequences of "
+        f"train.seq_len={seq_len}; evaluation and generation will use longer sequences unless you "
+        f"set model.max_seq_len={seq_len}"
     ]
 
 
 def check_length(recipe: Recipe) -> None:
-    """Refuse a source too short for one row, as `train` would once it has the tokens.
+    """Raise the error of `train` for a data source that is too short for one sequence.
 
-    A source of more than `BYTES_OF_A_TOKEN` times `seq_len` bytes is not looked into.
+    Sources of more than `BYTES_OF_A_TOKEN * seq_len` bytes are long enough and not tokenized.
 
     Raises:
-        WorkhorseError: there is one.
+        WorkhorseError: a source is too short.
     """
     enough = BYTES_OF_A_TOKEN * recipe.train.seq_len
     short: dict[str, list[Document]] = {}
@@ -157,34 +160,34 @@ def check_length(recipe: Recipe) -> None:
 
 
 def own_gpu(device: torch.device, processes: int) -> torch.device:
-    """The GPU of this process, where several share a machine; it becomes the current one.
+    """Choose the GPU of this process if several share the machine, and make it the current one.
 
-    A device with an index (`cuda:1`), or that is no GPU, is returned as it is.
+    A device with an index (`cuda:1`) or without CUDA is returned unchanged.
 
     Args:
-        device: that the recipe names.
-        processes: on this machine.
+        device: the device in the recipe.
+        processes: the number of processes on this machine.
 
     Raises:
-        WorkhorseError: there is none left for this process.
+        WorkhorseError: there are fewer GPUs than processes.
     """
     if device.type != "cuda" or device.index is not None or processes == 1:
         return device
     gpus, own = torch.cuda.device_count(), environment.rank_here()
     if own >= gpus:
         raise WorkhorseError(
-            f"{processes} processes on this machine need a GPU each, and it has {gpus}; divide the "
-            "run among fewer, or set train.device=cpu"
+            f"{processes} processes on this machine need a GPU each, but it has {gpus}; start "
+            "fewer processes, or set train.device=cpu"
         )
     torch.cuda.set_device(own)
     return torch.device("cuda", own)
 
 
 def _check_device(config: TrainConfig, device: torch.device) -> None:
-    """Raise WorkhorseError for what the recipe asks and the device cannot do."""
+    """Raise WorkhorseError for settings that the device does not support."""
     if config.dtype == "float16" and device.type != "cuda":
         raise WorkhorseError(
-            f"dtype float16 needs CUDA, and this is {device.type}; choose bfloat16 or float32"
+            f"dtype=float16 needs CUDA, but the device is {device.type}; use bfloat16 or float32"
         )
     if config.fp8:
         check_float8(device, training_dtype(config.dtype, device), config.seq_len)
@@ -195,7 +198,7 @@ def _check_device(config: TrainConfig, device: torch.device) -> None:
 
 
 def _check_tokenizer(recipe: Recipe) -> None:
-    """Raise WorkhorseError for a file that is no tokenizer, or lacks what separates texts."""
+    """Raise WorkhorseError if the tokenizer cannot be read or lacks the separators in use."""
     if isinstance(recipe.tokenizer, FileConfig):
         tokenizer = load_tokenizer(recipe.tokenizer.path)
         bos, eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None
@@ -206,9 +209,9 @@ def _check_tokenizer(recipe: Recipe) -> None:
 
 
 def _check_model(recipe: Recipe) -> None:
-    """Raise WorkhorseError for what kernel or optimizer cannot do with it, or an unfit `init`."""
+    """Raise WorkhorseError if kernel, optimizer or the weights of `init` do not fit the model."""
     given = recipe.model.get("vocab_size")
-    # The tokenizer's is not known yet, and is that of the weights.
+    # The tokenizer's vocabulary size is not known yet; weights of `init` have a fixed one.
     of_tokenizer = 1 if recipe.init is None else open_stored(recipe.init).config.vocab_size
     config = recipe.decoder_config(given if isinstance(given, int) else of_tokenizer)
     decoder = config.build(recipe.train.kernel, device="meta")

@@ -1,4 +1,4 @@
-"""The memory and time that a recipe will need, and what training it would do."""
+"""Estimates of the memory and time that a recipe needs, and a dry run of training it."""
 
 import math
 import time
@@ -29,26 +29,35 @@ from workhorse.train.step.build import build_step, measured_peak
 
 TIMED_BYTES = 2**30
 TIMED_SECONDS = 1.0
-"""Steps are timed if one needs at most so many bytes, and its arithmetic takes at most so many
-seconds at the rate of a large gemm."""
+"""Limits for timing real steps: bytes of a step, and seconds of its arithmetic at the rate of a
+large GEMM. Above either limit the time is computed from that rate."""
 TIMED_STEPS = 3
 MATRIX_PRODUCT = "matrix product"
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
-    """Parameters, memory and time of a recipe. Writes nothing.
+    """Estimate parameters, memory and time of a recipe. Writes nothing.
 
     Returns:
-        `recipe` (with its defaults, its model in full), the `device`, `config` (of the decoder, in
-        full), `exports_as` (the class of transformers that can hold it, or the differences from the
-        nearest), `parameters` (`total`, `active` per token, and by role), `memory` (bytes of a
-        step in the fullest process, see `account`; of float16 those of float32, see `recordable`;
-        on a CPU all processes are taken to share this machine), `processes`, `micro_batch_size`
-        (what `auto` comes to now), `steps` (what `train.minutes` comes to, if given), `tokens` of
-        the whole run, `flops_per_token`, `seconds`, and `seconds_from`: `"steps"` if steps were
-        timed, on random tokens and without text generation and validation, or, for a large model,
-        `"matrix product"`: the time of the arithmetic at the rate of the fastest gemm, which no
-        training reaches.
+        A dictionary with these keys:
+
+        - `recipe`: the recipe with all defaults and the full model
+        - `device`, `processes`
+        - `config`: the full config of the decoder
+        - `exports_as`: the transformers class that the model can be exported to, or the differences
+          from the nearest one
+        - `parameters`: `total`, `active` per token, and one count per role
+        - `memory`: bytes of a step in the process that needs most, see `account`. For float16 these
+          are the bytes of float32, see `recordable`. On a CPU all processes are assumed to share
+          this machine.
+        - `micro_batch_size`: the size that `auto` resolves to now
+        - `steps`: the number of steps, computed from `train.minutes` if that is set
+        - `tokens`: tokens of the whole run
+        - `flops_per_token`
+        - `seconds`: time of the whole run, without generation and validation
+        - `seconds_from`: `"steps"` if steps on random tokens were timed. For a large model it is
+          `"matrix product"`: the time of the arithmetic at the rate of the fastest GEMM, which no
+          training reaches.
 
     Raises:
         WorkhorseError: `train` would refuse the recipe before its first step.
@@ -98,9 +107,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
 
 
 def vocab_size_of(recipe: Recipe) -> int:
-    """The largest vocabulary that the recipe's tokenizer can have.
+    """Return the largest vocabulary size that the recipe's tokenizer can have.
 
-    If the config does not say, the tokenizer is trained on the text, in memory.
+    If the config does not set it, the tokenizer is trained on the data, in memory.
     """
     size = getattr(recipe.tokenizer, "vocab_size", None)
     if size is not None:
@@ -114,9 +123,9 @@ def time_steps(
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> float:
-    """The seconds of the fastest of a few steps on random tokens; the first does not count.
+    """Return the seconds of the fastest of a few steps on random tokens, without the first.
 
-    One process does all of each, as it would with the whole machine to itself.
+    This process computes all of each step.
     """
     train = fit_micro_batch(config, train, device, parallel=parallel)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
@@ -137,18 +146,18 @@ def dry_run(
     resume: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """What `train` would do with a recipe, and the resources it would need. Writes nothing.
+    """Report what `train` would do with a recipe and the resources it needs. Writes nothing.
 
     Args:
-        recipe: to be trained.
-        out: the run directory; None for `runs/NAME`, with a line to `tell` if that is taken.
-        resume: continue the run in `out`.
-        tell: called with each line that `train` would emit as a notice, before steps are timed.
+        recipe: the recipe to train.
+        out: the run directory; None for `runs/NAME`. If that default is taken, `tell` gets a line.
+        resume: True to continue the run in `out`.
+        tell: called with each notice of `train`, before steps are timed.
 
     Returns:
-        The result of `estimate`; and, unless `runs/NAME` is taken, `run_directory`, the `step`
-        after which the run would continue (0: it would begin) and the `changes` of the recipe;
-        `seconds` are then those of the steps that are left.
+        The result of `estimate`. Unless `runs/NAME` is taken, it also has `run_directory`, `step`
+        (the step after which the run would continue; 0 for a new run) and `changes` (of the
+        recipe), and `seconds` counts only the remaining steps.
 
     Raises:
         WorkhorseError: `train` would refuse before its first step.
@@ -162,13 +171,13 @@ def dry_run(
         recipe = as_begun(RunDirectory(folder), recipe) if resume else recipe
         notices = list(at.notices)
         if not resume:
-            notices.append(f"{folder}: a new run would begin here")
+            notices.append(f"{folder}: would start a new run")
         elif at.step < (recipe.train.steps or math.inf):
-            notices.append(f"{folder}: would go on after step {at.step:,}")
+            notices.append(f"{folder}: would resume after step {at.step:,}")
         changes = [str(change) for change in at.changes]
         place = {"run_directory": folder, "step": at.step, "changes": changes}
     if (asked := recipe.parallel.processes) > 1:
-        notices.append(f"takes {asked} processes, by --workers {asked} or torchrun")
+        notices.append(f"needs {asked} processes; start them with --workers {asked} or torchrun")
     for line in notices:
         tell(line)
     found = estimate(recipe) | place

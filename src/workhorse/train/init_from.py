@@ -1,4 +1,4 @@
-"""Training that starts from another model: its weights, its tokenizer, its optimizer's state."""
+"""Training from another model: loading its weights, tokenizer and optimizer state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from workhorse.tokenizers import Tokenizer
 from workhorse.train.resume import differences
 
 SETTINGS_SHOWN = 3
-"""The most differing settings that an error names."""
+"""Maximum number of differing settings that an error lists."""
 
 
 def start_weights(
@@ -28,18 +28,19 @@ def start_weights(
     places: Places = weights_of,
     with_optimizer: bool = False,
 ) -> Checkpoint | None:
-    """Give a decoder the weights of a trained model.
+    """Copy the weights of a trained model into a decoder.
 
     Args:
         init: the model: a folder or a hub id; with an optimizer, a run directory.
-        decoder: takes the weights.
-        tell: called with each remark, in one line.
-        places: where in the decoder the weights are copied to.
-        with_optimizer: whether the optimizer's state will be loaded too.
+        decoder: the decoder that receives the weights.
+        tell: called with each notice, in one line.
+        places: returns the tensors of the decoder that the weights are copied to.
+        with_optimizer: True if the optimizer's state will be loaded too.
 
     Returns:
-        If so, the checkpoint of the weights, without them: a run that is still training may have a
-        newer one by the time the optimizer's state is read.
+        With `with_optimizer`, the checkpoint of the weights, without the weights themselves. The
+        optimizer's state must come from the same checkpoint, and a run that is still training may
+        have saved a newer one. Otherwise None.
 
     Raises:
         WorkhorseError: there is no such model, or its weights do not fit.
@@ -49,8 +50,8 @@ def start_weights(
         checkpoint = run.checkpoint(tell) if run.exists else None
         if checkpoint is None:
             raise WorkhorseError(
-                f"init={init} is no run with a whole checkpoint, so it has no optimizer's state; "
-                "set init_optimizer=false"
+                f"init={init} is not a run with an intact checkpoint, so it has no optimizer "
+                "state; set init_optimizer=false"
             )
         config = DecoderConfig.from_dict(checkpoint.state["config"])
         _copy_weights(init, decoder, config, checkpoint.model, places)
@@ -64,29 +65,37 @@ def start_weights(
 
 
 def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kind: str) -> None:
-    """Give an optimizer, which is of that kind, the state in a checkpoint of `init`.
+    """Load the optimizer state of a checkpoint of `init`.
+
+    Args:
+        init: the run directory, for messages.
+        checkpoint: the checkpoint with the state.
+        optimizer: the optimizer that receives the state.
+        kind: the kind of this optimizer.
 
     Raises:
-        WorkhorseError: the state is of another kind of optimizer, or of another model.
+        WorkhorseError: the state belongs to another kind of optimizer or to another model.
     """
     theirs = checkpoint.state["recipe"]["train"]["optimizer"]["kind"]
     if theirs != kind:
         raise WorkhorseError(
-            f"the optimizer's state of init={init} is {theirs}'s, not {kind}'s; set "
+            f"init={init} has the optimizer state of {theirs}, not of {kind}; set "
             f"init_optimizer=false, or train.optimizer.kind={theirs}"
         )
     try:
         optimizer.load(checkpoint.optimizer)
     except WorkhorseError as error:
         raise WorkhorseError(
-            f"the optimizer of init={init} is another ({error}); set init_optimizer=false"
+            f"the optimizer state of init={init} does not fit ({error}); set init_optimizer=false"
         ) from None
 
 
 def check_weights(init: str, decoder: Decoder) -> None:
-    """Refuse a decoder, on the meta device, that the weights of `init` do not fit.
+    """Check that the weights of `init` fit a decoder, without reading them.
 
-    The weights are not read.
+    Args:
+        init: the model: a folder or a hub id.
+        decoder: a decoder on the meta device.
 
     Raises:
         WorkhorseError: there is no such model, or names or shapes differ.
@@ -102,28 +111,28 @@ def _copy_weights(
     weights: Mapping[str, Tensor],
     places: Places = weights_of,
 ) -> None:
-    """Copy the weights of a model with another config; an error names the differences."""
+    """Copy weights; if they do not fit, raise an error that lists differing settings."""
     try:
         load_weights(decoder, weights, places)
     except WorkhorseError as error:
         found = differences(config.to_dict(), decoder.config.to_dict())
         settings = [
-            f"model.{'.'.join(path)} is {shown(now)} and there {shown(own)}"
+            f"model.{'.'.join(path)} is {shown(now)} here and {shown(own)} there"
             for path, own, now in islice(found, SETTINGS_SHOWN)
         ]
         raise WorkhorseError(
-            f"the weights of init={init} do not fit: {', '.join(settings) or error}; leave out "
-            "model to go on with theirs, or init to begin with fresh weights"
+            f"the weights of init={init} do not fit: {', '.join(settings) or error}; remove "
+            "model to use their architecture, or init to start from random weights"
         ) from None
 
 
 def check_tokens(init: str, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer whose ids stand for other tokens than in the training of `init`.
+    """Check that every token id means the same token as in the tokenizer of `init`.
 
-    It may have more tokens, or lack some of the last ones.
+    The tokenizer may have more tokens than that one, or lack some of its last tokens.
 
     Raises:
-        WorkhorseError: an id stands for another token.
+        WorkhorseError: an id means another token.
     """
     stored = open_stored(init)
     if not stored.has_tokenizer:
@@ -133,6 +142,6 @@ def check_tokens(init: str, tokenizer: Tokenizer) -> None:
         if ours.get(index, token) != token:
             raise WorkhorseError(
                 f"token {index} is {token!r} for init={init} and {ours[index]!r} for the recipe's "
-                "tokenizer, so its weights would mean nothing; leave out tokenizer, or set "
+                "tokenizer, so the weights do not match the tokens; remove tokenizer, or set "
                 f"'tokenizer={{kind: file, path: {stored.tokenizer_folder}}}'"
             )

@@ -1,7 +1,7 @@
-"""The training loop: steps over batches, with validations, samples, checkpoints and orderly stops.
+"""The training loop: steps over batches, with validations, samples, checkpoints and clean stops.
 
-It reads no parameters and knows no files: step, batches and store are passed in, so that each can
-be replaced without changing the loop.
+The loop accesses no parameters and no files itself. Step, batches and store are passed in, so each
+can be replaced without changing the loop.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ from workhorse.train.step.step import StepResult, TrainingStep
 from workhorse.train.validation import Validation
 
 STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-"""Windows has no SIGHUP."""
+"""Signals that stop training. They are selected by name because Windows has no SIGHUP."""
 
 
 class StopSignals:
-    """A context that records the first SIGINT, SIGTERM or SIGHUP instead of ending the process.
+    """Context manager that records the first SIGINT, SIGTERM or SIGHUP and does not exit.
 
     SIGHUP means that the terminal is gone; it stays ignored under `nohup`. The first signal
-    restores the former handlers, so a second one acts at once. Outside the main thread, where
-    Python delivers no signals, none is recorded. The context may be entered again inside itself.
+    restores the previous handlers, so a second one acts at once. Outside the main thread no signal
+    is recorded, because Python delivers none there. The context is reentrant.
 
     Args:
         numbers: the signals to record.
 
     Attributes:
-        received: the first of them, also after the context.
+        received: the first signal received, or None. It is kept after the context ends.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals] = STOPPING) -> None:
@@ -90,38 +90,38 @@ class DivergedError(WorkhorseError):
 
 
 class BatchSource(Protocol):
-    """The batch of every step, a pure function of the step."""
+    """Source of batches: the batch of a step depends only on the step."""
 
     def __getitem__(self, step: int) -> Batch: ...
 
 
 @dataclass
 class Counters:
-    """The progress of a run. `rows` is its position in the data."""
+    """Progress of a run. `rows` is its position in the data."""
 
     step: int = 0
     """Steps done, including skipped ones."""
     rows: int = 0
     """Rows of the data read: steps times the batch size, if that has never changed."""
     tokens: int = 0
-    """Predictions trained on."""
+    """Number of predicted tokens trained on."""
     skipped_steps: int = 0
-    """Steps whose loss or gradient was not finite, which left the weights unchanged."""
+    """Steps whose loss or gradient was not finite. They left the weights unchanged."""
     bad_in_a_row: int = 0
     jumps_in_a_row: int = 0
     losses: list[float] = field(default_factory=list)
-    """Of the last steps without a jump, as many as `train.jumps` looks at."""
+    """Losses of the last steps without a spike, at most `train.jumps.window`."""
     times_back: int = 0
-    """How often the run has gone back to before a jump."""
+    """Number of times the run has returned to a checkpoint before a loss spike."""
     seconds: float = 0.0
     """Time in the loop over all sessions, including validation and checkpoints."""
 
 
 class _Mark(NamedTuple):
-    """Where the loop was when it last logged."""
+    """State of the loop when it last logged."""
 
     time: float
-    """Of `time.perf_counter`, moved on by the pauses since: validation and saving."""
+    """Value of `time.perf_counter`, plus the time of validation and saving since then."""
     step: int
     tokens: int
     pass_seconds: float
@@ -129,24 +129,24 @@ class _Mark(NamedTuple):
 
 @dataclass
 class Loop:
-    """One run's training, from its counters to the last step.
+    """Training of one run, from its counters to the last step.
 
     Attributes:
         config: the number of steps and the intervals of everything else.
-        step: performs one step.
+        step: the training step.
         weights: returns the weights to save.
         batches: the batch of each step.
-        validate: measures the held-out loss of so many rows, of all for None; None without held-out
-            text.
-        sample: generates the sample texts; None for none.
-        store: writes checkpoints.
+        validate: measures the loss on a number of validation rows, or on all for None. The
+            attribute is None without validation data.
+        sample: generates the samples; None for no samples.
+        store: the checkpoint store.
         metrics: the file of events.
         on_event: called with every event.
         constants: facts about the run, stored in every checkpoint.
-        flops_per_token: of training.
-        peak: floating-point operations per second that the device reaches.
+        flops_per_token: floating-point operations of training, per token.
+        peak: the peak floating-point operations per second of the device.
         check_place: raises if a checkpoint would no longer be written into the run's folder.
-        world: the processes of the run, of which the first writes.
+        world: the processes of the run; rank 0 writes files and events.
     """
 
     config: TrainConfig
@@ -167,7 +167,7 @@ class Loop:
     saved: int = 0
     """Steps done when the newest checkpoint was written."""
     _consistent: bool = True
-    """Whether weights, optimizer and counters belong to the same step: false during an update."""
+    """True if weights, optimizer and counters belong to the same step. False during an update."""
 
     def __post_init__(self) -> None:
         own: Callable[[Mapping[str, Tensor]], Slices] = whole
@@ -178,50 +178,51 @@ class Loop:
         self._saver = Saver(self.store, self._saved, world, own)
 
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
-        """Take over everything but the weights: the next step is what it would have been.
+        """Restore everything but the weights, so that the next step is as in an uninterrupted run.
 
         Args:
-            checkpoint: where to go on.
-            rows: of the data that were read until then.
+            checkpoint: the checkpoint to continue from.
+            rows: the number of rows of the data read before that.
         """
         self.step.optimizer.load(checkpoint.optimizer)
         self.step.scale.load(checkpoint.state["loss_scale"])
         self.counters = Counters(**{**checkpoint.state["counters"], "rows": rows})
         if self.counters.bad_in_a_row >= self.config.max_bad_steps:
-            self.counters.bad_in_a_row = 0  # the run stopped for them; give it another chance
+            self.counters.bad_in_a_row = 0  # the run stopped because of these; allow new ones
         set_random_state(checkpoint.state["random"])
 
     def run(self, signals: StopSignals, progress: Callable[[], None] = lambda: None) -> bool:
-        """Train until the last step or a signal, then save the last step done.
+        """Train until the last step or a signal, then save a checkpoint.
 
-        It is also saved if something other than the step fails: validation, samples, a listener.
+        A checkpoint is also saved if something other than the step fails: validation, samples, a
+        listener.
 
         Args:
-            signals: that end it.
+            signals: the signals that stop training.
             progress: called after every step.
 
         Returns:
-            Whether it got there; False: the loss jumped before.
+            True after the last step or a signal; False after a loss spike.
 
         Raises:
             DivergedError: too many steps in a row were not finite.
-            WorkhorseError: the disk refuses.
+            WorkhorseError: the disk cannot be written.
         """
         self.saved = self.counters.step
         try:
             reached_end = self._train(signals, progress)
         except Exception:
             if self._saver.failed:
-                self.check_place()  # which would say why
+                self.check_place()  # its error may explain the failed save
             with contextlib.suppress(Exception):  # the first failure is the one to report
-                # in step, others would have to save too
+                # with sharded weights the other ranks would have to save too
                 alone = self._consistent and not self.world.in_step
                 if alone and not self._saver.failed and self.saved != self.counters.step:
                     self.save()
                 self._saver.wait()
             raise
         except KeyboardInterrupt:
-            # what is being written would be finished in any case, at exit
+            # Python waits for the writing thread at exit anyway
             with contextlib.suppress(WorkhorseError):
                 self._saver.wait()
             raise
@@ -248,13 +249,13 @@ class Loop:
         while batch is not None and not self._is_to_stop(signals):
             loss, counted = self.step.backward(batch, counters.step)
             following = counters.step + 1
-            batch = self._read(following)  # while a GPU works; `update` waits for it
+            batch = self._read(following)  # while a GPU computes; only `update` waits for it
             schedule = config.schedule.factor(counters.step, config.length)
             ended = batch is None
             logs = following % config.log_every == 0 or ended
             if logs:
-                # before the update, so that no exchange can fail between it and the step's line in
-                # the log
+                # before the update, so that no collective can fail between the update and the
+                # step's line in the log
                 own = (self.step.pass_seconds - mark.pass_seconds) / (following - mark.step)
                 of_processes = self._of_processes(own)
             self._consistent = False
@@ -268,7 +269,7 @@ class Loop:
                 last, mark = mark, self._mark()
                 rate = (mark.tokens - last.tokens) / (mark.time - last.time)
                 self._log(result, schedule, rate, of_processes, warming_up=warming_up)
-            elif warming_up:  # the speed leaves this step out
+            elif warming_up:  # the speed does not include this step
                 mark = mark._replace(time=time.perf_counter(), tokens=counters.tokens)
             warming_up = False
             progress()
@@ -280,7 +281,7 @@ class Loop:
             self._saver.look()
             if following % config.checkpoint_every == 0 and not (ended or counters.jumps_in_a_row):
                 self.save()
-            # the speed is that of training alone
+            # the speed does not include validation and saving
             mark = mark._replace(time=mark.time + time.perf_counter() - pause)
             counters.seconds = time.perf_counter() - started
         if self.saved != counters.step:
@@ -293,20 +294,20 @@ class Loop:
         return _Mark(time.perf_counter(), counters.step, counters.tokens, self.step.pass_seconds)
 
     def _has_jumped(self) -> bool:
-        """Whether the loss has jumped so often that the run is to go back."""
+        """Return True if enough spikes in a row require a return to the last checkpoint."""
         jumps, counters = self.config.jumps, self.counters
         return jumps is not None and counters.jumps_in_a_row >= jumps.in_a_row
 
     def _is_to_stop(self, signals: StopSignals) -> bool:
-        """Whether any process was told to stop, which all then do after the same step."""
+        """Return True if any rank has received a signal; all then stop after the same step."""
         number = self.world.most(signals.received or 0)
         if number:
             signals.received = Signals(number)
         return bool(number)
 
     def save(self) -> None:
-        """Begin to write a checkpoint, after the metrics up to it are on disk."""
-        self.saved = self.counters.step  # or tried: a failed save is not tried again
+        """Start to write a checkpoint, after the metrics up to it are on disk."""
+        self.saved = self.counters.step  # also if it fails: a failed save is not repeated
         self._saver.wait()
         if self.world.is_first:
             self.check_place()
@@ -323,7 +324,7 @@ class Loop:
         self._saver.save(self.counters.step, tensors, state)
 
     def _read(self, step: int) -> Batch | None:
-        """The batch of a step, ready to be moved to the device; None after the last step."""
+        """Return the batch of a step, in pinned memory for CUDA; None after the last step."""
         if step >= self.config.length:
             return None
         batch = self.batches[step]
@@ -331,7 +332,7 @@ class Loop:
 
     def _count(self, result: StepResult) -> None:
         counters = self.counters
-        counters.tokens += round(result.tokens)
+        counters.tokens += round(result.tokens)  # weighted targets can give a fraction
         if result.finite:
             counters.bad_in_a_row = 0
             self._compare(result.loss)
@@ -341,20 +342,20 @@ class Loop:
         self.tell("skipped_step", loss=result.loss, grad_norm=result.grad_norm)
         if counters.bad_in_a_row >= self.config.max_bad_steps:
             go_on = (
-                "go on from the last checkpoint by --resume"
+                "resume from the last checkpoint with --resume"
                 if self.saved
-                else "there is no checkpoint yet: begin again"
+                else "no checkpoint has been saved yet: restart"
             )
             often = counters.bad_in_a_row
             when = f"for {often} steps in a row, up to" if often > 1 else "at"
             raise DivergedError(
                 f"loss or gradient was not finite {when} step {counters.step} "
-                f"(loss {result.loss:g}, gradient {result.grad_norm:g}); {go_on} with a lower "
+                f"(loss {result.loss:g}, gradient norm {result.grad_norm:g}); {go_on} with a lower "
                 "learning rate, a longer warm-up or a wider dtype"
             )
 
     def _compare(self, loss: float) -> None:
-        """Note a loss, and whether it jumps from those before."""
+        """Count a loss as a spike, or add it to the losses that later ones are compared with."""
         jumps, counters = self.config.jumps, self.counters
         if jumps is None:
             return
@@ -365,7 +366,7 @@ class Loop:
             counters.losses = [*counters.losses, loss][-jumps.window :]
 
     def _of_processes(self, seconds: float) -> dict[str, list[float]]:
-        """How long each process passes its rows in a step, where there are several."""
+        """Gather each rank's seconds in passes per step; empty for a single process."""
         if self.world.size == 1:
             return {}
         return {"pass_seconds": self.world.gather(torch.tensor(seconds)).tolist()}
@@ -413,7 +414,7 @@ class Loop:
             self.on_event({"kind": "notice", "message": self.store.remarks.pop(0)})
 
     def tell(self, kind: str, **values: Any) -> None:
-        """Write one line of metrics and pass it on, where this is the process that does."""
+        """Write an event to the metrics file and pass it to `on_event`; only rank 0 does so."""
         if not self.world.is_first:
             return
         event = {"kind": kind, "step": self.counters.step, **values}

@@ -1,9 +1,9 @@
-"""`train.minutes`: the number of steps of a run that is to take so long.
+"""`train.minutes`: the number of steps of a run with a given duration.
 
-It is determined once, when the run begins, by steps that are timed and then forgotten: training
-starts after them, from its first weights. The run's recipe holds the number as `train.steps`, in
-place of `train.minutes`. So the schedule knows its end, the run has the same bits as a run of a
-recipe with these steps, and it is resumed like any other.
+The number is determined once, when the run begins, by timing steps whose results are discarded.
+Training then starts from the initial weights. The run's recipe stores the number as `train.steps`,
+in place of `train.minutes`. The schedule therefore knows its end, the run is bitwise equal to a run
+of a recipe with this number of steps, and it is resumed like any other.
 """
 
 import time
@@ -20,7 +20,7 @@ from workhorse.train.report.metrics import read_metrics
 from workhorse.train.step.step import TrainingStep
 
 TIMED, MOST_TIMED = 0.05, 30.0
-"""Steps are timed for this part of a run's time, and for at most so many seconds."""
+"""Steps are timed for the fraction `TIMED` of a run's time, up to `MOST_TIMED` seconds."""
 Tell = Callable[[str], object]
 
 
@@ -34,20 +34,21 @@ def settle(
     tell: Tell,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrainConfig:
-    """The settings with `steps` in place of `minutes`, by timing steps; rank 0 decides.
+    """Time steps and return the settings with `steps` in place of `minutes`; rank 0 decides.
 
     Args:
-        train: has `minutes`.
-        step: is of no use afterwards, since its optimizer has a state.
+        train: the settings, with `minutes`.
+        step: the step to time; it cannot be used afterwards, because its weights and its optimizer
+            state have changed.
         batches: the batch of each step.
         world: the processes of the run.
-        held_out: batches of the whole held-out text.
-        tell: called with remarks.
-        clock: seconds since any moment.
+        held_out: the number of batches in the validation split.
+        tell: called with each notice.
+        clock: returns seconds since any fixed moment.
     """
     assert train.minutes is not None
     seconds = 60 * train.minutes
-    tell(f"timing steps, to find how many take train.minutes={train.minutes:g}")
+    tell(f"timing steps to find the number that takes train.minutes={train.minutes:g}")
     began = clock()
     a_step = time_steps(step, batches, world, min(TIMED * seconds, MOST_TIMED), clock)
     steps = steps_within(train, seconds - (clock() - began), a_step, held_out=held_out)
@@ -57,7 +58,7 @@ def settle(
 
 
 def after_timing(minutes: float) -> float:
-    """The seconds of `minutes` that remain once steps have been timed."""
+    """Return the seconds of `minutes` that remain after steps have been timed."""
     return 60 * minutes - min(TIMED * 60 * minutes, MOST_TIMED)
 
 
@@ -68,9 +69,9 @@ def time_steps(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The median seconds of training steps, timed until those of rank 0 add up to `seconds`.
+    """Return the median seconds of a training step, timed for `seconds` by rank 0's clock.
 
-    The first step waits for compilation and page faults, and does not count.
+    The first step does not count, because it waits for compilation and page faults.
     """
     times: list[float] = []
     for number in count():
@@ -86,24 +87,24 @@ def time_steps(
 def steps_within(
     train: TrainConfig, seconds: float, step_seconds: float, *, held_out: float = 0
 ) -> int:
-    """The number of steps that take so long with their validations, at least 1.
+    """Return the number of steps, with their validations, that fit into `seconds`, at least 1.
 
     Args:
-        train: says how often and how much is validated.
-        seconds: for all of them.
-        step_seconds: of a training step.
-        held_out: batches of the whole held-out text.
+        train: the settings, with the interval and size of validations.
+        seconds: the time of all steps and validations.
+        step_seconds: the time of a training step.
+        held_out: the number of batches in the validation split.
     """
     without = with_steps(train, int(seconds / step_seconds))
     every, rows = without.steps_between_validations, without.rows_in_validation
     batches = held_out if rows is None else min(held_out, rows / train.batch_size)
-    validations = batches * FORWARD_PASS / every if every else 0.0  # in steps, for each step
-    left = seconds / step_seconds - held_out * FORWARD_PASS  # after the last step
+    validations = batches * FORWARD_PASS / every if every else 0.0  # cost per step, in steps
+    left = seconds / step_seconds - held_out * FORWARD_PASS  # without the final validation
     return max(1, int(left / (1 + validations)))
 
 
 def with_steps(train: TrainConfig, steps: int) -> TrainConfig:
-    """The settings with `steps`, at least 1, of which a warm-up that is too long gets a tenth."""
+    """Set `steps` (at least 1) and shorten a warm-up that does not fit to a tenth of the steps."""
     steps, schedule = max(1, steps), train.schedule
     if schedule.warmup_steps >= steps:
         schedule = schedule.replace(warmup_steps=steps // 10)
@@ -111,31 +112,31 @@ def with_steps(train: TrainConfig, steps: int) -> TrainConfig:
 
 
 def remark(train: TrainConfig, found: TrainConfig, step_seconds: float) -> str:
-    """What `minutes` came to, in one line."""
+    """Return one line that says how many steps `minutes` gives."""
     warmup, shorter = train.schedule.warmup_steps, found.schedule.warmup_steps
-    shortened = f", and its warm-up of {warmup} steps to {shorter}" if warmup != shorter else ""
+    shortened = f"; warm-up shortened from {warmup} to {shorter} steps" if warmup != shorter else ""
     return (
-        f"train.minutes={train.minutes:g} comes to train.steps={found.steps}, at "
-        f"{step_seconds:.3g} s a step{shortened}"
+        f"train.minutes={train.minutes:g} gives train.steps={found.steps} at "
+        f"{step_seconds:.3g} s per step{shortened}"
     )
 
 
 def as_begun(run: RunDirectory, recipe: Recipe) -> Recipe:
-    """The recipe to resume a run with: its minutes become the steps that the run was begun with.
+    """Replace the minutes of a recipe that resumes a run by the steps the run was started with.
 
     Raises:
-        WorkhorseError: the run was begun for another number of minutes, or for a number of steps.
+        WorkhorseError: the run was started with other minutes, or with a number of steps.
     """
     if (minutes := recipe.train.minutes) is None:
         return recipe
     _, state = run.store().newest_state() or (0, {})
     own = Recipe.from_dict(state.get("recipe") or run.recipe())
-    if (steps := own.train.steps) is None:  # it stopped before its steps were timed
+    if (steps := own.train.steps) is None:  # the run stopped before its steps were timed
         return recipe
     events = read_metrics(run.metrics_file)
     if not any(event.get("minutes") == minutes for event in events if event["kind"] == "start"):
         raise WorkhorseError(
-            f"train.minutes={minutes:g} is for a run that begins, and {run.path} has "
+            f"train.minutes={minutes:g} applies only to a new run, but {run.path} already has "
             f"train.steps={steps}; set train.steps to change when it ends"
         )
     return recipe.replace(train=with_steps(recipe.train, steps).to_dict())

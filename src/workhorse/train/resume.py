@@ -1,7 +1,7 @@
-"""Resuming a run: from which checkpoint, and with which changes of its recipe.
+"""Resuming a run: choosing the checkpoint and checking the changes of its recipe.
 
-The configs declare which settings may change, see `workhorse.config.base`. Other changes are
-refused with the command that begins a new run with them.
+The configs declare which settings may change, see `workhorse.config.base`. Any other change raises
+an error, with the command that starts a new run with the change.
 """
 
 import base64
@@ -26,42 +26,43 @@ from workhorse.train.recipe.recipe import Recipe, written_over
 from workhorse.train.report.metrics import read_metrics
 
 Settings = Sequence[tuple[str, Any]]
-"""Dotted names with plain values."""
+"""Settings as pairs of dotted name and plain value."""
 
 FROM_THE_BEGINNING = ("train.seed", "tokenizer", "init")
-"""Settings that determine the initial weights or the tokens: weights cannot be taken over."""
+"""Settings that determine the initial weights or the tokens. After a change of such a setting a run
+cannot start from existing weights."""
 
 
 def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
-    """Whether a recipe with these changes cannot start from the run's weights."""
+    """Return True if a recipe with these changes cannot start from the run's weights."""
     if any(name.startswith(FROM_THE_BEGINNING) for name in changed):
         return True
     if not any(name.startswith("model") for name in changed):
         return False
     try:
-        trained = run.config  # the recipe beside it may have been edited since
+        trained = run.config  # not the recipe, which may have been edited since
         return _shapes(trained) != _shapes(recipe.decoder_config(trained.vocab_size))
     except WorkhorseError:
         return True
 
 
 def from_weights(run: RunDirectory, settings: Settings) -> Settings:
-    """The settings of a run that starts from the weights of another and has its tokenizer."""
+    """Add the settings that start a new run from the weights and with the tokenizer of a run."""
     tokenizer = {"kind": "file", "path": str(run.tokenizer_folder)}
-    # A preset says the architecture, and so does the model to start from.
+    # Both a preset and `init` would set the architecture, so the preset is removed.
     model = [("model", {})] if "preset" in run.recipe()["model"] else []
     return [*model, *settings, ("tokenizer", tokenizer), ("init", str(run.path))]
 
 
 def command(run: RunDirectory, settings: Settings) -> str:
-    """`workhorse train` on a run's own recipe with settings, into an unused folder."""
+    """Return the `workhorse train` command for a run's recipe with settings and a new folder."""
     words = ["workhorse", "train", str(run.path)]
     words += [f"{name}={written(value)}" for name, value in settings]
     return shlex.join([*words, "--out", _free_name(run), *environment.workers()])
 
 
 def spare(recipe: Recipe, name: str, value: Any) -> Any:
-    """A setting's value; of a section only the keys that are not defaults."""
+    """Return a setting's value; for a section, only the keys that differ from their defaults."""
     section: Any = recipe
     for part in name.split("."):
         section = getattr(section, part, None)
@@ -84,7 +85,7 @@ def _free_name(run: RunDirectory) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of Python, NumPy and PyTorch on the CPU and on each CUDA device in use."""
+    """Return the random state of Python, NumPy and PyTorch, on the CPU and all CUDA devices."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -97,7 +98,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore every generator to a result of `random_state`."""
+    """Restore every random generator to a result of `random_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
@@ -109,9 +110,9 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator with the same number."""
+    """Seed the random generators of Python, NumPy and PyTorch."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy accepts only 32 bits
     torch.manual_seed(seed)
 
 
@@ -125,7 +126,7 @@ def _tensor(text: str) -> torch.Tensor:
 
 Newest = Callable[[Callable[[str], None]], Checkpoint | None]
 SHOWN = 40
-"""The most characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Change:
     """A setting with a new value."""
 
     setting: str
-    """Dotted name: of a section, where it is of another kind."""
+    """Dotted name. If the kind of a section has changed, it is the name of the section."""
     before: Any
     now: Any
     rule: OnResume
@@ -150,7 +151,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run continues, and the changes of its recipe."""
+    """The point where a run continues, and the changes of its recipe."""
 
     step: int = 0
     """Steps done; 0 without a checkpoint."""
@@ -164,7 +165,7 @@ class Resumption:
     """The checkpoint to continue from; None at the start, or if only its state was read."""
 
     def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
-        """The size that `auto` determined, unless the batch size has changed since."""
+        """Return the size that `auto` determined, or `auto` if the batch size has changed since."""
         tried_on = self.state.get("recipe", {}).get("train", {}).get("batch_size", batch_size)
         return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
 
@@ -176,11 +177,11 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
 
     Args:
         run: the run.
-        recipe: to continue with.
-        newest: returns the newest whole checkpoint; None: only its state is read.
+        recipe: the recipe to continue with.
+        newest: returns the newest intact checkpoint; None: only its state is read.
 
     Raises:
-        WorkhorseError: no saved checkpoint can be used, a setting may not change, the text is
+        WorkhorseError: no saved checkpoint can be used, a setting must not change, the data is
             different, or more steps are done than the recipe has.
     """
     skipped: list[str] = []
@@ -199,8 +200,8 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
     if steps is not None and steps < step:
         damaged = f" ({'; '.join(skipped)})" if skipped else ""
         raise WorkhorseError(
-            f"{run.path} stands after step {step}{damaged}, and train.steps={steps}; "
-            f"give train.steps={step} or more, or begin a run with another --out"
+            f"{run.path} has done {step} steps{damaged}, more than train.steps={steps}; "
+            f"set train.steps={step} or more, or start a new run with another --out"
         )
     if state:
         _check_files(run, recipe, step, state["data"])
@@ -209,18 +210,18 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
     notices += _other_rate(before, recipe)
     if step == steps:
         notices.append(
-            f"{run.path} is finished: all of train.steps={step} are done; set more to go on, as by "
-            f"train.steps={2 * step}"
+            f"{run.path} is finished: all train.steps={step} are done; to continue, set more, for "
+            f"example train.steps={2 * step}"
         )
     return Resumption(step, rows, state, changes, notices, checkpoint)
 
 
 class JumpedError(WorkhorseError):
-    """The loss jumped, and there is nothing to go back to, or too often."""
+    """A loss spike without a checkpoint to return to, or one too many."""
 
 
 class Progress(Protocol):
-    """How far a run has come."""
+    """Progress of a run; see `Counters` in `workhorse.train.loop`."""
 
     step: int
     rows: int
@@ -228,28 +229,31 @@ class Progress(Protocol):
 
 
 def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
-    """Where a run goes on whose loss has jumped: none of the rows read until then is read again.
+    """Return the point where a run continues after a loss spike.
+
+    The run returns to a checkpoint, but skips all rows that were read until the spike.
 
     Args:
-        newest: returns the newest whole checkpoint.
-        recipe: of the run.
-        jumped: where the run was then.
+        newest: returns the newest intact checkpoint.
+        recipe: the recipe of the run.
+        jumped: the progress of the run at the spike.
 
     Raises:
-        JumpedError: nothing is saved, or the run went back as often as it may.
+        JumpedError: no checkpoint is saved, or the run has returned `train.jumps.most` times.
     """
     assert recipe.train.jumps is not None
     remedy = "with a lower learning rate or a longer warm-up"
     if jumped.times_back == recipe.train.jumps.most:
         raise JumpedError(
-            f"the loss jumped at step {jumped.step}, after going back {jumped.times_back} times "
-            f"(train.jumps.most); go on from the last checkpoint by --resume {remedy}"
+            f"loss spike at step {jumped.step}, after returning to a checkpoint "
+            f"{jumped.times_back} times (train.jumps.most); resume from the last checkpoint with "
+            f"--resume {remedy}"
         )
     checkpoint = newest(lambda line: None)
     if checkpoint is None:
         raise JumpedError(
-            f"the loss jumped at step {jumped.step}, and there is no checkpoint to go back to; "
-            f"begin again {remedy}, or save more often by train.checkpoint_every"
+            f"loss spike at step {jumped.step}, but no checkpoint has been saved to return to; "
+            f"restart {remedy}, or save more often (train.checkpoint_every)"
         )
     counters = {**checkpoint.state["counters"], "times_back": jumped.times_back + 1}
     state = {**checkpoint.state, "counters": counters}
@@ -258,10 +262,10 @@ def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
 
 
 def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    """The fields of a recipe that resumes a run and has an `init`.
+    """Complete the fields of a recipe that has an `init` and resumes a run.
 
-    The model that it names may be gone by now: architecture and tokenizer come from the run's own
-    recipe, as if written into this one.
+    The model named by `init` may no longer exist, so architecture and tokenizer are filled in from
+    the run's own recipe.
     """
     own = run.recipe()
     if not isinstance(fields.get("init"), str) or fields["init"] != own.get("init"):
@@ -270,7 +274,7 @@ def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
 
 
 def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[str, Any]) -> None:
-    """Refuse to resume with another model, tokenizer or data than the checkpoint's.
+    """Check that model, tokenizer and data are the same as in the checkpoint.
 
     Raises:
         WorkhorseError: the model's config, the tokenizer or the data differ.
@@ -279,8 +283,8 @@ def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[
         if at.state[what] != now[what]:
             thing = {"config": "model's config"}.get(what, what)
             raise WorkhorseError(
-                f"the {thing} is not what the checkpoint of step {at.step} was trained "
-                "with; put it back, or begin a run with another --out"
+                f"the {thing} differs from the one that the checkpoint of step {at.step} was "
+                "trained with; restore it, or start a new run with another --out"
             )
     if at.state["data"] != now["data"]:
         changed = file_changes(recipe.data, run.data_folder, at.state["data"])
@@ -288,7 +292,7 @@ def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[
 
 
 def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
-    """Every setting that differs, in the order of the recipe."""
+    """Yield every setting that differs, in the order of the recipe."""
     exact = before.parallel.is_exact and now.parallel.is_exact
     for path, old, new in differences(before.to_dict(), now.to_dict()):
         rule = rule_of(now, path)
@@ -300,7 +304,7 @@ def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
 def differences(
     before: Any, now: Any, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Paths of the values that differ, with both values; a section of another kind as a whole."""
+    """Yield the path and both values of each difference; a change of kind is one difference."""
     sections = isinstance(before, dict) and isinstance(now, dict)
     if not sections or before.get("kind") != now.get("kind"):
         if before != now:
@@ -311,28 +315,28 @@ def differences(
 
 
 def _check_nothing_saved(run: RunDirectory, skipped: list[str]) -> None:
-    """Raise WorkhorseError if beginning at step 0 would lose saved work."""
+    """Raise WorkhorseError if starting at step 0 would lose saved work."""
     store = run.store()
     if skipped:
-        remedy = "begin anew with another --out"
+        remedy = "start a new run with another --out"
         if (step := store.newest_weights()) is not None:
             line = command(run, from_weights(run, []))
-            remedy = f"start a run from the weights of step {step}, which are whole: {line}"
+            remedy = f"start a new run from the weights of step {step}, which are intact: {line}"
         reasons = "; ".join(line.removeprefix("skipping ") for line in skipped)
         raise WorkhorseError(
-            f"no checkpoint of {run.path} is whole ({reasons}); put the files back from a copy, "
+            f"no checkpoint of {run.path} is intact ({reasons}); restore the files from a backup, "
             f"or {remedy}"
         )
     events = read_metrics(run.metrics_file)
     if saved := [event["step"] for event in events if event["kind"] == "checkpoint"]:
         raise WorkhorseError(
-            f"{run.metrics_file} tells of a checkpoint of step {max(saved)}, and {store.folder} "
-            "has none; put them back, or begin anew with another --out"
+            f"{run.metrics_file} lists a checkpoint of step {max(saved)}, but {store.folder} has "
+            "none; restore the checkpoints, or start a new run with another --out"
         )
 
 
 def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> None:
-    """Raise WorkhorseError for changes that need a new run, with the command that begins it."""
+    """Raise WorkhorseError for changes that need a new run, with the command that starts it."""
     refused = [change for change in changes if change.rule is OnResume.NEW_RUN]
     if not refused:
         return
@@ -340,28 +344,28 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
     others = f" (and {names})" if names else ""
     own = shlex.join(["workhorse", "train", str(run.path), "--resume"])
     raise WorkhorseError(
-        f"{refused[0]}{others}, which would make it another run; resume it unchanged with {own}, "
+        f"{refused[0]}{others}, which needs a new run; resume it unchanged with {own}, "
         "or " + _begin(run, recipe, [change.setting for change in refused])
     )
 
 
 def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
-    """A remedy for refused changes: a new run with them, and the command that begins it."""
+    """Return the remedy for changes that a run cannot have: the command that starts a new run."""
     asked = [
         (change.setting, spare(recipe, change.setting, change.now))
         for change in changes_of(Recipe.from_dict(run.recipe()), recipe)
         if change.setting not in ("init", "init_optimizer") or change.setting in refused
     ]
     if fresh(run, recipe, refused):
-        return f"begin that one: {command(run, asked)}"
-    line = f"go on in a new run from its weights: {command(run, from_weights(run, asked))}"
+        return f"start a new run: {command(run, asked)}"
+    line = f"start a new run from its weights: {command(run, from_weights(run, asked))}"
     if "train.optimizer" in refused:
         return line
-    return f"{line} (with init_optimizer=true, from its optimizer's state too)"
+    return f"{line} (add init_optimizer=true to load its optimizer state too)"
 
 
 def _check_files(run: RunDirectory, recipe: Recipe, step: int, fingerprint: str) -> None:
-    """Raise WorkhorseError if the files show, without reading them, that the text is different."""
+    """Raise WorkhorseError if names and sizes of the files show that the data is different."""
     changed = file_changes(recipe.data, run.data_folder, fingerprint)
     if changed is not None and changed.text_changed:
         raise _other_text(run, recipe, step, str(changed))
@@ -370,13 +374,13 @@ def _check_files(run: RunDirectory, recipe: Recipe, step: int, fingerprint: str)
 def _other_text(run: RunDirectory, recipe: Recipe, step: int, files: str) -> WorkhorseError:
     which = f" ({files})" if files else ""
     return WorkhorseError(
-        f"the data is not what the checkpoint of step {step} was trained with{which}; put it back, "
-        f"or {_begin(run, recipe, ['data'])}"
+        f"the data differs from the data that the checkpoint of step {step} was trained "
+        f"with{which}; restore it, or {_begin(run, recipe, ['data'])}"
     )
 
 
 def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
-    """A remark on a jump of the learning rate, if there is one."""
+    """Return a notice if the learning rate changes abruptly where the run resumes."""
     old, new = before.train, now.train
     if step == 0 or step >= new.length:
         return []
@@ -387,7 +391,7 @@ def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
     as_planned = step < old.length and old.schedule.factor(step, old.length) == following
     if was == becomes or (as_planned and peak == other_peak):
         return []
-    line = f"the learning rate goes from {was} at step {step} to {becomes} at step {step + 1}"
+    line = f"the learning rate changes from {was} at step {step} to {becomes} at step {step + 1}"
     if following <= last or peak != other_peak:
         return [line]
     peaks = {"": peak}
@@ -396,11 +400,11 @@ def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
     rates = [
         f"train.optimizer{part}.learning_rate={last * rate:.3g}" for part, rate in peaks.items()
     ]
-    return [f"{line}; to stay where it was: train.schedule=constant {' '.join(rates)}"]
+    return [f"{line}; to keep it, set train.schedule=constant {' '.join(rates)}"]
 
 
 def _other_rate(before: Recipe, now: Recipe) -> list[str]:
-    """A remark that Muon's learning rate is not the only one, if it alone changes."""
+    """Return a notice if Muon's learning rate changes but the rate of its AdamW part does not."""
     old, new = before.train.optimizer, now.train.optimizer
     if not isinstance(old, MuonConfig) or not isinstance(new, MuonConfig):
         return []
@@ -408,11 +412,11 @@ def _other_rate(before: Recipe, now: Recipe) -> list[str]:
     if old.learning_rate == new.learning_rate or old.adamw.learning_rate != rate:
         return []
     return [
-        "train.optimizer.learning_rate is that of the matrices inside the layers; embeddings, head "
-        f"and norms keep train.optimizer.adamw.learning_rate={rate:g}"
+        "train.optimizer.learning_rate applies only to the matrices inside the layers; embeddings, "
+        f"head and norms keep train.optimizer.adamw.learning_rate={rate:g}"
     ]
 
 
 def _show(value: Any) -> str:
-    text = "null" if value is None else repr(value)  # as a recipe has it
+    text = "null" if value is None else repr(value)  # null as in a recipe
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

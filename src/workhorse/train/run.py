@@ -41,15 +41,15 @@ class TrainResult:
     loss: float | None
     """Training loss of the last step logged, nats per token."""
     validation_loss: float | None
-    """Loss of the last validation, nats per token; None without held-out text."""
+    """Loss of the last validation, nats per token; None without validation data."""
     validated_at: int | None
     """The step of that validation."""
     bits_per_byte: float | None
-    """Of the last validation; see `Validation`."""
+    """Bits per byte of the last validation; see `Validation`."""
     unknown_rate: float | None
-    """Share of the held-out tokens that are unknown characters; see `Validation`."""
+    """Fraction of the held-out tokens that are unknown characters; see `Validation`."""
     tokens: int
-    """Predictions trained on."""
+    """Number of predicted tokens trained on."""
     skipped_steps: int
     """Steps whose loss or gradient was not finite."""
     seconds: float
@@ -76,23 +76,23 @@ def train(
     Args:
         recipe: everything that determines the run.
         out: the run directory: new or empty, or the run's own with `resume`.
-        resume: continue the run in `out` from its newest whole checkpoint. Changes of the recipe
-            are recorded in `metrics.jsonl`, or refused; see `workhorse.config.base`.
-        settings: the command line's overrides, already in the recipe, such as `train.steps=50`;
-            only for the report.
+        resume: True to continue the run in `out` from its newest intact checkpoint. Changes of the
+            recipe are recorded in `metrics.jsonl`, or raise an error; see `workhorse.config.base`.
+        settings: the command line's overrides, such as `train.steps=50`. They are already in the
+            recipe and only shown in the report.
         on_event: called with every event of `metrics.jsonl` (`workhorse.train.report.metrics`), and
-            also `notice` (`message`) and `data` (`done` and `total` bytes, total None while
-            unknown).
-        store: writes checkpoints; None for the run directory's own.
-        signals: while the run trains, the first of these ends it after the current step, with a
-            checkpoint; the result names it. A second one takes effect at once. None: no signal is
-            handled, so Ctrl-C raises KeyboardInterrupt and the last checkpoint stays the newest.
+            with two more kinds: `notice` (`message`) and `data` (`done` and `total` bytes, total
+            None while unknown).
+        store: the checkpoint store; None for that in the run directory.
+        signals: signals that stop training after the current step, with a checkpoint. The result
+            names the signal. A second signal takes effect at once. None: no signal is handled, so
+            Ctrl-C raises KeyboardInterrupt and the last checkpoint stays the newest.
 
     Raises:
-        WorkhorseError: the recipe cannot be run here, text cannot be read, the run directory is
-            taken, the recipe does not fit the run to resume, the disk is full, or the loss is not
-            finite too often. A run that fails before its first step leaves nothing behind, and a
-            resume that is refused changes nothing.
+        WorkhorseError: the recipe cannot be run here, the data cannot be read, the run directory
+            is taken, the recipe does not fit the run to resume, the disk is full, or the loss is
+            not finite for too many steps. A run that fails before its first step leaves nothing
+            behind. A resume that fails a check changes nothing.
     """
     run = RunDirectory(out)
     with join_processes() as group:
@@ -119,10 +119,10 @@ def _train(
     store: Store | None,
     signals: StopSignals,
 ) -> TrainResult:
-    resume = bool(group.most(resume))  # where one was started again, all were
+    resume = bool(group.most(resume))  # all ranks resume if one does
     with group.first_before_others():
         if group.is_first:
-            _check_place(run, resume)  # before the lock, which leaves its file in the folder
+            _check_place(run, resume)  # before the lock, which creates a file in the folder
         device = check_recipe(recipe, resume=resume)
         _check_processes(recipe, group.size)
         check_outside(recipe.data, run.path)
@@ -152,21 +152,21 @@ def _train(
         )
         try:
             loop = start(recipe, at=resumed)
-        except Exception:  # out of memory, for one: a model without a step is not worth keeping
+        except Exception:  # such as out of memory; a run without a step is not worth keeping
             if fresh:
                 run.undo()
             raise
         while not _get_through(loop, signals, parallel.patience):
             jumped = loop.counters
-            recipe = Recipe.from_dict(loop.constants["recipe"])  # with the steps of its minutes
+            recipe = Recipe.from_dict(loop.constants["recipe"])  # has steps instead of minutes
             at = before_jump(into.newest, recipe, jumped)
-            del loop  # its memory is wanted
+            del loop  # frees its memory before the model is built again
             gc.collect()
             loop = start(recipe, at=at)
             rows = at.rows - at.state["counters"]["rows"]
             line = (
-                f"the loss jumped at step {jumped.step:,}: back to step {at.step:,}, and on "
-                f"without {rows:,} rows"
+                f"loss spike at step {jumped.step:,}: resuming from step {at.step:,} and skipping "
+                f"{rows:,} rows"
             )
             loop.tell("back", jumped=jumped.step, rows=rows, message=line)
         with world.first_before_others():
@@ -176,7 +176,7 @@ def _train(
 
 
 def _get_through(loop: Loop, signals: StopSignals, patience: float) -> bool:
-    """Whether a loop got to its end, or to a signal, before the loss jumped."""
+    """Run a loop; return True at its end or after a signal, False after a loss spike."""
     try:
         with signals, watched(loop.world, patience) as progress:
             return loop.run(signals, progress)
@@ -186,44 +186,44 @@ def _get_through(loop: Loop, signals: StopSignals, patience: float) -> bool:
 
 @contextlib.contextmanager
 def _naming(run: RunDirectory) -> Generator[None]:
-    """Name the run directory, and what to do, where a disk takes no more."""
+    """Raise an error with the run directory and a remedy if the disk cannot be written."""
     try:
         yield
     except OSError as error:
         if error.errno not in TAKES_NO_MORE:
             raise
         reason, remedy = refusal(error)
-        following = ", then go on with --resume" if run.exists else ""
+        following = ", then continue with --resume" if run.exists else ""
         raise WorkhorseError(
-            f"cannot write in {run.path}: {reason}; {remedy}{following}"
+            f"cannot write to {run.path}: {reason}; {remedy}{following}"
         ) from error
 
 
 def _check_processes(recipe: Recipe, size: int) -> None:
     asked = recipe.parallel.processes
     if asked != size:
-        there = "this is one" if size == 1 else f"there are {size}"
+        there = "only 1 is running" if size == 1 else f"{size} are running"
         raise WorkhorseError(
-            f"parallel asks for {asked} processes, and {there}; start as many, by workhorse train "
-            f"--workers {asked} or by torchrun, or give {_named(recipe.parallel)}"
+            f"parallel needs {asked} processes, but {there}; start {asked} with workhorse train "
+            f"--workers {asked} or torchrun, or set {_named(recipe.parallel)}"
         )
 
 
 def _named(parallel: ParallelismConfig) -> str:
-    """The settings by which there is one process."""
+    """Return the settings that reduce `parallel` to one process."""
     several = [f"parallel.{name}=1" for name, ways in parallel.ways.items() if ways > 1]
     return " ".join(several) or "parallel.data=1"
 
 
 def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resumption:
-    """What `train` would do with a run directory before it trains. Writes nothing.
+    """Run the checks of `train` on a recipe and a run directory. Writes nothing.
 
     Returns:
-        The step where the run would continue and the changes of its recipe; step 0 and no changes
-        for a run that would begin.
+        The step where the run would continue and the changes of its recipe. A new run has step 0
+        and no changes.
 
     Raises:
-        WorkhorseError: the run directory is taken, or the resume would be refused.
+        WorkhorseError: the run directory is taken, or the run cannot be resumed.
     """
     run = RunDirectory(out)
     _check_place(run, resume)
@@ -237,7 +237,7 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
 
 
 def why_taken(out: str | Path) -> str:
-    """Why no run can begin in a run directory, in one line; empty if one can."""
+    """Return one line that says why no run can start in a directory; empty if one can."""
     try:
         RunDirectory(out).check_free()
     except WorkhorseError as error:
@@ -249,14 +249,16 @@ def _check_place(run: RunDirectory, resume: bool) -> None:
     if not resume:
         run.check_free()
     elif not run.exists:
-        remedy = "leave out --resume to begin one"
+        remedy = "omit --resume to start one"
         if run.checkpoints_folder.exists():
-            remedy = f"put back its {run.recipe_file.name}, which is missing"
-        raise WorkhorseError(f"{run.path} holds no run to resume; {remedy}")
+            remedy = f"restore its {run.recipe_file.name}, which is missing"
+        raise WorkhorseError(f"{run.path} contains no run to resume; {remedy}")
 
 
 def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
-    events = {event["kind"]: event for event in read_metrics(run.metrics_file)}  # the last of each
+    events = {
+        event["kind"]: event for event in read_metrics(run.metrics_file)
+    }  # the last event of each kind
     validation = events.get("validation", {})
     return TrainResult(
         run_directory=run.path,

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on."""
+"""Saving of checkpoints in the background, while training continues."""
 
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,60 +17,64 @@ from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
 
 COPIES = 2
-"""A checkpoint's tensors are copied only if so many times their size is free."""
+"""Free memory that copies of a checkpoint's tensors require, as a multiple of their size."""
 
 
 class Store(Protocol):
-    """Where checkpoints are written and read.
+    """Storage of checkpoints.
 
-    `begin` is called by the first process, `fill` by each, `commit` by the first. These three raise
-    WorkhorseError where the disk refuses.
+    Rank 0 calls `begin`, then every rank calls `fill`, then rank 0 calls `commit`. These three
+    raise WorkhorseError if the disk cannot be written.
 
     Attributes:
-        remarks: warnings for the user about what was saved; the caller takes them out.
+        remarks: warnings for the user about saved checkpoints; the caller removes them.
     """
 
     remarks: list[str]
 
     def begin(self, step: int, tensors: Tensors) -> None:
-        """Make the files, without their bytes, under a temporary name."""
+        """Create the files without their contents, under a temporary name."""
         ...
 
     def fill(self, step: int, tensors: Tensors) -> None:
-        """Write this process's slices to their places."""
+        """Write this rank's slices of the tensors into the files."""
         ...
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write the state, give the checkpoint its name, and prune; returns its folder."""
+        """Write the state, rename the checkpoint to its final name, prune; return its folder."""
         ...
 
     def give_up(self) -> None:
-        """Remove what was begun; raises nothing."""
+        """Remove an unfinished checkpoint; never raises."""
         ...
 
     def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint or None; `on_skip` gets a line for each newer damaged one."""
+        """Return the newest intact checkpoint or None.
+
+        Args:
+            on_skip: called with one line for each newer, damaged checkpoint.
+        """
         ...
 
     def prune(self, step: int) -> None:
-        """Of the checkpoints up to `step`, remove the oldest beyond those to keep."""
+        """Remove the oldest checkpoints up to `step` that exceed the number to keep."""
         ...
 
 
 class Saver:
-    """Writes one checkpoint at a time, by a thread, from copies of the tensors.
+    """Writes one checkpoint at a time, in a thread, from copies of the tensors.
 
-    Without memory for the copies it writes before training goes on. Of divided tensors each process
-    writes its rows, and the first begins and ends the checkpoint.
+    If there is not enough memory for the copies, training waits until the checkpoint is written.
+    Each rank writes its slices of sharded tensors; rank 0 creates and completes the checkpoint.
 
     Args:
-        store: of the run.
-        saved: called with the step and the folder of each, by the caller's thread.
-        world: the processes that save, which must do so together.
-        own: what this process has to write of the tensors.
+        store: the checkpoint store of the run.
+        saved: called in the caller's thread with step and folder of each written checkpoint.
+        world: the processes that save together.
+        own: selects the slices of the tensors that this rank writes.
 
     Attributes:
-        failed: whether a checkpoint could not be written.
+        failed: True if a checkpoint could not be written.
     """
 
     def __init__(
@@ -94,16 +98,16 @@ class Saver:
         tensors: Mapping[str, Callable[[], Mapping[str, Tensor]]],
         state: Mapping[str, Any],
     ) -> None:
-        """Write what the tensors hold now, after the checkpoint before.
+        """Start to save the current values of the tensors, once the previous save has finished.
 
         Args:
             step: training steps done.
-            tensors: give those of each file, by name.
-            state: data that JSON can express; the first process's is written.
+            tensors: for each file name, a function that returns its tensors by name.
+            state: JSON-serializable data; only rank 0 writes it.
 
         Raises:
-            WorkhorseError: that one could not be written, or this one is written at once and cannot
-                be.
+            WorkhorseError: the previous checkpoint could not be written, or this one is written
+                without a thread and cannot be.
         """
         self.wait()
         own = {file: dict(self.own(read())) for file, read in tensors.items()}
@@ -114,18 +118,18 @@ class Saver:
             self.wait()
 
     def look(self) -> None:
-        """Tell of a checkpoint that has been written meanwhile, without waiting.
+        """Report a checkpoint that has been written in the meantime, without waiting.
 
         Raises:
-            WorkhorseError: it could not be, and no other process waits for this one.
+            WorkhorseError: it could not be written, and no other rank waits for this one.
         """
         if self._writing is not None and self._writing[1].done():
             if self.world.in_step and self._writing[1].exception():
-                return  # `wait` raises it in all of them
+                return  # `wait` raises the error on all ranks
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is there.
+        """Wait until the checkpoint in progress is written.
 
         Raises:
             WorkhorseError: it could not be written.
@@ -148,7 +152,7 @@ class Saver:
         return free is not None and COPIES * size * sharers <= free
 
     def _write(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path | None:
-        """Returns the checkpoint, where this is the process that gave it its name."""
+        """Write the checkpoint; return its folder on rank 0, None on the others."""
         first = self.world.is_first
         try:
             with self._by_all():
@@ -165,10 +169,10 @@ class Saver:
 
     @contextmanager
     def _by_all(self) -> Generator[None]:
-        """What stands inside must succeed in all processes before any goes on.
+        """Continue after the body only if it has succeeded on all ranks.
 
         Raises:
-            WorkhorseError: it failed here, or in another.
+            WorkhorseError: the body failed on this rank or on another.
         """
         failure: Exception | None = None
         try:
@@ -180,12 +184,15 @@ class Saver:
             raise failure
         if failed:
             raise WorkhorseError(
-                "another process could not write its part of a checkpoint; its own message says why"
+                "another process could not write its part of a checkpoint; see its error message"
             )
 
 
 def _copies(slices: dict[str, Slice]) -> Slices:
-    """A copy of each in turn, which is then let go: some, read from bfloat16, exist for this."""
+    """Copy the slices to the CPU, and release each original before the next copy.
+
+    Originals that were converted from bfloat16 exist only for the checkpoint, so this saves memory.
+    """
     copies: dict[str, Slice] = {}
     for name in list(slices):
         one = slices.pop(name)

@@ -1,4 +1,4 @@
-"""The rate of arithmetic that the machine can reach."""
+"""Measurement of the machine's peak arithmetic rate."""
 
 import time
 from collections.abc import Callable
@@ -8,20 +8,21 @@ import torch
 from workhorse.nn.products import Multiply, product
 
 PROBE_SECONDS = 0.02
-"""How long the probe multiplies matrices of one size; the very first gemm does not count."""
+"""Duration of the probe for one matrix size, without the very first GEMM."""
 PROBE_SIZES = {"cpu": (256, 512, 1024)}
-"""Small gemms fit between interruptions by other work, large ones keep all cores busy."""
+"""Matrix sizes to probe. Small GEMMs fit between interruptions by other programs; large ones keep
+all cores busy."""
 LARGE_SIZES = (4096, 8192)
 
 
 class Peak:
     """The highest number of floating-point operations per second measured on this machine.
 
-    A machine may be busy while it is probed, so if training exceeds the peak it is measured again,
-    and if training still exceeds it, training's own rate is the peak.
+    The machine may be busy during the measurement. If training exceeds the peak, it is measured
+    again; if training still exceeds it, training's own rate becomes the peak.
 
     Args:
-        measure: probes the machine.
+        measure: measures the peak.
     """
 
     def __init__(self, measure: Callable[[], float]) -> None:
@@ -29,22 +30,22 @@ class Peak:
         self.flops = measure()
 
     def fraction(self, rate: float) -> float:
-        """A rate as a fraction of the peak, at most 1."""
+        """Return a rate as a fraction of the peak, at most 1."""
         if rate > self.flops:
             self.flops = max(rate, self.measure())
         return rate / self.flops
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = product) -> float:
-    """Floating-point operations per second of the fastest square gemm on this machine now.
+    """Measure the floating-point operations per second of the fastest square GEMM.
 
-    The best of many gemms of several sizes, since other work can only slow one down. Training's
-    random generators are not touched.
+    The result is the best of many GEMMs of several sizes, because other programs can only slow one
+    down. The random generators of training are not used.
 
     Args:
-        device: that multiplies.
-        dtype: of the matrices.
-        multiply: the gemm that training uses.
+        device: the device to measure.
+        dtype: the dtype of the matrices.
+        multiply: the GEMM that training uses.
     """
     best = 0.0
     generator = torch.Generator(device).manual_seed(0)
@@ -54,9 +55,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = pr
             for _ in range(2)
         )
         if not best:
-            float(multiply(left, right.t(), None)[0, 0])  # the first gemm loads a library
+            float(multiply(left, right.t(), None)[0, 0])  # the first GEMM loads a library
         begin = time.perf_counter()
         while (start := time.perf_counter()) - begin < PROBE_SECONDS:
-            float(multiply(left, right.t(), None)[0, 0])  # reading a number waits for the device
+            float(multiply(left, right.t(), None)[0, 0])  # reading an element waits for the device
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best

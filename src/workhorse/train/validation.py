@@ -20,18 +20,19 @@ from workhorse.train.step.step import Precision
 
 
 class Sampler:
-    """Continues the recipe's prompts, with the same random numbers each time.
+    """Generates completions of the recipe's prompts, with the same random numbers each time.
 
-    It has its own random generators, so it does not affect training.
+    It uses its own random generators, so it does not affect training.
 
     Args:
         decoder: the model in training.
-        tokenizer: of the decoder.
-        config: the prompts, and how tokens are chosen.
-        begin: how texts begin in training.
+        tokenizer: the tokenizer of the decoder.
+        config: the prompts and the sampling options.
+        begin: encodes the beginning of a document as in training.
 
     Raises:
-        WorkhorseError: a prompt is empty, and texts begin without a token of their own in training.
+        WorkhorseError: a prompt has no tokens, because it is empty and documents start without a
+            special token in training; or a prompt is longer than the context.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Sampler:
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
         )
         for prompt, tokens in zip(self.prompts, self.tokens, strict=True):
-            if len(tokens) > decoder.max_seq_len:  # now, and not hours later
+            if len(tokens) > decoder.max_seq_len:  # fail before training, not hours later
                 raise WorkhorseError(
-                    f"the sample prompt {shorten(prompt, 40)!r} has {len(tokens)} tokens and the "
+                    f"the sample prompt {shorten(prompt, 40)!r} has {len(tokens)} tokens, but the "
                     f"context is {decoder.max_seq_len}; shorten it in train.samples.prompts"
                 )
 
     def __call__(self) -> list[dict[str, str]]:
-        """A `prompt` and the `text` that follows it, for each prompt."""
+        """Return `prompt` and completion (`text`) for each prompt."""
         completions = generate(self.decoder, self.tokens, self.generation, tokenizer=self.tokenizer)
         return [
             {"prompt": prompt, "text": completion.text}
@@ -63,10 +64,10 @@ class Sampler:
 
 
 def check_samples(config: SamplesConfig | None, data: DataConfig) -> None:
-    """Refuse an empty prompt if the recipe already tells that no token begins a text.
+    """Raise an error for an empty prompt if the recipe has no token that starts a document.
 
     Raises:
-        WorkhorseError: there is an empty prompt.
+        WorkhorseError: there is an empty prompt, but neither bos nor eos.
     """
     if config is not None and "" in config.prompts and not (data.bos or data.eos):
         raise _no_beginning()
@@ -74,24 +75,24 @@ def check_samples(config: SamplesConfig | None, data: DataConfig) -> None:
 
 def _no_beginning() -> WorkhorseError:
     return WorkhorseError(
-        "train.samples has an empty prompt, which begins a text, and the training puts neither bos "
-        "nor eos between texts; write a prompt, or set data.eos=true"
+        "train.samples has an empty prompt, but training puts neither bos nor eos between "
+        "documents, so no token can start a sample; write a prompt, or set data.eos=true"
     )
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The result of a validation on held-out text."""
+    """The result of a validation on held-out documents."""
 
     loss: float
-    """Mean over predictions, nats."""
+    """Mean loss per prediction, in nats."""
     bits_per_byte: float | None
-    """`loss` in bits, times the number of tokens divided by the number of bytes of the text; None
-    if that is not known. All tokens that training sees count, including eos and bos, predicted or
-    not, which stand for no bytes. `workhorse.evaluate` leaves them out; see docs/evaluation.md."""
+    """`loss` in bits, times tokens per byte of the documents; None if the number of bytes is not
+    known. All tokens that training sees count, predicted or not, including eos and bos, which have
+    no bytes. `workhorse.evaluate` does not count eos and bos; see docs/evaluation.md."""
     unknown_rate: float
-    """Share of the text's tokens that stand for characters unknown to the tokenizer. If there are
-    any, the other figures flatter the model: it need not predict which characters they are."""
+    """Fraction of the tokens that stand for characters unknown to the tokenizer. If it is not 0,
+    the other figures are too low: the model does not have to predict which characters they are."""
     tokens: int
     """Number of predictions."""
 
@@ -100,13 +101,13 @@ class Validator:
     """Measures the loss on a split, always on the same rows.
 
     Args:
-        objective: its figure `loss` is measured.
+        objective: the objective; its figure `loss` is measured.
         split: the held-out tokens.
-        device: of the model.
-        precision: makes the context that a forward pass runs in.
+        device: the device of the model.
+        precision: creates the context that a forward pass runs in.
         seq_len: predictions per row.
         batch_size: rows per forward pass.
-        packing: as in training.
+        packing: the packing used in training.
         world: the processes that share the batches.
     """
 
@@ -135,7 +136,11 @@ class Validator:
 
     @torch.no_grad()
     def __call__(self, max_rows: int | None = None) -> Validation:
-        """The loss without dropout, over the whole split or over `max_rows` rows evenly spread."""
+        """Measure the loss without dropout, on the whole split or on `max_rows` evenly spread rows.
+
+        Args:
+            max_rows: number of rows; None for all.
+        """
         batches = ValidationBatches(self.split, **self._sizes, max_rows=max_rows)
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         counts = torch.zeros(len(batches), dtype=torch.int64, device=self.device)
@@ -150,14 +155,14 @@ class Validator:
                     counts[number] = outcome.count
         finally:
             self.objective.train()
-        for tensor in (losses, counts):  # 0 on all processes but those that passed it
+        for tensor in (losses, counts):  # an element is 0 on all ranks but the one that computed it
             self.world.add_(tensor)
         tokens = int(counts.sum())
         mean = float(losses.cpu().sum()) / tokens
         return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)
 
     def _bits_per_byte(self, loss: float) -> float | None:
-        """Bits per byte at this mean loss, counting the tokens between documents too."""
+        """Convert a mean loss to bits per byte; bos and eos count as tokens."""
         if not self.split.n_bytes:
             return None
         return loss / math.log(2) * self.split.n_tokens / self.split.n_bytes

@@ -1,4 +1,4 @@
-"""Training that starts from a model: its architecture, its tokenizer, its weights."""
+"""Training that starts from a model: architecture, tokenizer and weights."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def recipe(source: Path, texts: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(params=["run", "hf", "workhorse"])
 def source(request: pytest.FixtureRequest, run_folder: Path, tmp_path: Path) -> Path:
-    """One model in each format that training can start from."""
+    """A model in each format that training can start from."""
     if request.param == "run":
         return run_folder
     convert(run_folder, tmp_path / "source", request.param)
@@ -77,7 +77,7 @@ def test_what_differs_inside_a_block_is_merged(run_folder: Path, tmp_path: Path)
 def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -> None:
     changed = recipe(run_folder, tmp_path, model={"n_layers": 2})
     differs = (
-        r"the weights of init=.* do not fit: model\.n_layers is 2 and there 1; leave out model"
+        r"the weights of init=.* do not fit: model\.n_layers is 2 here and 1 there; remove model"
     )
     with pytest.raises(WorkhorseError, match=differs):
         train(Recipe.from_dict(with_init(changed)), tmp_path / "tuned")
@@ -87,9 +87,7 @@ def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -
 def test_ids_that_stand_for_other_tokens_are_refused(source: Path, tmp_path: Path) -> None:
     texts = {"kind": "text", "path": str(tmp_path / "texts.txt"), "validation_fraction": 0.1}
     changed = recipe(source, tmp_path, tokenizer={"kind": "characters"}, data={"corpus": texts})
-    line = (
-        r"token \d+ is .* for init=.*; leave out tokenizer, or set 'tokenizer={kind: file, path: "
-    )
+    line = r"token \d+ is .* for init=.*; remove tokenizer, or set 'tokenizer={kind: file, path: "
     with pytest.raises(WorkhorseError, match=line):
         train(Recipe.from_dict(with_init(changed)), tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists()
@@ -100,7 +98,7 @@ def test_ids_that_stand_for_other_tokens_are_refused(source: Path, tmp_path: Pat
     [
         ({"init": "no/such"}, "init: there is no folder no/such; as a hub id"),
         ({"init": "nothing"}, "init: nothing does not exist"),
-        ({"model": {"preset": "gpt2"}}, "already says the architecture; leave preset out"),
+        ({"model": {"preset": "gpt2"}}, "already sets the architecture; remove preset"),
     ],
 )
 def test_wrong_input(
@@ -119,7 +117,7 @@ def test_a_preset_has_no_weights_to_start_from(run_folder: Path, tmp_path: Path)
 
 
 def test_parsing_looks_up_no_model(run_folder: Path, tmp_path: Path) -> None:
-    """What is parsed reads no file beside the recipe's own and asks no hub."""
+    """Parsing a recipe reads no other file and does not access the hub."""
     for init in (str(run_folder), "somebody/some-model"):
         with pytest.raises(ConfigError, match=r"^init: the model and tokenizer of .*with_init\("):
             Recipe.from_dict(recipe(Path(init), tmp_path))

@@ -1,4 +1,4 @@
-"""Settings over a recipe: another kind, what is removed, and keys at the wrong place."""
+"""Overrides of a recipe: changes of kind, removals, and misplaced keys."""
 
 import shlex
 from typing import Any
@@ -35,7 +35,7 @@ OF_PRESET = {
 
 
 def overridden(written: dict[str, Any], *settings: str) -> tuple[dict[str, Any], list[str]]:
-    """The blocks of the model after settings, and what was told."""
+    """Return the blocks of the model after overrides, and the notices."""
     told: list[str] = []
     recipe = Recipe.from_dict(override_recipe(written, settings, told.append))
     return recipe.decoder_config(257).to_dict()["blocks"], told
@@ -64,7 +64,7 @@ def test_what_the_new_kind_has_not_is_left_out_and_told() -> None:
     blocks, told = overridden(WRITTEN, "model.blocks.full.attention.position.kind=alibi")
     assert blocks["full"]["attention"]["position"]["kind"] == "alibi"
     assert told == [
-        "model.blocks.full.attention.position.kind=alibi leaves out theta=500.0 of kind rope"
+        "model.blocks.full.attention.position.kind=alibi drops theta=500.0 of kind rope"
     ]
 
 
@@ -88,11 +88,11 @@ def test_null_removes_a_block() -> None:
     with pytest.raises(ConfigError) as refusal:
         overridden(WRITTEN, "model.blocks.local.x=null", settings[0])
     assert str(refusal.value) == (
-        "model.blocks.local: model.pattern uses the block that null removes; set it too, as by "
-        "'model.pattern=[full]'"
+        "model.blocks.local: model.pattern still uses the block that null removes; set it too, for "
+        "example 'model.pattern=[full]'"
     )
     other = "model.blocks.mine={kind: parallel, attention: {n_heads: 4}, feed_forward: {d_ff: 8}}"
-    with pytest.raises(ConfigError, match="feed_forward"):  # mine is wrong, and main is gone
+    with pytest.raises(ConfigError, match="feed_forward"):  # `mine` is invalid, `main` is removed
         overridden(OF_PRESET, "model.blocks.main=null", other)
     blocks, _ = overridden(WRITTEN, "model.blocks.full.attention.window=null")
     assert blocks["full"]["attention"]["window"] is None
@@ -120,8 +120,8 @@ def test_null_removes_a_block() -> None:
         ),
         (
             "train.optimizer.beta1=0.5",
-            "train.optimizer: unknown key 'beta1', which belongs to kind: adamw; choose that, or "
-            "leave beta1 out",
+            "train.optimizer: unknown key 'beta1', which belongs to kind: adamw; choose that kind, "
+            "or remove beta1",
         ),
         ("train.stepps=3", "train: unknown key 'stepps'; did you mean 'steps'?"),
         ("zzz=1", "unknown key 'zzz'; known: data, "),
@@ -160,7 +160,7 @@ def test_a_misspelt_block_names_the_near_one() -> None:
 
 
 def test_a_preset_does_not_go_under_a_model_that_is_written_out() -> None:
-    with pytest.raises(ConfigError, match=r"replace it whole: 'model=\{preset: gpt2\}'"):
+    with pytest.raises(ConfigError, match=r"replace the whole model: 'model=\{preset: gpt2\}'"):
         overridden(WRITTEN, "model.preset=gpt2")
     blocks, _ = overridden(WRITTEN, "model={preset: gpt2}")
     assert list(blocks) == ["main"]
@@ -172,7 +172,7 @@ def test_workers_make_what_data_is_left_and_contradict_none_that_is_given() -> N
     shared = {**WRITTEN, "parallel": {"shard": 2, "data": 4}}
     assert on_workers(shared, 6)["parallel"]["data"] == 3
     assert on_workers(shared, 8, data_is_given=True)["parallel"]["data"] == 4
-    with pytest.raises(ConfigError, match=r"parallel: data=4 does not make 6 processes, and 3"):
+    with pytest.raises(ConfigError, match=r"parallel: data=4 does not give 6 processes, but 3"):
         on_workers(shared, 6, data_is_given=True)
 
 

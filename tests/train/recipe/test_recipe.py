@@ -65,9 +65,9 @@ def test_larger_vocabulary_stands_and_smaller_is_refused() -> None:
         ({"model": {"max_seq_len": 16}}, "max_seq_len=16 is less than train.seq_len=32"),
         ({"train": {"stepz": 3}}, "train: unknown key 'stepz'; did you mean 'steps'"),
         ({"train": {"steps": 0}}, "train.steps: 0 is too small; give a whole number of 1 or more"),
-        ({"train": {"schedule": {"kind": "linear", "warmup_steps": 100}}}, "does not end within"),
-        ({"train": {"micro_batch_size": 5}}, "micro_batch_size=5 is more than batch_size=4"),
-        ({"train": {"dtype": "float16", "device": "cpu"}}, "float16 needs CUDA"),
+        ({"train": {"schedule": {"kind": "linear", "warmup_steps": 100}}}, "is not less than"),
+        ({"train": {"micro_batch_size": 5}}, "micro_batch_size=5 is larger than batch_size=4"),
+        ({"train": {"dtype": "float16", "device": "cpu"}}, "float16 needs CUDA, but"),
         ({"train": {"optimizer": {"kind": "sgd"}}}, "train.optimizer: unknown kind 'sgd'"),
         (
             {"train": {"trackers": ["wandbb"]}},
@@ -99,18 +99,18 @@ def test_a_missing_key_is_shown_by_an_example(key: str, written: str) -> None:
     where = f"{'.'.join(sections)}: " if sections else ""
     with pytest.raises(ConfigError) as error:
         Recipe.from_dict(fields)
-    assert str(error.value) == f"{where}{name!r} is missing; write one such as {written}"
+    assert str(error.value) == f"{where}{name!r} is missing; set one such as {written}"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])
 def test_name_must_name_a_folder(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot name a folder"):
+    with pytest.raises(ConfigError, match="is not a folder name"):
         Recipe.from_dict({**FIELDS, "name": name})
 
 
 @pytest.mark.parametrize("steps", [1, 9, 30, 100, 640, 5000, 10**6])
 def test_validations_by_default_cost_a_few_percent(steps: int) -> None:
-    """A row forwards takes a third of a row of a step; the one after the last step is left out."""
+    """A forward pass costs a third of a training step; the final validation does not count."""
     config = TrainConfig(steps=steps, batch_size=4, seq_len=8)
     every, rows = config.steps_between_validations, config.rows_in_validation
     assert every is not None

@@ -1,4 +1,4 @@
-"""The recipe's reference tells every key, and its examples can be built."""
+"""The reference of the recipe contains every key, and its examples can be built."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -20,10 +20,10 @@ BLOCK = {
     "attention": {"n_heads": 2, "head_dim": 8},
     "feed_forward": {"kind": "gated_mlp", "d_ff": 8},
 }
-"""Stands round a part of a model, so that the part is built and not only read."""
+"""The block around a part of a model in an example, so that the part is built and not only read."""
 MIXTURE = {"kind": "moe", "n_experts": 8, "top_k": 2, "d_ff": 8}
 PARENTS = {"scaling": {"kind": "rope"}, "clamped": MIXTURE, "router": MIXTURE}
-"""What a part stands in, where that is not what `BLOCK` has."""
+"""The parents of parts that need another parent than the one in `BLOCK`."""
 
 
 CASES = [(config, text) for config in CONFIGS for text in examples()[config.__name__]]
@@ -32,7 +32,7 @@ CASES = [(config, text) for config in CONFIGS for text in examples()[config.__na
 @pytest.mark.parametrize(("config", "text"), CASES)
 def test_every_example_is_built(config: type[Config], text: str, monkeypatch, tmp_path):
     fields = parse_yaml(text)
-    if "init" in fields:  # tests/test_documents.py trains the model that this one starts from
+    if "init" in fields:  # tests/test_documents.py trains the model that this example starts from
         assert set(fields) <= set(config.model_fields)
         return
     if config is Recipe:
@@ -47,7 +47,7 @@ def test_every_example_is_built(config: type[Config], text: str, monkeypatch, tm
 
 
 def decoder_of(place: str, fields: dict) -> DecoderConfig:
-    """A small decoder with these fields at their place."""
+    """Return the config of a small decoder with these fields at their place."""
     path = place.replace("NAME", "main").split(".")[1:]
     if not path:
         return DecoderConfig.from_dict(fields)
@@ -122,7 +122,7 @@ def test_what_may_change_on_resuming_is_told():
         return (section.shared or section.kinds[0].keys)[0].on_resume
 
     assert rule("train.steps") == OnResume.GOES_ON.value
-    assert rule("train.schedule.warmup_steps") == OnResume.GOES_ON.value  # as all inside a mark
+    assert rule("train.schedule.warmup_steps") == OnResume.GOES_ON.value  # from `schedule`
     assert rule("train.seq_len") == rule("model.d_model") == OnResume.NEW_RUN.value
 
 

@@ -30,7 +30,7 @@ def test_a_resume_drops_what_will_be_done_again(tmp_path: Path) -> None:
         file.write('{"kind": "step", "step": 4, "lo')  # the process died here
     before = path.read_bytes()
     again = MetricsFile(path, step=2)
-    assert path.read_bytes() == before  # a resume may still be refused
+    assert path.read_bytes() == before  # a resume may still fail its checks
     again.open()
     again.write({"kind": "step", "step": 3, "loss": 1.0})
     again.close()
@@ -62,7 +62,7 @@ def test_a_file_that_no_run_wrote(tmp_path: Path, line: str) -> None:
         WorkhorseError, match=r"metrics\.jsonl:2 .*; it is damaged; remove the line"
     ):
         MetricsFile(path, step=1)
-    assert path.read_text().endswith(f"{line}\n")  # nothing of it is lost
+    assert path.read_text().endswith(f"{line}\n")  # the file is unchanged
 
 
 def test_a_change_that_no_checkpoint_has_is_found_anew(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):
     assert f"{result.bits_per_byte:.4f}" in page
     assert "12 of 12" in page
     assert page.count("<svg") == 5  # loss, bits per byte, learning rate, gradient norm, speed
-    assert "&lt;1&gt; &amp; " in page  # a sample's text cannot become markup
+    assert "&lt;1&gt; &amp; " in page  # samples are escaped
     assert "d_model" in page
     assert not re.search(r"(src|href)=|@import|url\(|<script", page)
 
@@ -41,15 +41,15 @@ def test_validations_on_a_part_stand_apart_from_those_on_all() -> None:
     part = [{"step": n, "loss": 5.0 - n, "whole": False} for n in (1, 2)]
     whole = {"step": 3, "loss": 2.5, "whole": True}
     some, all_of_it = validation_series([*part, whole], "loss")
-    assert (some.name, list(some.points)) == ("validation on a part", [(1, 4.0), (2, 3.0)])
-    assert (all_of_it.name, list(all_of_it.points)) == ("on all of it", [(3, 2.5)])
+    assert (some.name, list(some.points)) == ("validation on a subset", [(1, 4.0), (2, 3.0)])
+    assert (all_of_it.name, list(all_of_it.points)) == ("whole split", [(3, 2.5)])
     assert some.marked
     assert all_of_it.marked
     (only,) = validation_series([whole, {"step": 4, "loss": 2.0}], "loss")
     assert (only.name, len(only.points)) == ("validation", 2)
     start = {"parameters": 1, "steps": 9}
     named = figures({"start": [start], "validation": [{**part[0], "bits_per_byte": None}]})
-    assert ("validation loss on a part, nats per token", "4.0000") in named
+    assert ("validation loss on a subset, nats per token", "4.0000") in named
 
 
 def test_a_report_says_what_makes_its_curves_suspect(make_recipe, tmp_path):
@@ -60,7 +60,7 @@ def test_a_report_says_what_makes_its_curves_suspect(make_recipe, tmp_path):
     run.metrics_file.write_text("\n".join([*lines[:-1], skipped, ""]), "utf-8")
     write_report(run)
     page = run.report_file.read_text("utf-8")
-    assert "1 steps were skipped, their loss or gradient not finite: 7" in page
+    assert "1 steps were skipped, as loss or gradient was not finite: 7" in page
     assert "the run has not finished" in page
 
 
@@ -79,7 +79,7 @@ def test_a_run_whose_metrics_are_removed_meanwhile_ends_as_it_should(
         weight.numel() for weight in weights(tmp_path / "run", 6).values()
     )
     page = (tmp_path / "run/report.html").read_text("utf-8")
-    assert "has no beginning" in page
+    assert "metrics.jsonl has no start event" in page
     assert "d_model" in page
     assert train(make_recipe(), tmp_path / "run", resume=True).step == 12
     assert "12 of 12" in (tmp_path / "run/report.html").read_text("utf-8")
@@ -102,9 +102,9 @@ def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):
     assert numbers["train/expert_load_max/1"] == steps[0]["expert_load_max"][1]
     page = (tmp_path / "run/report.html").read_text("utf-8")
     assert "Busiest expert" in page
-    assert "Added to the loss" in page
+    assert "Auxiliary losses" in page
     assert f"{steps[-1]['expert_load_max'][1]:.2f} × the mean" in page
-    assert "parameters that work on a token" in page
+    assert "active parameters per token" in page
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_times_have_two_units(seconds: float, text: str):
 @pytest.mark.parametrize(
     ("peaks", "shown"),
     [
-        ([[2**30]], [("memory at most", "1.0 GiB")]),
-        ([[2**30, 2**29], [2**31, 2**30]], [("memory at most", "1.0 GiB to 2.0 GiB each")]),
-        ([[2**30, 2**30 + 1]], [("memory at most", "1.0 GiB each")]),
+        ([[2**30]], [("peak memory", "1.0 GiB")]),
+        ([[2**30, 2**29], [2**31, 2**30]], [("peak memory", "1.0 GiB to 2.0 GiB each")]),
+        ([[2**30, 2**30 + 1]], [("peak memory", "1.0 GiB each")]),
         ([[0]], []),
         ([], []),
     ],
@@ -139,14 +139,14 @@ def test_the_division_among_processes_is_named() -> None:
     start = {"parameters": 1, "steps": 2}
     for parallel, named in (({"data": 2, "shard": 4}, "data 2, shard 4"), ({}, None)):
         rows = dict(figures({"start": [{**start, "parallel": parallel}]}))
-        assert rows.get("processes, at last") == named
+        assert rows.get("processes, last session") == named
 
 
 def test_the_slowest_of_several_processes() -> None:
-    """Where the run had other processes before, those of the end."""
+    """If the number of processes has changed, only the last number counts."""
     assert slowest([{}, {"pass_seconds": [1.0]}]) == []
     steps = [{"pass_seconds": times} for times in ([9.0, 1.0], [1.0, 2.0, 4.0], [3.0, 2.0, 4.0])]
-    assert slowest(steps) == [("slowest passes", "process 2, 4 s a step; the median 2 s")]
+    assert slowest(steps) == [("slowest rank", "rank 2, 4 s per step; median 2 s")]
 
 
 def test_goodput_counts_what_a_kill_cost_and_no_pause() -> None:
@@ -155,9 +155,9 @@ def test_goodput_counts_what_a_kill_cost_and_no_pause() -> None:
 
     assert goodput({"start": at(0), "end": at(100)}, useful=90) == []
     assert goodput({"start": at(0, 500), "end": at(100, 600)}, useful=190) == []
-    # killed before 60, ended by a signal at 100, gone on from 500 to 600
+    # killed before 60, ended by a signal at 100, resumed from 500 to 600
     [(name, part)] = goodput({"start": at(0, 60, 500), "end": at(100, 600)}, useful=150)
-    assert (name, part) == ("of the time since its starts (goodput)", "75%")
+    assert (name, part) == ("goodput: useful part of the time", "75%")
     assert goodput({"start": [{}, {}], "end": [{}]}, useful=1) == []
 
 

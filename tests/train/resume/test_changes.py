@@ -1,4 +1,4 @@
-"""A run resumed with another recipe: it goes on and says so, or names the run that was meant."""
+"""Resuming a run with a changed recipe: the change is recorded, or an error names the command."""
 
 import os
 import shlex
@@ -37,7 +37,7 @@ def changed(recipe: Recipe, *path: str, to: Any) -> Recipe:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but the shards, which are a cache."""
+    """Return every file except the shards, which are a cache."""
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in folder.rglob("*")
@@ -67,7 +67,7 @@ def test_what_may_change_goes_on_and_is_recorded(make_recipe, run: Path) -> None
     schedule = again.train.schedule
     assert rates[13] == 5e-4 * schedule.factor(12, 16)
     page = (run / "report.html").read_text()
-    assert "from step 13 on, train.optimizer.learning_rate is 0.0005 instead of 0.001" in page
+    assert "from step 13, train.optimizer.learning_rate is 0.0005 instead of 0.001" in page
     train(again, run, resume=True)
     assert len(recorded(run)) == 4
 
@@ -129,9 +129,10 @@ def test_another_rate_of_muon_says_which_rate_stays(make_recipe, run: Path) -> N
 
 def test_more_steps_say_what_becomes_of_the_rate(make_recipe, run: Path) -> None:
     at = rehearse(make_recipe(steps=24), run, resume=True)
-    (line,) = [line for line in at.notices if line.startswith("the learning rate goes from")]
-    assert line.startswith("the learning rate goes from 0.000115 at step 12 to 0.00055 at step 13")
-    settings = dict(word.split("=") for word in line.split("where it was: ")[1].split())
+    changes = "the learning rate changes from"
+    (line,) = [line for line in at.notices if line.startswith(changes)]
+    assert line.startswith(f"{changes} 0.000115 at step 12 to 0.00055 at step 13; to keep it, ")
+    settings = dict(word.split("=") for word in line.split("to keep it, set ")[1].split())
     assert settings["train.schedule"] == "constant"
     assert settings["train.optimizer.adamw.learning_rate"] == "0.000115"
 
@@ -139,9 +140,9 @@ def test_more_steps_say_what_becomes_of_the_rate(make_recipe, run: Path) -> None
 @pytest.mark.parametrize(
     ("path", "value", "begins"),
     [
-        (("train", "seed"), 3, "begin that one: "),
-        (("model", "n_layers"), 3, "begin that one: "),
-        (("tokenizer", "special", "eos"), "<x>", "begin that one: "),
+        (("train", "seed"), 3, "start a new run: "),
+        (("model", "n_layers"), 3, "start a new run: "),
+        (("tokenizer", "special", "eos"), "<x>", "start a new run: "),
         (("train", "seq_len"), 8, "its weights: "),
         (("train", "optimizer"), {"kind": "adamw"}, "its weights: "),
         (("data", "packing"), "documents", "its weights: "),
@@ -152,10 +153,10 @@ def test_the_command_for_what_needs_a_new_run_begins_it(
     make_recipe, run: Path, path: tuple[str, ...], value: Any, begins: str
 ) -> None:
     before = contents(run)
-    with pytest.raises(WorkhorseError, match="which would make it another run") as refused:
+    with pytest.raises(WorkhorseError, match="which needs a new run; resume it unch") as refused:
         train(changed(make_recipe(log_every=5), *path, to=value), run, resume=True)
     assert contents(run) == before
-    command = shlex.split(str(refused.value).split(begins)[1].split(" (with")[0])
+    command = shlex.split(str(refused.value).split(begins)[1].split(" (add")[0])
     assert command[:3] == ["workhorse", "train", str(run)]
     assert main([*command[1:], "train.steps=1"]) == 0
     new = RunDirectory(run.with_name("run-2"))
@@ -186,23 +187,24 @@ def test_a_run_takes_over_an_optimizer(make_recipe, run: Path, tmp_path: Path) -
     assert counts == [12, 13, 1]
     fields["train"]["optimizer"] = {"kind": "adamw"}
     with pytest.raises(
-        WorkhorseError, match=r"is muon's, not adamw's; set init_optimizer=false, or"
+        WorkhorseError,
+        match=r"has the optimizer state of muon, not of adamw; set init_optimizer=false, or",
     ):
         train(Recipe.from_dict(fields), tmp_path / "other")
-    with pytest.raises(WorkhorseError, match="init_optimizer: init names no run"):
+    with pytest.raises(WorkhorseError, match="init_optimizer: init is not set; set it to a run"):
         Recipe.from_dict(fields | {"init": None})
 
 
 def test_weights_and_optimizer_are_of_one_checkpoint(
     make_recipe, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that saves another one in between."""
+    """The source run saves another checkpoint between the two reads."""
     store = RunDirectory(run).store()
     trained = store.newest()
 
     def load_and_save(decoder: Decoder, given: dict[str, torch.Tensor], places: Places) -> None:
         load_weights(decoder, given, places)
-        if decoder.embedding.tokens.weight.is_meta:  # only whether they fit
+        if decoder.embedding.tokens.weight.is_meta:  # this call only checks shapes
             return
         weights = {name: torch.zeros_like(tensor) for name, tensor in trained.model.items()}
         state = {name: torch.full_like(tensor, 99) for name, tensor in trained.optimizer.items()}
@@ -233,23 +235,24 @@ def test_files_that_came_went_or_changed_are_named(make_recipe, tmp_path: Path) 
     (texts / "8.txt").write_text("shorter")
     shards = len(list((tmp_path / "run/data").iterdir()))
     with pytest.raises(
-        WorkhorseError, match=r"trained with \(added new.txt; missing 7.txt; changed 8.txt\); put"
+        WorkhorseError,
+        match=r"trained with \(added new.txt; missing 7.txt; changed 8.txt\); restore it, or",
     ):
         train(recipe, tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == before
     assert len(list((tmp_path / "run/data").iterdir())) == shards
     other = changed(recipe, "data", "corpus", "glob", to="**/*.txt")
-    with pytest.raises(WorkhorseError, match="the data is not what") as refused:
+    with pytest.raises(WorkhorseError, match="the data differs from the data that") as refused:
         train(other, tmp_path / "run", resume=True)
     assert " 'data.corpus.glob=**/*.txt'" in str(refused.value)
-    os.utime(texts / "9.txt", ns=(0, 0))  # the same text, which is not listed as changed
+    os.utime(texts / "9.txt", ns=(0, 0))  # same contents, so it is not listed as changed
     (texts / "8.txt").write_text("text number 8, and more of it")
-    with pytest.raises(WorkhorseError, match=r"with \(added new.txt; missing 7.txt\); put"):
+    with pytest.raises(WorkhorseError, match=r"with \(added new.txt; missing 7.txt\); restore it"):
         train(recipe, tmp_path / "run", resume=True)
     (listed,) = (tmp_path / "run/data").glob("*/files.json")
     listed.unlink()
-    os.mkfifo(listed)  # which nobody writes to: it is not waited for
-    with pytest.raises(WorkhorseError, match="the data is not what the checkpoint of step"):
+    os.mkfifo(listed)  # a FIFO without a writer must not block
+    with pytest.raises(WorkhorseError, match="the data differs from the data that the checkpoint"):
         train(recipe, tmp_path / "run", resume=True)
 
 
@@ -268,12 +271,12 @@ def test_a_corpus_may_lie_elsewhere_with_the_same_text(
 
 
 def test_fewer_steps_than_are_done_are_refused(make_recipe, run: Path) -> None:
-    with pytest.raises(WorkhorseError, match=r"stands after step 12, and train.steps=6; give "):
+    with pytest.raises(WorkhorseError, match=r"has done 12 steps, more than train.steps=6; set "):
         train(make_recipe(steps=6), run, resume=True)
     assert train(make_recipe(), run, resume=True).step == 12
     newest = max((run / "checkpoints").glob("step-*"))
     (newest / "optimizer.safetensors").write_bytes(b"")
-    with pytest.raises(WorkhorseError, match=rf"stands after step \d+ \(.*{newest.name}.*\), and"):
+    with pytest.raises(WorkhorseError, match=rf"has done \d+ steps \(.*{newest.name}.*\), more"):
         train(make_recipe(steps=2), run, resume=True)
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on is the run that never stopped."""
+"""A resumed run is bitwise equal to an uninterrupted run."""
 
 import errno
 import os
@@ -119,12 +119,14 @@ def test_another_run_under_the_same_name_is_refused(
 def test_changed_text_is_refused(make_recipe, corpus: Path, tmp_path: Path) -> None:
     train(make_recipe(), tmp_path / "run")
     corpus.write_text(corpus.read_text().replace("and", "or"))
-    with pytest.raises(WorkhorseError, match="the data is not what the checkpoint of step 12"):
+    with pytest.raises(
+        WorkhorseError, match=r"the data differs from .* the checkpoint of step 12 was"
+    ):
         train(make_recipe(), tmp_path / "run", resume=True)
 
 
 class FullDisk(Disk):
-    """Has room for one checkpoint."""
+    """A disk with space for one checkpoint."""
 
     def __init__(self) -> None:
         self.writes = 0
@@ -158,11 +160,11 @@ def test_fewer_checkpoints_are_kept_from_the_resume_on(make_recipe, tmp_path: Pa
     seen: list[list[int]] = []
 
     def look(event: dict[str, Any]) -> None:
-        if event["kind"] == "start":  # before any step, and so before any save
+        if event["kind"] == "start":  # before any step and any save
             seen.append(CheckpointStore(out / "checkpoints").steps())
 
     train(make_recipe(keep=1), out, resume=True, on_event=look)
-    assert seen == [[12, 8]]  # 8 is the newest that is whole
+    assert seen == [[12, 8]]  # 8 is the newest intact one
     assert CheckpointStore(out / "checkpoints").steps() == [12]
 
 

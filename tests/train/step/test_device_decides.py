@@ -1,4 +1,4 @@
-"""A device that decides about an update by itself makes the one that the host would have made."""
+"""With `device_decides` the update equals the one that the host would have made."""
 
 import math
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ OPTIMIZERS: list[OptimizerConfig] = [
 def make_step(
     config: OptimizerConfig, *, rounded: bool, device_decides: bool, scaled: bool = False
 ) -> TrainingStep:
-    """Without native operators, as on a GPU."""
+    """Build a step without native operators, as on a GPU."""
     torch.manual_seed(0)
     decoder = DecoderConfig.from_dict({**MODEL, "vocab_size": 11, "max_seq_len": 8}).build()
     low_bits = round_weights(decoder) if rounded else {}
@@ -109,7 +109,7 @@ def test_the_update_is_on_its_way_before_the_host_waits_for_figures(
 
     monkeypatch.setattr(ToHost, "wait", noting)
     batch = batch_of(0)
-    counted = step.objective.count(batch).item()  # of tokens that the host has
+    counted = step.objective.count(batch).item()  # its tokens are on the host
     step.objective.count = lambda batch: SimpleNamespace(item=lambda: counted)
     with WithoutHost():
         assert step.update(*step.backward(batch), schedule=1.0).finite

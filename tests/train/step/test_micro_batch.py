@@ -1,4 +1,4 @@
-"""`micro_batch_size: auto`: what fits is known beforehand, and nothing is changed by asking."""
+"""`micro_batch_size: auto`: the size is determined before training and does not change results."""
 
 import math
 import mmap
@@ -134,7 +134,7 @@ def test_other_words_are_refused() -> None:
 def test_a_long_run_is_refused_if_a_step_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, decoder: Decoder
 ) -> None:
-    """A short one only if weights, gradients and optimizer do not: recording takes a second."""
+    """Recording takes a second, so for a short run only weights, gradients and optimizer count."""
     short = config(8)
     needed = step_bytes(decoder.config, short, CPU)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: needed - 1)
@@ -154,7 +154,7 @@ def test_a_long_run_is_refused_if_a_step_does_not_fit(
 def test_processes_of_one_machine_need_room_for_all(
     monkeypatch: pytest.MonkeyPatch, decoder: Decoder
 ) -> None:
-    """Each for its part of the weights."""
+    """Every process needs memory for its shard of the weights."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     quarters = ParallelismConfig(shard=4)
     needed = step_bytes(decoder.config, config(8), CPU, parallel=quarters)
@@ -170,8 +170,8 @@ def test_processes_of_one_machine_need_room_for_all(
 def test_what_a_process_takes_is_measured() -> None:
     start = resident()
     assert most_resident() - start < 2**23
-    size = 2**24 + 2**20  # Linux counts pages in batches, a CPU each: the last ones come later
-    with mmap.mmap(-1, size) as taken:  # which the heap does not have from before
+    size = 2**24 + 2**20  # Linux counts pages in batches per CPU, so the last ones are counted late
+    with mmap.mmap(-1, size) as taken:  # memory that the heap has not used before
         for page in range(0, size, mmap.PAGESIZE):
             taken[page] = 1
     assert most_resident() - start >= 2**24

@@ -33,7 +33,7 @@ def make_step(decoder: Decoder, **changes: Any) -> TrainingStep:
 
 @pytest.fixture
 def batch() -> Batch:
-    """Four rows, of which the first counts one prediction and the last all eight."""
+    """Four rows with 1, 4, 8 and 8 predictions."""
     tokens, targets = torch.randint(11, (2, 4, 8))
     targets[0, 1:] = IGNORE
     targets[1, 4:] = IGNORE

@@ -1,1 +1,1 @@
-"""Training objectives: what training minimises."""
+"""Training objectives: the losses that training minimises."""

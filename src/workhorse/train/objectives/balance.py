@@ -1,12 +1,12 @@
 """Load balancing of the experts of a mixture, from outside the model.
 
-There are two ways, to be used alone or together: a loss per sequence (DeepSeek-V3, 2412.19437
-§2.1.2), and a step of each router's selection bias after every update (2408.15664). Both observe
-the routers by hooks; the model knows nothing of them. Positions without a target, such as padding,
-do not count.
+There are two methods, which can be combined: a loss per sequence (DeepSeek-V3, 2412.19437 §2.1.2),
+and a change of each router's selection bias after every update (2408.15664). Both observe the
+routers through hooks, so the model does not depend on them. Positions without a target, such as
+padding, do not count.
 
-The loss is a product of two means, so if these were taken over a micro-batch (Switch, 2101.03961
-§2.2) it would depend on which rows pass together. Per sequence it does not.
+The loss is a product of two means. If the means were taken over a micro-batch (Switch, 2101.03961
+§2.2), the loss would depend on the choice of its rows. Per sequence it does not.
 """
 
 import math
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Balanced(Wrapped):
-    """An objective of rows with targets, plus the balance loss during training.
+    """Adds the balance loss to an objective during training.
 
     Args:
-        objective: of a decoder with mixtures of experts.
-        balancer: of that decoder.
+        objective: the objective of a decoder with mixtures of experts; its rows have targets.
+        balancer: the balancer of that decoder.
     """
 
     def __init__(self, objective: Objective, balancer: "Balancer") -> None:
@@ -66,24 +66,25 @@ class Balanced(Wrapped):
 
 
 class Balancer:
-    """Balances the mixtures of a decoder; without weight and rate it only counts their loads.
+    """Balances the mixtures of a decoder. If weight and rate are 0, it only counts their loads.
 
     Args:
-        decoder: its routers are observed.
-        whole: the config of the model of which it is a stage; None: it has all layers.
-        weight: of the loss `n_experts · Σ load_e · score_e` of each router and sequence, which is 1
-            if all experts are equally loaded: `load_e` is the fraction of the sequence's choices
-            that fell on expert e, `score_e` its mean fraction of a token's scores. A sequence is
-            weighted by its number of predictions.
-        rate: how far an update moves the bias of each expert, up if fewer choices of the whole
-            batch fell on it than on average, down if more.
-        team: has the other parts of the sequences, where these are divided.
-        tells: False where another process counts the same routings.
+        decoder: the decoder; its routers are observed.
+        whole: the config of the whole model if the decoder is a pipeline stage; None: the decoder
+            has all layers.
+        weight: the weight of the loss `n_experts · Σ load_e · score_e` of each router and sequence,
+            which is 1 if all experts are equally loaded. `load_e` is the fraction of the
+            sequence's choices that selected expert e, `score_e` its mean fraction of a token's
+            scores. A sequence is weighted by its number of predictions.
+        rate: the change of each expert's bias per update: up if it got fewer choices of the whole
+            batch than the average expert, down if more.
+        team: the ranks with the other parts of split sequences; None if they are not split.
+        tells: False if another rank counts the same routings.
 
     Attributes:
-        loads: how many choices fell on each expert since the last update, by layer; of those that
-            are not here none.
-        latest: the same for the last update's batch, in the order of the layers.
+        loads: number of choices of each expert since the last update, by layer; 0 for layers that
+            this rank does not have.
+        latest: the loads of the last update's batch, in the order of the layers.
     """
 
     def __init__(
@@ -114,10 +115,10 @@ class Balancer:
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """Record the routings of the forward pass inside this context.
+        """Record the routings of a forward pass inside this context.
 
-        Checkpointed activations are recomputed in the backward pass, outside it, and so do not
-        count twice.
+        With activation checkpointing, the backward pass repeats the forward pass outside this
+        context, so nothing counts twice.
         """
         self.watching = True
         try:
@@ -126,13 +127,13 @@ class Balancer:
             self.watching = False
 
     def loss(self, targets: Tensor) -> Tensor:
-        """The weighted balance loss of the rows that have just passed; also counts their loads.
+        """Compute the weighted balance loss of the last forward pass, and add up its loads.
 
         Args:
             targets: (rows, seq) token ids, or `IGNORE`.
 
         Returns:
-            The sum over the rows' predictions, to be added to the sum of their losses.
+            The sum over the rows' predictions, to add to the sum of their losses.
         """
         counted = targets != IGNORE
         total = torch.zeros((), device=targets.device)
@@ -159,11 +160,11 @@ class Balancer:
         self.forget()
 
     def figures(self) -> dict[str, list[float]]:
-        """How evenly the choices before the last update were spread, a number for each mixture.
+        """Measure how evenly the experts were loaded in the last update, one value per mixture.
 
         Returns:
             `expert_load_max`: the load of the busiest expert as a multiple of the mean load, from 1
-            (equal loads) to n_experts; `expert_load_entropy`: the entropy of the loads as
+            (equal loads) to n_experts. `expert_load_entropy`: the entropy of the loads as
             fractions, divided by ln(n_experts), from 1 (equal loads) down to 0. Empty for a model
             without mixtures.
         """
@@ -192,11 +193,11 @@ class Balancer:
 
 
 def loads_of(routing: Routing, counted: Tensor) -> Tensor:
-    """How many choices fell on each expert, (rows, n_experts).
+    """Count the choices of each expert, (rows, n_experts).
 
     Args:
-        routing: of the positions of all rows, one row after the other.
-        counted: (rows, seq), True where a position's choices count.
+        routing: the routing of all positions, one row after the other.
+        counted: (rows, seq), True if a position's choices count.
     """
     rows, top_k = len(counted), routing.experts.shape[1]
     loads = torch.zeros(rows, routing.scores.shape[1], device=counted.device)
@@ -205,34 +206,36 @@ def loads_of(routing: Routing, counted: Tensor) -> Tensor:
 
 
 def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
-    """`n_experts · Σ_e load_e · score_e` of each row times its number of predictions, (rows,).
+    """Compute `n_experts · Σ_e load_e · score_e` of each row times its predictions, (rows,).
 
-    Loads and scores are normalised to sum to 1; a row without predictions gives 0.
+    Loads and scores are normalised to sum to 1. A row without predictions gives 0.
 
     Args:
         scores: (rows · seq, n_experts), positive.
         loads: (rows, n_experts), of whole sequences.
-        counted: (rows, seq), of the part of each whose share is wanted.
+        counted: (rows, seq), True for predictions. If sequences are split, `scores` and `counted`
+            are this rank's part, and the result is its share.
     """
     rows, n_experts = loads.shape
     parts = (scores / scores.sum(dim=-1, keepdim=True)).view(rows, -1, n_experts)
     summed = (parts * counted.unsqueeze(-1)).sum(dim=1)  # (rows, n_experts)
+    # Without the clamp, a row without predictions would give 0 / 0.
     return n_experts * (loads * summed).sum(dim=1) / loads.sum(dim=1).clamp(min=1)
 
 
 def has_mixtures(config: DecoderConfig) -> bool:
-    """Whether a decoder has mixtures of experts, whose loads can be counted."""
+    """Return True if a decoder has mixtures of experts, so that loads can be counted."""
     return bool(_mixtures(config))
 
 
 def _mixtures(config: DecoderConfig) -> dict[int, int]:
-    """The number of experts of each layer that is a mixture."""
+    """Return the number of experts of each layer that has a mixture."""
     mixtures = [config.blocks[name].mixture for name in config.layer_names()]
     return {layer: mixture.n_experts for layer, mixture in enumerate(mixtures) if mixture}
 
 
 def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:
-    """Refuse to balance a model that has nothing to balance.
+    """Check that a model has the parts that load balancing needs.
 
     Raises:
         ConfigError: there is a weight but no mixture of experts, or a rate but no selection bias.
@@ -240,11 +243,11 @@ def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:
     mixtures = [block.mixture for block in config.blocks.values() if block.mixture]
     if weight and not mixtures:
         raise ConfigError(
-            f"balance_loss={weight} has no mixture of experts to balance; leave it out", "train"
+            f"balance_loss={weight} needs a mixture of experts in the model; remove it", "train"
         )
     if rate and not any(mixture.router.selection_bias for mixture in mixtures):
         raise ConfigError(
-            f"balance_rate={rate} has no router with selection_bias=true to move; "
-            "set it in the model, or leave the rate out",
+            f"balance_rate={rate} needs a router with selection_bias=true; "
+            "set that in the model, or remove balance_rate",
             "train",
         )

@@ -1,4 +1,4 @@
-"""The next token's cross-entropy."""
+"""The objective of language modelling: cross-entropy of the next token."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,8 +18,8 @@ class NextTokenConfig(ObjectiveConfig):
 
     kind: Literal["next_token"] = "next_token"
     z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
-    """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), in what
-    training minimises. The reported loss is the cross-entropy without it."""
+    """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), which is
+    added to the loss. The reported loss is the cross-entropy without it."""
 
     def build(self, decoder: Decoder, team: "SequenceTeam | None" = None) -> "NextToken":
         return NextToken(decoder, self.z_loss, team)
@@ -30,8 +30,8 @@ class NextToken(ModelObjective):
 
     Args:
         decoder: the model to train.
-        z_loss: weight of the z-loss, see `next_token_loss`; logged as a figure unless 0.
-        team: has the other parts of the sequences, where these are divided.
+        z_loss: weight of the z-loss, see `next_token_loss`; the z-loss is logged unless this is 0.
+        team: the ranks with the other parts of split sequences; None if they are not split.
     """
 
     def __init__(

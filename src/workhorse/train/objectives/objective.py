@@ -1,7 +1,7 @@
 """The interface of training objectives: a config, and the module that it builds.
 
-An objective knows nothing of micro-batches, processes or devices. `ModelObjective.score` gives it
-the log-probabilities of a batch's targets, however model and sequences are divided.
+An objective does not depend on micro-batches, ranks or devices. `ModelObjective.score` returns the
+log-probabilities of a batch's targets, also if model or sequences are split among ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.teams import Teams
 
 Denominator = Literal["tokens", "sequences", "groups"]
-"""What a batch's loss is a mean over: predictions (by their weights, if these are given), rows with
-a prediction, or groups of rows."""
+"""The denominator of a batch's mean loss: the number of predictions (or the sum of their weights),
+of rows with a prediction, or of groups of rows."""
 
 
 class Rows(Protocol):
-    """A batch, or part of it; its contents concern only the data and the objective."""
+    """A batch or some rows of a batch. Only the data and the objective access its contents."""
 
     def __len__(self) -> int: ...
 
@@ -35,46 +35,46 @@ class Rows(Protocol):
 
 
 class Outcome(NamedTuple):
-    """The result of an objective for a number of rows; a tuple, in which sharding finds tensors."""
+    """The result of an objective for some rows. It is a tuple so that FSDP finds its tensors."""
 
     loss: Tensor
     """The loss to minimise, summed over the rows."""
     count: Tensor
-    """The rows' share of the denominator of a batch's mean: predictions, pairs …"""
+    """The rows' share of the denominator of the batch's mean loss: predictions, pairs …"""
     figures: dict[str, Tensor]
-    """Sums to be logged, without gradients, divided likewise. `loss` is the loss that is shown and
-    validated; without it, that is the loss to minimise."""
+    """Sums to log, without gradients, divided by the same denominator. `loss` is the loss to report
+    and validate; without this key, the loss to minimise is reported."""
 
 
 class ObjectiveConfig(Config):
-    """The options of an objective, which stands below its config.
+    """Base class of the options of an objective.
 
     Attributes:
-        needs: fields of a `Batch` that are not always there and that it cannot do without.
+        needs: the optional fields of a `Batch` that the objective requires.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
 
     @property
     def rows_together(self) -> int:
-        """How many rows must pass together: batches and micro-batches are multiples of it."""
+        """Number of rows that must be in the same pass. Sizes of batches are multiples of this."""
         return 1
 
     @abstractmethod
     def build(self, decoder: Decoder, team: "SequenceTeam | None" = None) -> "Objective":
-        """The objective of a decoder.
+        """Build the objective of a decoder.
 
         Args:
             decoder: the model to train.
-            team: has the other parts of the sequences, where these are divided.
+            team: the ranks with the other parts of split sequences; None if they are not split.
         """
 
 
 class Objective(nn.Module, ABC):
-    """A module from rows to the loss to minimise.
+    """Module that computes the loss to minimise from rows.
 
-    It holds the decoder, and is the module that is sharded, since the hooks of sharding fire on
-    `forward` alone.
+    It holds the decoder. It is the module that FSDP shards, because FSDP's hooks run only on
+    `forward`.
     """
 
     decoder: Decoder
@@ -82,17 +82,17 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def count(self, batch: Any) -> Tensor:
-        """The denominator of a batch's mean loss, before any of its rows pass.
+        """Return the denominator of a batch's mean loss, before the first forward pass.
 
-        It is counted over the whole batch, so that the gradient does not depend on micro-batches.
+        It is counted over the whole batch, so the gradient does not depend on micro-batches.
         """
 
     @abstractmethod
     def forward(self, batch: Any) -> Outcome:
-        """Loss, count and figures of a micro-batch on the decoder's device."""
+        """Compute loss, count and figures of a micro-batch on the decoder's device."""
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters to train, by name: those of the decoder by their names in it."""
+        """Return the parameters to train, by name; the prefix `decoder.` is removed."""
         return {
             name.removeprefix("decoder."): parameter
             for name, parameter in self.named_parameters()
@@ -100,28 +100,32 @@ class Objective(nn.Module, ABC):
         }
 
     def tallies(self) -> list[Tensor]:
-        """What `after_update` reads, in whole numbers; each process adds those of the others."""
+        """Return integer-valued counts that `after_update` uses; they are summed over ranks."""
         return []
 
     def after_update(self, finite: bool) -> None:
-        """Called at the end of every step; `finite`: whether the weights were updated."""
+        """Hook that runs at the end of every step.
+
+        Args:
+            finite: True if the weights were updated.
+        """
 
     def forget(self) -> None:
-        """Discard the rows that passed since the last step's end; no update follows."""
+        """Discard the counts of passes since the last step, because no update follows."""
 
     def state_of_update(self) -> dict[str, Any]:
-        """Figures of the last update, to be logged besides those of the rows."""
+        """Return figures of the last update, to log in addition to the figures of the rows."""
         return {}
 
 
 class ModelObjective(Objective):
-    """An objective of the log-probabilities that a decoder gives a batch's targets.
+    """Base class of objectives that use the log-probabilities of a batch's targets.
 
     Args:
-        decoder: the model to train. A frozen model that an objective compares it with is no module
-            of it: hold that in a tuple.
-        logprobs: from hidden states to log-probabilities, or to a loss.
-        team: has the other parts of the sequences, where these are divided.
+        decoder: the model to train. A frozen reference model must not be registered as a submodule:
+            hold it in a tuple.
+        logprobs: computes log-probabilities, or a loss, from hidden states.
+        team: the ranks with the other parts of split sequences; None if they are not split.
     """
 
     def __init__(
@@ -141,20 +145,23 @@ class ModelObjective(Objective):
         return counted.sum() if batch.weights is None else (batch.weights * counted).sum()
 
     def score(self, batch: Batch, **options: Any) -> Any:
-        """What `logprobs` gives for the batch.
+        """Run the decoder and `logprobs` on a batch.
 
         Args:
-            batch: the own tokens of sequences that are divided.
-            options: of `logprobs`.
+            batch: the batch; if sequences are split, only this rank's tokens.
+            options: options of `logprobs`.
         """
         head = self.decoder.head
-        matrix = self.logprobs.matrix(head)  # before x is computed, see `NativeLogprobs`
+        matrix = self.logprobs.matrix(head)  # must precede the forward pass, see `NativeLogprobs`
         return self.logprobs(self._hidden(batch), batch.targets, head, matrix=matrix, **options)
 
     def over_sequences(self, of_own_tokens: Tensor) -> Tensor:
-        """Sums over whole sequences, of sums over the own tokens of each, with a gradient.
+        """Add up per-sequence sums over the ranks of split sequences, with a gradient.
 
-        All processes of the team must go on alike.
+        All ranks of the team must make the same calls.
+
+        Args:
+            of_own_tokens: the sums over this rank's tokens of each sequence.
         """
         return of_own_tokens if self.team is None else self.team.summed(of_own_tokens)
 
@@ -166,10 +173,10 @@ class ModelObjective(Objective):
 
 
 class Wrapped(Objective):
-    """An objective that wraps another and changes only `forward`.
+    """Base class of objectives that wrap another one and change only `forward`.
 
     Args:
-        objective: the other one.
+        objective: the wrapped objective.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -201,7 +208,10 @@ class Wrapped(Objective):
 
 
 class CountedElsewhere(Wrapped):
-    """Another objective, whose result another process of a team counts; here it has gradients."""
+    """Wraps an objective whose loss is counted on another rank of the team.
+
+    The loss is 0 on this rank, but has the gradient; count and figures are 0.
+    """
 
     def forward(self, batch: Batch) -> Outcome:
         loss, count, figures = self.objective(batch)
@@ -210,9 +220,9 @@ class CountedElsewhere(Wrapped):
 
 
 def counts_here(objective: Objective, teams: "Teams") -> bool:
-    """Whether this process counts an objective's result, which all of a team see.
+    """Return True if this rank counts an objective's result, which several ranks of a team compute.
 
-    Predictions are counted by whoever has them, sequences and groups once for all their parts.
+    Predictions are counted on every rank that has some; sequences and groups only on the first.
     """
     team = teams.sequences
     first = team is None or team.group.is_first
@@ -220,11 +230,13 @@ def counts_here(objective: Objective, teams: "Teams") -> bool:
 
 
 class Divided(Wrapped):
-    """Another objective, of this process's tokens of every row; it counts whole rows.
+    """Wraps an objective so that `forward` gets only this rank's tokens of every row.
+
+    `count` still gets whole rows.
 
     Args:
-        objective: of these tokens.
-        team: has the others.
+        objective: the wrapped objective.
+        team: the ranks among which sequences are split.
     """
 
     def __init__(self, objective: Objective, team: "SequenceTeam") -> None:

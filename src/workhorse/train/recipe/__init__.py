@@ -1,1 +1,1 @@
-"""Recipes: their keys, read from YAML and from the command line, and refused with a reason."""
+"""Recipes: their keys, validation, and overrides from the command line."""

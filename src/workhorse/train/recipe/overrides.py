@@ -13,15 +13,15 @@ from workhorse.train.recipe.recipe import preset_with
 from workhorse.train.recipe.reference import NAME, all_keys, configs_at, examples, names_at
 
 LISTED = 3
-"""The most places that an error names."""
+"""Maximum number of places that an error lists."""
 
 
 def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
-    """An error about a key that also says where the key belongs, or how it is written.
+    """Improve an error about a key: name the key's right place, or show an example.
 
     Args:
-        error: as the configs raised it; returned unchanged if there is nothing to add.
-        fields: of the recipe.
+        error: the error of the configs; returned unchanged if there is nothing to add.
+        fields: the fields of the recipe.
     """
     if error.missing_key:
         return _with_an_example(error, fields)
@@ -31,7 +31,7 @@ def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
     kinds = [kind for kind, config in configs_at(place).items() if key in config.model_fields]
     if kinds:
         reason = f"unknown key {key!r}, which belongs to kind: {' or '.join(sorted(kinds))}"
-        return ConfigError(f"{reason}; choose that, or leave {key} out", place)
+        return ConfigError(f"{reason}; choose that kind, or remove {key}", place)
     places = places_of(key, fields)
     if "did you mean" not in error.reason:
         places = places or [full for name in _near(key) for full in places_of(name, fields)]
@@ -42,7 +42,7 @@ def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
 
 
 def _with_an_example(error: ConfigError, fields: Any) -> ConfigError:
-    """An error about a missing key that shows one, from the reference's examples."""
+    """Add an example from the reference to an error about a missing key."""
     key, place = error.missing_key, error.path
     section = _section_at(place, fields)
     kind = section.get("kind") if isinstance(section, Mapping) else None
@@ -53,7 +53,7 @@ def _with_an_example(error: ConfigError, fields: Any) -> ConfigError:
             written = yaml.safe_dump({key: example[key]}, default_flow_style=True, sort_keys=False)
             where = f"{place}.{key}".lstrip(".")
             return ConfigError(
-                f"{key!r} is missing; write one such as {' '.join(written.split())[1:-1]} "
+                f"{key!r} is missing; set one such as {' '.join(written.split())[1:-1]} "
                 f"(see workhorse recipe {where})",
                 place,
             )
@@ -61,18 +61,19 @@ def _with_an_example(error: ConfigError, fields: Any) -> ConfigError:
 
 
 def _section_at(place: str, fields: Any) -> Any:
-    """The value at a dotted place of a recipe; None if there is none."""
+    """Return the value at a dotted place of a recipe; None if there is none."""
     for part in place.split(".") if place else ():
         fields = fields.get(part) if isinstance(fields, Mapping) else None
     return fields
 
 
 def places_of(key: str, fields: Any = None) -> list[str]:
-    """The dotted keys of that name, or of that abbreviation (`lr`), in a recipe; nearest first.
+    """Find the dotted keys of a recipe with a name or an abbreviation (`lr`), shortest first.
 
     Args:
         key: a name without a dot.
-        fields: of the recipe, whose own names stand in the keys; where it has none, `NAME` does.
+        fields: the fields of the recipe. The keys contain the names that it chooses; if there are
+            none, they contain `NAME`.
     """
     last = {full: full.rpartition(".")[2] for full in all_keys()}
     found = [full for full, name in last.items() if name == key]
@@ -82,7 +83,7 @@ def places_of(key: str, fields: Any = None) -> list[str]:
 
 
 def listed(places: list[str]) -> str:
-    """A few of the places, in words."""
+    """List a few of the places, in words."""
     shown = places[:LISTED]
     more = len(places) - len(shown)
     if more:
@@ -91,7 +92,7 @@ def listed(places: list[str]) -> str:
 
 
 def _initials(name: str) -> str:
-    """`lr` of `learning_rate`; empty for a single word."""
+    """Return the initials, such as `lr` for `learning_rate`; empty for a single word."""
     words = name.split("_")
     return "".join(word[0] for word in words if word) if len(words) > 1 else ""
 
@@ -102,7 +103,7 @@ def _near(key: str) -> list[str]:
 
 
 def _named(parts: list[str], fields: Any) -> Iterator[str]:
-    """A dotted key with the recipe's own names where the reference has `NAME`."""
+    """Replace `NAME` in a dotted key by each name that the recipe chooses there."""
     if NAME not in parts:
         yield ".".join(parts)
         return
@@ -119,11 +120,11 @@ Tell = Callable[[str], object]
 def override_recipe(
     written: Mapping[str, Any], overrides: Iterable[str], tell: Tell
 ) -> dict[str, Any]:
-    """The fields of a recipe overridden by `section.key=value` settings.
+    """Apply `section.key=value` settings to the fields of a recipe.
 
-    `section.kind=value` keeps the keys that both kinds have. `null` removes an item that the user
-    named, such as a block. Fewer steps shorten the file's warm-up in proportion; `train.minutes`
-    takes the place of the file's `train.steps`, and the other way round.
+    `section.kind=value` keeps the keys that both kinds have. `null` removes an item with a name
+    chosen by the user, such as a block. Fewer steps shorten the file's warm-up in proportion.
+    `train.minutes` replaces the file's `train.steps`, and vice versa.
 
     Args:
         written: the fields in the file.
@@ -149,22 +150,22 @@ def override_recipe(
 
 
 def _check_preset(model: Any, settings: list[str]) -> None:
-    """Refuse a preset under a model that is written out and would replace what is in it."""
+    """Raise an error for a new preset if the recipe's own model settings would override it."""
     if not isinstance(model, dict) or "blocks" not in model or "preset" in model:
         return
     for path, _, name in (setting.partition("=") for setting in settings):
         if path == "model.preset":
             raise ConfigError(
-                "the recipe's own model is written out, and would be written over the preset; "
-                f"replace it whole: 'model={{preset: {name}}}'",
+                "the recipe defines its own blocks, which would override the preset; "
+                f"replace the whole model: 'model={{preset: {name}}}'",
                 path,
             )
 
 
 def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapping[str, Any]:
-    """The recipe with its preset written out where a setting takes something of it away.
+    """Expand the preset of a recipe into its fields if a setting removes a part of the preset.
 
-    What is written over a preset cannot: another kind there, in a file, begins a new section.
+    Changes merged into a preset cannot remove parts: another kind in a file replaces the section.
     """
     cut = any(
         path.startswith("model.") and (path.endswith(".kind") or value == "null")
@@ -179,10 +180,10 @@ def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapp
 
 
 def _kept(place: str, section: dict[str, Any], kind: Any, tell: Tell) -> dict[str, Any]:
-    """The keys that a section keeps when its kind changes; the others are reported."""
+    """Return the keys that a section keeps when its kind changes, and report the others."""
     configs = configs_at(place)
     new, old = configs.get(str(kind)), configs.get(str(section.get("kind")))
-    if new is None:  # which is told elsewhere
+    if new is None:  # validation reports the unknown kind
         return section
     kept = {
         name: value
@@ -196,18 +197,18 @@ def _kept(place: str, section: dict[str, Any], kind: Any, tell: Tell) -> dict[st
     ]
     if left_out:
         was = f" of kind {section['kind']}" if "kind" in section else ""
-        tell(f"{place}.kind={kind} leaves out {', '.join(left_out)}{was}")
+        tell(f"{place}.kind={kind} drops {', '.join(left_out)}{was}")
     return kept
 
 
 def _own(name: str, *configs: type[Config] | None) -> bool:
-    """Whether a setting means another thing in one of these kinds than in others."""
+    """Return True if a setting has a different meaning in one of these kinds."""
     fields = [config.model_fields.get(name) for config in configs if config]
     return any(isinstance(mark, OfItsKind) for field in fields if field for mark in field.metadata)
 
 
 def _is_default(config: type[Config], name: str, value: Any) -> bool:
-    """Whether a setting says what holds without it."""
+    """Return True if a setting equals its default."""
     if (field := config.model_fields.get(name)) is None:
         return False
     default = field.get_default(call_default_factory=True)
@@ -215,7 +216,7 @@ def _is_default(config: type[Config], name: str, value: Any) -> bool:
 
 
 def _remove_if_null(fields: dict[str, Any], path: str) -> None:
-    """Remove what was set to null where null is no value: under a name of the writer's choice."""
+    """Remove an item that was set to null, if its name is chosen by the user, such as a block."""
     *sections, name = path.split(".")
     inside: Any = fields
     for section in sections:
@@ -225,7 +226,7 @@ def _remove_if_null(fields: dict[str, Any], path: str) -> None:
 
 
 def _check_pattern(model: Any, settings: list[str]) -> None:
-    """Refuse to remove a block that the pattern still names."""
+    """Raise an error if a removed block is still in the pattern."""
     pattern = model.get("pattern") if isinstance(model, dict) else None
     if not isinstance(pattern, list | tuple) or not isinstance(model.get("blocks"), dict):
         return
@@ -234,35 +235,35 @@ def _check_pattern(model: Any, settings: list[str]) -> None:
         if name != path and name in pattern and name not in model["blocks"]:
             left = [other for other in pattern if other in model["blocks"]]
             left = left[:1] if len(set(left)) == 1 else left
-            as_by = f", as by 'model.pattern=[{', '.join(left)}]'" if left else ""
+            as_by = f", for example 'model.pattern=[{', '.join(left)}]'" if left else ""
             raise ConfigError(
-                f"model.pattern uses the block that null removes; set it too{as_by}", path
+                f"model.pattern still uses the block that null removes; set it too{as_by}", path
             )
 
 
 def _keep_one_length(fields: dict[str, Any], settings: list[str], tell: Tell) -> None:
-    """Remove the file's `train.steps` if `train.minutes` is set, and the other way round."""
+    """Remove the file's `train.steps` if `train.minutes` is set, and vice versa."""
     train, given = fields.get("train"), {setting.partition("=")[0] for setting in settings}
     if not isinstance(train, dict):
         return
     for new, old in (("minutes", "steps"), ("steps", "minutes")):
         is_set = f"train.{new}" in given and f"train.{old}" not in given
         if is_set and train.get(new) is not None and train.get(old) is not None:
-            tell(f"train.{new}={train[new]} takes the place of train.{old}={train.pop(old)}")
+            tell(f"train.{new}={train[new]} replaces train.{old}={train.pop(old)}")
 
 
 def _fit_warmup(
     written: Mapping[str, Any], fields: dict[str, Any], tell: Callable[[str], object]
 ) -> dict[str, Any]:
-    """The fields of a recipe whose warm-up is shortened with the run.
+    """Shorten the warm-up of a recipe in proportion to the run.
 
-    A file whose steps are overridden by so few that its warm-up does not end within them (a quick
-    try) gets one in proportion. A warm-up that was itself overridden stays.
+    This happens if the steps are overridden by a number that the file's warm-up does not fit into,
+    as in a quick trial. A warm-up that was itself overridden is not changed.
 
     Args:
-        written: what the file says.
-        fields: the same with overrides.
-        tell: told in one line what is shortened.
+        written: the fields in the file.
+        fields: the fields with overrides.
+        tell: called with one line if the warm-up is shortened.
     """
     try:
         before, now = written["train"], fields["train"]
@@ -273,11 +274,11 @@ def _fit_warmup(
         ):
             return fields
         short = warmup * steps // before["steps"]
-    except (KeyError, TypeError):  # not written out, or wrong, which is told elsewhere
+    except (KeyError, TypeError):  # a default, or an error that validation reports
         return fields
     tell(
-        f"train.schedule.warmup_steps is {short}, in proportion to train.steps={steps}: the "
-        f"recipe's {warmup} are for {before['steps']} steps"
+        f"train.schedule.warmup_steps is shortened to {short}, in proportion to "
+        f"train.steps={steps}: the recipe has {warmup} of {before['steps']} steps"
     )
     schedule = {**now["schedule"], "warmup_steps": short}
     return {**fields, "train": {**now, "schedule": schedule}}
@@ -286,28 +287,29 @@ def _fit_warmup(
 def on_workers(
     fields: dict[str, Any], workers: int, *, data_is_given: bool = False
 ) -> dict[str, Any]:
-    """The recipe with as much `parallel.data` as makes so many processes of its other divisions.
+    """Set `parallel.data` of a recipe so that it needs a given number of processes.
 
     Args:
-        fields: of the recipe.
-        workers: how many.
-        data_is_given: whether its own `parallel.data` is to hold.
+        fields: the fields of the recipe.
+        workers: the number of processes.
+        data_is_given: True if the recipe's own `parallel.data` must not change.
 
     Raises:
-        ConfigError: there is none, it is not the one given, or `parallel` is not what it should be.
+        ConfigError: no `parallel.data` gives this number, it differs from the given one, or
+            `parallel` is invalid.
     """
     parallel = fields.get("parallel") or {}
     if not isinstance(parallel, dict):
-        return fields  # the recipe will be refused
+        return fields  # validation of the recipe reports it
     try:
         divided = ParallelismConfig.from_dict({**parallel, "data": 1, "expert": 1}).on(workers)
     except ConfigError as error:
         raise error.below("parallel") from None
     if data_is_given and parallel["data"] != divided.data:
         raise ConfigError(
-            f"data={parallel['data']} does not make {workers} processes, and {divided.data} does; "
-            "leave it out",
+            f"data={parallel['data']} does not give {workers} processes, but {divided.data} does; "
+            "remove it",
             "parallel",
         )
-    # Whether experts can be divided is known once there are so many processes.
+    # `expert` is added last: it can be validated only with the final number of processes.
     return {**fields, "parallel": divided.to_dict() | {"expert": parallel.get("expert", 1)}}

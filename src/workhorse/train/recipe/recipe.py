@@ -25,44 +25,53 @@ from workhorse.train.report.metrics import TrackerName
 
 
 class JumpConfig(Config):
-    """Where the loss jumps, go back to the last checkpoint and on with the rows after the jump.
+    """After a loss spike, return to the last checkpoint and skip the rows read until the spike.
 
-    So did PaLM, by hand (2204.02311 §5.1): the same rows after another checkpoint did no harm.
+    PaLM did this by hand (2204.02311 §5.1). Training on the same rows from another checkpoint
+    caused no spike there.
     """
 
     deviations: float = Field(default=8.0, gt=0)
-    """How many standard deviations above the mean of the last `window` normal losses is a jump."""
+    """Threshold of a spike: standard deviations above the mean of the last `window` normal
+    losses."""
     window: int = Field(default=100, ge=2, le=10_000)
-    """Steps that a loss is compared with."""
+    """Number of earlier steps that a loss is compared with."""
     in_a_row: int = Field(default=2, ge=1)
-    """Jumps in a row, after which the run goes back. Meanwhile no checkpoint is saved."""
+    """Number of consecutive spikes after which the run returns to a checkpoint. No checkpoint is
+    saved during the spikes."""
     most: int = Field(default=5, ge=1)
-    """Times that a run goes back; the next jump ends it."""
+    """Maximum number of returns in a run; the next spike stops it with an error."""
 
     def is_jump(self, loss: float, before: Sequence[float]) -> bool:
-        """Whether a loss jumps from those before, of which there are `window`, or too few."""
+        """Return True if a loss is a spike compared with the earlier losses.
+
+        Args:
+            loss: the loss of a step.
+            before: the earlier losses; if there are fewer than `window`, no loss is a spike.
+        """
         if len(before) < self.window:
             return False
         return loss > statistics.fmean(before) + self.deviations * statistics.pstdev(before)
 
 
 def with_init(fields: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's fields with the architecture and the tokenizer of the model it starts from.
+    """Complete a recipe's fields with architecture and tokenizer of the model in `init`.
 
-    Parsing a `Recipe` reads no other file; this reads the model, or fetches it from the hub.
+    Parsing a `Recipe` reads no other file. This function reads the model or downloads it from the
+    hub.
 
     Args:
-        fields: of a recipe; returned unchanged if they have no `init` or already hold all that it
-            gives.
+        fields: the fields of a recipe. They are returned unchanged if they have no `init` or
+            already contain model and tokenizer in full.
 
     Raises:
-        ConfigError: there is no such model, or `model` names a preset beside it.
+        ConfigError: there is no such model, or both `init` and a preset are set.
     """
     init, changes = fields.get("init"), fields.get("model") or {}
     if not isinstance(init, str) or is_written_out(fields):
         return fields
     if "preset" in changes:
-        raise ConfigError(f"init={init} already says the architecture; leave preset out", "model")
+        raise ConfigError(f"init={init} already sets the architecture; remove preset", "model")
     try:
         stored = open_stored(init)
         model = stored.config.to_dict()
@@ -74,27 +83,28 @@ def with_init(fields: dict[str, Any]) -> dict[str, Any]:
 
 Count = Annotated[int, Field(ge=1)]
 AnyObjective = NextTokenConfig
-"""Of several, the union by their `kind`."""
+"""The config of any objective; with several objectives, a union discriminated by `kind`."""
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
-"""Defaults: validations in a run, the fewest steps between two, and their cost as a fraction of the
+"""Defaults: validations in a run, minimum steps between two, and their cost as a fraction of the
 time of the training steps."""
 FORWARD_PASS = 1 / 3
-"""The part of a step's time that the forward pass takes."""
+"""Fraction of a step's time that the forward pass takes."""
 LONGEST = 10 * 366 * 24 * 60
-"""Minutes of the longest run that can be asked for."""
+"""Largest value of `minutes`: ten years."""
 
 
 class SamplesConfig(Config):
-    """Texts generated during training, for people to read."""
+    """Completions generated during training, for people to read."""
 
     every: Count = 500
     """Steps between samples. They are also generated after the last step."""
     prompts: tuple[str, ...] = ("",)
-    """One text is generated for each. An empty prompt begins a document."""
+    """Prompts; each gets one completion. An empty prompt stands for the beginning of a document."""
     max_new_tokens: Count = 100
-    """The most tokens to generate for a text."""
+    """Maximum number of tokens to generate per prompt."""
     temperature: float = Field(default=0.8, ge=0)
-    """Below 1 is sharper, above 1 more varied; 0 always takes the likeliest token."""
+    """Sampling temperature: below 1 is sharper, above 1 more varied; 0 always selects the likeliest
+    token."""
     seed: int = Field(default=0, ge=0)
     """Seed of the samples, the same at every step so that samples can be compared."""
 
@@ -102,49 +112,49 @@ class SamplesConfig(Config):
 class TrainConfig(Config):
     """How a model is trained.
 
-    Sizes are totals, whatever the number of processes, but `micro_batch_size`, which is of each.
+    Sizes are totals over all processes, except `micro_batch_size`, which is per process.
     """
 
     steps: Annotated[Count | None, OnResume.GOES_ON] = None
-    """Updates of the weights. None: as many as `minutes` allow."""
+    """Number of updates of the weights. None: determined by `minutes`."""
     minutes: float | None = Field(default=None, gt=0, le=LONGEST)
     """Time of the steps and validations, in place of `steps`. When the run begins, steps are timed
-    for a twentieth of it, at most 30 seconds, and forgotten; the run's own recipe has the number of
-    steps that follows, which a resumed run keeps."""
+    for a twentieth of this time, at most 30 seconds; their results are discarded. The run's own
+    recipe stores the resulting number of steps, and a resumed run keeps it."""
     batch_size: Annotated[Count, OnResume.GOES_ON]
     """Sequences per step."""
     seq_len: Count
     """Predicted tokens per sequence."""
     micro_batch_size: Annotated[Count | Literal["auto"] | None, OnResume.ROUNDED] = None
     """Sequences that pass through the model at once; None: the whole batch. A smaller value needs
-    less memory and gives the same gradient up to rounding. `auto` finds, when a run begins, the
-    largest equal part of the batch that fits into memory; a resumed run keeps it."""
+    less memory and gives the same gradient up to rounding. With `auto` a new run finds the largest
+    equal part of the batch that fits into memory; a resumed run keeps it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Determines the initial weights, the order of the data, and dropout."""
+    """Seed of the initial weights, the order of the data, and dropout."""
 
     objective: AnyObjective = NextTokenConfig()
-    """What training minimises."""
+    """The loss that training minimises."""
     optimizer: Annotated[OptimizerConfig, OnResume.GOES_ON] = MuonConfig()
     """How a step updates the weights from the gradient."""
     schedule: Annotated[ScheduleConfig, OnResume.GOES_ON] = CosineConfig()
     """The factor on every learning rate at each step."""
     grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
-    """The largest norm of the whole gradient; larger ones are scaled down. None: no clipping."""
+    """Largest norm of the whole gradient; a larger gradient is scaled down. None: no clipping."""
     balance_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
     """Weight of the loss that balances the load of a mixture's experts within each sequence
     (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. It is computed per
     sequence, so that the gradient does not depend on `micro_batch_size`; `balance_rate` balances
     whole batches. Padding does not count."""
     balance_rate: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
-    """How far an update moves the selection bias of each expert towards an equal load (0.001 in
+    """Change of the selection bias of each expert per update, towards an equal load (0.001 in
     2408.15664)."""
     max_bad_steps: Annotated[Count, OnResume.TAKEN] = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite."""
     jumps: Annotated[JumpConfig | None, OnResume.GOES_ON] = None
-    """What to do where the loss jumps; None: go on."""
+    """Reaction to loss spikes; None: continue training."""
 
     device: Annotated[str, OnResume.ROUNDED] = "auto"
-    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""
+    """`auto` (CUDA if available), `cpu`, `cuda`, `cuda:N` or `mps`."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], OnResume.ROUNDED] = (
         "float32"
     )
@@ -152,23 +162,24 @@ class TrainConfig(Config):
     hold are always float32. `auto` is bfloat16 if the device has instructions for it. `float16`
     needs CUDA, and scales the loss so that small gradients do not vanish."""
     matmul_precision: Annotated[Literal["highest", "high"], OnResume.ROUNDED] = "highest"
-    """Precision of float32 matrix products, as PyTorch defines it: `high` allows each number to be
-    a sum of two bfloat16 numbers, or TensorFloat32, if that is faster. The former is used by linear
-    layers on a CPU with a matrix unit, the latter by all products on CUDA. It has no effect on
-    other devices, or if `dtype` leaves no float32 products."""
+    """Precision of float32 matmuls, as PyTorch defines it: with `high`, each element may be
+    represented by the sum of two bfloat16 numbers, or by TensorFloat32, if that is faster. The
+    former is used by linear layers on a CPU with a matrix unit, the latter by all matmuls on CUDA.
+    It has no effect on other devices, or if `dtype` leaves no float32 matmuls."""
     kernel: Annotated[
         Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"], OnResume.ROUNDED
     ] = "auto"
     """The implementation of attention."""
     threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0)
-    """CPU threads; 0 lets PyTorch decide. The number affects rounding."""
+    """Number of CPU threads; 0 lets PyTorch decide. It affects rounding."""
     execution: Annotated[Execution, OnResume.ROUNDED] = "auto"
-    """By what passes and updates are computed. `reference`: PyTorch, the modules as they stand.
-    `native`: our operators, on a CPU; the run is refused where there are none. `compiled`: as
-    `auto`, and with `torch.compile` the layers, identical ones once, and, where no native operator
-    does them, the loss and AdamW's update of bfloat16 weights. Starting takes longer. On a GPU
-    training is much faster, on CPUs by at most 20 %. `auto`: native as far as there is something.
-    A line says what was picked."""
+    """Implementation of passes and updates. A log line names the one in use.
+    `auto`: native operators if there are any, otherwise PyTorch.
+    `reference`: the unchanged modules in PyTorch.
+    `native`: native operators on a CPU; an error if there are none.
+    `compiled`: as `auto`, plus `torch.compile` for the layers (identical layers are compiled once)
+    and, if no native operator computes them, for the loss and AdamW's update of bfloat16 weights.
+    Starting takes longer. Training is much faster on a GPU, and up to 20 % faster on CPUs."""
     fp8: Annotated[bool, OnResume.ROUNDED] = False
     """Multiply in float8 inside the layers (torchao). Needs CUDA with compute capability 8.9 or
     higher and `dtype: bfloat16`; pays off with `execution: compiled` and wide layers."""
@@ -176,27 +187,27 @@ class TrainConfig(Config):
     """Keep one activation per layer and recompute the rest in the backward pass."""
 
     log_every: Annotated[Count, OnResume.TAKEN] = 10
-    """Steps between lines of metrics."""
+    """Steps between log lines of metrics."""
     eval_every: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
     """Steps between validations. `auto`: ten validations in a run, but at least ten steps apart.
     None: only after the last step."""
     eval_batches: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
-    """Batches in a validation, spread evenly over the split. `auto`: as many as take about 3 % of
-    the training time, at least one. None: the whole split. After the last step it is always the
+    """Batches in a validation, spread evenly over the split. `auto`: a number that takes about 3 %
+    of the training time, at least one. None: the whole split. After the last step it is always the
     whole split."""
     samples: Annotated[SamplesConfig | None, OnResume.TAKEN] = None
-    """Texts to generate during training; None: no texts."""
+    """Completions to generate during training; None: none."""
     checkpoint_every: Annotated[Count, OnResume.TAKEN] = 1000
     """Steps between checkpoints. There is also one after the last step."""
     keep: Annotated[Count, OnResume.TAKEN] = 2
-    """How many checkpoints to keep: the newest ones."""
+    """Number of checkpoints to keep; older ones are removed."""
     trackers: Annotated[tuple[TrackerName, ...], OnResume.TAKEN] = ()
-    """Where to send metrics, besides `metrics.jsonl`."""
+    """Experiment trackers that get the metrics, in addition to `metrics.jsonl`."""
 
     @model_validator(mode="before")
     @classmethod
     def _default_kinds(cls, fields: Any) -> Any:
-        """Without a kind, `optimizer: {learning_rate: 3e-4}` changes the default optimizer."""
+        """Add default kinds: `optimizer: {learning_rate: 3e-4}` changes the default optimizer."""
         if not isinstance(fields, dict):
             return fields
         tagged = ("objective", "optimizer", "schedule")
@@ -212,46 +223,46 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.steps is None and self.minutes is None:
-            raise ConfigError("'steps' is missing; write one such as steps: 2000 or minutes: 5")
+            raise ConfigError("'steps' is missing; set one such as steps: 2000 or minutes: 5")
         if self.steps is not None and self.minutes is not None:
             raise ConfigError(
-                f"steps={self.steps} and minutes={self.minutes:g} are both set; leave one out"
+                f"steps={self.steps} and minutes={self.minutes:g} are both set; remove one"
             )
         if self.steps is not None and self.schedule.warmup_steps >= self.steps:
             raise ConfigError(
-                f"warmup_steps={self.schedule.warmup_steps} does not end within "
-                f"steps={self.steps}; shorten the warm-up, as by "
+                f"warmup_steps={self.schedule.warmup_steps} is not less than "
+                f"steps={self.steps}; shorten the warm-up, for example to "
                 f"train.schedule.warmup_steps={self.steps // 10}",
                 "schedule",
             )
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size:
             raise ConfigError(
-                f"micro_batch_size={self.micro_batch_size} is more than "
-                f"batch_size={self.batch_size}; choose at most that"
+                f"micro_batch_size={self.micro_batch_size} is larger than "
+                f"batch_size={self.batch_size}; choose a smaller one"
             )
         together = self.objective.rows_together
         for name in ("batch_size", "micro_batch_size"):
             rows = getattr(self, name)
             if isinstance(rows, int) and rows % together:
                 raise ConfigError(
-                    f"{name}={rows} divides groups of {together} rows, which the objective "
-                    f"{self.objective.kind} needs whole; choose a multiple of {together}"
+                    f"{name}={rows} splits groups of {together} rows that the objective "
+                    f"{self.objective.kind} needs together; choose a multiple of {together}"
                 )
         if self.dtype == "float16" and self.device in ("cpu", "mps"):
             raise ConfigError(
-                f"float16 needs CUDA, and device is {self.device}; choose bfloat16 or float32",
+                f"float16 needs CUDA, but device is {self.device}; use bfloat16 or float32",
                 "dtype",
             )
         return self
 
     def micro_batches(self, parallel: ParallelismConfig) -> MicroBatches:
-        """How the rows of a batch pass through each process; `auto` must have become a number."""
+        """Split a batch into the micro-batches of each process; `auto` must be resolved before."""
         assert self.micro_batch_size != "auto", "see fit_micro_batch"
         return parallel.micro_batches(self.batch_size, self.micro_batch_size)
 
     @property
     def length(self) -> int:
-        """The number of steps; that of `minutes` must have been determined."""
+        """The number of steps; `minutes` must have been converted to steps before."""
         assert self.steps is not None, "see train/minutes.py"
         return self.steps
 
@@ -261,14 +272,14 @@ class TrainConfig(Config):
 
     @property
     def steps_between_validations(self) -> int | None:
-        """None: only after the last step."""
+        """Number of steps between validations; None: only after the last step."""
         if self.eval_every == "auto":
             return max(FEWEST_STEPS, math.ceil(self.length / VALIDATIONS))
         return self.eval_every
 
     @property
     def rows_in_validation(self) -> int | None:
-        """The rows of a validation before the last step; None: all."""
+        """Number of rows in each validation except the final one; None: all."""
         batches = self.eval_batches
         if batches == "auto":
             steps = VALIDATION_COST * (self.steps_between_validations or 1)
@@ -295,26 +306,27 @@ class Recipe(Config):
     name: Annotated[str, OnResume.TAKEN]
     """Name of the run. Its folder is `runs/NAME` unless another is given."""
     description: Annotated[str, OnResume.TAKEN] = ""
-    """For people: the hardware that it was written for, its duration, its results."""
+    """Description for people, such as the hardware it was written for, its duration, its
+    results."""
     init: str | None = None
     """A trained model to start from: a run directory, a Hugging Face directory or a hub id. It
-    provides the architecture (`model` then holds changes only, such as dropout) and, unless one is
-    given, the tokenizer. The run's own recipe has both in full."""
+    provides the architecture (`model` then contains only changes, such as dropout) and, unless one
+    is given, the tokenizer. The run's own recipe contains both in full."""
     init_optimizer: bool = False
-    """Also take the optimizer's state from the run directory that `init` names. The steps and the
-    schedule start from zero."""
+    """Also load the optimizer's state from the run directory in `init`. Steps and schedule start
+    from zero."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it. By
     default, `vocab_size` is the tokenizer's, and `max_seq_len` is the preset's, or without a preset
     `train.seq_len`."""
     tokenizer: TokenizerConfig
-    """How text becomes tokens: trained on the recipe's own corpus, or read from a folder."""
+    """The tokenizer: trained on the recipe's own corpus, or read from a folder."""
     data: DataConfig
-    """Where the text is, and how it becomes rows of tokens."""
+    """The corpus, and how it is packed into sequences."""
     train: TrainConfig
     """How the weights are trained."""
     parallel: ParallelismConfig = UNDIVIDED
-    """How the work is divided among processes."""
+    """How the work is split among processes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -323,7 +335,7 @@ class Recipe(Config):
         if isinstance(init, str) and not is_written_out(fields):
             raise ConfigError(
                 f"the model and tokenizer of {init} are not in the recipe; "
-                "workhorse.train.with_init(fields) looks them up",
+                "add them with workhorse.train.with_init(fields)",
                 "init",
             )
         return fields
@@ -338,7 +350,7 @@ class Recipe(Config):
         own = self.parallel.micro_batches(self.train.batch_size).size
         if own % together:
             raise ConfigError(
-                f"batch_size={self.train.batch_size} gives a process {own} rows, which divides "
+                f"batch_size={self.train.batch_size} gives each process {own} rows, which splits "
                 f"groups of {together}; choose a multiple of {together} for each process",
                 "train",
             )
@@ -347,19 +359,19 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _optimizer_of_something(self) -> Self:
         if self.init_optimizer and self.init is None:
-            raise ConfigError("init names no run to take it from; name one", "init_optimizer")
+            raise ConfigError("init is not set; set it to a run directory", "init_optimizer")
         return self
 
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
         if not name or name in (".", "..") or "/" in name or "\\" in name:
-            raise ConfigError(f"{name!r} cannot name a folder; use letters, digits, '-' and '_'")
+            raise ConfigError(f"{name!r} is not a folder name; use letters, digits, '-' and '_'")
         return name
 
     @model_validator(mode="after")
     def _model_can_be(self) -> Self:
-        # Finds most mistakes before a tokenizer is trained and the size of its vocabulary known.
+        # Finds most mistakes before a tokenizer is trained, that is, with a placeholder vocabulary.
         vocab_size = self.model.get("vocab_size")
         self.decoder_config(vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else 1)
         return self
@@ -369,20 +381,21 @@ class Recipe(Config):
         try:
             return super().from_dict(fields)
         except ConfigError as error:
-            from workhorse.train.recipe.overrides import with_its_place  # which knows this class
+            from workhorse.train.recipe.overrides import with_its_place  # it imports this module
 
             raise with_its_place(error, fields) from None
 
     def decoder_config(self, vocab_size: int) -> DecoderConfig:
-        """The model's config in full.
+        """Return the full config of the model.
 
         Args:
-            vocab_size: of the tokenizer. The recipe may have a larger one: the rest is unused.
+            vocab_size: the tokenizer's vocabulary size. The recipe may set a larger one; the
+                additional ids are unused.
 
         Raises:
             ConfigError: the model is invalid, its vocabulary is smaller than the tokenizer's, its
-                context is shorter than the training sequences, it is to be balanced but has no
-                mixture of experts, or cannot be divided among processes.
+                context is shorter than the training sequences, it has load balancing but no mixture
+                of experts, or it cannot be split among processes.
         """
         fields = dict(self.model)
         if "preset" in fields:
@@ -396,7 +409,7 @@ class Recipe(Config):
         if config.vocab_size < vocab_size:
             raise ConfigError(
                 f"vocab_size={config.vocab_size} is less than the tokenizer's {vocab_size}; "
-                "leave it out",
+                "remove it",
                 "model",
             )
         if config.max_seq_len < self.train.seq_len:
@@ -411,9 +424,9 @@ class Recipe(Config):
         return config
 
     def written_out(self) -> Self:
-        """The same recipe with all settings of its model, including those of a preset.
+        """Return the recipe with all settings of its model, including settings from a preset.
 
-        A `vocab_size` that was left out stays so: the tokenizer determines it.
+        A missing `vocab_size` is not added, because the tokenizer determines it.
         """
         vocab_size = self.model.get("vocab_size")
         model = self.decoder_config(vocab_size or 1).to_dict()
@@ -423,13 +436,13 @@ class Recipe(Config):
 
 
 def written_over(fields: dict[str, Any], model: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """A recipe's fields, with its model written over `model`, and `tokenizer` if it names none."""
+    """Fill in a recipe's fields: `model` under its own model settings, `tokenizer` as default."""
     changed = merged(model, fields.get("model") or {})
     return {"tokenizer": tokenizer, **fields, "model": changed}
 
 
 def is_written_out(fields: dict[str, Any]) -> bool:
-    """Whether fields contain all that `init` provides, as those of a run's own recipe do."""
+    """Return True if fields have all that `init` provides, as in a run's own recipe."""
     model = fields.get("model") or {}
     needed = DecoderConfig.model_fields.items()
     return not isinstance(model, dict) or (
@@ -439,7 +452,7 @@ def is_written_out(fields: dict[str, Any]) -> bool:
 
 
 def preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """A preset's fields with `changes`; without `vocab_size` unless they give it."""
+    """Return a preset's fields with `changes`; `vocab_size` is removed unless changes set it."""
     try:
         fields = preset(name).to_dict()
     except ConfigError:
@@ -451,7 +464,7 @@ def preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` written over `fields`, recursively; another `kind` replaces a whole mapping."""
+    """Merge `changes` into `fields` recursively; a different `kind` replaces a whole mapping."""
     result = dict(fields)
     for key, value in changes.items():
         old = result.get(key)

@@ -1,8 +1,8 @@
-"""The reference of a recipe's keys, made from its configs: `workhorse recipe` and docs/recipe.md.
+"""Reference of all recipe keys, made from the configs: `workhorse recipe` and docs/recipe.md.
 
-A section describes one place of a recipe, such as `train.schedule`. If a `kind` chooses among
-several configs there, the keys common to all of them are listed once. The examples are in a file
-next to this one; the tests build each of them.
+A section describes one place in a recipe, such as `train.schedule`. If `kind` selects one of
+several configs there, their common keys are listed once. The examples are in a file next to this
+one; the tests build each example.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import Recipe
 
 NAME = "NAME"
-"""Stands in a place for a name that the recipe chooses, such as that of a block."""
+"""Placeholder in dotted keys for a name that the recipe chooses, such as the name of a block."""
 EXAMPLES = "examples.yaml"
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WORDS = {
@@ -30,10 +30,10 @@ WORDS = {
     "object": "mapping",
     "string": "text",
 }
-"""Our words for JSON schema's; `path`, `number` and `null` are used as they are."""
+"""Names of JSON schema types in the reference; `path`, `number` and `null` are not renamed."""
 ROUND_TO_POWERS = 10**9
 NAMED = 5
-"""How many keys of one last name a message lists."""
+"""Maximum number of keys with the same last name that a message lists."""
 SYNONYMS = {
     "swiglu": "model.blocks.NAME.feed_forward",
     "moe": "n_experts",
@@ -48,7 +48,7 @@ SYNONYMS = {
     "heads": "n_heads",
     "hidden_size": "d_model",
 }
-"""What keys are called elsewhere, with the last names or the whole keys that a recipe has."""
+"""Names of keys in other programs, with the last names or whole keys in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Key:
 
     name: str
     type: str
-    """The values that it accepts, in words; `@PLACE` refers to a section."""
+    """Accepted values, in words; `@PLACE` refers to a section."""
     default: str | None
-    """In YAML; None: the key is required."""
+    """Default in YAML; None: the key is required."""
     meaning: str
     on_resume: str
-    """What a resumed run does if the value has changed."""
+    """Effect of a changed value on a resumed run."""
 
     @property
     def needs_new_run(self) -> bool:
-        """Whether a resumed run refuses a changed value, as it does for most keys."""
+        """True if a changed value needs a new run, as for most keys."""
         return self.on_resume == OnResume.NEW_RUN.value
 
 
@@ -75,29 +75,29 @@ class Alternative:
     """One of the configs that a place accepts."""
 
     name: str
-    """Its `kind`; empty if there is only one config."""
+    """The config's `kind`; empty if there is only one config."""
     summary: str
     keys: tuple[Key, ...]
-    """Those that are not common to all kinds of the section."""
+    """The keys that are not common to all kinds of the section."""
     examples: tuple[str, ...]
-    """In YAML; together they contain every key."""
+    """Examples in YAML; together they contain every key."""
     places: tuple[str, ...]
-    """Dotted keys at which it may stand; empty: the whole recipe."""
+    """Dotted keys that accept the config; an empty key is the whole recipe."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """The configs that one place of a recipe accepts, or several places alike."""
+    """The configs that one or more places of a recipe accept."""
 
     title: str
-    """The first of its places."""
+    """The first of the places."""
     shared: tuple[Key, ...]
-    """The keys of every kind."""
+    """The keys that every kind has."""
     kinds: tuple[Alternative, ...]
 
     @property
     def other_places(self) -> dict[str, list[str]]:
-        """For each place but the first, the kinds that it accepts."""
+        """The kinds that each place except the first accepts."""
         places: dict[str, list[str]] = {}
         for kind in self.kinds:
             for place in kind.places[1:]:
@@ -114,20 +114,20 @@ class Group(NamedTuple):
     title: str
     configs: tuple[type[Config], ...]
     rule: OnResume
-    """What a resumed run does with keys that have no mark of their own."""
+    """The rule for resuming with changed keys that have no mark of their own."""
 
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """All sections, in the order of a recipe."""
+    """Return all sections, in the order of a recipe."""
     return tuple(_section(group) for group in recipe_configs()[0])
 
 
 def sections_at(key: str) -> list[Section]:
-    """The reference of a dotted key: whole sections, or else sections with that key alone.
+    """Return the reference of a dotted key: whole sections, or sections with only that key.
 
     Raises:
-        WorkhorseError: there is no such key; names the nearest.
+        WorkhorseError: there is no such key; the message names the nearest.
     """
     if matching := [part for section in sections() if (part := _standing_at(section, key))]:
         return matching
@@ -139,14 +139,14 @@ def sections_at(key: str) -> list[Section]:
     if found := sorted(known for known in all_keys() if wanted & {known, known.rpartition(".")[2]}):
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         raise WorkhorseError(
-            f"a recipe has no key {key!r} at its top; look at {', '.join(found[:NAMED])}{more}"
+            f"a recipe has no top-level key {key!r}; see {', '.join(found[:NAMED])}{more}"
         )
     raise WorkhorseError(f"a recipe has no key {key!r}; {nearest(key, all_keys())}")
 
 
 @cache
 def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
-    """All configs of a recipe: their groups, and the places of each config."""
+    """Return all configs of a recipe: their groups, and the places of each config."""
     places: dict[type[Config], list[str]] = {}
     groups: list[Group] = []
 
@@ -170,7 +170,7 @@ def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
 
 
 def configs_at(place: str) -> dict[str, type[Config]]:
-    """The configs that a dotted place accepts, by kind."""
+    """Return the configs that a dotted place accepts, by kind."""
     return {
         _kind(config): config
         for config, places in recipe_configs()[1].items()
@@ -179,13 +179,13 @@ def configs_at(place: str) -> dict[str, type[Config]]:
 
 
 def names_at(place: str) -> bool:
-    """Whether a dotted place holds a mapping whose keys are names that the recipe chooses."""
+    """Return True if a place has a mapping with keys chosen by the recipe, such as blocks."""
     return bool(configs_at(f"{place}.{NAME}"))
 
 
 @cache
 def examples() -> dict[str, tuple[str, ...]]:
-    """The examples of each config, by class name."""
+    """Return the examples of each config, by class name."""
     text = resources.files("workhorse.train.recipe").joinpath(EXAMPLES).read_text("utf-8")
     return {name: tuple(listed) for name, listed in parse_yaml(text).items()}
 
@@ -227,20 +227,20 @@ def _keys(config: type[Config], rule: OnResume) -> list[Key]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """The type that a part of a JSON schema describes, in words."""
+    """Describe the type in a part of a JSON schema, in words."""
     arms = _arms(schema)
     words = [_plain_type(arm) for arm in arms if "$ref" not in arm]
     return " or ".join([*_references(arm["$ref"] for arm in arms if "$ref" in arm), *words])
 
 
 def _arms(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The alternatives of a union, nested ones flattened."""
+    """Return the alternatives of a union; nested unions are flattened."""
     inside = schema.get("anyOf") or schema.get("oneOf")
     return [schema] if inside is None else [arm for part in inside for arm in _arms(part)]
 
 
 def _references(found: Iterable[str]) -> Iterator[str]:
-    """References to sections, with the accepted kinds unless those are all of the section."""
+    """Yield references to sections, with the accepted kinds unless the section has no others."""
     names = {name.rpartition("/")[2] for name in found}
     for title, configs, _ in recipe_configs()[0]:
         fitting = [f"`{_kind(config)}`" for config in configs if config.__name__ in names]
@@ -286,7 +286,7 @@ def _default(field: FieldInfo) -> str | None:
 
 
 def _standing_at(section: Section, key: str) -> Section | None:
-    """The section with only the kinds that this place accepts; None if there are none."""
+    """Return the section with only the kinds that this place accepts; None if there are none."""
     kinds = tuple(
         kind for kind in section.kinds if any(_matches(place, key) for place in kind.places)
     )
@@ -294,7 +294,7 @@ def _standing_at(section: Section, key: str) -> Section | None:
 
 
 def _with_key(section: Section, name: str) -> Section | None:
-    """The section with one key only; None if no kind has it."""
+    """Return the section with only one key; None if no kind has it."""
     shared = tuple(key for key in section.shared if key.name == name)
     kinds = tuple(
         replace(kind, keys=keys, examples=())
@@ -305,7 +305,7 @@ def _with_key(section: Section, name: str) -> Section | None:
 
 
 def _matches(place: str, key: str) -> bool:
-    """Whether a dotted key names that place; NAME matches any name."""
+    """Return True if a dotted key is at that place; `NAME` matches any name."""
     parts, words = place.split("."), key.split(".")
     return len(parts) == len(words) and all(
         part in (NAME, word) for part, word in zip(parts, words, strict=True)
@@ -314,7 +314,7 @@ def _matches(place: str, key: str) -> bool:
 
 @cache
 def all_keys() -> set[str]:
-    """Every dotted key of a recipe, with `NAME` for names that the recipe chooses."""
+    """Return every dotted key of a recipe, with `NAME` for names that the recipe chooses."""
     return {
         f"{place}.{key.name}".lstrip(".")
         for section in sections()

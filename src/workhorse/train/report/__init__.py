@@ -1,1 +1,1 @@
-"""The reports of a training run: metrics, charts, a page, trackers."""
+"""Reports of a training run: metrics, charts, the HTML page, experiment trackers."""

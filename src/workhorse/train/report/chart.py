@@ -1,4 +1,4 @@
-"""A line chart as SVG: enough for a training report, and nothing to load."""
+"""Line charts as SVG for reports, without external resources."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ COLORS = (
     *("#2563eb", "#d97706", "#059669", "#9333ea"),
     *("#dc2626", "#0891b2", "#65a30d", "#db2777"),
 )
-"""Of the lines; further ones begin again."""
+"""Colors of the lines, repeated if there are more lines."""
 LETTERS = 80
-"""Of title and legend that fit on one line; a longer legend gets lines of its own, below."""
+"""Number of characters of title and legend that fit on one line. A longer legend is drawn below."""
 ROW = 15
 MAX_POINTS = 600
 PREFIXES = (
@@ -22,23 +22,23 @@ PREFIXES = (
     *((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")),
 )
 FROM = 1e4
-"""Smaller numbers have no prefix."""
+"""Values below this are shown without an SI prefix."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: points `(x, y)` with rising x; points that are not finite are left out."""
+    """One line: points `(x, y)` with increasing x; points that are not finite are skipped."""
 
     name: str
     points: Sequence[tuple[float, float]]
     marked: bool = False
-    """Draw a dot at every point, for lines of few points."""
+    """True to draw a dot at every point, for lines of few points."""
     band: Sequence[tuple[float, float, float]] = ()
     """A shaded band around the line: points `(x, low, high)`."""
 
 
 def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
-    """The chart as an `<svg>` element; an empty string if there is nothing to draw."""
+    """Return the chart as an `<svg>` element; an empty string if there is nothing to draw."""
     lines = [
         replace(one, points=thinned(one.points), band=_thinned_band(one.band)) for one in series
     ]
@@ -89,7 +89,7 @@ def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
 def _line(
     line: Series, color: str, place: Callable[[float, float], tuple[float, float]]
 ) -> list[str]:
-    """The elements of one line: its band, the line, its dots."""
+    """Return the SVG elements of one line: its band, the line, its dots."""
     parts = []
     if line.band:
         edges = [(x, high) for x, _, high in line.band] + [(x, y) for x, y, _ in line.band[::-1]]
@@ -108,7 +108,7 @@ def _line(
 
 
 def _thinned_band(band: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    """The same of both edges of a band."""
+    """Thin both edges of a band; see `thinned`."""
     whole = [point for point in band if all(map(math.isfinite, point))]
     lows = thinned([(x, low) for x, low, _ in whole])
     highs = thinned([(x, high) for x, _, high in whole])
@@ -116,7 +116,7 @@ def _thinned_band(band: Sequence[tuple[float, float, float]]) -> list[tuple[floa
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS` points, each the mean of its neighbours."""
+    """Reduce a line to at most `MAX_POINTS` points, each the mean of a group of points."""
     finite = [point for point in points if math.isfinite(point[1])]
     size = math.ceil(len(finite) / MAX_POINTS)
     groups = [finite[start : start + size] for start in range(0, len(finite), size or 1)]
@@ -124,14 +124,14 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def clipped_range(values: Sequence[float]) -> tuple[float, float]:
-    """The least value, and an upper limit that a few spikes do not affect."""
+    """Return the smallest value, and an upper limit that a few spikes do not affect."""
     ordered = sorted(values)
     typical = ordered[int(0.98 * (len(ordered) - 1))]
     return ordered[0], min(ordered[-1], typical + 0.5 * (typical - ordered[0])) or ordered[-1]
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that enclose `low … high`."""
+    """Return round numbers for an axis that enclose `low … high`."""
     span = high - low or abs(high) or 1.0
     raw = span / about
     scale = 10.0 ** math.floor(math.log10(raw))
@@ -141,7 +141,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def shown(value: float) -> str:
-    """A number as a person would write it."""
+    """Format a number for people."""
     if value == 0:
         return "0"
     for unit, prefix in PREFIXES:

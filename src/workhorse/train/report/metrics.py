@@ -1,32 +1,37 @@
 """`metrics.jsonl`: the events of a run, one JSON object per line, and experiment trackers.
 
-Every line has `kind` and `step` (steps done when it was written):
+Every line has `kind` and `step` (the number of steps done when the line was written). The kinds:
 
-- `start`, at the beginning and at every resumption: `parameters`, `active_parameters` (that work on
-  a token), `steps`, `minutes` (if `train.minutes` gave the steps), `flops_per_token` and
-  `peak_flops` (a second, of the quickest matrix product in the training's type; where training is
-  quicker, `peak_fraction` is of its own best), `micro_batch_size` (in use), `device`, versions,
-  `settings` (of the command line, over the recipe's), `time` (seconds since 1970)
-- `change`: of a setting, when the run was resumed: `setting` (its name), `before`, `now`
-- `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
-  it, weighted, where it is), `learning_rate` (the schedule's factor times the optimizer's),
-  `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
-  line before; `warming_up` is true where that is the session's first step alone, which waits for
-  compilers; a longer first interval leaves that step out), `skipped_steps` (so far), `seconds` (in
-  the training loop so far, validation and checkpoints included); of several processes
-  `pass_seconds` (that each passed its rows in, a step, since the line before); of a model with
-  mixtures `expert_load_max` and `expert_load_entropy`, lists of a number for each mixture: how this
-  step's batch was spread (see `Balancer.figures`)
-- `validation`: `loss`, `bits_per_byte` (or null; see `Validation`), `unknown_rate` (likewise),
-  `tokens`, `whole` (the split, or a part)
+- `start`, at the start and at every resumption: `parameters`, `active_parameters` (per token),
+  `steps`, `minutes` (if `train.minutes` gave the steps), `flops_per_token`, `peak_flops` (per
+  second, of the fastest matmul in the dtype of training), `micro_batch_size` (in use), `device`,
+  versions, `settings` (overrides of the command line), `time` (seconds since 1970)
+- `change`, for a setting that changed when the run was resumed: `setting` (its name), `before`,
+  `now`
+- `step`:
+  - `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (the weighted losses
+    added to it, if there are any), `grad_norm`
+  - `learning_rate` (the schedule's factor times the optimizer's rate)
+  - `tokens` (predictions so far), `skipped_steps` (so far), `seconds` (in the training loop so far,
+    including validation and checkpoints)
+  - `tokens_per_second` and `peak_fraction`, both since the previous line. The peak is `peak_flops`,
+    or the best rate of training itself if that is higher. `warming_up` is true if the interval is
+    only the session's first step, which waits for compilers; a longer first interval does not
+    include that step.
+  - with several processes `pass_seconds`: for each rank, its seconds in passes per step, since the
+    previous line
+  - for a model with mixtures `expert_load_max` and `expert_load_entropy`: lists with one value per
+    mixture, the balance of this step's batch (see `Balancer.figures`)
+- `validation`: `loss`, `bits_per_byte` (may be null) and `unknown_rate` (see `Validation`),
+  `tokens`, `whole` (true for the whole split, false for a subset)
 - `samples`: `samples`, a list of `prompt` and `text`
-- `checkpoint`: `path`, once it is whole
-- `skipped_step`: `loss` and `grad_norm`, of which one is not finite and so null
-- `back`, at the checkpoint that the run went back to: `jumped` (the step at which the loss did),
-  `rows` (left out) and `message` (both in words)
-- `end`: `reason`, "finished" or the signal's name, `time`, `seconds` (as of `step`, after the last
-  validation) and `peak_memory` (bytes of each process;
-  on a CPU all that it held, 0 where the system does not say); a session that was killed has none
+- `checkpoint`: `path`, once the checkpoint is complete
+- `skipped_step`: `loss` and `grad_norm`; at least one is not finite and therefore null
+- `back`, at the checkpoint that the run returned to after a loss spike: `jumped` (the step of the
+  spike), `rows` (number of skipped rows), `message` (the same in words)
+- `end`: `reason` ("finished" or the name of a signal), `time`, `seconds` (as in `step`, after the
+  last validation), `peak_memory` (bytes of each process; on a CPU its whole memory, 0 if the system
+  does not report it). A session that was killed has no such event.
 """
 
 import importlib
@@ -49,13 +54,14 @@ class MetricsFile:
     """The metrics of one run, in its run directory.
 
     Args:
-        path: of the file.
-        step: the step after which the run continues. Later lines, and an incomplete one, were
-            written by a process that died, and are dropped: their steps will be done again. So are
-            changes at the step itself and returns to it, which no checkpoint holds yet.
+        path: the path of the file.
+        step: the step after which the run continues. Later lines and an incomplete line are
+            dropped: they come from a process that died, and their steps will be repeated. `change`
+            and `back` events of the step itself are dropped too, because no checkpoint contains
+            them yet.
 
     Raises:
-        WorkhorseError: the file is not one of metrics.
+        WorkhorseError: the file is not a metrics file.
     """
 
     def __init__(self, path: Path, step: int = 0) -> None:
@@ -68,7 +74,7 @@ class MetricsFile:
         self._file: IO[str] | None = None
 
     def open(self) -> None:
-        """Drop the later lines and open the file for writing; until then it is unchanged."""
+        """Drop the later lines and open the file for writing. Before this call it is unchanged."""
         write_atomically(self._path, "".join(self._kept))
         self._file = self._path.open("a", encoding="utf-8", newline="\n")
 
@@ -79,7 +85,7 @@ class MetricsFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk."""
+        """Wait until the lines are on disk."""
         assert self._file is not None, "open comes first"
         with writing(self._path):
             os.fsync(self._file.fileno())
@@ -90,12 +96,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Event]:
-    """The whole lines of a metrics file, in order."""
+    """Return the events of a metrics file in order, without an incomplete last line."""
     return [event for _, event in _events(path)]
 
 
 def _events(path: Path) -> list[tuple[str, Event]]:
-    """Each whole line with its event; the last line may be incomplete.
+    """Return each complete line with its event; an incomplete last line is skipped.
 
     Raises:
         WorkhorseError: the file cannot be read, or was not written by a run.
@@ -111,7 +117,7 @@ def _events(path: Path) -> list[tuple[str, Event]]:
 
 
 def _event(line: bytes, where: str) -> Event:
-    remedy = f"it is damaged; remove the line, or put the file back ({where.rpartition(':')[0]})"
+    remedy = f"it is damaged; remove the line, or restore the file ({where.rpartition(':')[0]})"
     try:
         event = parse_json(line, where)
     except WorkhorseError as error:
@@ -122,7 +128,7 @@ def _event(line: bytes, where: str) -> Event:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for infinities."""
+    """Replace non-finite floats by None, because JSON cannot represent them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -142,21 +148,21 @@ def check_tracker(name: TrackerName) -> None:
 
 
 def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Path) -> Tracker:
-    """A function that takes events.
+    """Open an experiment tracker and return a function that sends it an event.
 
     Args:
-        name: of the service.
-        run: name of the run.
+        name: the name of the tracker.
+        run: the name of the run.
         config: the recipe.
-        folder: the run directory; TensorBoard's files go to `tensorboard/` in it.
+        folder: the run directory; TensorBoard's files are written to `tensorboard/` in it.
 
     Raises:
-        WorkhorseError: its package is not installed.
+        WorkhorseError: the package of the tracker is not installed.
     """
     if name == "tensorboard":
         return _tensorboard(folder)
     module = _module(*PACKAGES[name])
-    # Both take these calls; trackio's are modelled on wandb's.
+    # trackio has the same API as wandb.
     place = {"dir": str(folder)} if name == "wandb" else {}
     module.init(project="workhorse", name=run, config=config, **place)
 
@@ -171,7 +177,7 @@ def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Pa
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event, named `KIND/NAME`, and `KIND/NAME/0` … those of a list."""
+    """Return the numbers of an event, named `KIND/NAME`, or `KIND/NAME/INDEX` for a list."""
     if event["kind"] not in ("step", "validation"):
         return {}
     kind = "train" if event["kind"] == "step" else "validation"
@@ -204,5 +210,5 @@ def _module(module: str, package: str) -> Any:
     except ImportError:
         raise WorkhorseError(
             f"the tracker {package} is not installed; pip install {package}, "
-            "or take it out of train.trackers"
+            "or remove it from train.trackers"
         ) from None

@@ -1,4 +1,4 @@
-"""`report.html`: a run at a glance, in one file that needs no network."""
+"""`report.html`: the report of a run, in one file that needs no network."""
 
 import json
 import re
@@ -20,9 +20,9 @@ from workhorse.train.report.metrics import Event, read_metrics
 
 LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4
-"""How many sets of samples are shown: the first, the last, and others between."""
+"""Number of sets of samples on the page: the first, the last, and others in between."""
 NOT_SHOWN = ("kind", "step", "name", "time", "peak_flops")
-"""Of the environment: what the page shows elsewhere, or under another name."""
+"""Environment keys that the page shows elsewhere or under another name."""
 MINUTE = 60
 
 
@@ -30,14 +30,14 @@ def write_report(run: RunDirectory) -> None:
     """Write the report of a run from its metrics, replacing an earlier one.
 
     Raises:
-        WorkhorseError: the disk is full or refuses.
+        WorkhorseError: the disk is full or cannot be written.
     """
     page = rendered("workhorse.train.report", "page.html", **contents(run))
     write_atomically(run.report_file, page)
 
 
 def rendered(package: str, template: str, *, title: str, **contents: Any) -> str:
-    """A page of a template beside a package's files, under the head that all pages have."""
+    """Render a template of a package, with the head that all pages share."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     ours = files("workhorse.train.report")
     style = ours.joinpath("style.css").read_text("utf-8")
@@ -47,7 +47,7 @@ def rendered(package: str, template: str, *, title: str, **contents: Any) -> str
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
-    """The data of the template; removed lines of metrics are left out."""
+    """Return the data for the template; events removed from the metrics file are missing."""
     events = read_metrics(run.metrics_file)
     of_kind: dict[str, list[Event]] = {}
     for event in events:
@@ -70,12 +70,12 @@ def contents(run: RunDirectory) -> dict[str, Any]:
 
 
 def reflowed(text: str) -> str:
-    """A text without the line breaks inside its paragraphs; those before list items stay."""
+    """Remove line breaks inside paragraphs; those before list items stay."""
     return re.sub(r"(?<=\S)[ \t]*\n(?=[^\s*-])", " ", text.strip())
 
 
 def environment(start: Event) -> list[tuple[str, str]]:
-    """The facts about the run's last session, without those that are empty."""
+    """Return the facts about the run's last session, without empty ones."""
     facts = {**start, "began": start.get("time"), "peak_flops_per_second": start.get("peak_flops")}
     return [
         (key.replace("_", " "), readable(key, value))
@@ -85,7 +85,7 @@ def environment(start: Event) -> list[tuple[str, str]]:
 
 
 def readable(key: str, value: Any) -> str:
-    """A value of the environment as a person would write it."""
+    """Format a value of the environment for people."""
     if key == "began":
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def readable(key: str, value: Any) -> str:
 
 
 def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
-    """The key figures of the run, each with its label."""
+    """Return the key figures of the run, each with its label."""
     steps = of_kind.get("step", [])
     rows: list[tuple[str, str]] = []
     of_steps = ""
@@ -107,25 +107,25 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         rows.append(("parameters", shown(start["parameters"])))
         active = start.get("active_parameters", start["parameters"])  # absent from older runs
         if active != start["parameters"]:
-            rows.append(("parameters that work on a token", shown(active)))
+            rows.append(("active parameters per token", shown(active)))
         of_steps = f" of {start['steps']:,}"
         if parallel := start.get("parallel"):  # absent from older runs
             named = ", ".join(f"{name} {ways}" for name, ways in parallel.items())
-            rows.append(("processes, at last", named))
+            rows.append(("processes, last session", named))
     if validations := of_kind.get("validation"):
         last = validations[-1]
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
-        part = "" if _is_whole(last) else " on a part"
+        part = "" if _is_whole(last) else " on a subset"
         rows.append((f"validation loss{part}, nats per token", loss))
         if last["bits_per_byte"] is not None:
             rows.append(
                 (
-                    "validation bits per byte, ends of documents included",
+                    "validation bits per byte, counting bos and eos",
                     f"{last['bits_per_byte']:.4f}",
                 )
             )
         if unknown := last.get("unknown_rate"):  # absent from older runs
-            rows.append(("of the held-out tokens unknown, so both too low", f"{unknown:.2%}"))
+            rows.append(("unknown validation tokens: loss is too low", f"{unknown:.2%}"))
     if steps:
         last = steps[-1]
         warm = [event for event in steps if not event.get("warming_up")] or steps
@@ -138,13 +138,13 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
             *asked(of_kind),
             *goodput(of_kind, last["seconds"]),
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
-            ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
+            ("of peak matmul rate, median", f"{peak[len(peak) // 2]:.0%}"),
         ]
     return [*rows, *memory(of_kind), *slowest(steps)]
 
 
 def asked(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
-    """The time that the run took, beside `train.minutes` if it was begun with it."""
+    """Compare the time of the run with `train.minutes`, if it was started with that setting."""
     minutes = next(
         (event["minutes"] for event in of_kind.get("start", []) if "minutes" in event), 0
     )
@@ -152,38 +152,40 @@ def asked(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     if not minutes or not ends:
         return []
     took = f"{duration(ends[-1])} of {duration(minutes * MINUTE)}"
-    return [("with validation, of the time asked for", took)]
+    return [("total time of train.minutes", took)]
 
 
 def slowest(steps: list[Event]) -> list[tuple[str, str]]:
-    """The process that passed its rows most slowly, beside the median of all."""
+    """Return the rank with the slowest passes, and the median of all ranks."""
     timed = [event["pass_seconds"] for event in steps if "pass_seconds" in event]
     if not timed or len(timed[-1]) == 1:
         return []
-    last = [one for one in timed if len(one) == len(timed[-1])]  # the run may have had others
+    last = [
+        one for one in timed if len(one) == len(timed[-1])
+    ]  # the number of processes may have changed
     means = [sum(times) / len(last) for times in zip(*last, strict=True)]
     longest, median = max(means), sorted(means)[(len(means) - 1) // 2]
-    said = f"process {means.index(longest)}, {longest:.3g} s a step; the median {median:.3g} s"
-    return [("slowest passes", said)]
+    said = f"rank {means.index(longest)}, {longest:.3g} s per step; median {median:.3g} s"
+    return [("slowest rank", said)]
 
 
 def memory(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
-    """The most that each process held, in the session that needed most."""
+    """Return the peak memory of each process, in the session that needed most."""
     ends = [event["peak_memory"] for event in of_kind.get("end", []) if "peak_memory" in event]
     peaks = sorted(max(ends, key=max, default=[0]))
-    if not peaks[-1]:  # an older run, or a system that does not say
+    if not peaks[-1]:  # an older run, or a system that does not report memory
         return []
     each = " each" if len(peaks) > 1 else ""
     most = size(peaks[-1])
     shown_peaks = most if size(peaks[0]) == most else f"{size(peaks[0])} to {most}"
-    return [("memory at most", shown_peaks + each)]
+    return [("peak memory", shown_peaks + each)]
 
 
 def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, str]]:
-    """The part of the run's time that its steps took, once a session did not end by itself.
+    """Return the fraction of the run's time spent in its steps, if a session was killed.
 
-    Steps that were lost and the time until the next start do not count as useful; the time after an
-    end that was asked for does not count at all.
+    Lost steps and the time until the next start do not count as useful. The time after a normal end
+    does not count at all.
     """
     marks = [
         (event["time"], kind)
@@ -196,11 +198,11 @@ def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, s
         if kind == "start":
             spent += end - begin
             killed |= following == "start"
-    return [("of the time since its starts (goodput)", f"{useful / spent:.0%}")] if killed else []
+    return [("goodput: useful part of the time", f"{useful / spent:.0%}")] if killed else []
 
 
 def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:
-    """Of each mixture after the last step logged: its number, its busiest expert, its entropy."""
+    """Return number, load of the busiest expert and entropy of each mixture at the last step."""
     last = next(iter(of_kind.get("step", [])[-1:]), {})
     return [
         (str(number), f"{busiest:.2f} × the mean", f"{entropy:.1%}")
@@ -211,7 +213,7 @@ def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:
 
 
 def charts(of_kind: dict[str, list[Event]]) -> list[str]:
-    """SVG elements; empty strings for what was not measured."""
+    """Return the charts as SVG elements; empty strings for values that were not measured."""
     steps, validations = of_kind.get("step", []), of_kind.get("validation", [])
     return [
         line_chart(
@@ -219,7 +221,7 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
             [series("training", steps, "loss"), *validation_series(validations, "loss")],
         ),
         line_chart(
-            "Added to the loss",
+            "Auxiliary losses",
             [
                 series("z-loss", steps, "z_loss"),
                 series("balance loss", steps, "balance_loss"),
@@ -230,7 +232,7 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
         line_chart("Gradient norm", [series("", steps, "grad_norm")]),
         line_chart("Tokens per second", [series("", steps, "tokens_per_second")]),
         line_chart(
-            "Busiest expert, load over the mean",
+            "Busiest expert, load / mean load",
             [
                 over_mixtures("worst mixture", steps, LOAD_MAX, max),
                 over_mixtures("median", steps, LOAD_MAX, median),
@@ -247,16 +249,16 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
 
 
 def series(name: str, events: list[Event], key: str) -> Series:
-    """A value over the steps; null, which stands for numbers that are not finite, is left out."""
+    """Collect a value over the steps; null, which stands for non-finite values, is skipped."""
     points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
     return Series(name, points)
 
 
 def validation_series(events: list[Event], key: str) -> list[Series]:
-    """A value of the validations, with separate lines for part of the split and all of it."""
+    """Collect a value of the validations: one line for subsets, one for the whole split."""
     parts = [event for event in events if not _is_whole(event)]
     whole = [event for event in events if _is_whole(event)]
-    names = ("validation on a part", "on all of it") if parts else ("", "validation")
+    names = ("validation on a subset", "whole split") if parts else ("", "validation")
     lines = [series(name, some, key) for name, some in zip(names, (parts, whole), strict=True)]
     return [replace(line, marked=True) for line in lines if line.points]
 
@@ -268,12 +270,19 @@ def _is_whole(validation: Event) -> bool:
 def over_mixtures(
     name: str, events: list[Event], key: str, of: Callable[[list[float]], float]
 ) -> Series:
-    """A figure that each mixture has, combined to one, over the steps."""
+    """Combine a figure of all mixtures into one value, over the steps.
+
+    Args:
+        name: the name of the line.
+        events: the events with lists of one value per mixture.
+        key: the key of these lists.
+        of: combines the values of the mixtures.
+    """
     return Series(name, [(event["step"], of(event[key])) for event in events if event.get(key)])
 
 
 def chosen(events: list[Event]) -> list[Event]:
-    """A few sets of samples, evenly spread, including the last."""
+    """Select a few sets of samples, evenly spread, including the last."""
     if len(events) <= SAMPLED_TIMES:
         return events
     last = len(events) - 1
@@ -281,21 +290,21 @@ def chosen(events: list[Event]) -> list[Event]:
 
 
 def notes(of_kind: dict[str, list[Event]]) -> list[str]:
-    """What a reader should know before trusting the curves."""
+    """Return the notes that a reader needs before trusting the curves."""
     lines = []
     if skipped := of_kind.get("skipped_step"):
         where = ", ".join(str(event["step"]) for event in skipped[:10])
         lines.append(
-            f"{len(skipped)} steps were skipped, their loss or gradient not finite: {where}"
+            f"{len(skipped)} steps were skipped, as loss or gradient was not finite: {where}"
         )
     starts = of_kind.get("start", [])
     if not starts:
-        lines.append("its metrics.jsonl has no beginning: what was removed is missing here too")
+        lines.append("metrics.jsonl has no start event; removed lines are missing here too")
     if len(starts) > 1:
         resumed = ", ".join(str(event["step"]) for event in starts[1:])
         lines.append(f"resumed after step {resumed}")
     lines += [
-        f"from step {event['step'] + 1:,} on, {event['setting']} is "
+        f"from step {event['step'] + 1:,}, {event['setting']} is "
         f"{json.dumps(event['now'])} instead of {json.dumps(event['before'])}"
         for event in of_kind.get("change", [])
     ]
@@ -307,7 +316,7 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units, from days to seconds."""
+    """Format a time in its two largest units, from days to seconds."""
     if seconds < MINUTE - 0.5:
         return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), MINUTE)

@@ -1,4 +1,4 @@
-"""The gradient of a batch whose rows are divided: among processes, or into parts of fixed shape."""
+"""The gradient of a batch that is split among ranks, or into logical shards of fixed shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.sharding import ExactSums
 
 PassRows = Callable[[int, int], dict[str, Tensor]]
-"""Leaves the gradient of the rows from one number to another, and returns sums to be logged."""
+"""A function that accumulates the gradient of rows `begin` to `end` and returns sums to log."""
 
 Holders = Mapping[Group, Sequence[str]]
 
 
 class Reduction:
-    """Adds up the gradients of a batch's parts, of which each process computes its share.
+    """Adds up the gradients of the parts of a batch. Each rank computes its share of the parts.
 
-    With `exact` the parts are the same on any number of processes, and so is the order in which
-    they are added; dropout depends on the part alone. With `fast` every process has one part.
+    With `exact`, parts and order of summation are the same on any number of processes, and dropout
+    depends only on the part. With `fast`, every rank has one part.
 
     Args:
-        world: of the run.
-        config: how to add.
-        masters: hold the gradients.
-        seed: of the run.
-        holders: the processes that add up the gradients of the parameters of these names; None:
-            all processes those of all.
+        world: the processes of the run.
+        config: the settings of parallelism, with the kind of reduction.
+        masters: the master weights, which hold the gradients.
+        seed: the seed of the run.
+        holders: for each process group, the names of the parameters whose gradients it adds up;
+            None: all processes add up all gradients.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Reduction:
         self.parts = config.parts
 
     def __call__(self, step: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
-        """Leave the gradient of the whole batch on the parameters.
+        """Compute the gradient of the whole batch and store it on the parameters.
 
         Args:
-            step: its number.
-            rows: of the batch.
-            pass_rows: computes the gradient of some of them.
+            step: the number of the step.
+            rows: the number of rows in the batch.
+            pass_rows: computes the gradient of a range of rows.
 
         Returns:
-            The sums to be logged, over all rows of the batch, by name.
+            Sums to log over all rows of the batch, by name.
         """
         tree = TreeSum()
         figures: dict[str, Tensor] = {}
@@ -78,7 +78,7 @@ class Reduction:
         return dict(zip(figures, sums.unbind(), strict=True))
 
     def _add_fast(self, gradients: list[Tensor], sums: Tensor) -> None:
-        """Add up what all processes have, and of what is divided what those with the same have."""
+        """Add up the gradients in the group of their holders, and the sums among all ranks."""
         named = dict(zip(self.masters.parameters, gradients, strict=True))
         shared = {group: [named[name] for name in names] for group, names in self.holders.items()}
         shared.setdefault(self.world, []).append(sums)
@@ -86,8 +86,19 @@ class Reduction:
             add_fast(group, tensors)
 
     def pass_part(self, step: int, part: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
-        """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
+        """Compute the gradient of one part of a batch and store it on the parameters.
+
+        Args:
+            step: the number of the step.
+            part: the number of the part.
+            rows: the number of rows in the batch.
+            pass_rows: computes the gradient of a range of rows.
+
+        Returns:
+            Sums to log, by name.
+        """
         alone = self.world.replicas == self.world.size
+        # Ranks with the same rows need different dropout, so the seed includes their number.
         who = [] if alone else [self.world.member]
         torch.manual_seed(derive(self.seed, "part", step, part, *who) % 2**63)
         own = share_of(rows, self.parts, part)
@@ -95,14 +106,14 @@ class Reduction:
 
 
 class ShardedReduction(Reduction):
-    """The same where each process keeps its share of every gradient, which FSDP sends it.
+    """Reduction for FSDP, where each rank keeps its shard of every gradient.
 
-    Processes compute in step: in every round each has one part. With `reshard: step` a process has
-    consecutive ones, which it can add up by itself.
+    In every round each rank computes one part. With `reshard: step` a rank has consecutive parts,
+    so it can add them up locally.
 
     Args:
-        exact_sums: adds them up; None: FSDP does.
-        reshard: frees what passes gathered.
+        exact_sums: adds up the gradients; None: FSDP does.
+        reshard: frees the weights that passes have gathered.
     """
 
     def __init__(
@@ -135,7 +146,7 @@ class ShardedReduction(Reduction):
         if self.exact_sums is not None:
             taken = self.exact_sums.take()
             self.masters.put_gradients(taken[one] for one in self.masters.parameters.values())
-        for group, names in self.holders.items():  # of whom FSDP does not know
+        for group, names in self.holders.items():  # FSDP does not know these groups
             if group.size > 1:
                 self.masters.change_gradients(names, partial(add_fast, group))
         (total,) = sums.result()

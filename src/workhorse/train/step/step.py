@@ -1,4 +1,4 @@
-"""One training step: loss and gradient of a batch, then the update, unless it is not finite."""
+"""One training step: loss and gradient of a batch, then the update if they are finite."""
 
 import contextlib
 import math
@@ -21,15 +21,15 @@ from workhorse.train.step.reduction import Reduction
 
 
 class Precision:
-    """Makes the context of a forward pass: autocast to a lower precision, or nothing.
+    """Creates the context of a forward pass: autocast to a lower precision, or nothing.
 
-    Training uses it for float16, whose range is too small for weights; bfloat16 has
+    Training uses it for float16, whose range is too small for weights; for bfloat16 see
     `optim.master_weights`.
 
     Args:
-        device: of the passes.
+        device: the device of the passes.
         dtype: float16, or float32 for no autocast.
-        matmul: precision of float32 gemms, `highest` or `high`.
+        matmul: the precision of float32 GEMMs, `highest` or `high`.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, matmul: str = "highest") -> None:
@@ -39,9 +39,9 @@ class Precision:
 
     @contextlib.contextmanager
     def products(self) -> Iterator[None]:
-        """Set PyTorch's process-wide precision of float32 gemms around passes on CUDA.
+        """Set PyTorch's process-wide precision of float32 GEMMs during passes on CUDA.
 
-        On a CPU see `Gemm`; there PyTorch's attention took twice as long with PyTorch's `high`.
+        On a CPU it is not set, because PyTorch's `high` doubled the time of attention; see `Gemm`.
         """
         if self.device.type != "cuda":
             yield
@@ -60,12 +60,16 @@ class Precision:
 
 
 GROWTH_STEPS = 2000
-"""Finite steps after which the float16 loss scale doubles, as in `torch.amp.GradScaler`."""
+"""Number of finite steps in a row after which the float16 loss scale doubles, as in
+`torch.amp.GradScaler`."""
 FIRST_SCALE = 2.0**16
 
 
 class LossScale:
-    """Multiplies the loss so that float16 gradients do not vanish (1710.03740 §3.2)."""
+    """Loss scaling: a factor on the loss, so that float16 gradients do not vanish.
+
+    See 1710.03740 §3.2.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -86,7 +90,7 @@ class LossScale:
         return {"enabled": self.enabled, "value": self.value, "good_steps": self.good_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state; one saved in training without this scaling is ignored."""
+        """Restore a state; a state saved with another value of `enabled` is ignored."""
         if state.get("enabled", self.enabled) == self.enabled:
             self.value, self.good_steps = state["value"], state["good_steps"]
 
@@ -96,36 +100,36 @@ class StepResult:
     """The figures of a step."""
 
     loss: float
-    """The objective's loss as shown, a mean: for next tokens the cross-entropy in nats."""
+    """The reported mean loss of the objective: for next tokens the cross-entropy in nats."""
     grad_norm: float
     """Norm of the whole gradient, before clipping."""
     tokens: float
     """The denominator of the mean: for next tokens the number of predictions."""
     terms: dict[str, float] = field(default_factory=dict)
-    """The objective's other figures, also means: `z_loss` and `balance_loss` if these have a
-    weight."""
+    """The objective's other figures, also means: `z_loss` and `balance_loss` if their weight is not
+    0."""
 
     @property
     def finite(self) -> bool:
-        """Whether the weights were updated."""
+        """True if loss and gradient are finite, so the weights were updated."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class TrainingStep:
-    """Performs steps, in two halves so that the next batch can be read while a device works.
+    """Training step in two halves, so that the next batch can be read while a device works.
 
     Args:
-        objective: holds the decoder and returns the loss to minimise.
-        optimizer: of its parameters.
-        device: of the model.
-        precision: makes the contexts that passes run in.
-        scale: of the loss.
+        objective: the objective; it holds the decoder and returns the loss to minimise.
+        optimizer: the optimizer of its parameters.
+        device: the device of the model.
+        precision: creates the contexts that passes run in.
+        scale: the loss scale.
         micro_batch_size: rows per pass.
-        grad_clip: largest norm of the gradient; None for no limit.
-        turns: the order of the passes of so many micro-batches.
-        reduction: adds up the gradients of a batch that is divided; None: it is not.
-        device_decides: whether the device decides if an update is made, so that it goes on with it
-            while the host waits for the step's figures. The native operators cannot.
+        grad_clip: the largest norm of the gradient; None for no limit.
+        turns: returns the order of forward and backward passes for a number of micro-batches.
+        reduction: adds up the gradients of a batch that is split; None if it is not split.
+        device_decides: True if the device decides whether the update is made. It then computes the
+            update while the host waits for the step's figures. Native operators do not support it.
     """
 
     def __init__(
@@ -151,24 +155,24 @@ class TrainingStep:
         self.grad_clip = grad_clip
         self.turns = turns
         self.pass_seconds = 0.0
-        """Seconds that this process has spent in forward and backward passes, by its own clock."""
+        """Seconds that this process has spent in forward and backward passes."""
         self.reduction = reduction
         self.device_decides = device_decides
         self._terms: dict[str, Tensor] = {}
-        """The means of what `backward` saw beside the loss."""
+        """Means of the figures that `backward` found in addition to the loss."""
 
     def backward(self, batch: Rows, step: int = 0) -> tuple[Tensor, float]:
-        """Compute the gradient of the batch's mean loss, left on the parameters.
+        """Compute the gradient of the batch's mean loss and store it on the parameters.
 
-        The sum over micro-batches is divided by the count of the whole batch, so that the gradient
-        does not depend on how rows are distributed over them.
+        The sum over micro-batches is divided by the count of the whole batch, so the gradient does
+        not depend on the assignment of rows to micro-batches.
 
         Args:
-            batch: of all processes.
-            step: its number, which determines dropout where the batch is divided.
+            batch: the batch of all ranks together.
+            step: the number of the step; it determines dropout if the batch is split.
 
         Returns:
-            The mean loss as shown, still on the device, and the count.
+            The reported mean loss, still on the device, and the count.
         """
         counted = self.objective.count(batch).item()
         passes = partial(self._passes, batch, counted)
@@ -181,13 +185,19 @@ class TrainingStep:
         return self._terms.pop("loss"), counted
 
     def _passes(self, batch: Rows, counted: float, begin: int, end: int) -> dict[str, Tensor]:
-        """Leave the gradient of some rows, divided by the batch's count; returns sums to log."""
+        """Accumulate the gradient of rows `begin` to `end` of the batch.
+
+        Losses are divided by the batch's count.
+
+        Returns:
+            Sums to log, by name.
+        """
         started = time.perf_counter()
         sums: dict[str, Tensor] = {}
         starts = range(begin, end, self.micro_batch_size)
         weight = self.scale.value / (counted or 1)
         losses: dict[int, Tensor] = {}
-        """Of micro-batches whose backward pass is still to come."""
+        """Losses of the micro-batches that have had no backward pass yet."""
         for number, forward in self.turns(len(starts)):
             if forward:
                 rows = batch.rows(starts[number], min(starts[number] + starts.step, end))
@@ -205,17 +215,18 @@ class TrainingStep:
         return sums
 
     def update(self, loss: Tensor, counted: float, schedule: float) -> StepResult:
-        """Update the weights with the gradient that `backward` left, if all of it is finite.
+        """Update the weights with the gradient of `backward`, if loss and gradient are finite.
 
         Args:
-            loss: what `backward` returned.
-            counted: likewise.
-            schedule: multiplies the learning rates.
+            loss: the loss returned by `backward`.
+            counted: the count returned by `backward`.
+            schedule: the factor on the learning rates.
         """
         if self.reduction is not None:
             for tally in self.objective.tallies():
                 self.reduction.world.add_(tally)
         norm = self._norm()
+        # One copy of all figures, started before the update is queued: the host waits only once.
         figures = ToHost(torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]))
         if self.device_decides:
             shrink = shrink_on_device(loss, norm, self.scale.value, self.grad_clip)
@@ -243,6 +254,6 @@ class TrainingStep:
         return total_norm(gradients, masters.operators)
 
     def forget(self) -> None:
-        """Discard the gradient that `backward` left, without an update."""
+        """Discard the gradient of `backward` without an update."""
         self.optimizer.masters.zero_grad()
         self.objective.forget()

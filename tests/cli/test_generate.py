@@ -111,7 +111,7 @@ def test_a_lone_surrogate_in_a_prompt_is_one_line(run_folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--length-penalty", "2"], "there is no search; choose beams of 2 or more, or leave it"),
+        (["--length-penalty", "2"], "option of beam search; set beams to 2 or more, or omit it"),
         (["--beams", "3", "--stream"], "--beams knows its text only at the end; leave out"),
         (["--temp", "0.5"], "--temperature"),
         (["--kernel", "flex"], "'flex' is not one of 'auto', 'eager', 'sdpa'"),
@@ -252,7 +252,7 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
             ["--prompt", "a", "--logit-bias", "5=1", "--logit-bias", "5=2"],
             "token 5 is given twice; keep one",
         ),
-        (["--prompt", "a", "--draft", "."], "a draft guesses nothing with speculate=0"),
+        (["--prompt", "a", "--draft", "."], "a draft has no effect with speculate=0"),
     ],
 )
 def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
@@ -267,7 +267,7 @@ def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
 def test_without_a_tokenizer_the_refusal_is_all_that_is_said(run_folder, capsys, tmp_path):
     save(load(run_folder, execution="reference").decoder, tmp_path / "bare")
     assert main(["generate", str(tmp_path / "bare"), "--prompt", "a"]) == 2
-    line = f"workhorse: {tmp_path}/bare has no tokenizer; put its files beside the weights\n"
+    line = f"workhorse: {tmp_path}/bare has no tokenizer; put its files next to the weights\n"
     assert capsys.readouterr().err == line
 
 

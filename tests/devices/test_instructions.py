@@ -1,4 +1,4 @@
-"""A lower level hides what is above it, from the compiler and from everything that asks."""
+"""A lower level hides the instructions above it, from the compiler and from all queries."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_pairs_of_bfloat16_are_multiplied_where_that_is_quick_or_asked_for(
 ) -> None:
     monkeypatch.setattr(instructions, "told_of_cpu", lambda _: maker)
     monkeypatch.delenv(SWITCH, raising=False)
-    assert WIDENED not in compiler_flags()  # a CPU with a matrix unit
+    assert WIDENED not in compiler_flags()  # the CPU has a matrix unit
     monkeypatch.setattr(instructions, "_on_this_cpu", lambda: ALL - LEVELS["amx"].adds)
     assert (WIDENED in compiler_flags()) == (maker == "GenuineIntel")
     monkeypatch.setenv(SWITCH, "avx512-bf16")
@@ -102,7 +102,8 @@ def test_what_is_chosen_by_the_cpu_follows_the_level(monkeypatch: pytest.MonkeyP
         ("x86-64-v5", r"WORKHORSE_NATIVE=x86-64-v5 is not a level; did you mean 'x86-64-v4'\?"),
         (
             "avx512-bf16",
-            "WORKHORSE_NATIVE=avx512-bf16 is above this CPU; choose one of x86-64-v2, x86",
+            "WORKHORSE_NATIVE=avx512-bf16 is not supported by this CPU; "
+            "choose one of x86-64-v2, x86",
         ),
     ],
 )
@@ -117,5 +118,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> N
 def test_a_cpu_of_another_kind_has_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instructions, "_on_this_cpu", lambda: frozenset({"neon", "bf16"}))
     monkeypatch.setenv(SWITCH, "x86-64-v2")
-    with pytest.raises(WorkhorseError, match="is above this CPU, as all are; leave it out"):
+    with pytest.raises(
+        WorkhorseError, match="is not supported by this CPU, which supports no level; unset it"
+    ):
         compiler_flags()

@@ -1,4 +1,4 @@
-"""What a machine and its control groups say about memory."""
+"""Free memory of a machine and of its control groups."""
 
 from pathlib import Path
 

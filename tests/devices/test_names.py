@@ -1,4 +1,4 @@
-"""What a name stands for on this machine, and where its cache is."""
+"""The cache folder, and the number of threads."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_the_cache_is_in_the_home_directory_or_where_told(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("home", ["", "relative"])
 def test_an_account_without_a_home(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
-    """Programs are loaded from there: never from a folder that somebody else may write to."""
+    """Programs are loaded from the cache, so it is never a folder that others can write to."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", home)
     with pytest.raises(WorkhorseError, match=r"no home directory .*; set XDG_CACHE_HOME"):

@@ -1,4 +1,4 @@
-"""Tensors in large pages are tensors like others."""
+"""Tensors in large pages do not overlap, are aligned, and use no more memory than they need."""
 
 import pytest
 import torch

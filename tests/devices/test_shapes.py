@@ -1,4 +1,4 @@
-"""Results whose shapes are remembered are those of the operators."""
+"""Results with cached shapes equal the results of the operators."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 
 @pytest.fixture
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets every operator find its shapes itself, from the call on."""
+    """Disables the shape cache from the call on: every operator finds its shapes itself."""
 
     def change() -> None:
         monkeypatch.setattr(ShapeCache, "call", lambda _, func, args, kwargs: func(*args, **kwargs))
@@ -39,7 +39,7 @@ def facts(made: Any) -> list[Any]:
 
 
 def calls(device: torch.device) -> list[Any]:
-    """Of operators with one result and several, numbers that are equal but not alike, and None."""
+    """Calls of operators with one and several results, equal numbers of other types, and None."""
     whole, half = (
         torch.empty(4, 6, dtype=dtype, device=device) for dtype in (torch.int64, torch.bfloat16)
     )
@@ -103,7 +103,7 @@ def test_tensors_of_meta_stay_so_among_those_of_a_cpu() -> None:
 
 
 def test_what_has_data_keeps_it() -> None:
-    """Among tensors of `meta`, as the counts of a batch."""
+    """A tensor with data among tensors on `meta`, such as the counts of a batch."""
     with without_data(torch.device("meta")):
         for number in (1, 2, 1):
             assert aten.add.Scalar(torch.tensor([3]), number).tolist() == [3 + number]
@@ -119,7 +119,7 @@ def test_what_has_data_keeps_it() -> None:
 def test_a_step_is_recorded_as_if_nothing_were_remembered(
     config: Any, dtype: Any, packed: bool, device: torch.device, plainly: Any
 ) -> None:
-    """Of one process, and of the first of two stages, which is cut from a whole model on `meta`."""
+    """For one rank, and for the first of two stages, cut from a whole model on `meta`."""
     train = TrainConfig(steps=1, batch_size=4, seq_len=12, micro_batch_size=2, dtype=dtype)
     divided = {"parallel": ParallelismConfig(pipeline=2), "stage": 0}
     cases = [{"packed": packed}, *([divided] if packed else [])]

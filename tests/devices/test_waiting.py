@@ -1,4 +1,4 @@
-"""How threads wait is settled before torch is imported, unless the environment says it."""
+"""How threads wait is set before torch is imported, unless the environment sets it."""
 
 import os
 import platform
@@ -67,10 +67,10 @@ print(usual > 0, seen[0], slice_now() == usual)
     get = str(waiting.SCHED_SETATTR[platform.machine()] + 1)
     known, within, after = shown(slice_of.replace("GET", get)).split()
     if known == "False":
-        pytest.skip("this Linux has slices of its own alone")
+        pytest.skip("this Linux supports no custom slices")
     assert (int(within), after) == (200_000, "True")
 
 
 def test_it_is_too_late_once_torch_is_there() -> None:
-    with pytest.raises(RuntimeError, match="before"):
+    with pytest.raises(RuntimeError, match="call share_cores before importing it"):
         waiting.share_cores()  # the tests have imported it

@@ -1,4 +1,4 @@
-"""Tokens chosen as a config says, without a model."""
+"""A sampler for a config, without a model."""
 
 from collections.abc import Callable
 

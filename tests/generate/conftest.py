@@ -1,4 +1,4 @@
-"""A tiny decoder and the smallest tokenizers that generation can be asked to work with."""
+"""A tiny decoder and minimal tokenizers for the tests of generation."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,10 +11,10 @@ from workhorse.nn import Decoder, DecoderConfig
 
 @pytest.fixture
 def make_decoder() -> Callable[..., Decoder]:
-    """Builds a two-layer decoder whose weights are large enough for decided, varied texts.
+    """Builds a two-layer decoder with weights large enough for decided, varied completions.
 
-    In float64: batches of other shapes round differently, and in float32 a choice falls between two
-    roundings often enough to be seen.
+    The dtype is float64: batches of different shapes round differently, and in float32 the rounding
+    changes a choice often enough to fail a test.
     """
 
     def make(vocab_size: int = 17, max_seq_len: int = 24, seed: int = 0, **attention) -> Decoder:
@@ -50,7 +50,7 @@ def make_decoder() -> Callable[..., Decoder]:
 
 @pytest.fixture
 def consumed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder], list[tuple[int, int]]]:
-    """The shapes of what a decoder is fed."""
+    """Records the shapes of the inputs of a decoder."""
 
     def watch(decoder: Decoder) -> list[tuple[int, int]]:
         shapes, hidden = [], decoder.hidden
@@ -66,7 +66,7 @@ def consumed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder], list[tuple[
 
 
 class PieceTokenizer:
-    """Token i is the i-th piece of text, as bytes; the last ids may be special."""
+    """Token i is the i-th byte string; `eos_id` is special."""
 
     def __init__(self, pieces: list[bytes], eos_id: int | None = None) -> None:
         self.pieces = pieces
@@ -97,7 +97,7 @@ class PieceTokenizer:
 
 @pytest.fixture
 def letters() -> Callable[..., PieceTokenizer]:
-    """Builds a tokenizer of one letter a token."""
+    """Builds a tokenizer with one letter per token."""
 
     def make(vocab_size: int = 17, eos_id: int | None = None) -> PieceTokenizer:
         return PieceTokenizer([bytes([97 + token]) for token in range(vocab_size)], eos_id)
@@ -112,7 +112,7 @@ def pieces() -> type[PieceTokenizer]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of four tokens, so that short sequences share and lose some."""
+    """Sets the block size to four tokens, so that short sequences share and lose blocks."""
     for module in ("nn.cache.paged", "nn.cache.paged_view"):
         monkeypatch.setattr(f"workhorse.{module}.BLOCK", 4)
     for module in ("sequence", "scheduler"):

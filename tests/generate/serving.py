@@ -1,4 +1,4 @@
-"""Requests of an engine, and their completions."""
+"""Helpers that run the requests of an engine."""
 
 from workhorse.generate import Engine, generate
 
@@ -11,7 +11,7 @@ ATTENTION = {
 
 
 def run(engine: Engine) -> dict[int, list[int]]:
-    """Step until nothing is left; the tokens of each completion."""
+    """Step until the engine is idle; returns the tokens of each completion."""
     texts: dict[int, list[int]] = {}
     while not engine.is_idle:
         for delta in engine.step():

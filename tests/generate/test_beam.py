@@ -1,4 +1,4 @@
-"""Beam search against every possible text, and against Hugging Face's."""
+"""Beam search compared with every possible completion, and with Hugging Face's beam search."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from workhorse.generate import GenerationConfig, beam_search, generate
 
 @torch.no_grad()
 def every_text(decoder, prompt, config) -> list[tuple[float, tuple[int, ...]]]:
-    """All texts of `max_new_tokens`, or shorter ones that a stop token ends, best first."""
+    """All completions of `max_new_tokens`, and shorter ones with a stop token, best first."""
     length = config.max_new_tokens
     texts = list(product(range(decoder.config.vocab_size), repeat=length))
     logits = decoder(torch.tensor([prompt + list(text) for text in texts]))[:, len(prompt) - 1 : -1]
@@ -41,7 +41,7 @@ def test_with_room_for_every_text_it_finds_the_best(make_decoder, length_penalty
 
 @pytest.mark.parametrize("early_stopping", [True, False])
 @pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 1.0, 1.5])
-@pytest.mark.parametrize("seed", [3, 5, 8, 14])  # where it matters when the search ends
+@pytest.mark.parametrize("seed", [3, 5, 8, 14])  # seeds for which the end of the search matters
 def test_the_same_texts_as_transformers(
     hugging_face, make_decoder, seed, early_stopping, length_penalty
 ):
@@ -79,7 +79,7 @@ def test_the_same_texts_as_transformers(
 
 @pytest.fixture
 def hugging_face():
-    """A decoder as transformers' `generate` wants it, without a cache."""
+    """Wraps a decoder for transformers' `generate`, without a cache."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_outputs import CausalLMOutput
 

@@ -18,20 +18,24 @@ def test_round_trip():
         ("top_p", 2, "top_p=2 is not a probability; choose 0 < top_p <= 1"),
         ("top_p", 0, "top_p=0 is not a probability; choose 0 < top_p <= 1"),
         ("temperature", -0.5, "temperature=-0.5 is negative; choose 0 (greedy) or more"),
-        ("top_k", 0, "top_k=0 leaves no token; choose 1 or more, or leave it out"),
+        ("top_k", 0, "top_k=0 is less than 1; choose 1 or more, or omit it"),
         ("min_p", 1.5, "min_p=1.5 is not a fraction; choose 0 <= min_p <= 1"),
-        ("max_new_tokens", 0, "max_new_tokens=0 adds nothing; choose 1 or more"),
+        ("max_new_tokens", 0, "max_new_tokens=0 is less than 1; choose 1 or more"),
         (
             "repetition_penalty",
             0,
-            "repetition_penalty=0 divides nothing; choose more than 0",
+            "repetition_penalty=0 is not positive; choose more than 0",
         ),
         ("seed", -1, "seed=-1 is out of range; choose 0 to 2^63 - 1"),
-        ("n_samples", 0, "n_samples=0 asks for no text; choose 1 or more"),
-        ("beams", 0, "beams=0 searches nothing; choose 1 (no search) or more"),
-        ("stop", ("",), "stop holds an empty text, which ends everything; leave it out"),
-        ("logprobs", -1, "logprobs=-1 is negative; choose 0 or more, or leave it out"),
-        ("speculate", -1, "speculate=-1 is negative; choose 0 (guess nothing) or more"),
+        ("n_samples", 0, "n_samples=0 is less than 1; choose 1 or more"),
+        ("beams", 0, "beams=0 is less than 1; choose 1 (no beam search) or more"),
+        (
+            "stop",
+            ("",),
+            "stop contains an empty string, which would end every completion; remove it",
+        ),
+        ("logprobs", -1, "logprobs=-1 is negative; choose 0 or more, or omit it"),
+        ("speculate", -1, "speculate=-1 is negative; choose 0 (no guesses) or more"),
         (
             "temperature",
             1e-40,
@@ -95,7 +99,7 @@ def test_temperature_must_be_finite(value):
 def test_an_option_that_would_not_be_read_is_refused(options):
     unread = list(options)[-1]
     with pytest.raises(
-        ConfigError, match=rf"^{unread}=.* would have no effect: .*; (leave one|choose beams)"
+        ConfigError, match=rf"^{unread}=.* would have no effect: .*; (omit one|set beams)"
     ):
         GenerationConfig(**options)
 
@@ -107,5 +111,7 @@ def test_a_seed_beside_greedy_decoding_is_accepted() -> None:
 def test_the_seed_of_the_last_sample_is_a_seed() -> None:
     most = 2**63 - 1
     assert GenerationConfig(seed=most - 1, n_samples=2).seed == most - 1
-    with pytest.raises(ConfigError, match="the last sample's would be 9223372036854775808; choose"):
+    with pytest.raises(
+        ConfigError, match="the last sample's seed would be 9223372036854775808; choose"
+    ):
         GenerationConfig(seed=most, n_samples=2)

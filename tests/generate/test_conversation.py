@@ -29,7 +29,7 @@ def decoder(make_decoder, tokenizer):
 
 @pytest.fixture
 def read(decoder, monkeypatch):
-    """The tokens that each forward pass reads."""
+    """Records the tokens of each forward pass."""
     seen, hidden = [], decoder.hidden
 
     def spy(tokens, **arguments):
@@ -73,7 +73,7 @@ def test_a_reply_is_what_follows_the_template(decoder, tokenizer):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
-    # Printable ASCII encodes to the very tokens that were generated.
+    # Printable ASCII encodes to exactly the tokens that were generated.
     bias = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
     config = CONFIG.replace(logit_bias=bias)
     conversation = Conversation(
@@ -82,7 +82,7 @@ def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
     _, tokens = say(conversation, "hello")
     read.clear()
     say(conversation, "again")
-    # The last token of the reply, <|end|> <|user|> again <|end|> <|assistant|>.
+    # New tokens: the last of the reply, <|end|> <|user|> again <|end|> <|assistant|>.
     new = 1 + 1 + 1 + len("again") + 2
     assert new <= len(read[0]) < new + 4  # whole blocks of four tokens are shared
     assert len(tokens) == 8
@@ -92,7 +92,7 @@ def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
 def test_a_reply_that_the_template_shows_otherwise_is_read_again_from_there(
     decoder, tokenizer, read
 ):
-    """As of models that think: the next prompt leaves the thoughts out."""
+    """As with reasoning models, whose next prompt omits the earlier reasoning."""
     shortened = IM_TEMPLATE.replace("m.content", "m.content[:4]")
     ascii_only = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
     config = CONFIG.replace(logit_bias=ascii_only)
@@ -134,7 +134,7 @@ def test_the_oldest_exchanges_are_forgotten_and_the_system_message_stays(decoder
         say(conversation, "x" * 40)
     assert len(conversation.messages) == 13
     system = {"role": "system", "content": "S"}
-    # Six exchanges of 48 characters do not fit 128 tokens, the last one and what it answers do.
+    # Six exchanges of 48 characters do not fit into 128 tokens; the last two messages do.
     messages = [system, *conversation.messages[-4:-1]]
     config = CONFIG.replace(stop_tokens=form.stop_tokens)
     expected = generate(decoder, [form.encode(messages)], config, tokenizer=tokenizer)[0]
@@ -156,7 +156,7 @@ def test_a_model_of_plain_text_continues_a_dialogue(decoder, tokenizer):
     ]
     text = tokenizer.decode(form.encode(messages))
     assert text == "A talk.\nUser: hi\nAssistant: hello\nUser: bye\nAssistant:"
-    # Typed control tokens stay text.
+    # Control tokens typed by the user are encoded as plain text.
     typed = form.encode([{"role": "user", "content": "<|eos|>"}])
     assert tokenizer.eos_id not in typed
     conversation = Conversation(decoder, tokenizer, form, CONFIG)
@@ -182,7 +182,7 @@ def test_tokens_that_the_model_stops_at_end_a_reply_too(decoder, tokenizer):
     config = CONFIG.replace(stop_tokens=(tokens[3],))
     _, cut = say(Conversation(decoder, tokenizer, form, config), "hello")
     assert cut == tokens[: tokens.index(tokens[3]) + 1]
-    # And the template's own still do.
+    # The template's own stop tokens still end a reply.
     bias = dict.fromkeys(range(tokenizer.vocab_size), -100.0)
     config = config.replace(logit_bias=bias | {form.stop_tokens[0]: 100.0})
     assert len(say(Conversation(decoder, tokenizer, form, config), "hello")[1]) == 1
@@ -257,7 +257,7 @@ def test_a_reply_that_goes_on_is_not_mixed_with_another(decoder, tokenizer):
 @pytest.mark.parametrize("option", ["n_samples", "beams"])
 def test_a_chat_has_one_reply(decoder, tokenizer, option):
     config = GenerationConfig(**{option: 3})
-    with pytest.raises(WorkhorseError, match=f"{option}=3: a chat has one reply; leave {option}"):
+    with pytest.raises(WorkhorseError, match=f"{option}=3: a chat has one reply; omit {option}"):
         Conversation(decoder, tokenizer, TranscriptFormat(tokenizer), config)
 
 

@@ -1,4 +1,4 @@
-"""Requests that come and leave at any time: each text is the one it would be alone."""
+"""Continuous batching: each completion equals the completion of the request by itself."""
 
 import random
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def random_request(pick: random.Random, seed: int) -> tuple[list[int], GenerationConfig]:
-    """Prompts that often begin alike, and every way to choose."""
+    """Prompts that often share a prefix, with every kind of sampling option."""
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9][: pick.randint(0, 9)]
     prompt += [pick.randrange(17) for _ in range(pick.randint(1, 8))]
     options = pick.choice(
@@ -69,7 +69,7 @@ def test_completions_do_not_depend_on_other_requests(make_decoder, attention, ro
 
 
 def test_a_token_is_read_before_the_host_knows_it(make_decoder, monkeypatch):
-    """Except the last, after which nothing follows."""
+    """Except for the last token, which no token follows."""
     seen: list[str] = []
     plain_wait, plain_ahead = ToHost.wait, Runner.run_ahead
     monkeypatch.setattr(ToHost, "wait", lambda self: seen.append("known") or plain_wait(self))
@@ -88,7 +88,7 @@ def test_a_token_is_read_before_the_host_knows_it(make_decoder, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_processor_may_cancel_its_own_text(make_decoder, rows):
-    """Which is closed before it could be read ahead."""
+    """The request is dropped before its next token could be processed ahead."""
     decoder = make_decoder(max_seq_len=24)
     engine = Engine(decoder, max_sequences=rows)
     engine.looks_ahead = True
@@ -120,7 +120,7 @@ def test_nothing_is_left_of_those_that_ended(make_decoder):
 
 
 def test_a_prompt_that_begins_alike_is_read_from_where_it_differs(make_decoder, consumed):
-    """In whole blocks, which have four tokens here."""
+    """Whole blocks are shared, here of four tokens."""
     decoder = make_decoder(max_seq_len=40)
     config = GenerationConfig(temperature=0, max_new_tokens=4, stop_tokens=())
     engine = Engine(decoder, max_sequences=1, prefix_caching=True)
@@ -129,9 +129,9 @@ def test_a_prompt_that_begins_alike_is_read_from_where_it_differs(make_decoder, 
     (answer,) = run(engine).values()
     shapes = consumed(decoder)
     for prompt, read in (
-        ([*first, *answer, 9, 8], 5),  # the last token of an answer was never read
+        ([*first, *answer, 9, 8], 5),  # the last token of an answer was never processed
         ([*first, *answer, 9, 7], 1),
-        ([*first, *answer, 9], 4),  # the last token's logits are wanted
+        ([*first, *answer, 9], 4),  # the last token's logits are needed
         ([4] * 20, 20),
         ([4] * 20, 4),
         ([9, 2, 3, 4], 4),
@@ -154,7 +154,7 @@ def test_what_is_remembered_gives_way_to_what_is_needed(make_decoder):
 
 
 def test_a_prefix_is_found_behind_a_window(make_decoder):
-    """Its first blocks may be gone, since no later token sees them."""
+    """Its first blocks may be released, since no later token attends to them."""
     decoder = make_decoder(max_seq_len=48, window=5)
     config = GenerationConfig(temperature=0, max_new_tokens=2, stop_tokens=())
     engine = Engine(decoder, max_sequences=1, max_tokens=48, prefix_caching=True)

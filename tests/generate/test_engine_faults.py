@@ -1,4 +1,4 @@
-"""Steps that fail or are interrupted: every text goes on as if nothing had happened."""
+"""Steps that fail or are interrupted do not change any completion."""
 
 import contextlib
 import linecache
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 @pytest.mark.parametrize("at", range(6))
 def test_what_fails_ahead_is_read_again(make_decoder, monkeypatch, at):
-    """Wherever a pass fails, once, texts go on as if it had not."""
+    """A single failure of any pass does not change the completions."""
     decoder = make_decoder()
     config = GenerationConfig(max_new_tokens=6, seed=3, stop_tokens=())
     prompts = [1, 2, 3], [4, 5]
@@ -54,7 +54,7 @@ def test_what_fails_ahead_is_read_again(make_decoder, monkeypatch, at):
 @pytest.mark.parametrize("budget", [None, 8])
 @pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
 def test_a_step_that_was_broken_off_is_made_up_for(make_decoder, attention, budget):
-    """Ctrl-C within a layer, in each step at a time: every text is as it would have been."""
+    """Ctrl-C inside a layer, in each step in turn, does not change the completions."""
     decoder = make_decoder(max_seq_len=14, **attention)
     config = GenerationConfig(temperature=0, max_new_tokens=9, stop_tokens=(), truncate="left")
     guessing = config.replace(speculate=3)
@@ -141,7 +141,7 @@ def test_an_error_of_another_request_changes_no_text(make_decoder, moment, exact
 
 
 def add_all(engine: Engine, config: GenerationConfig) -> None:
-    """Samples, guesses and a completion that outgrows the context."""
+    """Adds requests with samples, with guesses, and with a completion longer than the context."""
     for number in range(3):
         how = ({"n_samples": 2}, {"speculate": 2}, {"truncate": "left"})[number]
         engine.add([1, 2, 3, 1, 2, 3, number], config.replace(**how))
@@ -151,10 +151,10 @@ ATOMIC = " return deltas\n", "self._is_stepping = False\n"
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at a line of the engine and of the cache, counted from 1.
+    """Raises KeyboardInterrupt at the n-th executed line of the engine and the cache, from 1.
 
-    Not between the last statement of `Engine.step` and its return, and not at the single statement
-    of its `finally`, where Python handles no signal.
+    Lines at which Python handles no signal are excluded: between the last statement of
+    `Engine.step` and its return, and the single statement of its `finally`.
     """
 
     def __init__(self, at: int) -> None:
@@ -173,7 +173,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("share", range(8))
 def test_an_interrupt_at_any_line_loses_no_token(make_decoder, letters, share):
-    """In a cache so small that requests are preempted."""
+    """The cache is so small that requests are preempted."""
     decoder = make_decoder(max_seq_len=14, window=6)
     config = GenerationConfig(max_new_tokens=9, seed=4, stop_tokens=(), temperature=0.7)
     options = {"tokenizer": letters(), "max_sequences": 4, "max_tokens": 24, "speculate": 2}
@@ -247,7 +247,7 @@ def test_an_interrupt_ends_a_pass_at_once(make_decoder):
 
 
 def drain(engine: Engine, result: int, *expected: type[BaseException]) -> list[int]:
-    """The tokens of a completion, whatever steps raise of what is expected."""
+    """Returns the tokens of a completion; steps may raise the expected exceptions."""
     tokens: list[int] = []
     for _ in range(200):
         if engine.is_idle:

@@ -1,4 +1,4 @@
-"""What the engine cannot do is told in one line, and changes nothing else."""
+"""Invalid requests raise a one-line error, and do not affect other requests."""
 
 import re
 
@@ -24,7 +24,7 @@ def test_a_processor_that_forbids_everything_is_told(make_decoder):
     ("processor", "message"),
     [
         (lambda logits, tokens: None, "a logit processor returned None"),
-        (lambda logits, tokens: logits[:5], r"returned \(5,\); return logits, \(17,\)"),
+        (lambda logits, tokens: logits[:5], r"returned \(5,\); return logits of shape \(17,\)"),
         (lambda logits, tokens: logits * torch.nan, "returned nan or inf"),
         (lambda logits, tokens: logits + torch.inf, "returned nan or inf"),
     ],
@@ -45,7 +45,10 @@ def test_processors_that_give_no_logits_are_told(make_decoder, processor, messag
         ({"beams": 2}, "beams=2: beam search returns no tokens"),
         ({"speculate": 2, "temperature": 0}, "speculate=2 is more than speculate=0 of this engine"),
         ({"n_samples": 3}, "n_samples=3 is more than max_sequences=2"),
-        ({"max_new_tokens": 20}, "22 tokens do not fit a cache of 8; ask for fewer"),
+        (
+            {"max_new_tokens": 20},
+            "the request needs 22 tokens of cache, and the engine has 8; reduce max_new_tokens",
+        ),
     ],
 )
 def test_what_can_never_be_done_is_refused_when_asked(make_decoder, options, message):
@@ -121,7 +124,7 @@ def test_budgets_too_small_for_a_step_are_refused(make_decoder):
     with pytest.raises(WorkhorseError, match=r"token_budget=7 is too small .* give token_budget=8"):
         Engine(make_decoder(), max_sequences=4, token_budget=7, speculate=1)
     engine = Engine(make_decoder(), max_sequences=4, token_budget=8)
-    with pytest.raises(WorkhorseError, match="token_budget=8 is too small for a piece"):
+    with pytest.raises(WorkhorseError, match="token_budget=8 is too small for a piece of an exact"):
         engine.add([1], GenerationConfig(exact=True))
 
 

@@ -1,4 +1,4 @@
-"""Exact texts: no bit depends on what else is read, on the schedule or on what is remembered."""
+"""Exact completions: no bit depends on other requests, the schedule or the prefix cache."""
 
 import random
 
@@ -48,7 +48,7 @@ def make(dtype: torch.dtype, *, native: bool = False, mixture: bool = False) -> 
 
 
 def prompts() -> list[list[int]]:
-    """Some of them begin alike, before and after the end of a piece."""
+    """Prompts, some with a shared prefix that ends before or after the end of a piece."""
     pick = random.Random(0)
     text = [pick.randrange(VOCAB) for _ in range(300)]
     begun = [text[:length] for length in (1, 40, PIECE, PIECE + 1, 200, 2 * PIECE, 300)]
@@ -155,10 +155,10 @@ def test_beams_of_several_prompts_are_those_of_each():
 
 
 def test_exact_texts_are_not_guessed():
-    with pytest.raises(WorkhorseError, match="exact and speculate=2: the same token would be read"):
+    with pytest.raises(WorkhorseError, match="exact cannot be combined with speculate=2: the same"):
         GenerationConfig(exact=True, speculate=2)
     engine = Engine(make(torch.float32), max_sequences=1, speculate=2)
-    with pytest.raises(WorkhorseError, match="exact: not possible in an engine with speculate=2"):
+    with pytest.raises(WorkhorseError, match="exact is not possible in an engine with speculate=2"):
         engine.add([1], GREEDY)
 
 

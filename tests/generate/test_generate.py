@@ -1,4 +1,4 @@
-"""The decoding loop against a naive one that runs the whole text through the model each step."""
+"""The decoding loop compared with a naive one that runs the whole sequence in each step."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
 
 @torch.no_grad()
 def naive(decoder, prompt, config, seed=0, vocab=None) -> list[int]:
-    """No cache, no batch: as many forward passes over the whole text as there are tokens."""
+    """Without cache or batch: one forward pass over the whole sequence per new token."""
     sample = sampler(config, vocab)
     generator = torch.Generator().manual_seed(seed)
     seen, new = list(prompt), []
@@ -24,7 +24,7 @@ def naive(decoder, prompt, config, seed=0, vocab=None) -> list[int]:
         if len(seen) > decoder.max_seq_len:
             if config.truncate == "refuse":
                 break
-            # The context is full: the older half of it is forgotten.
+            # The context is full: its older half is dropped.
             seen = seen[-(decoder.max_seq_len if not new else decoder.max_seq_len // 2) :]
         logits = decoder(torch.tensor([seen]))[:, -1]
         uniform = torch.rand((), dtype=torch.float64, generator=generator)
@@ -57,7 +57,7 @@ def naive(decoder, prompt, config, seed=0, vocab=None) -> list[int]:
 )
 def test_a_ragged_cached_batch_gives_what_the_naive_loop_gives(make_decoder, attention, options):
     decoder = make_decoder(max_seq_len=16, **attention)
-    # Two ids end a row, so rows leave the batch at different times.
+    # Two ids end a completion, so sequences leave the batch at different times.
     config = GenerationConfig(**{"max_new_tokens": 12, "stop_tokens": (0, 1), **options})
     results = generate(decoder, PROMPTS, config)
     for prompt, result in zip(PROMPTS, results, strict=True):
@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_runs(make_decoder):
     decoder = make_decoder()
     config = GenerationConfig(seed=3, max_new_tokens=10, stop_tokens=(0,))
     together = generate(decoder, PROMPTS, config)
-    torch.rand(7)  # somebody else draws from the global generator
+    torch.rand(7)  # other code draws from the global generator
     in_twos = generate(decoder, PROMPTS[::-1], config, batch_size=2)[::-1]
     alone = [generate(decoder, [prompt], config)[0] for prompt in PROMPTS]
     assert together == in_twos == alone
@@ -128,13 +128,13 @@ def test_a_stop_text_across_tokens_ends_the_text_before_it(make_decoder, letters
     config = config.replace(stop=(stop,))
     result = generate(decoder, [[1, 2]], config, tokenizer=tokenizer)[0]
     assert (result.text, result.finish_reason) == (before, "stop")
-    assert len(result.tokens) == len(before) + 3  # those of the stop text are told, not shown
+    assert len(result.tokens) == len(before) + 3  # includes the tokens of the stop string
     deltas = list(stream(decoder, [[1, 2]], config, tokenizer=tokenizer))
     assert "".join(delta.text for delta in deltas) == before
     shown = ""
     for delta in deltas:
         shown += delta.text
-        assert before.startswith(shown), "a part of the stop text was shown"
+        assert before.startswith(shown), "a part of the stop string was shown"
 
 
 def test_streaming_gives_the_same_results(make_decoder, letters):
@@ -173,7 +173,7 @@ def test_logprobs_are_those_of_the_model_before_any_shaping(make_decoder):
 
 
 def test_a_text_ends_with_its_context(make_decoder):
-    """The last token is predicted from a full context, and is not consumed itself."""
+    """The last token is predicted from a full context, and is not processed itself."""
     decoder = make_decoder(max_seq_len=8)
     config = GenerationConfig(seed=0, max_new_tokens=50)
     results = generate(decoder, [[1] * 8, [1] * 3], config)
@@ -199,7 +199,7 @@ def test_a_prompt_longer_than_the_context(make_decoder):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([], {}, "the prompt holds no tokens"),
+        ([], {}, "the prompt is empty"),
         ([1, 17], {}, "token id 17 is not in the vocabulary of 17; use the model's own tokenizer"),
         ([-1], {}, "token id -1 is not in the vocabulary of 17"),
         (
@@ -208,7 +208,7 @@ def test_a_prompt_longer_than_the_context(make_decoder):
             "token id 17 of logit_bias is not in .* 17; choose 0 to 16",
         ),
         ([1], {"stop_tokens": (99,)}, "token id 99 of stop_tokens is not in .* 17; choose 0 to 16"),
-        ([1], {"stop": ("x",)}, "stop texts need a tokenizer"),
+        ([1], {"stop": ("x",)}, "stop strings need a tokenizer"),
         ([1], {"beams": 3, "max_new_tokens": 30, "truncate": "left"}, "max_new_tokens=30 does not"),
     ],
 )
@@ -226,9 +226,12 @@ def test_a_tokenizer_larger_than_the_embedding_is_named(make_decoder, letters):
 
 
 def test_stream_refuses_when_called(make_decoder):
-    with pytest.raises(WorkhorseError, match="holds no tokens"):
+    with pytest.raises(WorkhorseError, match="the prompt is empty"):
         stream(make_decoder(), [[]], GenerationConfig())
-    with pytest.raises(WorkhorseError, match=r"^beams=2 gives its text only at the end"):
+    with pytest.raises(
+        WorkhorseError,
+        match=r"^beams=2 cannot be streamed: beam search returns its text only at the end",
+    ):
         stream(make_decoder(), [[1]], GenerationConfig(beams=2))
 
 
@@ -236,7 +239,7 @@ def test_damaged_weights_are_reported(make_decoder):
     decoder = make_decoder()
     with torch.no_grad():
         decoder.head.proj.weight[3] = torch.nan
-    with pytest.raises(WorkhorseError, match="logits are not finite numbers"):
+    with pytest.raises(WorkhorseError, match=r"logits are not finite \(nan or inf\)"):
         generate(decoder, [[1]], GenerationConfig(temperature=0))
 
 
@@ -273,7 +276,7 @@ def test_finished_rows_leave_the_batch(make_decoder, consumed):
     decoder = make_decoder(max_seq_len=8)
     shapes = consumed(decoder)
     generate(decoder, [[1] * 8, [1] * 6, [1] * 7], GenerationConfig(max_new_tokens=20))
-    # A row ends with its context: after 1, 3 and 2 tokens.
+    # Completions end with the context: after 1, 3 and 2 tokens.
     assert shapes == [(1, 8 + 6 + 7), (2, 1), (1, 1)]  # prompts are packed
 
 
@@ -285,7 +288,7 @@ def test_samples_share_the_reading_of_their_prompt(make_decoder, consumed):
 
 
 def test_the_text_goes_on_from_its_prompt(make_decoder, letters):
-    """So that a space before its first word is kept, and a character begun there is completed."""
+    """The space before its first word is kept, and a character begun in the prompt is completed."""
     tokenizer = letters()
     generate(make_decoder(), [[3, 1]], GenerationConfig(max_new_tokens=1), tokenizer=tokenizer)
     assert tokenizer.after == (3, 1)
@@ -328,7 +331,7 @@ BY_LENGTH = {
 def test_angles_that_depend_on_the_length_depend_on_the_row_s_own(
     make_decoder, kind, window, speculate, truncate
 ):
-    """A short text beside a long one; and beside one that forgets half of its context."""
+    """A short sequence in one batch with a long one, and with one that drops half its context."""
     scaling = {"kind": kind, "original_max_seq_len": 12, **BY_LENGTH[kind]}
     position = {"kind": "rope", "theta": 100.0, "scaling": scaling}
     decoder = make_decoder(max_seq_len=30, position=position, window=window)

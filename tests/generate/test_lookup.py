@@ -1,4 +1,4 @@
-"""What is guessed from the text itself."""
+"""Guesses looked up in the sequence itself."""
 
 import pytest
 
@@ -13,8 +13,8 @@ from workhorse.generate.speculation import PromptLookup
     [
         ([1, 2, 3, 4, 1, 2], 3, (3, 4, 1)),
         ([1, 2, 3, 1, 2, 4, 1, 2], 2, (4, 1)),  # the latest occurrence
-        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 1, (9,)),  # the longest one first
-        ([5, 5, 5], 4, (5, 5, 5, 5)),  # on into what is being guessed
+        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 1, (9,)),  # the longest match first
+        ([5, 5, 5], 4, (5, 5, 5, 5)),  # the guess continues with itself
         ([1, 2, 1, 2], 5, (1, 2, 1, 2, 1)),
         ([1, 2, 3, 1], 2, ()),
         ([1], 2, ()),
@@ -28,7 +28,7 @@ def test_lookup(text, n, guess):
         return lookup.propose(rows, most, Chooser(GenerationConfig(), 9, 9))
 
     assert guessed(PromptLookup(), [row(text)], [n]) == [Guess(guess)]
-    lookup = PromptLookup()  # read bit by bit, beside another text that leaves
+    lookup = PromptLookup()  # reads token by token, beside another request that leaves
     growing, other = row(text[:1]), row([1])
     for token in text[1:]:
         guessed(lookup, [other, growing], [0, 1])

@@ -1,4 +1,4 @@
-"""Each sampler against Hugging Face's, and the draw against the distribution it must follow."""
+"""Samplers compared with Hugging Face's, and draws compared with their distribution."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_top_k(reference, k):
 @pytest.mark.parametrize("p", [0.01, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("vocab", [50, 3000])
 def test_top_p(reference, p, vocab):
-    # In float64, because the reference sums from the other end: in float32 the two round apart.
+    # In float64: the reference sums from the other end, and in float32 the roundings differ.
     logits = random_logits(1, vocab=vocab).double()
     expected = reference.TopPLogitsWarper(top_p=p)(None, logits)
     assert torch.equal(sampling.top_p(logits, p), expected)
@@ -118,7 +118,7 @@ def test_logit_bias_adds():
     ],
 )
 def test_draws_follow_the_distribution(options):
-    """Over an even grid of uniforms, each token is drawn as often as its probability says."""
+    """Over an even grid of uniforms, each token is drawn in proportion to its probability."""
     config, vocab, grid = GenerationConfig(**options), 12, 20_000
     logits = random_logits(6, batch=1, vocab=vocab)
     uniforms = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
@@ -142,7 +142,7 @@ def test_a_removed_token_is_never_drawn(uniform):
 
 
 def test_the_largest_uniform_stays_within_the_distribution():
-    """Though rounding makes the probabilities sum to a little more or less than 1."""
+    """Even if rounding makes the probabilities sum to a little more or less than 1."""
     logits = random_logits(9, batch=500, vocab=40)
     logits[:, 30:] = -torch.inf
     largest = torch.full((500,), 1 - 2**-53, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_the_largest_uniform_stays_within_the_distribution():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    """Even where one row of the batch makes top-p sort everything."""
+    """Even if one row of the batch makes top-p sort the whole vocabulary."""
     config = GenerationConfig(temperature=0.9, top_k=2500, top_p=0.9, min_p=1e-4)
     logits = random_logits(7, batch=4, vocab=3000)
     logits[2] /= 50

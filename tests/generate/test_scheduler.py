@@ -1,4 +1,4 @@
-"""The policy by itself: requests are integers, and no model runs."""
+"""The scheduler by itself: requests consist of integers, and no model runs."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ WINDOW = 100
 
 @dataclass(eq=False)
 class Job:
-    """A request as far as the scheduler knows it: its arrival and the lengths of its tokens."""
+    """A request as the scheduler sees it: its arrival and its numbers of tokens."""
 
     index: int
     sequence: TokenSequence
@@ -40,7 +40,7 @@ def make(
 def job(
     scheduler: Scheduler, index: int, prompt: int, new: int, *, first: int = 0, exact: bool = False
 ) -> Job:
-    """A request whose first tokens are those of others with the same `first`."""
+    """A request that shares its first tokens with others of the same `first`."""
     tokens = [first] * (prompt // 2) + [index] * (prompt - prompt // 2)
     return Job(index, TokenSequence(tokens, scheduler.cache, exact=exact), [], new)
 
@@ -51,7 +51,7 @@ def is_empty(scheduler: Scheduler) -> bool:
 
 
 def read(scheduler: Scheduler, *, guessing: bool = False) -> list[Job]:
-    """A step, as the engine takes it; returns the jobs that have ended."""
+    """Take a step as the engine does; returns the jobs that have ended."""
     for one in scheduler.running if guessing else ():
         if one.sequence.pending == 1:
             one.sequence.guessed = min(one.guesses, one.left - 1)
@@ -67,7 +67,7 @@ def read(scheduler: Scheduler, *, guessing: bool = False) -> list[Job]:
     for one, count in step:
         assert count > 0
         end = one.sequence.cached.length + count
-        for reach, table in one.sequence.cached.tables.items():  # blocks for all that is read now
+        for reach, table in one.sequence.cached.tables.items():  # blocks for all tokens of the step
             assert len(table) >= -(-end // BLOCK)
             assert EMPTY not in table[scheduler.cache.oldest(end, reach) :]
         one.sequence.cached.length = end
@@ -81,7 +81,7 @@ def read(scheduler: Scheduler, *, guessing: bool = False) -> list[Job]:
 
 
 def take(scheduler: Scheduler, one: Job) -> None:
-    """A new token for a job whose tokens were all read; its guesses were wrong."""
+    """Give a job a new token once all its tokens are processed; its guesses were wrong."""
     sequence = one.sequence
     drop_guesses(one)
     sequence.tokens.append(one.index)
@@ -151,7 +151,7 @@ def test_any_load_is_served_within_its_budgets(count, slack, prefix_caching):
             first = min(everyone, key=lambda one: one.index, default=None)
             steps_of_oldest = steps_of_oldest + 1 if first is oldest else 0
             oldest = first
-            # The oldest reads at least one token per step: up to 700 of the prompt, 40 new.
+            # The oldest processes at least one token per step: up to 700 of the prompt, 40 new.
             assert steps_of_oldest <= 700 + 40
         assert is_empty(scheduler)
 
@@ -174,7 +174,7 @@ def test_a_piece_of_an_exact_prompt_is_read_beside_short_ones() -> None:
 
 
 def test_a_request_that_fits_passes_one_that_does_not() -> None:
-    """Until the one that waits is the oldest: then the newest gives way, and is read again."""
+    """When the waiting request is the oldest, the newest is preempted and processed again."""
     scheduler = make(1000, budget=600, sequences=8)
     first, large, small = (
         job(scheduler, index, prompt, new)

@@ -1,4 +1,4 @@
-"""Speculative decoding gives what plain decoding gives: the same text, or the same distribution."""
+"""Speculative decoding gives the same completions as plain decoding, or the same distribution."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from workhorse.generate import Engine, GenerationConfig, generate, stream
 from workhorse.generate import engine as scheduler_module
 from workhorse.generate.request import Guess
 
-# Repetitive enough to be looked up, and of different lengths.
+# Repetitive enough for lookup, and of different lengths.
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [6], [7, 8, 9, 7, 8], [10, 11, 12, 13, 10, 11, 12]]
 ARCHITECTURES = {
     "rope": {},
@@ -71,7 +71,7 @@ def unspeculated(results):
 
 
 def assert_same(results, expected):
-    """The same but for the last bits of log-probabilities."""
+    """Equal except for the last bits of log-probabilities."""
     for result, plain in zip(unspeculated(results), expected, strict=True):
         assert replace(result, logprobs=None) == replace(plain, logprobs=None)
         for mine, theirs in zip(result.logprobs or (), plain.logprobs or (), strict=True):
@@ -81,7 +81,7 @@ def assert_same(results, expected):
 
 
 class Oracle:
-    """Knows the plain texts, and errs in its guesses at the places of a pattern."""
+    """Guesses the completions of plain decoding, with errors at the positions of a pattern."""
 
     texts: dict[tuple[int, ...], list[int]]
     errors: tuple[bool, ...]
@@ -151,7 +151,7 @@ def test_any_pattern_of_right_and_wrong_guesses(
 def test_a_draft_gives_the_greedy_text(make_decoder, attention, options):
     decoder = make_decoder(max_seq_len=24, **attention)
     draft = copy.deepcopy(decoder)
-    with torch.no_grad():  # close to the model, so that some guesses hold
+    with torch.no_grad():  # close to the model, so that some guesses are accepted
         for weight in draft.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
     config = config_of(options, max_new_tokens=40, presence_penalty=0.3)
@@ -186,7 +186,7 @@ def test_float32_greedy_tokens_are_the_same(make_decoder):
 
 @pytest.fixture
 def consumed(monkeypatch):
-    """The shapes of what a decoder is fed."""
+    """Records the shapes of the inputs of a decoder."""
 
     def watch(decoder):
         shapes, hidden = [], decoder.hidden
@@ -209,7 +209,7 @@ def test_a_text_that_repeats_itself_is_looked_up(make_decoder, consumed):
     )
     result = generate(decoder, [[1, 2]], config)[0]
     assert result.tokens == (3,) * 12
-    # The first 3s tell nothing yet; later ones are a text that says 3 after 3 3.
+    # The first 3s have no earlier match; later ones match 3 3, which 3 followed.
     assert shapes == [(1, 2), (1, 1), (1, 1), (1, 5), (1, 4)]
     assert (result.proposed, result.accepted) == (7, 7)
 
@@ -219,10 +219,10 @@ def test_a_perfect_draft_saves_passes(make_decoder, consumed):
     shapes, of_draft = consumed(decoder), consumed(draft)
     config = GenerationConfig(temperature=0, max_new_tokens=10, speculate=3)
     result = generate(decoder, [[1, 2]], config, draft=draft)[0]
-    # A pass gives its guesses and one more token; the last has one token to guess less than asked.
+    # A pass gives its guesses and one more token; the last pass has one guess less than allowed.
     assert shapes == [(1, 2), (1, 4), (1, 4), (1, 1)]
     assert (result.proposed, result.accepted) == (6, 6)
-    # The draft reads the last of its own guesses, and the token after it, with the next turn.
+    # The draft processes its own last guess and the token after it in the next turn.
     assert of_draft == [(1, 3), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1)]
 
 
@@ -259,11 +259,11 @@ def test_samples_of_a_prompt_are_those_of_the_seeds_that_follow(make_decoder):
     assert results == singles
 
 
-# ---- Where a text ends.
+# ---- The end of a completion.
 
 
 def test_a_text_may_end_inside_a_guess(make_decoder, letters, with_oracle):
-    """By a stop text across accepted tokens, by eos, and by the limit; and streams as ever."""
+    """By a stop string across accepted tokens, by eos, and by the limit; also when streamed."""
     decoder = make_decoder(seed=2)
     config = GenerationConfig(seed=1, max_new_tokens=20)
     free = generate(decoder, [[1, 2]], config, tokenizer=letters())[0]
@@ -278,7 +278,7 @@ def test_a_text_may_end_inside_a_guess(make_decoder, letters, with_oracle):
         deltas = list(stream(decoder, [[1, 2]], request.replace(speculate=4), tokenizer=tokenizer))
         assert [replace(d, proposed=0, accepted=False) for d in deltas] == plain
         assert deltas[-1].accepted or change.get("max_new_tokens")
-        # The first token of a text follows its prompt; each pass tells of its guesses once.
+        # The first token follows from the prompt; each pass reports its guesses once.
         last = 0 if "max_new_tokens" in change else 4
         assert [d.proposed for d in deltas] == [0, 4, 0, 0, 0, 0, last, 0, 0, 0, 0][: len(deltas)]
 
@@ -291,7 +291,7 @@ def test_a_draft_of_a_shorter_context_goes_on_guessing(make_decoder, consumed):
     assert_same(generate(decoder, PROMPTS, config, draft=draft), plain)
     assert max(columns for _, columns in shapes) <= 8 * len(PROMPTS)
     assert len(shapes) > 50
-    # No more than it can take back after it has forgotten half of its context on the way.
+    # No more than it can remove again after it has dropped half of its context.
     assert max(delta.proposed for delta in stream(decoder, PROMPTS, config, draft=draft)) == 4
 
 
@@ -320,14 +320,14 @@ def test_a_draft_padded_to_another_size(make_decoder, letters):
             {"speculate": 2},
             "the draft has a vocabulary of 18 and the model one of 17; choose a",
         ),
-        (17, {}, "a draft guesses nothing with speculate=0; choose speculate=4"),
-        (17, {"beams": 2}, "a draft guesses nothing with speculate=0; choose speculate=4"),
+        (17, {}, "a draft has no effect with speculate=0; set speculate=4"),
+        (17, {"beams": 2}, "a draft has no effect with speculate=0; set speculate=4"),
     ],
 )
 def test_wrong_drafts(make_decoder, vocab_size, options, message):
     draft = make_decoder(vocab_size=vocab_size)
     for call in (generate, stream):
-        with pytest.raises(WorkhorseError, match=f"^{message}|gives its text only at the end"):
+        with pytest.raises(WorkhorseError, match=f"^{message}|returns its text only at the end"):
             call(make_decoder(), [[1]], GenerationConfig(**options), draft=draft)
 
 
@@ -336,7 +336,7 @@ def test_a_damaged_draft_is_reported(make_decoder):
     with torch.no_grad():
         draft.head.proj.weight[3] = torch.nan
     config = GenerationConfig(speculate=2)
-    with pytest.raises(WorkhorseError, match="the draft's logits are not finite numbers"):
+    with pytest.raises(WorkhorseError, match=r"the draft's logits are not finite \(nan or inf\)"):
         generate(make_decoder(), [[1]], config, draft=draft)
 
 
@@ -364,7 +364,7 @@ def test_a_conversation_s_draft_reads_only_what_is_new(make_decoder, consumed):
     expected = generate(decoder, [prompt], config.replace(speculate=0))[0]
     shapes, of_draft = consumed(decoder), consumed(draft)
     assert answer(engine, prompt, config) == list(expected.tokens)
-    assert shapes[0][1] <= 4 + 1 + 3  # and the rest of a block of four tokens
+    assert shapes[0][1] <= 4 + 1 + 3  # with the rest of a block of four tokens
     assert of_draft[0][1] <= 4 + 1 + 3 + 3
 
 
@@ -379,7 +379,7 @@ def test_more_guesses_may_be_asked_for_than_tokens(make_decoder):
 
 def test_a_draft_that_would_guess_nothing_is_refused(make_decoder):
     decoder, draft = make_decoder(), make_decoder(seed=1)
-    with pytest.raises(WorkhorseError, match="a draft guesses nothing with speculate=0"):
+    with pytest.raises(WorkhorseError, match="a draft has no effect with speculate=0"):
         Engine(decoder, draft=draft)
     with pytest.raises(WorkhorseError, match="the draft has a vocabulary of 5 and the model one"):
         Engine(decoder, draft=make_decoder(vocab_size=5), speculate=2)

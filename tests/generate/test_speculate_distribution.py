@@ -1,4 +1,4 @@
-"""A guess drawn from a draft leaves the target's distribution as it is, to the last text."""
+"""Guesses drawn from a draft do not change the target's distribution of completions."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from workhorse.generate.sampling import after_guess
 @settings(max_examples=30)
 @given(st.integers(0, 10_000), st.booleans(), st.booleans())
 def test_after_guess_follows_the_target(seed, sparse_target, sparse_draft):
-    """Summed over all guesses, and over a grid of uniforms."""
+    """Sums over all guesses and over a grid of uniforms."""
     generator = torch.Generator().manual_seed(seed)
 
     def distribution(sparse: bool) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_equal_distributions_up_to_rounding_leave_something_to_draw():
 
 
 class Paths:
-    """Runs something that draws, once for each way the draws may fall, with its probability."""
+    """Runs a sampling function once for each possible outcome of its draws, with probability."""
 
     def __init__(self) -> None:
         self.script: list[int] = []
@@ -57,7 +57,7 @@ class Paths:
         self.probability = 1.0
 
     def branch(self, chances: list[float]) -> int:
-        """One of the choices that have a chance."""
+        """Take one of the choices with a probability above 0."""
         possible = [n for n, chance in enumerate(chances) if chance > 0]
         place = len(self.taken)
         pick = self.script[place] if place < len(self.script) else 0
@@ -82,7 +82,7 @@ class Paths:
 
 
 class Undecided(float):
-    """A uniform that is below a threshold in one branch and not in the other."""
+    """A uniform number that is below a threshold in one branch and not in the other."""
 
     paths: Paths
 
@@ -98,7 +98,7 @@ class Undecided(float):
 
 @torch.no_grad()
 def distribution_of(decoder, prompt, config) -> dict[tuple[int, ...], float]:
-    """Of all texts, by the chain rule and full forward passes."""
+    """Probabilities of all completions, by the chain rule and full forward passes."""
     shape, found, growing = sampling.shaping(config), {}, {(): 1.0}
     while growing:
         new, probability = growing.popitem()
@@ -124,9 +124,9 @@ def distribution_of(decoder, prompt, config) -> dict[tuple[int, ...], float]:
 )
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_probability_of_every_text_is_the_target_s(make_decoder, monkeypatch, options, n):
-    """Exactly: every way that the draws can fall is run, and the probabilities are added up."""
+    """Exact test: every possible outcome of the draws is run, and the probabilities are summed."""
     decoder, draft = make_decoder(vocab_size=5), make_decoder(vocab_size=5, seed=3)
-    with torch.no_grad():  # both flat enough for guesses to hold and to fail
+    with torch.no_grad():  # both flat enough for guesses to be accepted and rejected
         for weights in (decoder.head.proj.weight, draft.head.proj.weight):
             weights.mul_(0.3)
     config = GenerationConfig(max_new_tokens=4, speculate=n, **options)
@@ -154,7 +154,7 @@ def test_the_probability_of_every_text_is_the_target_s(make_decoder, monkeypatch
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_many_drawn_texts_are_distributed_as_the_target_s(make_decoder, n):
-    """With the real random numbers, in one ragged batch: Pearson's chi-square."""
+    """Pearson's chi-square test with real random numbers, in one ragged batch."""
     decoder, draft = make_decoder(vocab_size=4), make_decoder(vocab_size=4, seed=3)
     with torch.no_grad():
         for weights in (decoder.head.proj.weight, draft.head.proj.weight):
@@ -167,13 +167,13 @@ def test_many_drawn_texts_are_distributed_as_the_target_s(make_decoder, n):
     expected = distribution_of(decoder, [1, 2], config)
     square, rare, seen_rare, cells = 0.0, 0.0, 0, 0
     for text, p in expected.items():
-        if p * len(results) < 5:  # too few for a cell of their own
+        if p * len(results) < 5:  # too few for a separate cell
             rare, seen_rare = rare + p * len(results), seen_rare + counts[text]
             continue
         square += (counts[text] - p * len(results)) ** 2 / (p * len(results))
         cells += 1
     square += (seen_rare - rare) ** 2 / rare if rare else 0.0
-    # Wilson and Hilferty: the cube root is nearly normal. Beyond 3.3 is one in two thousand.
+    # Wilson and Hilferty: the cube root is nearly normal. Above 3.3 has probability 1 in 2,000.
     freedom = cells - (0 if rare else 1)
     z = ((square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert abs(z) < 3.3

@@ -19,10 +19,10 @@ def scan(stops, pieces) -> tuple[list[str], bool]:
         (["END"], ["abENDcd"], ["ab", ""], True),
         (["END"], ["ab", "E", "N", "D", "cd"], ["ab", "", "", "", "", ""], True),
         (["END"], ["abE", "N", "x"], ["ab", "", "ENx", ""], False),
-        (["END"], ["abEN"], ["ab", "EN"], False),  # what is held back comes at the end
+        (["END"], ["abEN"], ["ab", "EN"], False),  # text held back is returned at the end
         (["aab"], ["a", "a", "a", "b"], ["", "", "a", "", ""], True),
         (["bcd", "c"], ["abcd"], ["ab", ""], True),  # the stop that ends first
-        (["bcd", "cd"], ["abcd"], ["a", ""], True),  # of those that end together, the longest
+        (["bcd", "cd"], ["abcd"], ["a", ""], True),  # the longest of those that end together
         ([], ["ab"], ["ab", ""], False),
     ],
 )
@@ -42,7 +42,7 @@ def test_how_the_text_is_cut_does_not_matter(text, stops, cuts):
     out, stopped_in_pieces = scan(stops, pieces)
     assert "".join(out) == "".join(whole)
     assert stopped == stopped_in_pieces == any(stop in text for stop in stops)
-    # What was shown at any moment is a beginning of the final text: nothing is taken back.
+    # The text shown at any time is a prefix of the final text: nothing is taken back.
     assert "".join(whole).startswith("".join(out[:-1]))
     assert not any(stop in "".join(whole) for stop in stops)
 

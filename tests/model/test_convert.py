@@ -1,4 +1,4 @@
-"""From a run to transformers, to our own format and back: the same model everywhere."""
+"""Conversion from a run to transformers, to our own format and back gives the same model."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def logits(path: Path) -> torch.Tensor:
 
 
 def assert_same_model(path: Path, original: Path) -> None:
-    """The same bits of every weight; logits only nearly: weights lie at other addresses."""
+    """Weights equal bit by bit; logits only nearly, since weights have other addresses."""
     found, expected = (workhorse.load(one).decoder.state_dict() for one in (path, original))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -75,7 +75,7 @@ def test_transformers_reads_what_a_run_became(run_folder: Path, tmp_path: Path) 
 def test_others_begin_a_text_where_training_did(
     to: Format, run_folder: Path, tmp_path: Path
 ) -> None:
-    """After the eos of the text before, though the tokenizer has a bos that nobody trained."""
+    """After the eos of the document before, although the tokenizer has an untrained bos."""
     special = SpecialTokensConfig(pad=None, chat=("<|user|>", "<|end|>"))
     tokenizer = train_tokenizer(BytesConfig(special=special), [])
     run = replace(workhorse.load(run_folder, execution="reference"), tokenizer=tokenizer)
@@ -165,14 +165,14 @@ def test_a_decoder_trained_by_hand_is_saved_and_loaded(run_folder: Path, tmp_pat
 
 @pytest.mark.parametrize("name", ["q_proj", "activation"])
 def test_a_replaced_module_is_not_saved(run_folder: Path, tmp_path: Path, name: str) -> None:
-    """Its weights would be missing when it is loaded, or the config's module would come back."""
+    """Its weights would be missing after loading, or the config's module would be restored."""
     decoder = workhorse.load(run_folder).decoder
-    workhorse.save(decoder.config.build("eager"), tmp_path / "eager")  # a kernel is no part of it
+    workhorse.save(decoder.config.build("eager"), tmp_path / "eager")  # the kernel is not saved
     place, module = next(
         (path, module) for path, module in decoder.named_modules() if path.endswith(f".{name}")
     )
     decoder.set_submodule(place, torch.nn.Sequential(module))
-    with pytest.raises(WorkhorseError, match=rf"{place} is Sequential and its config builds"):
+    with pytest.raises(WorkhorseError, match=rf"{place} is Sequential and the config builds"):
         workhorse.save(decoder, tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
 
@@ -189,10 +189,10 @@ def test_saving_loses_nothing(
     with pytest.raises(WorkhorseError, match=r"takes a Decoder, not a ModuleList"):
         workhorse.save(model.decoder.layers, tmp_path / "other")  # pyright: ignore[reportArgumentType]
     small = model.config.replace(vocab_size=200).build()
-    with pytest.raises(WorkhorseError, match="has 260 tokens and the decoder logits for 200"):
+    with pytest.raises(WorkhorseError, match="has 260 tokens and the decoder has logits for 200"):
         workhorse.save(small, tmp_path / "other", tokenizer=model.tokenizer)
     word: Any = "x"
-    with pytest.raises(WorkhorseError, match="'x' is no Tokenizer"):
+    with pytest.raises(WorkhorseError, match="'x' is not a Tokenizer"):
         workhorse.save(model.decoder, tmp_path / "other", tokenizer=word)
 
     def broken(*_: object, **__: object) -> None:
@@ -207,7 +207,7 @@ def test_saving_loses_nothing(
 
 
 def quick(recipe: Path, texts: Path, **train_changes: object) -> Recipe:
-    """A recipe that is shipped, on a small model and a few lines of text."""
+    """A shipped recipe with a small model and a few lines of text."""
     fields = read_yaml(recipe)
     assert isinstance(fields, dict)
     (block,) = fields["model"]["blocks"].values()
@@ -237,9 +237,9 @@ def test_a_model_with_convolutions_stays(to: Format, said: str, tmp_path: Path) 
 @pytest.mark.parametrize("file", LEAVING, ids=lambda file: file.stem)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path: Path) -> None:
-    """To transformers and to GGUF, from an unfinished run too, and back: the same model.
+    """Export to transformers and GGUF, also from an unfinished run, and back: the same model.
 
-    Without convolutions, which nobody else has.
+    Without convolutions, which neither format supports.
     """
     pytest.importorskip("gguf")
     texts = tmp_path / "texts.txt"
@@ -248,7 +248,7 @@ def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path
     recipe = quick(file, texts, dtype=dtype, checkpoint_every=3)
     recipe.model["blocks"]["main"].pop("convolution", None)
     train(recipe, run)
-    shutil.rmtree(run / "checkpoints" / "step-00000006")  # as if it had been ended on the way
+    shutil.rmtree(run / "checkpoints" / "step-00000006")  # as if the run had been interrupted
     ours = workhorse.load(run, kernel="eager")
     text = "def f_12(x):\n    return"
     tokens = torch.tensor([ours.encode(text)])

@@ -1,4 +1,4 @@
-"""What cannot be converted is told in one line, and nothing is written."""
+"""Conversions that are not possible raise a one-line error, and write nothing."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ def test_what_cannot_be_written_is_refused_before_any_weight_is_made(tmp_path: P
 def test_an_unknown_format_is_refused_and_nothing_is_written(
     to: Any, run_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(WorkhorseError, match="is no format; choose hf, workhorse, gguf"):
+    with pytest.raises(WorkhorseError, match="is not a format; choose hf, workhorse, gguf"):
         convert(run_folder, tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
@@ -51,7 +51,7 @@ def test_an_unknown_format_is_refused_and_nothing_is_written(
 @pytest.mark.parametrize("place", ["checkpoints/step-00000099", "data/new", "tokenizer/x.gguf"])
 def test_nothing_is_written_among_the_files_of_a_run(run_folder: Path, place: str) -> None:
     to: Format = "gguf" if place.endswith("gguf") else "workhorse"
-    with pytest.raises(WorkhorseError, match="lies among the files of a run; choose a place"):
+    with pytest.raises(WorkhorseError, match="is inside a run directory; choose a path outside"):
         convert(run_folder, run_folder / place, to)
     assert not (run_folder / place).exists()
 
@@ -60,7 +60,7 @@ def test_nothing_is_written_among_the_files_of_a_run(run_folder: Path, place: st
 def test_an_unknown_number_format_is_refused_and_nothing_is_written(
     run_folder: Path, tmp_path: Path, dtype: Any
 ) -> None:
-    expected = "is no number format; choose auto, float32, bfloat16, float16, q8_0, q4_0, q4_k$"
+    expected = "is not a dtype; choose auto, float32, bfloat16, float16, q8_0, q4_0, q4_k$"
     with pytest.raises(WorkhorseError, match=expected):
         convert(run_folder, tmp_path / "out", "workhorse", dtype=dtype)
     assert not (tmp_path / "out").exists()
@@ -145,7 +145,7 @@ def test_weights_that_no_model_computes_with_are_not_written(
         with pytest.raises(WorkhorseError, match=rf"norm.weight has .*{refused}"):
             convert(model, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
     empty = replace(model, decoder=model.config.build(device="meta"))
-    with pytest.raises(WorkhorseError, match="on the device meta, without weights; load or draw"):
+    with pytest.raises(WorkhorseError, match="on the device meta and has no weights; load or init"):
         convert(empty, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "run"}
 
@@ -159,6 +159,6 @@ def test_only_a_bias_may_rule_a_token_out() -> None:
 
 def test_a_decoder_without_numbers_is_not_saved(run_folder: Path, tmp_path: Path) -> None:
     decoder = workhorse.load(run_folder).config.build(device="meta")
-    with pytest.raises(WorkhorseError, match="on the device meta, without weights; load or draw"):
+    with pytest.raises(WorkhorseError, match="on the device meta and has no weights; load or init"):
         workhorse.save(decoder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

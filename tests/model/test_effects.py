@@ -1,4 +1,4 @@
-"""The library changes nothing of its process."""
+"""The library does not change global state of its process."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ train: {steps: 2, batch_size: 2, seq_len: 16, samples: {every: 1, max_new_tokens
 """
 
 
-@pytest.mark.slow  # seconds: a process of its own
+@pytest.mark.slow  # takes seconds: starts a separate process
 def test_environment_signals_functions_and_allocator_stay(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("to be or not to be; " * 200)
     (tmp_path / "recipe.yaml").write_text(RECIPE)

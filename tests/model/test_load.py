@@ -1,4 +1,4 @@
-"""`workhorse.load` and the model it gives."""
+"""`workhorse.load` and the model it returns."""
 
 import dataclasses
 from dataclasses import replace
@@ -40,7 +40,7 @@ TINY = DecoderConfig.from_dict(
 
 @pytest.fixture
 def model():
-    """Builds a model as a run would have left it, trained on texts with or without bos and eos."""
+    """Builds a model like one of a run, trained on documents with or without bos and eos."""
 
     def make(*, bos: bool = False, eos: bool = True) -> Model:
         special = SpecialTokensConfig(bos="<|bos|>", eos="<|eos|>", pad=None, chat=())
@@ -56,14 +56,14 @@ def test_a_text_begins_as_training_began_it(model):
     with_bos, with_eos, with_none = model(bos=True), model(), model(eos=False)
     assert with_bos.encode("a") == [ids["bos"], 97]
     assert with_bos.encode("") == [ids["bos"]]
-    assert with_eos.encode("a") == [97]  # it may be the middle of a text
+    assert with_eos.encode("a") == [97]  # the prompt may be the middle of a document
     assert with_eos.encode("") == [ids["eos"]]
     assert with_none.encode("") == []
     assert (with_bos.start, with_eos.start, with_none.start) == (ids["bos"], ids["eos"], None)
 
 
 def test_a_text_of_a_model_from_elsewhere_begins_at_bos_or_else_at_eos(model):
-    """Where its tokenizer adds nothing, as transformers and the lm-evaluation-harness have it."""
+    """For a tokenizer that adds no tokens, as in transformers and the lm-evaluation-harness."""
     loaded = replace(model(), data=None)
     assert loaded.start == 256
     assert loaded.encode("a") == [97]
@@ -96,7 +96,7 @@ def test_generate_from_a_text_or_from_tokens(model):
     assert str(from_text) == from_text.text
     assert "".join(d.text for d in loaded.stream("ab", seed=1, max_new_tokens=8)) == from_text.text
     assert loaded.generate_batch(["ab", "c"], seed=1, max_new_tokens=8)[0] == from_text
-    with pytest.raises(WorkhorseError, match="n_samples=2 gives several texts"):
+    with pytest.raises(WorkhorseError, match="n_samples=2 returns several completions"):
         loaded.generate("ab", n_samples=2)
 
 
@@ -221,7 +221,7 @@ def test_an_option_of_load_that_is_none(option: str, value: object) -> None:
 def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) -> None:
     for use in (workhorse.load, partial(convert, target=tmp_path / "out", to="hf")):
         with pytest.raises(
-            WorkhorseError, match=r"^tell=.* is no function; give one that takes a line"
+            WorkhorseError, match=r"^tell=.* is not a function; give one that takes a string"
         ):
             use(run_folder, tell=tell)
 
@@ -229,7 +229,9 @@ def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("rows", [None, "3", 0, -1, 1.5, float("nan"), True])
 def test_rows_that_cannot_be_decoded_together(rows, model) -> None:
     for prompts in (["a", "b"], []):
-        with pytest.raises(WorkhorseError, match=r"^batch_size=.* is not a number of rows; give 1"):
+        with pytest.raises(
+            WorkhorseError, match=r"^batch_size=.* is not a positive integer; give 1"
+        ):
             model().generate_batch(prompts, batch_size=rows)
     assert len(model().generate_batch(["a", "b"], batch_size=numpy.int64(1), seed=1)) == 2
 
@@ -237,13 +239,15 @@ def test_rows_that_cannot_be_decoded_together(rows, model) -> None:
 @pytest.mark.parametrize("config", [5, "greedy", {"max_new_tokens": 3}])
 def test_what_is_no_config_of_generation(config, model) -> None:
     for use in (model().generate, model().stream, partial(model().generate_batch, ["a"])):
-        with pytest.raises(WorkhorseError, match=r" is no GenerationConfig; give options by name"):
+        with pytest.raises(
+            WorkhorseError, match=r" is not a GenerationConfig; give options by name"
+        ):
             use(*(() if isinstance(use, partial) else ("a",)), config)
 
 
 @pytest.mark.parametrize("prompt", [None, b"ab", [97], numpy.ones((2, 2)), 5])
 def test_only_a_text_is_encoded(prompt, model) -> None:
-    with pytest.raises(WorkhorseError, match=r"^a prompt to encode is a text, not .*; give a str$"):
+    with pytest.raises(WorkhorseError, match=r"^prompt=.* is not a string; give a str$"):
         model().encode(prompt)
 
 
@@ -272,7 +276,7 @@ def test_quantised_while_it_is_read(
 
 
 def test_a_model_can_be_executed_by_other_means(run_folder: Path) -> None:
-    """With the same parameters; what it was made from stays as its config builds it."""
+    """The parameters are the same; the original decoder stays as its config builds it."""
     model = workhorse.load(run_folder)
     plain = model.executed("reference")
     assert plain.decoder is plain.reference is model.reference
@@ -289,7 +293,7 @@ def test_a_model_can_be_executed_by_other_means(run_folder: Path) -> None:
 def test_what_is_no_prompt(model) -> None:
     loaded = model()
     with pytest.raises(
-        WorkhorseError, match=r"^a prompt is a text or a sequence of token ids, not"
+        WorkhorseError, match=r"^a prompt is a string or a sequence of token ids, not"
     ):
         loaded.generate(["one", "two"])
     with pytest.raises(
@@ -297,20 +301,20 @@ def test_what_is_no_prompt(model) -> None:
     ):
         loaded.generate_batch("one")
     with pytest.raises(
-        WorkhorseError, match=r"^prompts are a list of texts or token ids, not None"
+        WorkhorseError, match=r"^prompts=None is not a list; give a list of strings or of token ids"
     ):
         loaded.generate_batch(None)
-    with pytest.raises(WorkhorseError, match=r"^a draft is a Model, as load gives it, not 3$"):
+    with pytest.raises(WorkhorseError, match=r"^draft=3 is not a Model; give one from load$"):
         loaded.generate("a", draft=3)
 
 
 @pytest.mark.parametrize("said", [None, 3])
 def test_what_is_no_message(said, model) -> None:
     chat = model().chat()
-    with pytest.raises(WorkhorseError, match=rf"^the message {said} is not text; give text$"):
+    with pytest.raises(WorkhorseError, match=rf"^the message {said} is not a string; give a str$"):
         next(chat.reply(said))
     assert chat.messages == []
-    with pytest.raises(WorkhorseError, match=rf"^system={said} is not text; leave it out for none"):
+    with pytest.raises(WorkhorseError, match=rf"^system={said} is not a string; omit it for none"):
         model().chat(system=said)
 
 
@@ -321,7 +325,9 @@ NO_IDS = [None, 3, [True, False], b"ab", {97, 98}, [97.0], TABLE, torch.tensor([
 
 @pytest.mark.parametrize("prompt", NO_IDS)
 def test_what_holds_no_token_ids(prompt, model) -> None:
-    with pytest.raises(WorkhorseError, match=r"^a prompt is a text or a sequence of token ids, no"):
+    with pytest.raises(
+        WorkhorseError, match=r"^a prompt is a string or a sequence of token ids, not"
+    ):
         model().generate(prompt)
     with pytest.raises(WorkhorseError, match=r"^tokens are a sequence of token ids, not .*; give"):
         model().decode(prompt)
@@ -337,7 +343,7 @@ def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:
 
 def test_a_run_that_began_with_a_chat_model_knows_how_to_chat(run_folder: Path) -> None:
     (run_folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert not workhorse.load(run_folder).trained_to_chat  # its tokenizer is somebody else's
+    assert not workhorse.load(run_folder).trained_to_chat  # the tokenizer is from elsewhere
     recipe = run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text() + "init: some/chat-model\n")
     assert workhorse.load(run_folder).trained_to_chat
@@ -364,7 +370,7 @@ def test_a_preset_s_name_is_a_text():
 
 
 def test_prompts_of_one_call_share_the_numbers_of_the_seed(model):
-    """docs/python.md and docs/generation.md say so."""
+    """As documented in docs/python.md and docs/generation.md."""
     first, other, again = model().generate_batch(["ab", "c", "ab"], seed=3, max_new_tokens=8)
     assert first == again != other
     assert first.seed == again.seed == other.seed == 3

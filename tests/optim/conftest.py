@@ -1,4 +1,4 @@
-"""The model that the tests of training use."""
+"""The model of the optimizer tests."""
 
 from tests.train.conftest import decoder
 

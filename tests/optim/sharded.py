@@ -1,4 +1,4 @@
-"""A short training by one process, or by two that share weights (`fully_shard`) and batch."""
+"""A short training on one rank, or on two with sharded weights (`fully_shard`) and batch."""
 
 from dataclasses import dataclass
 from itertools import product, starmap
@@ -25,7 +25,7 @@ from workhorse.train.step.step import LossScale, Precision, TrainingStep
 CPU = torch.device("cpu")
 PROCESSES = 2
 STEPS = 5
-VOCAB = 11  # of which two processes hold 6 and 5 rows
+VOCAB = 11  # two ranks hold 6 and 5 rows
 OPTIMIZERS = {
     "adamw": AdamWConfig(learning_rate=3e-3, mean_dtype="bfloat16"),
     "muon": MuonConfig(learning_rate=3e-3),
@@ -33,13 +33,13 @@ OPTIMIZERS = {
 
 
 class Case(NamedTuple):
-    """What is trained how."""
+    """The model, optimizer and dtype of one training."""
 
     optimizer: str
     dtype: str
     tied: bool
     native: bool = False
-    """By native operators; else by PyTorch's."""
+    """True for native operators, False for PyTorch's."""
 
     def __str__(self) -> str:
         head, operators = "tied" if self.tied else "untied", "native" if self.native else "plain"
@@ -55,26 +55,26 @@ CASES = [
 
 
 def possible_cases() -> list[Case]:
-    """Of this machine, which may have no native operators."""
+    """The cases that this machine can run; it may have no native operators."""
     there = resolve("training", wait=True).training is not None
     return [case for case in CASES if not case.native or there]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training came to, as all processes see it."""
+    """The result of a training, the same on all ranks."""
 
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, Tensor]
     state: dict[str, Tensor]
-    """Of the optimizer."""
+    """State of the optimizer."""
     sharded: bool
-    """Whether each weight, its gradient and its state lay on several processes."""
+    """True if each weight, its gradient and its state were sharded over several ranks."""
 
 
 def trained(case: Case, processes: int = 1, rank: int = 0) -> Training:
-    """Train on text that counts; in bfloat16 in two micro-batches, whose gradients add up."""
+    """Train on sequences that count; in bfloat16 with gradients summed over two micro-batches."""
     torch.manual_seed(1)
     fields = {**MODEL, "vocab_size": VOCAB, "max_seq_len": 8, "head": {"tied": case.tied}}
     decoder = DecoderConfig.from_dict(fields).build()
@@ -104,7 +104,7 @@ def trained(case: Case, processes: int = 1, rank: int = 0) -> Training:
         sharded &= all(map(is_sharded, optimizer.gradients()))
         if processes > 1:
             dist.all_reduce(loss)
-            loss /= processes  # each counted as many predictions
+            loss /= processes  # every rank has the same number of predictions
         result = step.update(loss, counted, schedule=1.0)
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
@@ -121,7 +121,7 @@ def trained(case: Case, processes: int = 1, rank: int = 0) -> Training:
 
 
 def train_all(rank: int, folder: str) -> None:
-    """One process of two: every case; the first leaves the results in the folder."""
+    """Run every case on one of two ranks; rank 0 writes the results to the folder."""
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=PROCESSES)
@@ -134,14 +134,14 @@ def train_all(rank: int, folder: str) -> None:
 
 
 def _batch(generator: torch.Generator, processes: int, rank: int) -> Batch:
-    """A process's rows of eight, which count as much as another's."""
+    """A rank's share of the eight rows; all ranks have the same number of predictions."""
     starts = torch.randint(VOCAB, (8, 1), generator=generator)
     text = ((starts + torch.arange(9) * 3) % VOCAB).chunk(processes)[rank]
     return Batch(text[:, :-1], text[:, 1:], None, torch.zeros(len(text), dtype=torch.int64))
 
 
 def _shard(objective: NextToken) -> None:
-    """The blocks, then the rest: a tied table and its head are in one group."""
+    """Shard the blocks, then the rest: a tied table and its head are in one group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

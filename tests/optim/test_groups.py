@@ -51,7 +51,7 @@ def test_adamw_is_the_one_of_pytorch() -> None:
 
 
 def test_base_width_gives_matrices_the_rate_of_a_model_of_that_width(decoder: Decoder) -> None:
-    """After one step every number of a matrix has moved by the rate, and decayed as without it."""
+    """After one step each element of a matrix has moved by the rate; the decay is unchanged."""
     fields = decoder.config.to_dict() | {"head": {"tied": False, "bias": True}}
     wide = DecoderConfig.from_dict(fields).build(dtype=torch.float32)
     width = wide.config.d_model
@@ -72,7 +72,9 @@ def test_base_width_gives_matrices_the_rate_of_a_model_of_that_width(decoder: De
 
 def test_a_base_width_that_nothing_follows_is_refused(decoder: Decoder) -> None:
     muon = MuonConfig(adamw=AdamWConfig(base_width=4))
-    with pytest.raises(WorkhorseError, match=r"base_width=4 concerns an untied head .* leave it"):
+    with pytest.raises(
+        WorkhorseError, match=r"base_width=4 has no effect: .* an untied head, .* remove it"
+    ):
         check_base_width(decoder, muon)
     fields = decoder.config.to_dict() | {"head": {"tied": False}}
     check_base_width(DecoderConfig.from_dict(fields).build(), muon)
@@ -91,8 +93,8 @@ def test_a_base_width_beside_matrices_drawn_alike_at_any_width_is_refused(decode
 
 
 def test_a_narrow_mean_is_rounded_and_nothing_else() -> None:
-    """One update beside the exact one: the mean is its rounding, all else is the same."""
-    start, gradient = torch.randn(2, 300, 1000)  # more than a piece
+    """One update compared with the exact one: only the mean differs, by its rounding."""
+    start, gradient = torch.randn(2, 300, 1000)  # more than one chunk
     exact, narrow = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     pairs = []
     for weight, dtype in ((exact, "float32"), (narrow, "bfloat16")):
@@ -206,15 +208,15 @@ def test_state_of_another_model_is_refused(decoder: Decoder) -> None:
     optimizer = build_optimizer(decoder, AdamWConfig())
     state = optimizer.tensors()
     name, tensor = state.popitem()
-    with pytest.raises(WorkhorseError, match="not of one run"):
+    with pytest.raises(WorkhorseError, match="belong to different runs"):
         optimizer.load(state)
-    with pytest.raises(WorkhorseError, match="not of one run"):
+    with pytest.raises(WorkhorseError, match="belong to different runs"):
         optimizer.load({**state, name: tensor[None]})
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()])
 def test_what_is_frozen_has_no_state_and_stays(decoder: Decoder, config) -> None:
-    """A whole layer and the embedding, as where only an adapter is trained."""
+    """A whole layer and the embedding are frozen, as in the training of an adapter."""
     decoder.layers[0].requires_grad_(False)
     decoder.embedding.requires_grad_(False)
     before = {name: weight.detach().clone() for name, weight in decoder.named_parameters()}

@@ -1,4 +1,4 @@
-"""Bfloat16 weights with float32 masters: exact where they say so, else within rounding."""
+"""Bfloat16 weights with float32 masters: exact where documented, else within rounding."""
 
 import copy
 from functools import cache
@@ -27,12 +27,12 @@ from workhorse.train.step.build import build_step
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without a compiler; `tests/native/test_training.py` has the rest."""
+    """Disables native operators; `tests/native/test_training.py` tests with them."""
     monkeypatch.setenv(SWITCH, "0")
 
 
 def masters_of(module: nn.Module) -> MasterWeights:
-    """Of a float32 module, whose weights are rounded."""
+    """Round the weights of a float32 module; returns its masters."""
     low_bits = round_weights(module)
     return MasterWeights(dict(module.named_parameters()), low_bits)
 
@@ -51,7 +51,7 @@ def batch() -> Batch:
 def test_a_float32_number_is_its_rounding_and_its_low_bits() -> None:
     bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32)
     numbers = bits.view(torch.float32)
-    numbers = numbers[numbers.abs() < 3e38]  # finite ones, those of bfloat16 too
+    numbers = numbers[numbers.abs() < 3e38]  # finite, also after rounding to bfloat16
     rounded, low_bits = split(numbers)
     assert torch.equal(join(rounded, low_bits).view(torch.int32), numbers.view(torch.int32))
     nearest = numbers.bfloat16().float()
@@ -84,7 +84,7 @@ def test_what_takes_no_gradient_is_rounded_and_nothing_else(decoder: Decoder) ->
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_an_update_is_the_float32_update(kind: str, wide: bool) -> None:
-    start = torch.randn(600, 500)  # more than a piece
+    start = torch.randn(600, 500)  # more than one chunk
     module = nn.Linear(500, 600, bias=False)
     module.weight.data = start.clone()
     masters = masters_of(module)
@@ -114,7 +114,7 @@ def test_an_update_is_the_float32_update(kind: str, wide: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 def test_the_compiled_update_is_the_plain_one() -> None:
-    """For weights of several sizes and several betas; a shrink not finite changes nothing."""
+    """For weights of several sizes and several betas; if shrink is not finite, nothing changes."""
     configs = [
         AdamWConfig(),
         AdamWConfig(beta2=0.999),
@@ -137,9 +137,9 @@ def test_a_recorded_update_is_the_plain_one() -> None:
 
 
 def updated(config: AdamWConfig, compiled: bool, device: str = "cpu") -> list[Tensor]:
-    """Weights and their state after five updates, of which one is refused.
+    """Weights and their state after five updates, including a skipped one.
 
-    Gradients stay where they are, so that a GPU records the second update.
+    Gradients keep their addresses, so that a GPU records the second update.
     """
     generator = torch.Generator().manual_seed(1)
     shapes = (60, 50), (7,), (300,)
@@ -168,7 +168,7 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
     for _ in range(1000):
         module.weight.grad = torch.ones_like(module.weight)
         adamw.step(1.0)
-    assert (module.weight < 1).all()  # one step of 1e-5 would round back to 1, a thousand times
+    assert (module.weight < 1).all()  # in bfloat16 each step of 1e-5 would round back to 1
     torch.testing.assert_close(masters.read("weight"), torch.full((4, 4), 0.99), atol=1e-4, rtol=0)
 
 
@@ -182,7 +182,7 @@ def test_a_frequent_tokens_gradient_is_a_float32_sum(operators: Training | None)
 
 
 def test_a_table_of_float32_has_the_gradient_of_pytorchs() -> None:
-    """Of tokens that come often and never, beside a gradient that is there."""
+    """For frequent and absent tokens, added to an existing gradient."""
     table, plain = nn.Embedding(9, 4), nn.Embedding(9, 4)
     tokens, above = torch.randint(7, (3, 50)), torch.randn(3, 50, 4)
     plain.load_state_dict(table.state_dict())
@@ -216,7 +216,7 @@ def test_a_frozen_table_gets_no_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_and_its_head_share_one_gradient(decoder: Decoder, dtype: torch.dtype) -> None:
-    """In place: of the vocabulary's size there is one tensor, which hooks see whole and once."""
+    """The sum is in place: hooks get one tensor of the vocabulary's size, complete and once."""
     decoder.to(dtype)
     apart = copy.deepcopy(decoder)
     apart.head.proj.weight = nn.Parameter(apart.head.proj.weight.detach().clone())
@@ -241,7 +241,7 @@ def test_a_table_and_its_head_share_one_gradient(decoder: Decoder, dtype: torch.
 
 
 def noting(weight: nn.Parameter, places: list[int]) -> Multiply:
-    """Products of matrices; where the one of the shape of a weight lies is noted."""
+    """Matmuls that record the address of each result with the shape of a weight."""
 
     def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         result = product(a, b, bias)
@@ -253,7 +253,7 @@ def noting(weight: nn.Parameter, places: list[int]) -> Multiply:
 
 
 def test_micro_batches_add_to_one_gradient_of_a_tied_table(decoder: Decoder) -> None:
-    """Without another tensor of the vocabulary's size: the gradient stays where it is."""
+    """No second tensor of the vocabulary's size is allocated: the gradient keeps its address."""
     replace_embeddings(decoder)
     weight, tokens = decoder.embedding.tokens.weight, batch().tokens
     place = None
@@ -264,7 +264,7 @@ def test_micro_batches_add_to_one_gradient_of_a_tied_table(decoder: Decoder) -> 
 
 
 def test_a_table_whose_head_takes_no_part_has_a_gradient(decoder: Decoder) -> None:
-    """As where only hidden states are compared."""
+    """As in a loss that compares only hidden states."""
     masters = masters_of(decoder)
     replace_embeddings(decoder)
     decoder.hidden(batch().tokens).float().square().sum().backward()
@@ -310,9 +310,9 @@ def test_micro_batches_add_up_in_float32(decoder: Decoder) -> None:
     "optimizer", [{"kind": "adamw"}, {"kind": "adamw", "mean_dtype": "bfloat16"}, {"kind": "muon"}]
 )
 def test_losses_of_200_steps_are_those_of_float32_within_noise(optimizer: dict[str, str]) -> None:
-    """0.01 nats at any step and 0.002 on average, of losses that fall by more than 1.
+    """Within 0.01 nats at any step and 0.002 on average, for losses that fall by more than 1.
 
-    Seen: 0.0023 and 0.0004.
+    Measured: 0.0023 and 0.0004.
     """
     exact = losses_of_200_steps("float32", kind=optimizer["kind"])
     ours = losses_of_200_steps("bfloat16", **optimizer)

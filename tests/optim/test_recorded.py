@@ -1,4 +1,4 @@
-"""An update is recorded where its tensors lie for the second time, and then replayed there."""
+"""An update is recorded the second time its tensors have the same addresses, then replayed."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from workhorse.optim.compiled import MOST_RECORDINGS, Recorded
 
 
 class Trace:
-    """An update and two recorders of it, which write down what they do."""
+    """An update and two recorders for it, which log their calls."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

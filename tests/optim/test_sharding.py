@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer spread over two processes: the training of one process."""
+"""Training with weights, gradients and optimizer sharded over two ranks equals one rank's."""
 
 from pathlib import Path
 
@@ -14,17 +14,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 BOUNDS = {"float32": (2e-5, 1e-4), "bfloat16": (1e-3, 5e-3)}
-"""Of losses, in nats, and of the gradient's length, relative.
+"""Bounds of the differences: of losses, in nats, and of the gradient norm, relative.
 
-Half the rows' gradients are summed by one process and half by the other, so float32 sums are of
-another order: an AdamW or Muon of so few steps turns the last bits of a small gradient into more of
-a step (seen: 8e-6 and 4e-5). In bfloat16 each half is rounded, and their sum too, each time by up
-to 0.4 % (seen: 2e-4 and 6e-4).
+Each rank sums the gradients of half the rows, so float32 sums have another order. In so few steps,
+AdamW and Muon turn the last bits of a small gradient into a larger share of a step (measured: 8e-6
+and 4e-5). In bfloat16 each half is rounded, and their sum too, each time by up to 0.4 % (measured:
+2e-4 and 6e-4).
 """
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """All cases in one test, so that two processes are started once."""
+    """All cases are in one test, so that two processes are started only once."""
     start(train_all, (str(tmp_path),), PROCESSES)
     results = torch.load(tmp_path / "results")
     for case in possible_cases():
@@ -37,5 +37,5 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         assert two.weights.keys() == one.weights.keys()
         assert two.state.keys() == one.state.keys()
         for name, weight in one.weights.items():
-            moved = STEPS * 3e-3  # of a weight by AdamW, at that learning rate
+            moved = STEPS * 3e-3  # the distance that AdamW moves a weight at this learning rate
             assert (two.weights[name] - weight).abs().max() < 0.5 * moved, (case, name)

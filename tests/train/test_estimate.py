@@ -30,7 +30,7 @@ def changed(recipe: Recipe, section: str, **fields: Any) -> Recipe:
         (("train", {"dtype": "float16"}), "dtype=float16 needs CUDA, but"),
         (("train", {"kernel": "flex"}), "kernel=flex has no backward on a CPU"),
         (("train", {"fp8": True}), "train.fp8=true needs CUDA"),
-        (("train", {"device": "cuda:7"}), "device=cuda:7 is not there"),
+        (("train", {"device": "cuda:7"}), "device=cuda:7 is not available"),
         (("train", {"trackers": ["wandb"]}), "the tracker wandb is not installed"),
         (("train", {"seq_len": 10**6}), "fewer than one window of seq_len"),
         (

@@ -91,7 +91,7 @@ def test_a_tracker_that_is_not_installed_is_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda:7"}, "device=cuda:7 is not there"),
+        ({"device": "cuda:7"}, "device=cuda:7 is not available"),
         ({"device": "gpu"}, "device=gpu is not a device; choose cpu"),
     ],
 )
@@ -102,7 +102,9 @@ def test_a_device_that_is_not_there(make_recipe, tmp_path: Path, changes, messag
 
 
 def test_float8_on_a_cpu_is_refused(make_recipe, tmp_path) -> None:
-    with pytest.raises(WorkhorseError, match=r"train.fp8=true needs CUDA, and this is cpu; leave"):
+    with pytest.raises(
+        WorkhorseError, match=r"train.fp8=true needs CUDA, and the device is cpu; remove"
+    ):
         train(make_recipe(fp8=True, dtype="bfloat16"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""Float8 products: refused in one line where they cannot be; torchao's emulation runs on a CPU."""
+"""Float8 matmuls: one-line errors if not possible; torchao's emulation runs on a CPU."""
 
 import sys
 

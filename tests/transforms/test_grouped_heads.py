@@ -1,4 +1,4 @@
-"""Heads of keys and values merged into their means (2305.13245 §2.1)."""
+"""Key and value heads merged into their means (2305.13245 §2.1)."""
 
 import json
 from pathlib import Path
@@ -105,9 +105,9 @@ def test_bfloat16_is_averaged_in_float32() -> None:
 
 
 def test_what_cannot_be_merged() -> None:
-    with pytest.raises(WorkhorseError, match=r"n_kv_heads=3 makes no groups of 4 .* of 1, 2, 4$"):
+    with pytest.raises(WorkhorseError, match=r"n_kv_heads=3 does not divide the 4 .* of 1, 2, 4$"):
         group_heads(decoder(), 3)
-    with pytest.raises(WorkhorseError, match=r"n_kv_heads=4 makes no groups of 2 .* of 1, 2$"):
+    with pytest.raises(WorkhorseError, match=r"n_kv_heads=4 does not divide the 2 .* of 1, 2$"):
         group_heads(decoder(2), 4)
     latent = {"kind": "latent_attention", "n_heads": 4, "kv_rank": 8}
     widths = {"nope_dim": 4, "rope_dim": 4, "value_dim": 4, "position": {"kind": "rope"}}

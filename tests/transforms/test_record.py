@@ -1,4 +1,4 @@
-"""A model knows which transforms it carries, and refuses those that cannot follow them."""
+"""A model records its transforms, and rejects transforms that cannot follow them."""
 
 import copy
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_what_cannot_follow_is_refused_before_anything_is_changed(name: str) -> 
         record(decoder, carried, format="int8")
         before = repr(decoder)
         expected = (
-            f"the model carries {name} already; apply it once"
+            f"the model already carries {name}; apply it once"
             if carried == name
             else f"{name} cannot follow {carried}; apply {name} first"
         )

@@ -1,4 +1,4 @@
-"""A transformed model's modules are visible, have their class's forward, and are heard by hooks."""
+"""Modules of a transformed model are visible, have their class's forward, and fire hooks."""
 
 import copy
 import pickle
@@ -34,21 +34,21 @@ TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
 
 
 class Doubled(nn.Linear):
-    """Twice what it would be."""
+    """Returns twice the result of `nn.Linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
 
 class Other:
-    """Has a class whose name another has too."""
+    """Holds a class with the same name as another class."""
 
     class Linear(nn.Linear):
         pass
 
 
 class Negated(nn.Module):
-    """Minus what the class behind it gives."""
+    """Returns the negated result of the next class."""
 
     def forward(self, input: Tensor) -> Tensor:
         return -super().forward(input)
@@ -118,7 +118,7 @@ sys.stdout.buffer.write(pickle.dumps(made.weight.detach().numpy()))
 def assert_nothing_set_from_outside(root: nn.Module) -> None:
     for part in root.modules():
         own = {key for key in vars(part) if callable(getattr(type(part), key, None))}
-        assert not own, f"{type(part).__name__} has {own} of its own"
+        assert not own, f"{type(part).__name__} has instance methods {own}"
 
 
 @pytest.mark.parametrize("how", TRANSFORMS)
@@ -164,7 +164,7 @@ def test_hooks_on_every_module_fire_in_native_training(config: DecoderConfig) ->
 def test_hooks_on_every_module_fire_in_native_decoding(
     config: DecoderConfig, dtype: torch.dtype
 ) -> None:
-    """In the pass over a prompt, and in a step of one token, over a paged cache."""
+    """In the pass over a prompt, and in a step of one token, with a paged cache."""
     tokens = random_tokens(config, 2, 6)
 
     def called(decoder: Decoder) -> list[set[str]]:

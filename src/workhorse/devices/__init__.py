@@ -1,1 +1,1 @@
-"""The machine: names of devices and dtypes, its instructions and memory, tensors on it."""
+"""The machine: names of devices and dtypes, CPU instructions, memory, and copies of tensors."""

@@ -1,7 +1,7 @@
-"""Which of the CPU's instructions our operators use: all it has, or those of a lower level.
+"""CPU instructions of the native operators: all of the CPU's, or those of a lower level.
 
-The environment variable `WORKHORSE_NATIVE` says so, and is read here alone. PyTorch's own operators
-choose theirs by `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
+The environment variable `WORKHORSE_NATIVE` selects the instructions, and is read only here.
+PyTorch's own operators use `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` instead.
 """
 
 import functools
@@ -14,22 +14,23 @@ import torch
 from workhorse.errors import WorkhorseError, nearest
 
 SWITCH = "WORKHORSE_NATIVE"
-"""0: no native operators; a name in `LEVELS`: with its instructions alone; unset, empty or 1: with
-all that the CPU has."""
+"""0: no native operators; a name in `LEVELS`: only the instructions of that level; unset, empty or
+1: all instructions that the CPU has."""
 NATIVE = ("-march=native",)
 WIDENED = "-DWIDEN_BFLOAT16"
-"""Multiply bfloat16 as float32 wherever numbers are used more than once, and not by pairs."""
+"""Compiler flag: if elements are used more than once, multiply bfloat16 as float32, not in pairs.
+"""
 
 
 class Level(NamedTuple):
-    """A set of instructions, with those of the levels before it."""
+    """A set of instructions, which includes the lower levels."""
 
     flags: tuple[str, ...]
     """Compiler flags that enable them."""
     adds: frozenset[str]
-    """What it adds to the level before, by PyTorch's names."""
+    """Instructions that it adds to the level before, by PyTorch's names."""
     emulates: frozenset[str] = frozenset()
-    """What our operators have there although the CPU lacks it; for tests, slow."""
+    """Instructions that our operators emulate if the CPU lacks them; slow, for tests."""
 
 
 _V4 = "-march=x86-64-v4"
@@ -52,11 +53,11 @@ LEVELS: dict[str, Level] = {
         frozenset({"amx_tile", "amx_bf16", "amx_int8"}),
     ),
 }
-"""From the lowest to the highest."""
+"""Levels by name, from the lowest to the highest."""
 
 
 def switched_off() -> bool:
-    """Whether native operators are to be left alone."""
+    """True if native operators are disabled."""
     return os.environ.get(SWITCH) == "0"
 
 
@@ -73,12 +74,12 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def widens() -> bool:
-    """Whether operators multiply many rows of bfloat16 as float32.
+    """True if operators multiply many rows of bfloat16 as float32.
 
-    They do without AVX512-BF16. With it, a product of pairs takes as long as one of float32 on
-    AMD's CPUs, and as long as four on Intel's, which therefore widen too, unless they have AMX,
-    whose unit multiplies instead. A level that has AVX512-BF16 uses it on any CPU, unless its name
-    says otherwise.
+    They do so without AVX512-BF16. With it, a multiplication of bfloat16 pairs takes as long as one
+    in float32 on AMD's CPUs, and as long as four on Intel's. On Intel they therefore widen too,
+    unless the CPU has AMX, which is used instead. If a level with AVX512-BF16 is selected, it is
+    used on any CPU, unless the name of the level says otherwise.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -92,10 +93,10 @@ def widens() -> bool:
 
 
 def cpu_has(instructions: str) -> bool:
-    """Whether the CPU has some instructions, by PyTorch's name of them, and they may be used.
+    """True if the CPU has these instructions, by PyTorch's name, and they may be used.
 
     Raises:
-        WorkhorseError: the environment variable names no level, or one above this CPU's.
+        WorkhorseError: the environment variable is not a level, or this CPU does not support it.
     """
     level = _level()
     if level is None:
@@ -104,7 +105,7 @@ def cpu_has(instructions: str) -> bool:
 
 
 def used() -> list[str]:
-    """The instructions, of those that the levels name, that this CPU has and that may be used.
+    """All instructions of the levels that this CPU has and that may be used.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -113,13 +114,13 @@ def used() -> list[str]:
 
 
 def levels_here() -> list[str]:
-    """The levels that this CPU has, from the lowest."""
+    """The levels that this CPU supports, from the lowest."""
     return [name for name in LEVELS if _up_to(name) <= _on_this_cpu()]
 
 
 @functools.cache
 def told_of_cpu(*names: str) -> str:
-    """What Linux tells of the CPU under the first of these names; empty where it does not."""
+    """The first entry of /proc/cpuinfo with one of these names; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -128,7 +129,7 @@ def told_of_cpu(*names: str) -> str:
 
 
 def _level() -> str | None:
-    """The level that was asked for."""
+    """The level in the environment variable; None for all instructions or no operators."""
     asked = os.environ.get(SWITCH, "")
     return None if asked in ("", "0", "1") else _checked(asked)
 
@@ -139,20 +140,20 @@ def _checked(name: str) -> str:
         raise WorkhorseError(f"{SWITCH}={name} is not a level; {nearest(name, ['0', *LEVELS])}")
     if name not in levels_here():
         known = ", ".join(levels_here())
-        remedy = f"; choose one of {known}" if known else ", as all are; leave it out"
-        raise WorkhorseError(f"{SWITCH}={name} is above this CPU{remedy}")
+        remedy = f"; choose one of {known}" if known else ", which supports no level; unset it"
+        raise WorkhorseError(f"{SWITCH}={name} is not supported by this CPU{remedy}")
     return name
 
 
 @functools.cache
 def _up_to(level: str) -> frozenset[str]:
-    """The instructions of a level and those before it."""
+    """The instructions of a level and of all levels before it."""
     names = list(LEVELS)
     return frozenset().union(*(LEVELS[name].adds for name in names[: names.index(level) + 1]))
 
 
 @functools.cache
 def _on_this_cpu() -> frozenset[str]:
-    if not hasattr(torch.cpu, "get_capabilities"):  # newer than the oldest PyTorch we run on
+    if not hasattr(torch.cpu, "get_capabilities"):  # missing in the oldest PyTorch we support
         return frozenset()
     return frozenset(name for name, there in torch.cpu.get_capabilities().items() if there is True)

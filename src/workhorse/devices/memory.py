@@ -1,8 +1,8 @@
-"""How much memory this process has and can still take, and memory in large pages.
+"""Memory that this process uses and can still get, and tensors in large pages.
 
-If Linux gives large pages on request (its setting of transparent huge pages is `madvise`), reading
-weights of width 768 ran at 40 GB/s instead of 28, of width 2048 at 40 instead of 35, on two cores
-of an Intel Xeon.
+If Linux provides large pages on request (transparent huge pages set to `madvise`), weights of width
+768 were read at 40 GB/s instead of 28, and of width 2048 at 40 GB/s instead of 35, on two cores of
+an Intel Xeon.
 """
 
 import contextlib
@@ -21,15 +21,16 @@ _WANTS_LARGE_PAGES = 14  # MADV_HUGEPAGE of <sys/mman.h>, on Linux
 
 
 def in_large_pages(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-    """Empty contiguous tensors on the CPU, one after the other, in large pages if they fill one.
+    """Allocate contiguous CPU tensors, one after the other, in large pages if they fill one.
 
-    Memory is used only as they are filled, so moving tensors here one by one needs room for one.
+    Memory is used only as the tensors are filled. Moving tensors here one by one therefore needs
+    extra memory for only one tensor.
     """
     steps = [-(-shape.numel() * dtype.itemsize // _LINE) * _LINE for shape in shapes]
     large = sum(steps) >= _PAGE
     room = torch.empty(sum(steps) + large * _PAGE, dtype=torch.uint8)
     start = 0
-    if large and room.untyped_storage().device == room.device:  # one without data has no address
+    if large and room.untyped_storage().device == room.device:  # a fake tensor has no address
         start = -room.data_ptr() % _PAGE
         _ask(room.data_ptr() + start, room.numel() - start)
     pieces = room[start : start + sum(steps)].split(steps)
@@ -56,19 +57,19 @@ STATUS, CLEAR = ROOT / "proc/self/status", ROOT / "proc/self/clear_refs"
 def check_fits(
     n_bytes: int, device: torch.device, what: str, remedy: str, root: Path = ROOT
 ) -> None:
-    """Refuse what a device has no memory for, where the system would end the process.
+    """Raise an error if a device has too little memory, before the system kills the process.
 
-    Where the system does not say how much there is, nothing is refused.
+    Does nothing if the system does not report its free memory.
 
     Args:
-        n_bytes: the least that will be needed.
-        device: where.
-        what: begins the message: "llama-7b needs 25.1 GiB …".
-        remedy: ends it.
+        n_bytes: the minimum number of bytes that will be needed.
+        device: the device that needs them.
+        what: the beginning of the message: "llama-7b needs 25.1 GiB …".
+        remedy: the end of the message.
         root: see `free_memory`.
 
     Raises:
-        WorkhorseError: there are fewer, swap included.
+        WorkhorseError: fewer bytes are free, swap included.
     """
     free = available(device, root)
     if free is not None and n_bytes > free:
@@ -78,12 +79,12 @@ def check_fits(
 
 
 def size(n_bytes: float) -> str:
-    """A number of bytes for people: 512.0 MiB, 13.4 GiB."""
+    """Format a number of bytes: 512.0 MiB, 13.4 GiB."""
     return f"{n_bytes / GIB:,.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
 
 
 def available(device: torch.device, root: Path = ROOT) -> int | None:
-    """Bytes that a device has left, swap included; None where the system does not say."""
+    """Free bytes of a device, swap included; None if the system does not report them."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -91,13 +92,13 @@ def available(device: torch.device, root: Path = ROOT) -> int | None:
 
 
 def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
-    """Bytes that the machine has left, or that are left of a limit on this process's group.
+    """Free bytes of the machine, or below the limit of this process's control group if less.
 
-    None where the system does not say (it is not Linux).
+    None if the system does not report them (it is not Linux).
 
     Args:
-        root: below which `/proc` and `/sys` are.
-        swap: count the machine's free swap too.
+        root: the folder that contains `/proc` and `/sys`.
+        swap: True to include the machine's free swap.
     """
     meminfo = root / "proc/meminfo"
     free = _field(meminfo, "MemAvailable:")
@@ -108,19 +109,19 @@ def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory now; also resets the peak that `most_resident` gives."""
-    with contextlib.suppress(OSError):  # where forbidden, the peak stays the process's
+    """Bytes of this process in memory now; also resets the peak that `most_resident` returns."""
+    with contextlib.suppress(OSError):  # if forbidden, the peak covers the whole process
         CLEAR.write_text("5", encoding="utf-8")
     return _kib(STATUS, "VmRSS:")
 
 
 def most_resident() -> int:
-    """Bytes of this process in memory at most since `resident` was called."""
+    """Peak of the bytes of this process in memory since `resident` was called."""
     return _kib(STATUS, "VmHWM:")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has taken of a device at most; of a CPU all that it holds."""
+    """Peak of the bytes that this process allocated on a device; on a CPU, of all its memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return most_resident()
@@ -131,7 +132,10 @@ def _kib(file: Path, name: str) -> int:
 
 
 def _left_of_limits(root: Path) -> Iterator[int]:
-    """Of each control group this process is in, inner ones first, version 2 and version 1."""
+    """Bytes below the limit of each control group of this process, inner ones first.
+
+    Supports control groups of version 2 and version 1.
+    """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -143,7 +147,7 @@ def _left_of_limits(root: Path) -> Iterator[int]:
             top = root / ("sys/fs/cgroup/memory" if old else "sys/fs/cgroup")
             names = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
             inner = top / path.lstrip("/")
-            # In a container the path may be the host's, and what is mounted is the group itself.
+            # In a container the path may be the host's, while the mounted folder is the group.
             for folder in [top, *(p for p in [inner, *inner.parents] if p.is_relative_to(top))]:
                 yield from _left_of(folder, *names)
 
@@ -151,13 +155,13 @@ def _left_of_limits(root: Path) -> Iterator[int]:
 def _left_of(folder: Path, limit: str, usage: str) -> Iterator[int]:
     values = [_number(folder / f"memory.{name}") for name in (limit, usage)]
     if values[0] is not None and values[1] is not None:
-        # Files read long ago are dropped when memory is wanted.
+        # The kernel drops inactive files from its cache when memory is needed.
         cached = _field(folder / "memory.stat", "inactive_file") or 0
         yield values[0] - values[1] + cached
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None where there is none: no file, or the word `max`."""
+    """The number in a file; None if the file is missing or contains the word `max`."""
     try:
         return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

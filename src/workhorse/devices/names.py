@@ -1,4 +1,4 @@
-"""What a name of a device or a number format stands for on this machine, and where its cache is."""
+"""Devices and dtypes by name, the number of threads, and the cache folder."""
 
 import os
 from pathlib import Path
@@ -16,14 +16,14 @@ DTYPES = {
 }
 
 MOST_THREADS = 16
-"""For each CPU."""
+"""Maximum number of threads per CPU."""
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device, or the one of that name; `auto` is CUDA where there is one and else the CPU.
+    """Return the device of a name; `auto` is CUDA if it is available, else the CPU.
 
     Raises:
-        WorkhorseError: there is no such device here.
+        WorkhorseError: the device is not available on this machine.
     """
     if isinstance(name, str) and name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,20 +39,20 @@ def resolve_device(name: str | torch.device) -> torch.device:
         "mps": torch.backends.mps.is_available(),
     }
     if not there.get(device.type, False):
-        raise WorkhorseError(f"device={_as_given(name)} is not there; choose cpu, or auto")
+        raise WorkhorseError(f"device={_as_given(name)} is not available; use cpu or auto")
     return device
 
 
 def _as_given(name: object) -> str:
-    """In one line: without quotes where it is a word, as on the command line."""
+    """Format a value in one line; a word has no quotes, as on the command line."""
     return name if isinstance(name, str) and name.isprintable() else shown(name)
 
 
 def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """The floating-point type, or the one of that name; None for `auto`.
+    """Return the floating-point dtype of a name; None for `auto`.
 
     Raises:
-        WorkhorseError: there is no such type.
+        WorkhorseError: there is no such dtype.
     """
     if isinstance(name, torch.dtype):
         name = dtype_name(name)
@@ -62,15 +62,16 @@ def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As it is written in recipes and on the command line: `bfloat16`."""
+    """Name of a dtype in recipes and on the command line: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def use_threads(count: int) -> None:
-    """Let PyTorch compute with so many threads.
+    """Set the number of threads that PyTorch computes with.
 
     Raises:
-        WorkhorseError: so many would only wait for each other, or could not be made.
+        WorkhorseError: the count is so large that threads would only wait for each other, or could
+            not be created.
     """
     cpus = os.cpu_count() or 1
     if count > MOST_THREADS * cpus:
@@ -82,16 +83,16 @@ def use_threads(count: int) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """The GPU's name, or the kind of device."""
+    """The name of a GPU; for other devices, the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The format of the arithmetic; `auto` is bfloat16 if it has instructions here, else float32.
+    """Dtype of the arithmetic; `auto` is bfloat16 if the device has instructions, else float32.
 
     Args:
         name: `auto`, `float32`, `bfloat16` or `float16`.
-        device: where the arithmetic is done.
+        device: the device that does the arithmetic.
     """
     if name == "auto":
         return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
@@ -99,9 +100,9 @@ def training_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for products of bfloat16 matrices.
+    """True if the device has instructions for bfloat16 matmuls.
 
-    The meta device stands in for a GPU that has them (see `tensors.tape.stand_in`).
+    The meta device represents a GPU that has them (see `devices.tape.stand_in`).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -111,7 +112,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where is kept what was made for this machine and can be made again: compiled programs.
+    """Folder of files that are specific to this machine and can be rebuilt: compiled programs.
 
     Raises:
         WorkhorseError: the account has no home directory, and XDG_CACHE_HOME is not set.
@@ -119,10 +120,10 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base) / "workhorse"
-    home = Path(os.path.expanduser("~"))  # stays `~` in an account without
+    home = Path(os.path.expanduser("~"))  # stays `~` in an account without a home
     if not (
         home.is_absolute() and os.environ.get("HOME", "unset")
-    ):  # a folder that everybody writes to might hold others' programs
+    ):  # never use a folder that others can write to: its programs are executed
         raise WorkhorseError(
             "this account has no home directory to keep compiled programs in; set XDG_CACHE_HOME"
         )

@@ -1,12 +1,13 @@
-"""Records what a program allocates while it runs on tensors without data.
+"""Records the memory that a program allocates while it runs on tensors without data.
+
+PyTorch's fake tensors, and tensors of its device `meta`, have shapes and storages but no memory,
+and every operator, ours included, can run on them. So a program of any size can run here. The
+record shows its real allocations and needs no formula. Memory that operators allocate internally is
+not recorded.
 
 PyTorch takes 0.1 to 3 ms to find the shapes of an operator's results, and microseconds to make
-tensors of known shapes. The layers of a model make the same calls again and again. Views, whose
-shapes are soon found, bypass the rest of `FakeTensorMode`.
-
-PyTorch's fake tensors, and those of its device `meta`, have shapes and storages but no memory, and
-every operator, ours included, can run on them. So a program can run here at any size, and what is
-recorded is what it does: no formula is involved. What operators need inside themselves is not seen.
+tensors of known shapes. The layers of a model repeat the same calls, so the shapes are cached.
+Views, whose shapes are found quickly, bypass the rest of `FakeTensorMode`.
 """
 
 import logging
@@ -26,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 
 class _TensorMeta(NamedTuple):
-    """Of a tensor without data that has a storage of its own."""
+    """Layout of a tensor that has no data and its own storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,24 +37,24 @@ class _TensorMeta(NamedTuple):
 
 class _Results(NamedTuple):
     leaves: list[Any]
-    """`_TensorMeta` of tensors, and what is no tensor: sizes, None."""
+    """`_TensorMeta` of tensors, and other values as they are: sizes, None."""
     structure: TreeSpec
 
 
 class ShapeCache:
-    """Calls operators, and remembers the shapes that their results had.
+    """Calls operators, and caches the shapes of their results.
 
     Args:
-        fake: the mode whose tensors the operators take; None for those of the device `meta`.
+        fake: the mode of the operators' fake tensors; None for tensors of the device `meta`.
     """
 
     def __init__(self, fake: FakeTensorMode | None) -> None:
         self._fake = fake
         self._known: dict[Hashable, _Results | None] = {}
-        """None: the call gives more than new tensors."""
+        """Results by call; None: the call does not only return new tensors."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` returns, or new tensors like those that it did return."""
+        """Return `func(*args, **kwargs)`, or new tensors with the shapes of an earlier call."""
         if self._fake is not None and _is_view(func) and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self._fake):
                 made = func(*args, **kwargs)
@@ -86,18 +87,18 @@ class ShapeCache:
 
 @cache
 def _is_pure(func: Any) -> bool:
-    """Whether an operator says that it changes nothing and returns no part of what it is given."""
+    """True if an operator's schema says that it changes no argument and returns no alias of one."""
     schema = func._schema
     named = [*schema.arguments, *schema.returns]
     return not schema.is_mutable and all(one.alias_info is None for one in named)
 
 
 def _is_view(func: Any) -> bool:
-    return func.is_view or func is torch.ops.aten._unsafe_view.default  # which does not say so
+    return func.is_view or func is torch.ops.aten._unsafe_view.default  # its schema hides the view
 
 
 def _described(value: Any) -> Hashable:
-    """What decides the shapes of an operator's results.
+    """Hashable description of an argument: all that the shapes of an operator's results depend on.
 
     Raises:
         TypeError: the value is a tensor with data, or cannot be hashed.
@@ -122,7 +123,7 @@ def _meta_of(tensor: Tensor) -> _TensorMeta:
 
 
 def _new(made: Any, given: list[Any]) -> _Results | None:
-    """Results whose tensors have a storage each, as long as they need; None of others."""
+    """Describe the results of a call; None unless each tensor has its own storage of exact size."""
     results, structure = tree_flatten(made)
     tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
     storages = {one.untyped_storage()._cdata for one in tensors if one.layout == torch.strided}
@@ -150,14 +151,14 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage.
+    """An allocated storage.
 
     Attributes:
-        n_bytes: its size.
+        n_bytes: its size in bytes.
         born: the number of operators that had run when it was allocated.
-        died: the same when it was freed; None while it lives.
-        kind: what it is for, which whoever uses the tape finds out.
-        part: what was running, see `Tape.part`.
+        died: the number of operators that had run when it was freed; None if it was not freed.
+        kind: its purpose, set by the user of the tape.
+        part: the part of the program that was running; see `Tape.part`.
     """
 
     n_bytes: int
@@ -172,8 +173,8 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         now: the number of operators that have run.
-        part: of the program that is running; whoever uses the tape sets it.
-        allocations: all that were made.
+        part: name of the part of the program that is running, set by the user of the tape.
+        allocations: all allocations so far.
     """
 
     def __init__(self, shapes: ShapeCache) -> None:
@@ -199,11 +200,11 @@ class Tape(TorchDispatchMode):
 
     @property
     def alive(self) -> Iterable[Allocation]:
-        """Those not freed yet."""
+        """Allocations that have not been freed."""
         return self._alive.values()
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what the storages of tensors are for."""
+        """Set the kind of the storages of tensors."""
         for tensor in tensors:
             dense = tensor if tensor.layout == torch.strided else tensor._values()
             allocation = self._alive.get(dense.untyped_storage()._cdata)
@@ -224,27 +225,27 @@ class Tape(TorchDispatchMode):
 
 
 def recording() -> bool:
-    """Whether this thread is in `without_data`: what it computes is seen, and never used."""
-    if torch.compiler.is_compiling():  # which never happens there, and cannot look at the modes
+    """True if this thread is in `without_data`: its results are recorded but have no values."""
+    if torch.compiler.is_compiling():  # never in `without_data`; compiled code cannot see the modes
         return False
     return any(isinstance(mode, Tape) for mode in _get_current_dispatch_mode_stack())
 
 
 def stand_in(device: torch.device) -> torch.device:
-    """The device on which a program runs without data to show what it does on another.
+    """The device on which a program runs without data in place of another device.
 
-    Fake tensors say that they are on a CPU, as native operators want it; all other devices have
-    PyTorch's own operators, as `meta` has.
+    For a CPU, fake tensors report a CPU as their device, as native operators require. All other
+    devices use PyTorch's own operators, which also run on `meta`.
     """
     return CPU if device.type == "cpu" else torch.device("meta")
 
 
 @contextmanager
 def without_data(device: torch.device = CPU) -> Generator[Tape]:
-    """A context in which tensors have no data, and the record of what is allocated in it.
+    """Context in which tensors have no data; returns the record of its allocations.
 
     Args:
-        device: that the program makes tensors on, a `stand_in`.
+        device: the device on which the program makes tensors, a `stand_in`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else None
     with fake or nullcontext(), Tape(ShapeCache(fake)) as tape, _without_log():
@@ -253,7 +254,7 @@ def without_data(device: torch.device = CPU) -> Generator[Tape]:
 
 @contextmanager
 def _without_log() -> Generator[None]:
-    """Keep PyTorch from printing the traceback of an error that is raised as well."""
+    """Keep PyTorch from logging the traceback of an error that is also raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -269,7 +270,7 @@ def _dense(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _read(tensor: Tensor, **options: Any) -> Any:
-    """For a tensor without data that is copied to the CPU: ones."""
+    """Replaces the copy of a tensor without data to the CPU: returns ones."""
     target = options.get("device")
     if tensor.device.type != "meta" or target is None or torch.device(target).type == "meta":
         return NotImplemented
@@ -277,34 +278,34 @@ def _read(tensor: Tensor, **options: Any) -> Any:
 
 
 def _device(tensor: Tensor) -> Any:
-    """The device of a fake tensor, without the detour through `FakeTensorMode`."""
+    """Returns the device of a fake tensor faster than `FakeTensorMode` does."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else NotImplemented
 
 
 def _number(tensor: Tensor) -> float | int:
-    """For code that branches on a value: one, as for a finite loss or a row that exists."""
+    """Replaces reading a value, for code that branches on it: 1 stands for a finite loss."""
     return 1.0 if tensor.is_floating_point() else 1
 
 
 def _all_different(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """For the distinct values of a tensor: as many as there can be."""
+    """Replaces the search for distinct values: returns the maximum possible number."""
     flat = x.numel()
     return x.new_empty(flat), x.new_empty(x.shape), x.new_empty(flat)
 
 
 def _of_different_ids(ids: Tensor, rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """For the sums of rows of distinct ids: as many as there can be."""
+    """Replaces the sums of rows with equal ids: returns the maximum number of distinct ids."""
     return torch.empty_like(ids), torch.empty_like(rows)
 
 
 def _added_in_place(dense: Any, other: Any, *_: Any, **__: Any) -> Any:
-    """For a dense gradient and a sparse one, which autograd adds to it in place."""
+    """Replaces the addition of a sparse gradient to a dense one, which autograd does in place."""
     sparse = isinstance(other, Tensor) and other.layout != torch.strided
     return dense if sparse else NotImplemented
 
 
 def _split(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
-    """For parts whose sizes come from a tensor, as the rows of each expert: equal ones."""
+    """Replaces a split with sizes from a tensor, such as the rows of each expert: equal sizes."""
     if sum(sizes) == x.shape[dim]:
         return NotImplemented
     even, rest = divmod(x.shape[dim], len(sizes))
@@ -312,7 +313,7 @@ def _split(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any, **__: Any) -> Tensor:
-    """For PyTorch's grouped gemm, whose fake kernel takes bfloat16 alone."""
+    """Replaces PyTorch's grouped matmul: its fake kernel accepts only bfloat16."""
     groups = [len(ends)] if a.ndim == b.ndim == 2 else []  # noqa: PLR2004
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
@@ -328,5 +329,5 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "prim::device": _device,
     "workhorse::sum_rows": _of_different_ids,
 }
-"""By name, operators that depend on values, or have no fake kernel or a slow one, and what runs in
-their place."""
+"""Replacements of operators, by name: of operators that depend on values, and of operators without
+a fake kernel or with a slow one."""

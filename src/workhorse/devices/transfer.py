@@ -1,4 +1,4 @@
-"""Copying: into the destinations of named tensors, and numbers from a device to the host."""
+"""Copies: of named tensors to their destinations, and of values from a device to the host."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from workhorse.errors import WorkhorseError
 
 
 class Destination(Protocol):
-    """Where a tensor is copied to: another tensor, or an object that converts it."""
+    """Destination of a copy: another tensor, or an object that converts the source."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -22,10 +22,10 @@ class Destination(Protocol):
 
 
 class Elsewhere:
-    """Takes nothing: another process has the tensor.
+    """Destination that ignores the source, because another rank has the tensor.
 
     Args:
-        shape: of the tensor.
+        shape: the shape of the tensor.
     """
 
     nbytes = 0
@@ -39,28 +39,30 @@ class Elsewhere:
 
 @torch.no_grad()
 def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], what: str) -> None:
-    """Copy tensor by tensor, by name.
+    """Copy each tensor to the destination of the same name.
 
     Raises:
         WorkhorseError: names or shapes differ.
     """
     for name in sorted(into.keys() ^ source.keys()):
         where = "the run's config" if name in into else "the checkpoint"
-        raise WorkhorseError(f"{what}: only {where} has {name!r}; they are not of one run")
+        raise WorkhorseError(
+            f"{what}: only {where} has {name!r}; checkpoint and config belong to different runs"
+        )
     for name, tensor in into.items():
         if tensor.shape != source[name].shape:
             raise WorkhorseError(
                 f"{what}: {name!r} is {tuple(source[name].shape)} in the checkpoint and "
-                f"{tuple(tensor.shape)} in the run's config; they are not of one run"
+                f"{tuple(tensor.shape)} in the run's config; they belong to different runs"
             )
         tensor.copy_(source[name])
 
 
 class ToHost:
-    """A copy of a tensor that has begun, and does not wait for what the device does afterwards.
+    """An asynchronous copy to the host, which does not wait for later work of the device.
 
     Args:
-        tensor: to copy.
+        tensor: the tensor to copy.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -70,7 +72,7 @@ class ToHost:
         self._arrived = stream.record_event() if stream is not None else None
 
     def wait(self) -> list[Any]:
-        """The numbers, as soon as they are here."""
+        """Wait for the copy; returns its values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy.tolist()

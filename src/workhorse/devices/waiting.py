@@ -1,4 +1,6 @@
-"""How the threads of an operator wait for each other, which is settled when torch is imported."""
+"""How the threads of native operators wait for each other; set before torch is imported."""
+
+imported."""
 
 import ctypes
 import os
@@ -6,42 +8,43 @@ import platform
 import sys
 
 SPINS = 10_000
-"""How often a thread looks whether the others have come before it sleeps: for 0.2 ms or more.
+"""Number of times that a thread checks for the others before it sleeps: for 0.2 ms or more.
 
-By itself GNU OpenMP looks 300,000 times, for milliseconds, in which the thread keeps a core from
-those that it waits for where other work has the rest. Threads that soon sleep are often woken on
-one core together, where they stay for tens of milliseconds though another is idle.
+GNU OpenMP's default is 300,000 times, which takes milliseconds. If other programs use the remaining
+cores, the waiting thread then keeps a core from the threads that it waits for. If threads sleep too
+soon, they are often woken together on one core, and stay there for tens of milliseconds although
+another core is idle.
 """
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Of the environment; what they say goes first."""
+"""Environment variables that take precedence over `SPINS`."""
 SLICE = 100_000
 """Nanoseconds after which Linux may give a thread's core to another program.
 
-Where both have work the thread gets as much of the core as with longer slices, but is let back in
-sooner, and the threads that wait for it wait less.
+If both have work, the thread gets the same share of the core as with longer slices. But it returns
+to the core sooner, so the threads that wait for it wait less.
 """
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-"""The number of the system call, by machine."""
+"""Number of the system call `sched_setattr`, by machine."""
 
 
 def share_cores() -> None:
-    """Let threads that wait sleep soon, so that other work on the machine disturbs them less.
+    """Let waiting threads sleep soon, so that other programs on the machine slow them down less.
 
-    The command line does this by itself. A program calls it before it first imports torch. It tells
-    GNU OpenMP, which PyTorch's builds for Linux bring along, and asks Linux for short slices.
+    The command line calls this. A program must call it before it first imports torch. It configures
+    GNU OpenMP, which PyTorch's builds for Linux include, and asks Linux for short time slices.
 
     Raises:
-        RuntimeError: torch is imported already, too late.
+        RuntimeError: torch is already imported.
     """
     if "torch" in sys.modules:
-        raise RuntimeError("torch is imported already; call share_cores before")
+        raise RuntimeError("torch is already imported; call share_cores before importing it")
     if not any(name in os.environ for name in SETTINGS):
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
     run_in_slices(SLICE)
 
 
 class _Attributes(ctypes.Structure):
-    """What the call takes: Linux's `struct sched_attr`."""
+    """Argument of the system call: Linux's `struct sched_attr`."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -56,16 +59,16 @@ class _Attributes(ctypes.Structure):
 
 
 def run_in_slices(nanoseconds: int) -> None:
-    """Ask Linux, which takes it from 6.12 on, to run this thread and those it starts in slices.
+    """Ask Linux (6.12 or newer) for the time slices of this thread and the threads it starts.
 
-    Elsewhere, and for a thread that has another policy than the usual one, nothing changes.
+    On other systems, and for a thread without the default scheduling policy, nothing changes.
 
     Args:
-        nanoseconds: of a slice; 0: as long as the system's own.
+        nanoseconds: length of a slice; 0: the system's default.
     """
     call = SCHED_SETATTR.get(platform.machine()) if sys.platform == "linux" else None
     if call is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     size, nice = ctypes.sizeof(_Attributes), os.getpriority(os.PRIO_PROCESS, 0)
     asked = _Attributes(size=size, policy=os.SCHED_OTHER, nice=nice, runtime=nanoseconds)
-    ctypes.CDLL(None).syscall(call, 0, ctypes.byref(asked), 0)  # what is refused stays as it was
+    ctypes.CDLL(None).syscall(call, 0, ctypes.byref(asked), 0)  # a failure changes nothing

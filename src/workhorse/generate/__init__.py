@@ -1,4 +1,4 @@
-"""Text from a decoder: sampling, greedy decoding, beam search, streaming."""
+"""Generation with a decoder: sampling, greedy decoding, beam search, streaming."""
 
 from workhorse.generate import sampling
 from workhorse.generate.beam import beam_search

@@ -1,10 +1,10 @@
-"""Beam search: the likeliest text that `beams` hypotheses find.
+"""Beam search: find the likeliest completion with `beams` hypotheses.
 
-The semantics are those of Hugging Face's `generate`. A hypothesis of n new tokens, including the
+The semantics are as in Hugging Face's `generate`. A hypothesis of n new tokens, including the
 stop token, scores `(sum of its log-probabilities) / n ** length_penalty`. It finishes when a stop
 token, or any token at the length limit, is among the `beams` best candidates of a step. The search
 ends when `beams` have finished and (unless `early_stopping`) no running one can beat the worst of
-them; Hugging Face calls that `early_stopping="never"`. Nothing is drawn at random.
+them; Hugging Face calls that `early_stopping="never"`. Nothing is sampled.
 """
 
 import time
@@ -47,11 +47,11 @@ def beam_search(
     *,
     tokenizer: TextOfTokens | None = None,
 ) -> list[list[Completion]]:
-    """The best texts of each prompt, best first, at most `config.beams` of them.
+    """Find up to `config.beams` completions of each prompt, best first.
 
-    All prompts are searched at once, in `len(prompts) * beams` rows; the rows of a finished prompt
-    are removed. `logit_bias` changes the distribution that is searched. The decoder must be in
-    evaluation mode.
+    All prompts are searched together, as a batch of `len(prompts) * beams` sequences. The sequences
+    of a finished prompt are removed. `logit_bias` changes the distribution that is searched. The
+    decoder must be in evaluation mode.
 
     Raises:
         WorkhorseError: see `check_prompts`; or logits are not finite.
@@ -99,8 +99,9 @@ def beam_search(
 
 
 def _read(runner: Runner, sequences: Sequence[TokenSequence]) -> Tensor:
-    """The logits after all tokens, (sequences, vocab)."""
+    """Process all pending tokens; returns the logits after each sequence, (sequences, vocab)."""
     found: dict[TokenSequence, Tensor] = {}
+    # A long prompt of an exact sequence takes several passes, one for each piece.
     while left := [sequence for sequence in sequences if sequence.pending]:
         logits = runner.run([Chunk(one, one.chunk(one.pending)) for one in left])
         found |= {one: logits.of[last] for one, last in zip(left, logits.last, strict=True)}
@@ -118,7 +119,7 @@ class _Search:
     parents: list[int] = field(default_factory=list)
     """For each of `beams`, the beam of the previous step that it continues."""
     finished: list[_Hypothesis] = field(default_factory=list)
-    """Best first, at most `config.beams`."""
+    """Best first, up to `config.beams`."""
     done: bool = False
 
     def __post_init__(self) -> None:
@@ -127,7 +128,7 @@ class _Search:
         self.beams = [_Hypothesis((), total) for total in totals]
 
     def advance(self, candidates: Sequence[tuple[float, int, int]]) -> None:
-        """Take a step: `(total, beam, token)` candidates, best first."""
+        """Advance by one token, given `(total, beam, token)` candidates, best first."""
         before, self.beams, self.parents = self.beams, [], []
         length = len(before[0].tokens) + 1
         last = length == self.limit
@@ -152,7 +153,7 @@ class _Search:
         return hypothesis.score(self.config.length_penalty)
 
     def _decided(self, length: int) -> bool:
-        """Whether no running hypothesis can change the finished ones."""
+        """True if no running hypothesis can change the finished ones."""
         if len(self.finished) < self.config.beams:
             return False
         if self.config.early_stopping:
@@ -175,11 +176,11 @@ def _log_probabilities(logits: Tensor, vocab: int, config: GenerationConfig) -> 
 
 
 def _advance(searches: Sequence[_Search], logprobs: Tensor, stops: frozenset[int]) -> None:
-    """One step of every search, given log-probabilities `(len(searches) * beams, vocab)`."""
+    """Advance every search by one token, given logprobs `(len(searches) * beams, vocab)`."""
     beams, vocab = searches[0].config.beams, logprobs.shape[-1]
     totals = logprobs.new_tensor([[beam.total] for search in searches for beam in search.beams])
     totals = totals + logprobs
-    # Enough candidates that `beams` of them continue even if every stop token is among them.
+    # Enough candidates for `beams` hypotheses to continue even if all stop tokens are included.
     n_candidates = min(beams * max(2, 1 + len(stops)), beams * vocab)
     best = totals.view(len(searches), beams * vocab).topk(n_candidates, dim=-1)
     for search, values, indices in zip(

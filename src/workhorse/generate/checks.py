@@ -1,4 +1,4 @@
-"""Checks of what a generation is given, and the text of its tokens."""
+"""Checks of the arguments of a generation, and streaming of its tokens as text."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from workhorse.nn import Decoder
 
 
 class TokenStream(Protocol):
-    """Turns token ids into text one by one, never splitting a character."""
+    """Decodes token ids one by one, without splitting a character."""
 
     def push(self, token: int, /) -> str: ...
 
@@ -19,11 +19,11 @@ class TokenStream(Protocol):
 
 
 class StopScanner:
-    """Passes text through until the first of `stops` is complete.
+    """Passes text through up to the first complete stop string.
 
-    Text that may begin a stop is held back until that is decided. The stop that
-    *ends* first counts (the longest, if several end there), so the result does not depend on how
-    the text is split over calls.
+    Text that may be the beginning of a stop string is held back until this is decided. The stop
+    string that *ends* first counts (the longest, if several end there), so the result does not
+    depend on how the text is split over calls.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ class StopScanner:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that is now certain to come before any stop."""
+        """Add text; returns the text that is now certain to precede any stop string."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -47,12 +47,12 @@ class StopScanner:
         return text[:certain]
 
     def finish(self) -> str:
-        """The text still held back, which did not become a stop."""
+        """Return the text still held back, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is the beginning of a stop."""
+        """Length of the longest suffix of `text` that is the beginning of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -61,7 +61,7 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one result: takes tokens, returns text that is safe to show."""
+    """Decodes the tokens of one completion; returns only text that is safe to show."""
 
     def __init__(self, tokens: TokenStream, stops: Sequence[str]) -> None:
         self._tokens = tokens
@@ -69,19 +69,19 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text is complete; no text is returned after it."""
+        """True if a stop string is complete; no text is returned after it."""
         return self._scanner.stopped
 
     def push(self, token: int) -> str:
         return self._scanner.push(self._tokens.push(token))
 
     def finish(self) -> str:
-        """The text still held back. A character that was never completed becomes U+FFFD."""
+        """Return the text still held back. An incomplete character becomes U+FFFD."""
         return self._scanner.push(self._tokens.finish()) + self._scanner.finish()
 
 
 class TextOfTokens(Protocol):
-    """The part of a tokenizer that generation needs; `workhorse.tokenizers.Tokenizer` is one."""
+    """The tokenizer interface that generation needs; `workhorse.tokenizers.Tokenizer` has it."""
 
     vocab_size: int
     eos_id: int | None
@@ -90,39 +90,39 @@ class TextOfTokens(Protocol):
 
 
 def check_models(decoder: object, draft: object, tokenizer: object) -> None:
-    """Refuse what is not a decoder, a draft or a tokenizer.
+    """Check the types of a decoder, a draft and a tokenizer.
 
     Raises:
-        WorkhorseError: one of them has another type.
+        WorkhorseError: an argument has the wrong type.
     """
     for name, model in {"decoder": decoder, "draft": draft}.items():
         if not isinstance(model, Decoder) and (model is not None or name == "decoder"):
             raise WorkhorseError(f"{name}={shown(model)} is not a decoder; give a model's .decoder")
     if tokenizer is not None and not hasattr(tokenizer, "stream"):
         raise WorkhorseError(
-            f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or leave "
-            "it out"
+            f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or omit "
+            "it"
         )
 
 
 def checked_config(config: object) -> GenerationConfig:
-    """A config, or the defaults for None.
+    """Return a config, or the defaults for None.
 
     Raises:
-        WorkhorseError: it is something else.
+        WorkhorseError: it has another type.
     """
     if not isinstance(config, GenerationConfig | None):
         raise WorkhorseError(
-            f"config={shown(config)} is not a GenerationConfig; give one, or leave it out"
+            f"config={shown(config)} is not a GenerationConfig; give one, or omit it"
         )
     return config or GenerationConfig()
 
 
 def prompt_list(prompts: object) -> list[Any]:
-    """Prompts as a list, however they are given.
+    """Convert an iterable of prompts to a list.
 
     Raises:
-        WorkhorseError: they are a text, or nothing to iterate over.
+        WorkhorseError: it is a string, or not an iterable.
     """
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
         raise WorkhorseError(f"prompts={shown(prompts)} is not a list; give a list of prompts")
@@ -135,14 +135,14 @@ def check_prompts(
     config: GenerationConfig,
     tokenizer: TextOfTokens | None,
 ) -> list[list[int]]:
-    """The prompts as token ids, cut to the decoder's context if the config allows it.
+    """Convert prompts to token ids, cut to the decoder's context if the config allows it.
 
     Raises:
         WorkhorseError: a prompt is empty or longer than the context (unless `truncate="left"`), an
-            id is outside the vocabulary, or there are stop texts without a tokenizer.
+            id is outside the vocabulary, or there are stop strings without a tokenizer.
     """
     if config.stop and tokenizer is None:
-        raise WorkhorseError("stop texts need a tokenizer; pass one, or give stop_tokens instead")
+        raise WorkhorseError("stop strings need a tokenizer; pass one, or use stop_tokens")
     size = decoder.config.vocab_size
     asked_for = {"logit_bias": config.logit_bias, "stop_tokens": config.stop_tokens or ()}
     for option, tokens in asked_for.items():
@@ -153,21 +153,21 @@ def check_prompts(
         fix = f"the tokenizer has {tokenizer.vocab_size} tokens, more than the embedding: {fix}"
     for token in stop_tokens(config, tokenizer):
         _check_id(token, size, "", fix)
-    rule, remedy = "a prompt is a sequence of token ids", "give whole numbers of one text"
+    rule, remedy = "a prompt is a sequence of token ids", "give one list of integers per prompt"
     ids = (token_ids(prompt, rule, remedy) for prompt in prompts)
     return [_fit(prompt, decoder.max_seq_len, size, config, fix) for prompt in ids]
 
 
 def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
-    """Token ids as a list of Python ints.
+    """Convert token ids to a list of Python ints.
 
     Args:
-        tokens: a list of whole numbers, or a tensor or array of one dimension.
-        rule: the beginning of the error message: what they must be.
+        tokens: a list of integers, or a tensor or array of one dimension.
+        rule: the beginning of the error message, which states the expected type.
         remedy: the end of the error message.
 
     Raises:
-        WorkhorseError: they are not a sequence of whole numbers.
+        WorkhorseError: they are not a sequence of integers.
     """
     try:
         if isinstance(tokens, str | bytes | bytearray | set | frozenset | dict):
@@ -181,29 +181,29 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
 
 
 def check_batch_size(rows: object) -> None:
-    """Refuse a batch size that is not a whole number of 1 or more."""
+    """Raise a WorkhorseError if a batch size is not an integer of 1 or more."""
     if isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1:
-        raise WorkhorseError(f"batch_size={shown(rows)} is not a number of rows; give 1 or more")
+        raise WorkhorseError(f"batch_size={shown(rows)} is not a positive integer; give 1 or more")
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """A size as a Python int.
+    """Convert a size to a Python int.
 
     Raises:
-        WorkhorseError: it is not a whole number, or is less than `least`.
+        WorkhorseError: it is not an integer, or is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise WorkhorseError(
-            f"{name}={shown(value)} is out of range; give a whole number from {least}"
+            f"{name}={shown(value)} is out of range; give an integer of {least} or more"
         )
     return int(value)
 
 
 def check_functions(name: str, functions: object) -> tuple[Any, ...]:
-    """Functions as a tuple.
+    """Return a list of functions as a tuple.
 
     Raises:
-        WorkhorseError: it is not a list, or one of its items cannot be called.
+        WorkhorseError: it is not a list, or one of its items is not callable.
     """
     if not isinstance(functions, Iterable) or isinstance(functions, str):
         raise WorkhorseError(f"{name}={shown(functions)} is not a list of functions; give a list")
@@ -211,7 +211,7 @@ def check_functions(name: str, functions: object) -> tuple[Any, ...]:
     for function in checked:
         if not callable(function):
             raise WorkhorseError(
-                f"{name} holds {shown(function)}, which is not a function; leave it out"
+                f"{name} contains {shown(function)}, which is not a function; remove it"
             )
     return checked
 
@@ -222,18 +222,18 @@ def check_draft(
     speculate: int,
     tokenizer: TextOfTokens | None,
 ) -> None:
-    """Refuse a draft that cannot guess for this decoder.
+    """Check that a draft can guess tokens for this decoder.
 
     Raises:
-        WorkhorseError: no guesses are asked for, or the draft has another vocabulary.
+        WorkhorseError: `speculate` is 0, or the draft has another vocabulary.
     """
     if draft is None:
         return
     if speculate == 0:
         raise WorkhorseError(
-            "a draft guesses nothing with speculate=0; choose speculate=4, or leave the draft out"
+            "a draft has no effect with speculate=0; set speculate=4, or omit the draft"
         )
-    # Embeddings may be padded differently if a tokenizer tells how many ids are in use.
+    # With a tokenizer the number of ids in use is known, so embeddings may be padded differently.
     vocab, ours, theirs = usable_vocab(decoder, tokenizer), decoder.config, draft.config
     if theirs.vocab_size != ours.vocab_size and (tokenizer is None or theirs.vocab_size < vocab):
         raise WorkhorseError(
@@ -247,7 +247,7 @@ def _fit(
 ) -> list[int]:
     if not prompt:
         raise WorkhorseError(
-            "the prompt holds no tokens, and no token begins a text of this model; give some text"
+            "the prompt is empty, and this model has no start token; give at least one token"
         )
     for token in (min(prompt), max(prompt)):
         _check_id(token, vocab, "", fix)
@@ -258,12 +258,12 @@ def _fit(
         )
     if config.beams == 1:
         return prompt[-context:]
-    # Beam search cannot drop tokens while it runs, so room is made beforehand.
+    # Beam search cannot drop tokens while it runs, so they are dropped beforehand.
     keep = context + 1 - config.max_new_tokens
     if config.truncate == "left" and keep < 1:
         raise WorkhorseError(
-            f"max_new_tokens={config.max_new_tokens} does not fit the context of {context}, and "
-            "beam search cannot go past it; ask for fewer"
+            f"max_new_tokens={config.max_new_tokens} does not fit into the context of {context}, "
+            "and beam search cannot exceed it; reduce max_new_tokens"
         )
     return prompt[-keep:] if config.truncate == "left" else prompt
 
@@ -276,13 +276,13 @@ def _check_id(token: int, vocab: int, whose: str, remedy: str) -> None:
 
 
 def usable_vocab(decoder: Decoder, tokenizer: TextOfTokens | None) -> int:
-    """The number of ids that may be chosen; an embedding may be padded beyond the tokenizer's."""
+    """Number of ids that may be chosen. An embedding may be padded beyond the tokenizer's ids."""
     size = decoder.config.vocab_size
     return size if tokenizer is None else min(size, tokenizer.vocab_size)
 
 
 def stop_tokens(config: GenerationConfig, tokenizer: TextOfTokens | None) -> frozenset[int]:
-    """The ids that end a text: those of the config, or else the tokenizer's eos."""
+    """Ids that end a completion: from the config if it has any, else the tokenizer's eos."""
     if config.stop_tokens is not None:
         return frozenset(config.stop_tokens)
     eos = tokenizer.eos_id if tokenizer is not None else None

@@ -1,4 +1,4 @@
-"""Prompts in, completions out."""
+"""`generate` and `stream`: completions of a list of prompts."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -34,17 +34,17 @@ def generate(
 
     Args:
         decoder: the model; dropout is off while it generates.
-        prompts: token ids, of any lengths.
-        config: how tokens are chosen; None: the defaults of `GenerationConfig`.
-        tokenizer: gives the string, the eos, and the number of ids in use. Without one, completions
-            have no string and there is no eos.
-        draft: a smaller decoder of the same vocabulary, which guesses `config.speculate` tokens at
-            a time. Without one, guesses are looked up in the prompt and the completion.
+        prompts: token ids; lengths may differ.
+        config: the options; None: the defaults of `GenerationConfig`.
+        tokenizer: decodes tokens, and defines eos and the number of ids in use. Without one,
+            completions have no text, and eos is not defined.
+        draft: a smaller decoder with the same vocabulary, which guesses `config.speculate` tokens
+            at a time. Without one, guesses are looked up in the prompt and the completion.
         batch_size: the maximum number of completions decoded together; affects speed and memory,
             not the completions.
 
     Returns:
-        The completions in the order of the prompts, the samples of a prompt adjacent.
+        The completions in the order of the prompts; the samples of a prompt are adjacent.
 
     Raises:
         WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits are not
@@ -96,20 +96,22 @@ def stream(
     draft: Decoder | None = None,
     batch_size: int = 32,
 ) -> Iterator[Delta]:
-    """`generate`, token by token: a result's text is the concatenation of its deltas' texts.
+    """Like `generate`, but yield the tokens one by one.
 
-    The decoder is in evaluation mode during each step, and in its former mode between steps.
+    The text of a completion is the concatenation of the text of its deltas. The decoder is in
+    evaluation mode during each step, and in its former mode between steps.
 
     Raises:
-        WorkhorseError: as `generate`, at the call; or beam search is asked for, which cannot emit
-            tokens one by one.
+        WorkhorseError: see `generate`, raised at the call; or the config asks for beam search,
+            which cannot emit tokens one by one.
     """
     config = checked_config(config)
     check_batch_size(batch_size)
     check_models(decoder, draft, tokenizer)
     if config.beams > 1:
         raise WorkhorseError(
-            f"beams={config.beams} gives its text only at the end; leave out streaming, or beams"
+            f"beams={config.beams} cannot be streamed: beam search returns its text only at the "
+            "end; set beams=1"
         )
     checked = check_prompts(decoder, prompt_list(prompts), config, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
@@ -132,7 +134,7 @@ def _deltas(
     draft: Decoder | None,
     batch_size: int,
 ) -> Iterator[Delta]:
-    """The deltas of all prompts; `Delta.index` counts results over all of them."""
+    """Yield the deltas of all prompts. `Delta.index` counts completions over all prompts."""
     if not prompts:
         return
     at_once = min(max(batch_size // config.n_samples, 1), len(prompts))
@@ -183,5 +185,5 @@ def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Se
 
 
 def _seed(config: GenerationConfig) -> int:
-    """The seed of the config, or one from the system's entropy, which the results report."""
+    """The config's seed, or a new one from the system's entropy. Completions report it."""
     return secrets.randbits(32) if config.seed is None else config.seed

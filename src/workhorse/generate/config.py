@@ -1,4 +1,4 @@
-"""The options of a generation, and its results."""
+"""Options and results of a generation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,23 +12,23 @@ COLDEST = 1e-6
 MOST_TIMES = 1e6
 LARGEST_SHIFT = 1e9
 LARGEST_POWER = 10.0
-"""Bounds within which finite logits stay finite, whatever options are combined."""
+"""Bounds of options within which finite logits stay finite, for all combinations of options."""
 MOST_ROWS = 8192
-"""The most texts generated at once for one prompt."""
+"""Maximum number of completions generated at once for one prompt."""
 
 
 class GenerationConfig(Config):
-    """How tokens are chosen and where a text ends.
+    """How tokens are chosen and when a completion ends.
 
     Decoding samples if `temperature > 0` and `beams == 1`, is greedy if `temperature == 0`, and
-    searches for the likeliest text if `beams > 1`. An option that the chosen way of decoding does
-    not read is refused, except for a seed with `temperature=0`, which has no effect.
+    searches for the likeliest completion if `beams > 1`. An option that this way of decoding does
+    not use is an error, except for a seed with `temperature=0`, which has no effect.
     """
 
     max_new_tokens: int = 128
-    """The most tokens to add, 1 or more."""
+    """Maximum number of new tokens, at least 1."""
     temperature: float = 1.0
-    """Divides the logits, by 1e-6 or more; 0 takes the likeliest token (greedy)."""
+    """Divisor of the logits, at least 1e-6; 0 takes the likeliest token (greedy)."""
     top_k: int | None = None
     """Sample only from the k likeliest tokens."""
     top_p: float = 1.0
@@ -36,41 +36,41 @@ class GenerationConfig(Config):
     min_p: float = 0.0
     """Sample only from tokens with at least this fraction of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens seen in the prompt or the new text less likely; 1e-6 to 1e6."""
+    """Above 1 makes tokens of the prompt or the completion less likely; 1e-6 to 1e6."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token already in the new text; -1e9 to 1e9."""
+    """Subtracted once from the logit of every token already in the completion; -1e9 to 1e9."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it is in the new text; -1e9 to 1e9."""
+    """Subtracted from a token's logit for each occurrence in the completion; -1e9 to 1e9."""
     logit_bias: dict[int, float] = Field(default_factory=dict)
     """Added to the logit of a token id; -1e9 to 1e9."""
     seed: int | None = None
-    """Seeds the request's own generator, 0 to 2^63 - 1; None draws a fresh seed."""
+    """Seed of the request's own generator, 0 to 2^63 - 1; None draws a new seed."""
     n_samples: int = 1
-    """Texts per prompt, generated at once, at most 8192; sample j is the text that `seed + j` gives
-    on its own."""
+    """Number of completions per prompt, generated at once, up to 8192. Sample j equals the single
+    completion with `seed + j`."""
     stop: tuple[str, ...] = ()
-    """Texts that end the result; neither they nor anything after them is part of it. A `Model` also
-    stops at a special token of that name."""
+    """Strings that end a completion. The completion ends before the string. A `Model` also stops at
+    a special token of that name."""
     stop_tokens: tuple[int, ...] | None = None
-    """Token ids that end the result. None: the tokenizer's eos; empty: no token ends it."""
+    """Token ids that end a completion. None: the tokenizer's eos; empty: no token ends it."""
     logprobs: int | None = None
-    """Return each token's log-probability and those of the n likeliest; 0 returns only its own."""
+    """Return log-probabilities of each token and of the n likeliest at its position; n may be 0."""
     truncate: Literal["refuse", "left"] = "refuse"
-    """What happens at the end of the context. refuse: a longer prompt is an error, and the text
-    ends there; left: the oldest tokens are dropped, and the text continues."""
+    """Behaviour at the end of the context. refuse: a longer prompt is an error, and a completion
+    ends there; left: the oldest tokens are dropped, and the completion continues."""
     speculate: int = 0
-    """Tokens guessed at a time, by a draft model or from the text itself, and verified in one pass
-    of the model. Changes the speed, never the distribution of the text. 0 guesses none."""
+    """Number of tokens guessed at a time, by a draft model or by lookup in the sequence, and
+    verified in one pass of the model. Changes the speed, never the distribution. 0: no guesses."""
     exact: bool = False
-    """Read each prompt by itself, in pieces that end at fixed positions, and texts together only
-    where that changes no bit (native steps), so that every number has the same bits whatever else
-    is read or remembered. Elsewhere batching then saves no time."""
+    """Make results bitwise independent of other requests and of the prefix cache. Each prompt is
+    processed by itself, in pieces that end at fixed positions. Sequences share a pass only if that
+    changes no bit (native steps); otherwise batching saves no time."""
     beams: int = 1
-    """Hypotheses kept by beam search, at most 8192; 1 means no search."""
+    """Number of hypotheses of beam search, up to 8192; 1: no beam search."""
     length_penalty: float = 1.0
     """Beam search divides the summed log-probability by `length ** length_penalty`; -10 to 10."""
     early_stopping: bool = False
-    """Beam search ends with the first `beams` finished texts, even if better ones could follow."""
+    """End beam search with the first `beams` finished hypotheses, even if better could follow."""
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:
@@ -84,28 +84,30 @@ class GenerationConfig(Config):
         if self.seed is not None and self.seed + self.n_samples > 2**63:
             raise ConfigError(
                 f"seed={self.seed} with n_samples={self.n_samples} is out of range: the last "
-                f"sample's would be {self.seed + self.n_samples - 1}; choose a smaller seed"
+                f"sample's seed would be {self.seed + self.n_samples - 1}; choose a smaller seed"
             )
         if self.exact and self.speculate:
             raise ConfigError(
-                f"exact and speculate={self.speculate}: the same token would be read in passes of "
-                "different lengths; leave one of the two out"
+                f"exact cannot be combined with speculate={self.speculate}: the same token would "
+                "be computed in passes of different lengths; omit one of the two"
             )
         if not all(self.stop):
-            raise ConfigError("stop holds an empty text, which ends everything; leave it out")
+            raise ConfigError(
+                "stop contains an empty string, which would end every completion; remove it"
+            )
         return self
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
         if self.beams > 1:
-            how = f"beams={self.beams} draws nothing and scores whole texts"
-            unread, remedy = _NOT_IN_BEAM_SEARCH, "leave one of the two out"
+            how = f"beam search (beams={self.beams}) does not use it"
+            unread, remedy = _NOT_IN_BEAM_SEARCH, "omit one of the two"
         elif self.temperature == 0:
             how = "temperature=0 always takes the likeliest token"
-            unread, remedy = _NOT_IN_GREEDY, "leave one of the two out"
+            unread, remedy = _NOT_IN_GREEDY, "omit one of the two"
         else:
-            how = "without beams there is no search"
-            unread, remedy = _ONLY_IN_BEAM_SEARCH, "choose beams of 2 or more, or leave it out"
+            how = "it is an option of beam search"
+            unread, remedy = _ONLY_IN_BEAM_SEARCH, "set beams to 2 or more, or omit it"
         for name in unread:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
@@ -114,7 +116,7 @@ class GenerationConfig(Config):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn at random: neither beam search nor greedy decoding."""
+        """True if tokens are drawn at random: neither beam search nor greedy decoding."""
         return self.beams == 1 and self.temperature > 0
 
 
@@ -154,7 +156,7 @@ def _between(least: float, most: float) -> _Bound:
 
 _SHIFT = _between(-LARGEST_SHIFT, LARGEST_SHIFT)
 _BOUNDS = {
-    "max_new_tokens": [_Bound(lambda n: n >= 1, "adds nothing; choose 1 or more")],
+    "max_new_tokens": [_Bound(lambda n: n >= 1, "is less than 1; choose 1 or more")],
     "temperature": [
         _Bound(lambda t: t >= 0, "is negative; choose 0 (greedy) or more"),
         _Bound(
@@ -162,38 +164,39 @@ _BOUNDS = {
             f"is too small to divide by; choose 0 (greedy), or {COLDEST:g} or more",
         ),
     ],
-    "top_k": [_Bound(lambda k: k >= 1, "leaves no token; choose 1 or more, or leave it out")],
+    "top_k": [_Bound(lambda k: k >= 1, "is less than 1; choose 1 or more, or omit it")],
     "top_p": [_Bound(lambda p: 0 < p <= 1, "is not a probability; choose 0 < top_p <= 1")],
     "min_p": [_Bound(lambda p: 0 <= p <= 1, "is not a fraction; choose 0 <= min_p <= 1")],
     "repetition_penalty": [
-        _Bound(lambda penalty: penalty > 0, "divides nothing; choose more than 0"),
+        _Bound(lambda penalty: penalty > 0, "is not positive; choose more than 0"),
         _between(1 / MOST_TIMES, MOST_TIMES),
     ],
     "presence_penalty": [_SHIFT],
     "frequency_penalty": [_SHIFT],
     "length_penalty": [_between(-LARGEST_POWER, LARGEST_POWER)],
     "n_samples": [
-        _Bound(lambda n: n >= 1, "asks for no text; choose 1 or more"),
+        _Bound(lambda n: n >= 1, "is less than 1; choose 1 or more"),
         _between(1, MOST_ROWS),
     ],
-    "logprobs": [_Bound(lambda n: n >= 0, "is negative; choose 0 or more, or leave it out")],
-    "speculate": [_Bound(lambda n: n >= 0, "is negative; choose 0 (guess nothing) or more")],
+    "logprobs": [_Bound(lambda n: n >= 0, "is negative; choose 0 or more, or omit it")],
+    "speculate": [_Bound(lambda n: n >= 0, "is negative; choose 0 (no guesses) or more")],
     "beams": [
-        _Bound(lambda n: n >= 1, "searches nothing; choose 1 (no search) or more"),
+        _Bound(lambda n: n >= 1, "is less than 1; choose 1 (no beam search) or more"),
         _between(1, MOST_ROWS),
     ],
 }
 
 
 FinishReason = Literal["eos", "stop", "length"]
-"""eos: a stop token; stop: a stop text; length: `max_new_tokens` or the end of the context."""
+"""eos: a stop token; stop: a stop string or a stop condition; length: `max_new_tokens` or the end
+of the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probabilities (nats) at the position of one chosen token.
 
-    They are of the model's own distribution, before bias, penalties, temperature and filters.
+    They describe the model's own distribution, before bias, penalties, temperature and filters.
     """
 
     token: int
@@ -204,49 +207,50 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One more token of one result."""
+    """One new token of a completion."""
 
     index: int
-    """Which result: `prompt * n_samples + sample`."""
+    """Index of the completion: `prompt * n_samples + sample`."""
     token: int
     text: str
-    """Text that has become certain: empty while a character is incomplete, then that of several
-    tokens."""
+    """Text that has become certain. It is empty while a character is incomplete; the next text then
+    covers several tokens."""
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
-    """Set on the last delta of a result."""
+    """Set on the last delta of a completion."""
     proposed: int = 0
-    """Tokens guessed in the pass whose first token this is; see `GenerationConfig.speculate`."""
+    """Number of tokens guessed in a pass, set on its first delta; see
+    `GenerationConfig.speculate`."""
     accepted: bool = False
-    """Whether the token was guessed."""
+    """True if the token was guessed."""
     prompt_seconds: float = field(default=0.0, compare=False)
-    """Set on the first delta of a batch: how long it took to read the batch's prompts."""
+    """Seconds to process a batch's prompts, set on the first delta of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished result."""
+    """A finished completion of a prompt."""
 
     text: str
-    """The new text without the prompt, special tokens and stop text; empty without a tokenizer."""
+    """New text without prompt, special tokens and stop string; empty without a tokenizer."""
     tokens: tuple[int, ...]
-    """All new tokens, including the stop token, or the tokens of the stop text, that ended it."""
+    """All new tokens, including the stop token, or the tokens of the stop string, that ended it."""
     finish_reason: FinishReason
     prompt_tokens: int
     """Length of the prompt in tokens, as given."""
     seed: int | None = None
-    """The seed that reproduces this text; None if nothing was drawn."""
+    """Seed that reproduces this completion; None if nothing was sampled."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     score: float | None = None
     """Beam search's `sum of log-probabilities / length ** length_penalty`."""
     proposed: int | None = None
-    """Tokens guessed by speculative decoding; None without it."""
+    """Number of tokens guessed by speculative decoding; None without it."""
     accepted: int | None = None
-    """How many of the guessed tokens are in the text."""
+    """Number of guessed tokens in the completion; None without speculative decoding."""
     prompt_seconds: float = field(default=0.0, compare=False)
-    """Set on the first result of a batch: how long it took to read the batch's prompts."""
+    """Seconds to process a batch's prompts, set on the first completion of the batch."""
     decoded: bool = True
-    """Whether there was a tokenizer to turn the tokens into text."""
+    """True if a tokenizer decoded the tokens to text."""
 
     def __str__(self) -> str:
         """The text, or the token ids without a tokenizer."""

@@ -1,4 +1,4 @@
-"""A conversation with a model: messages, replies, and the cache of what was read so far."""
+"""A conversation with a model: messages, replies, and the cache of earlier turns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from workhorse.tokenizers import ChatTemplate, Tokenizer
 TextMessage = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
 REPLY_SHARE = 4
-"""Room is kept for a reply: `max_new_tokens`, but at most the context divided by this."""
+"""`max_new_tokens` are reserved for a reply, up to the context divided by this number."""
 
 
 class ChatFormat(Protocol):
-    """How messages become the prompt of the next reply, and what ends that reply."""
+    """Formats messages as the prompt of the next reply, and lists the stops of that reply."""
 
     @property
     def stop(self) -> tuple[str, ...]: ...
@@ -31,7 +31,7 @@ class ChatFormat(Protocol):
 
 @dataclass(frozen=True)
 class TemplateFormat:
-    """The control tokens of a chat template, for models that were trained with them."""
+    """Formats messages with a chat template, for models trained with its control tokens."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -55,11 +55,11 @@ class TemplateFormat:
 
 @dataclass(frozen=True)
 class TranscriptFormat:
-    """A written dialogue, for models that were only trained to continue text."""
+    """Formats messages as a plain-text dialogue, for models only trained to continue text."""
 
     tokenizer: Tokenizer
     prefix: tuple[int, ...] = ()
-    """The tokens that begin every text that the model was trained on."""
+    """Tokens at the beginning of every document of the training."""
     stop: tuple[str, ...] = ("\nUser:",)
 
     def encode(self, messages: Sequence[TextMessage]) -> list[int]:
@@ -75,22 +75,23 @@ class TranscriptFormat:
 class Conversation:
     """A chat with one model.
 
-    A turn reads only what follows the prefix that it shares with the turn before: if the template
-    renders earlier replies differently, or their text encodes to other tokens than were generated,
-    it reads from there on. When the context is full, the oldest exchanges are forgotten; the system
-    message stays. A reply that is interrupted or closed is kept as far as it was generated.
+    A turn processes only the tokens after the prefix that it shares with the previous turn. This
+    prefix ends if the template renders an earlier reply differently, or if the text of the reply
+    encodes to other tokens than were generated. When the context is full, the oldest exchanges are
+    dropped; the system message stays. If a reply is interrupted or closed, the part generated so
+    far is kept.
 
     Args:
         decoder: the model.
-        tokenizer: the model's.
-        format: how messages become prompts.
-        config: how replies are chosen; its `stop` and `stop_tokens` are added to the format's.
+        tokenizer: the model's tokenizer.
+        format: formats messages as prompts.
+        config: options for replies; its `stop` and `stop_tokens` are added to the format's.
         system: the system message, if any.
-        draft: guesses tokens, see `workhorse.generate.generate`.
+        draft: a smaller decoder that guesses tokens; see `workhorse.generate.generate`.
 
     Attributes:
         messages: all messages so far, including those that the model no longer sees.
-        forgotten: how many of them the prompt of the last reply left out.
+        forgotten: number of messages that did not fit into the prompt of the last reply.
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class Conversation:
         draft: Decoder | None = None,
     ) -> None:
         if not isinstance(system, str):
-            raise WorkhorseError(f"system={shown(system)} is not text; leave it out for none")
+            raise WorkhorseError(f"system={shown(system)} is not a string; omit it for none")
         for name in ("n_samples", "beams"):
             if (number := getattr(config, name)) > 1:
-                raise WorkhorseError(f"{name}={number}: a chat has one reply; leave {name} out")
+                raise WorkhorseError(f"{name}={number}: a chat has one reply; omit {name}")
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._format = format
@@ -116,7 +117,7 @@ class Conversation:
             stop=config.stop + format.stop, stop_tokens=tuple(stop_tokens)
         )
         self._system: list[TextMessage] = [{"role": "system", "content": system}] if system else []
-        if self._system:  # a template may refuse it
+        if self._system:  # fail now if the template does not allow a system message
             format.encode([*self._system, {"role": "user", "content": "a"}])
         self.messages = list(self._system)
         self.forgotten = 0
@@ -133,11 +134,12 @@ class Conversation:
         """Send a message; yields the reply as it is generated, then adds both to `messages`.
 
         Raises:
-            WorkhorseError: the message is not text, the last reply has not ended, or this message
-                alone does not fit the context; see `stream`. The conversation is then unchanged.
+            WorkhorseError: the message is not a string, the last reply has not ended, or the
+                message does not fit into the context even without earlier ones; see `stream`. The
+                conversation is then unchanged.
         """
         if not isinstance(text, str):
-            raise WorkhorseError(f"the message {shown(text)} is not text; give text")
+            raise WorkhorseError(f"the message {shown(text)} is not a string; give a str")
         if not self._engine.is_idle:
             raise WorkhorseError("the last reply has not ended; read it to its end, or close() it")
         asked: TextMessage = {"role": "user", "content": text}
@@ -161,7 +163,7 @@ class Conversation:
         self.messages += [asked, {"role": "assistant", "content": answer}]
 
     def _prompt(self, messages: Sequence[TextMessage]) -> list[int]:
-        """The tokens of the newest messages, at least the last, that leave room for a reply."""
+        """Tokens of the newest messages that leave room for a reply; at least of the last one."""
         recent = list(messages[len(self._system) :])
         context = self._decoder.max_seq_len
         room = context + 1 - min(self._config.max_new_tokens, context // REPLY_SHARE)

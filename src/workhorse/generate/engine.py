@@ -1,11 +1,11 @@
-"""Continuous batching: requests arrive, advance together and leave, each at its own time.
+"""Continuous batching: requests join and leave the running batch at any time.
 
-Apart from beam search's, this is the only decoding loop. In a step the `Scheduler` decides which
-tokens are read, the `Runner` reads them in one pass, and a token is chosen for each request whose
-known tokens were read, or several if guesses are accepted. A request has its own random generator
-and is computed independently, so its completion does not depend on other requests. One reservation:
-logits computed in batches of different shapes agree only up to rounding, so a choice can differ if
-two tokens are that close (see `GenerationConfig.exact`).
+Apart from beam search, this is the only decoding loop. In a step the `Scheduler` decides which
+tokens are processed, and the `Runner` processes them in one pass. Then a token is chosen for each
+request whose known tokens have all been processed, or several tokens if guesses are accepted. A
+request has its own random generator and is computed independently, so its completion does not
+depend on other requests. One exception: logits computed in batches of different shapes agree only
+up to rounding, so a choice can differ if two tokens are that close (see `GenerationConfig.exact`).
 """
 
 import secrets
@@ -45,19 +45,20 @@ class Engine:
 
     Args:
         decoder: the model; dropout is off during a step.
-        tokenizer: gives the string, the eos, and the number of ids in use. Without one, deltas have
-            no string and there is no eos.
+        tokenizer: decodes tokens, and defines eos and the number of ids in use. Without one, deltas
+            have no text, and eos is not defined.
         draft: a smaller decoder with the same vocabulary, which guesses tokens for requests that
             ask for guesses. Without one, guesses are looked up in the prompt and the completion.
         max_sequences: the maximum number of completions that advance together; others wait.
         max_tokens: the maximum number of tokens of all sequences in the cache; None: enough for
-            `max_sequences` full contexts. If requests need more, the newest wait, and are read
-            again later.
-        token_budget: the maximum number of tokens that a step reads, at least `max_sequences` times
-            `1 + speculate`. With a smaller one, long prompts delay other requests less. None: 4096.
-        speculate: the maximum number of tokens that a request may have guessed at a time.
-        prefix_caching: keep keys and values in the cache while there is room, so that a prompt with
-            the same beginning is read only from where it differs. For weights that do not change.
+            `max_sequences` full contexts. If requests need more, the newest are preempted and
+            processed again later.
+        token_budget: the maximum number of tokens per step, at least `max_sequences` times
+            `1 + speculate`. A smaller budget makes long prompts delay other requests less. None:
+            4096, or that minimum if it is larger.
+        speculate: the maximum number of guessed tokens of a request per step.
+        prefix_caching: keep keys and values while the cache has room, so that a prompt with the
+            same beginning is processed only from the first difference. The weights must not change.
 
     Raises:
         WorkhorseError: an option has a wrong type or is out of range; or see `check_draft`.
@@ -92,8 +93,9 @@ class Engine:
         budget = whole("token_budget", token_budget, 1)
         if budget < least:
             raise WorkhorseError(
-                f"token_budget={budget} is too small for a token and speculate={speculate} guesses "
-                f"of each of max_sequences={self.max_sequences}; give token_budget={least} or more"
+                f"token_budget={budget} is too small for one token and speculate={speculate} "
+                f"guesses of each of max_sequences={self.max_sequences} sequences; "
+                f"give token_budget={least} or more"
             )
         tokens = self.max_sequences * (decoder.max_seq_len + speculate)
         if max_tokens is not None:
@@ -106,9 +108,9 @@ class Engine:
             prefix_caching=prefix_caching,
         )
         self.looks_ahead = decoder.device.type == "cuda"
-        """True if tokens that a device chose may be read before the host knows them, so that the
-        device waits less for the host. A token read after the end of a completion is not used;
-        weights that change between steps act a token later."""
+        """True if tokens chosen on the device may be processed before the host knows them, so that
+        the device waits less for the host. A token processed after the end of a completion is
+        discarded. If weights change between steps, the change takes effect one token later."""
         self._proposer: Proposer = PromptLookup()
         if draft is not None:
             self._proposer = Draft(draft, self._runner, prefix_caching=prefix_caching)
@@ -121,19 +123,19 @@ class Engine:
         self._requests: dict[int, Request] = {}
         """All requests that have not ended."""
         self._taken: dict[int, Request] = {}
-        """Requests with deltas that no step has returned."""
+        """Requests with deltas that no step has returned yet."""
         self._returned: dict[int, int] = {}
-        """How many deltas were returned of each request that has begun and not ended."""
+        """Number of deltas returned so far, for each request that has started and not ended."""
         self._step: list[Request] = []
         self._is_stepping = False
         self._is_dirty = False
-        """True if a step began and neither ended nor was recovered from."""
+        """True if a step started and neither ended nor was recovered from."""
         self._cancelled: set[int] = set()
         self._prompt_seconds = 0.0
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits or runs, and every token was returned by a step."""
+        """True if no request waits or runs, and `step` has returned every token."""
         return not (self._requests or self._taken)
 
     def add(
@@ -148,17 +150,17 @@ class Engine:
 
         Args:
             prompt: token ids.
-            config: how tokens are chosen; None: the defaults of `GenerationConfig`.
-            processors: applied to the logits, one after the other, before anything else.
-            stop_conditions: a completion ends when any of them holds.
+            config: the options; None: the defaults of `GenerationConfig`.
+            processors: functions applied to the logits in this order, before anything else.
+            stop_conditions: functions that end a completion when any one returns True.
 
         Returns:
             The indices of its `n_samples` completions; see `Delta.index`.
 
         Raises:
-            WorkhorseError: see `check_prompts`; or the request asks for beam search, which has no
-                next token; for more guesses than the engine was made for, or for an exact
-                completion beside guesses; or for more than the engine can ever hold.
+            WorkhorseError: see `check_prompts`; or this engine cannot serve the request: it asks
+                for beam search, for more guesses than the engine allows, for an exact completion
+                in an engine with guesses, or for more samples or tokens than ever fit.
         """
         self._repair()
         config = checked_config(config)
@@ -191,64 +193,66 @@ class Engine:
         return indices
 
     def _check(self, config: GenerationConfig, prompt_tokens: int) -> None:
-        """Refuse a request that the engine can never serve."""
+        """Raise a WorkhorseError if the engine can never serve a request."""
         if config.beams > 1:
             raise WorkhorseError(
-                f"beams={config.beams}: beam search returns no tokens before its end; "
-                "leave beams out"
+                f"beams={config.beams}: beam search returns no tokens before its end, so an engine "
+                "cannot run it; omit beams"
             )
         if slack_of(config, self.decoder) > self._speculate:
             raise WorkhorseError(
                 f"speculate={config.speculate} is more than speculate={self._speculate} of this "
-                f"engine; make it with speculate={config.speculate}"
+                f"engine; create it with speculate={config.speculate}"
             )
         if config.exact and self._speculate:
             raise WorkhorseError(
-                f"exact: not possible in an engine with speculate={self._speculate}; "
-                "make one with speculate=0"
+                f"exact is not possible in an engine with speculate={self._speculate}; "
+                "create the engine with speculate=0"
             )
         piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
         if config.exact and self._scheduler.token_budget < piece:
             raise WorkhorseError(
-                f"exact: token_budget={self._scheduler.token_budget} is too small for a piece of "
-                f"the prompt beside other sequences; make the engine with token_budget={piece}"
+                f"token_budget={self._scheduler.token_budget} is too small for a piece of an exact "
+                "prompt together with the other sequences; "
+                f"create the engine with token_budget={piece}"
             )
         if config.n_samples > self.max_sequences:
             raise WorkhorseError(
                 f"n_samples={config.n_samples} is more than max_sequences={self.max_sequences}; "
-                f"make the engine with max_sequences={config.n_samples}"
+                f"create the engine with max_sequences={config.n_samples}"
             )
         context, slack = self.decoder.max_seq_len, self._runner.slack
         most = room_for(prompt_tokens, config.max_new_tokens - 1, context, slack)
         if not self._runner.cache.holds(most):
             raise WorkhorseError(
-                f"{most} tokens do not fit a cache of {self._runner.cache.tokens}; "
-                "ask for fewer, or make the engine with more max_tokens"
+                f"the request needs {most} tokens of cache, and the engine has "
+                f"{self._runner.cache.tokens}; reduce max_new_tokens, or create the engine with a "
+                "larger max_tokens"
             )
 
     def cancel(self, index: int) -> None:
-        """Drop a completion, whether it waits or runs. One that has ended is not affected.
+        """Drop a waiting or running completion. One that has ended is not affected.
 
         Raises:
             WorkhorseError: no completion has this index.
         """
         if whole("index", index, 0) >= self._added:
             raise WorkhorseError(
-                f"index={index} was never requested; give an index that `add` returned"
+                f"index={index} is not the index of a completion; give one that `add` returned"
             )
         self._repair()
         self._cancelled.add(index)
-        if not self._is_stepping:  # a processor may cancel
+        if not self._is_stepping:  # a processor may call cancel inside a step, which drops it later
             self._drop_cancelled()
 
     def step(self) -> list[Delta]:
-        """Read some tokens of the requests, and choose the next ones.
+        """Process some tokens of the requests, choose the next ones and return the new tokens.
 
         If it raises, nothing is lost: the next step continues from there. Only requests that caused
         the error, by their own processors, conditions or logits, are dropped.
 
         Raises:
-            WorkhorseError: logits are not finite, a processor does not return logits, or it is
+            WorkhorseError: logits are not finite, a processor does not return logits, or `step` is
                 called inside a step.
             Exception: a processor, a stop condition or the tokenizer raised it.
         """
@@ -279,13 +283,13 @@ class Engine:
         return deltas
 
     def _repair(self) -> None:
-        """Recover from an exception that came while tables changed, or during a recovery."""
+        """Recover from an exception raised while block tables changed, or during a recovery."""
         if self._runner.is_changing or (self._is_dirty and not self._is_stepping):
             self._runner.is_changing = True
             self._recover()
 
     def _advance(self) -> None:
-        """Plan a step, read its tokens and choose the next ones."""
+        """Plan a step, process its tokens and choose the next ones."""
         self._step = []
         self._guess()
         with self._runner.changing():
@@ -303,7 +307,7 @@ class Engine:
                     self._end(request)
 
     def _read(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Logits, list[Request]]:
-        """Read tokens; returns logits, and the requests to choose tokens for."""
+        """Process tokens; returns logits, and the requests to choose tokens for."""
         started = time.perf_counter()
         reads_prompt = not all(request.sequence.is_decoding for request, _ in chunks)
         logits = self._runner.run([_chunk(*both) for both in chunks])
@@ -323,7 +327,7 @@ class Engine:
         return Logits(logits.of, lasts), requests
 
     def _plan(self) -> list[tuple[Request, int]]:
-        """The requests of this step, and the number of tokens to read of each."""
+        """Return the requests of this step, and the number of tokens to process for each."""
         chunks = self._scheduler.schedule()
         self._step = [request for request, _ in chunks]
         for request in self._scheduler.preempted:
@@ -332,7 +336,7 @@ class Engine:
         return chunks
 
     def _start_copies(self, request: Request) -> list[Request]:
-        """Start the other samples of a prompt that has been read."""
+        """Start the other samples of a prompt that has been processed."""
         copies, request.copies = request.copies, []
         for copy in copies:
             copy.sequence = request.sequence.fork(self._runner.cache)
@@ -341,7 +345,7 @@ class Engine:
         return copies
 
     def _settle(self, request: Request) -> None:
-        """Remove rejected guesses from the cache, and label the blocks that are certain."""
+        """Remove rejected guesses from the cache, and label blocks whose tokens are final."""
         sequence = request.sequence
         certain = len(sequence.tokens) - 1
         if request.deltas and sequence.ahead is None and sequence.cached.length > certain:
@@ -351,12 +355,12 @@ class Engine:
         self._fit(request)
 
     def _fit(self, request: Request) -> None:
-        """Drop a sequence's oldest tokens if it has outgrown the context."""
+        """Drop a sequence's oldest tokens if it has become longer than the context."""
         if len(request.sequence.tokens) > self.decoder.max_seq_len:
             request.sequence.drop_oldest(self.decoder.max_seq_len, self._runner.cache)
 
     def _recover(self) -> None:
-        """Recover from an exception: the next step reads half-read tokens again."""
+        """Recover from an exception: the next step repeats a pass that was interrupted."""
         starts_over, broken = self._runner.is_changing, self._runner.is_in_pass
         with self._runner.changing():
             self._choosers.clear()
@@ -377,7 +381,7 @@ class Engine:
             self._runner.is_in_pass = False
 
     def _start_over(self) -> None:
-        """Release all blocks, and let all requests that have not ended wait."""
+        """Release all blocks, and return all requests that have not ended to the queue."""
         self._runner.reset()
         self._scheduler.waiting, self._scheduler.running = [], []
         for request in list(self._requests.values()):
@@ -389,7 +393,7 @@ class Engine:
                 del self._requests[request.index]
 
     def _end(self, request: Request) -> None:
-        """Forget a request that waits or runs, and release its blocks."""
+        """Remove a waiting or running request, and release its blocks."""
         self._proposer.leave(request)
         self._scheduler.remove(request)
         del self._requests[request.index]
@@ -407,13 +411,13 @@ class Engine:
             self._cancelled.clear()
 
     def _leave_prompt(self, request: Request) -> bool:
-        """Leave a request's prompt to the other samples; returns False if none waits for it."""
+        """Remove one of several samples that wait for a shared prompt; False if it is not one."""
         for queue in (self._scheduler.waiting, self._scheduler.running):
             for n, other in enumerate(queue):
                 if request in other.copies:
                     other.copies.remove(request)
                     return True
-                if request is other and request.copies:  # the next sample reads the prompt
+                if request is other and request.copies:  # the next sample takes over the prompt
                     heir, *heir.copies = request.copies
                     heir.sequence = request.sequence
                     queue[n] = heir
@@ -421,7 +425,7 @@ class Engine:
         return False
 
     def _choose(self, logits: Logits, requests: Sequence[Request]) -> None:
-        """Choose the next tokens, at once for requests with the same options."""
+        """Choose the next tokens, together for requests with the same options."""
         ahead: Callable[[Tensor], object] | None = None
         if self._can_look_ahead(requests):
             ahead = partial(self._runner.run_ahead, [request.sequence for request in requests])
@@ -436,7 +440,7 @@ class Engine:
                     self._prompt_seconds = 0.0
 
     def _can_look_ahead(self, requests: Sequence[Request]) -> bool:
-        """True if these are all requests, choose alike, and may be read a token each."""
+        """True if these are all requests, share their options, and each may process a token."""
         if not self.looks_ahead or self._scheduler.waiting:
             return False
         if len(requests) < len(self._scheduler.running):
@@ -467,7 +471,7 @@ class Engine:
         return Chooser(config, self._vocab, size, decoding)
 
     def _guess(self) -> None:
-        """Guess tokens for the requests that decode. No guess goes past the steady length."""
+        """Guess tokens for the requests that decode. No guess exceeds the steady length."""
         for request in self._scheduler.running:
             request.expect(Guess())
         guessing = [
@@ -489,6 +493,6 @@ class Engine:
 
 
 def _chunk(request: Request, count: int) -> Chunk:
-    """The tokens to read, with the logits that are needed to choose the next ones."""
+    """The tokens to process, with the logits that are needed to choose the next ones."""
     complete = count == request.sequence.pending
     return Chunk(request.sequence, count, 1 + len(request.guess.tokens) if complete else 0)

@@ -1,4 +1,4 @@
-"""One completion that is being generated: its tokens, string, random numbers and guesses."""
+"""One completion that is being generated: its tokens, text, random numbers and guesses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LogitProcessor = Callable[[Tensor, Sequence[int]], Tensor]
 """`(logits float32 (vocab,), token ids of prompt and completion) -> logits (vocab,)`, before
 penalties and filters. -inf forbids a token."""
 StopCondition = Callable[[Sequence[int], str], bool]
-"""`(token ids of the completion, its string) -> True if the completion ends here`."""
+"""`(token ids of the completion, its text) -> bool`: True if the completion ends here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +37,31 @@ _SAMPLING = {
 class Request:
     """A prompt, and the completion that is generated for it.
 
-    Everything that follows from the deltas can be restored from them, so an exception at any moment
-    loses no token; see `restore`.
+    The state can be restored from the deltas, so an exception at any time loses no token; see
+    `restore`.
 
     Args:
         index: index of the completion, in the order of arrival.
         prompt: token ids, no more than the context; see `checks.check_prompts`.
-        config: how tokens are chosen.
+        config: the options.
         seed: seed of the random generator.
         context: the decoder's maximum sequence length.
-        tokenizer: gives the string and the eos.
-        processors: applied to the logits.
-        stop_conditions: end the completion.
+        tokenizer: decodes tokens and defines eos.
+        processors: functions applied to the logits.
+        stop_conditions: functions that end the completion.
 
     Attributes:
-        sequence: the tokens that the decoder reads.
-        copies: other samples of the same prompt, which begin when it has been read.
-        sampling_key: equal for requests that choose tokens by the same options; an exact request
-            shares its key with no other, since the shape of a batch could change its choice.
+        sequence: the tokens that the decoder processes.
+        copies: other samples of the same prompt, which start when it has been processed.
+        sampling_key: a key that requests with the same sampling options share. The key of an exact
+            request is unique, since the shape of a batch could change its choice.
         deltas: one for each new token.
         tokens: the prompt and all new tokens.
         guess: the guess for this pass.
-        agreed: how many of the guessed tokens were chosen so far.
+        agreed: number of guessed tokens that were chosen so far.
         has_more_logits: True if the last chosen token was guessed, so that this pass has the logits
             after it as well.
-        is_at_fault: True if it caused an error itself and cannot continue.
+        is_at_fault: True if the request itself caused an error and cannot continue.
     """
 
     sequence: TokenSequence
@@ -91,7 +91,7 @@ class Request:
         self.tokens = list(prompt)
         self._limit = config.max_new_tokens
         if config.truncate == "refuse":
-            # The last token is predicted but never read: it may be one past the context.
+            # The last token is predicted but never processed: it may be one past the context.
             self._limit = min(self._limit, context + 1 - len(prompt))
         self._stop_tokens = stop_tokens(config, tokenizer)
         self._tokenizer = tokenizer
@@ -104,7 +104,7 @@ class Request:
         self._numbers: list[float] = []
         self._used = 0
         self._used_before = [0]
-        """Random numbers used before each delta and the next one."""
+        """Number of random numbers used before each delta, and before the next one."""
         self.expect(Guess())
 
     @property
@@ -114,12 +114,12 @@ class Request:
 
     @property
     def left(self) -> int:
-        """The maximum number of tokens that may follow."""
+        """Maximum number of tokens that may follow."""
         return self._limit - len(self.deltas)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the completion ended; None while it continues."""
+        """The reason why the completion ended; None while it continues."""
         return self.deltas[-1].finish_reason if self.deltas else None
 
     def expect(self, guess: Guess) -> None:
@@ -130,19 +130,20 @@ class Request:
 
     @property
     def may_look_ahead(self) -> bool:
-        """True if its next token may be read before the host knows it.
+        """True if its next token may be processed before the host knows it.
 
-        Not with log-probabilities, which are taken after the choice and would wait for that pass.
+        False with log-probabilities: they are computed after the choice and would wait for that
+        pass.
         """
         return self.left > 1 and not self.config.speculate and self.config.logprobs is None
 
     @property
     def unmet(self) -> int:
-        """Number of guessed tokens that were not chosen yet."""
+        """Number of guessed tokens that have not been chosen yet."""
         return len(self.guess.tokens) - self.agreed
 
     def uniform(self) -> float:
-        """The next number of its random generator, which is on the CPU for every device."""
+        """Return the next random number in [0, 1). The generator is on the CPU for every device."""
         if self._used == len(self._numbers):
             self._draw()
         self._used += 1
@@ -155,7 +156,7 @@ class Request:
     def take(
         self, token: int, logprob: TokenLogprob | None, *, prompt_seconds: float = 0.0
     ) -> None:
-        """Append the chosen token, and end the completion if it is the last.
+        """Append the chosen token, and end the completion if it is the last one.
 
         Raises:
             Exception: a stop condition or the tokenizer raised it; the request is then at fault.
@@ -221,14 +222,14 @@ class Request:
         return any(bool(stops(tokens, text)) for stops in self.stop_conditions)
 
     def restore(self) -> None:
-        """Return to the state after the last delta, following an exception."""
+        """Return to the state after the last delta, after an exception."""
         count = len(self.deltas)
         self.tokens[len(self.prompt) :] = [delta.token for delta in self.deltas]
         self.sequence.tokens = self.tokens[self.sequence.dropped :]
         self.sequence.guessed = 0
         del self._used_before[count + 1 :]
         self._used = self._used_before[count]
-        if self.config.samples:  # a number may have been drawn and not kept
+        if self.config.samples:  # the exception may have come between a draw and its storage
             self._generator.manual_seed(self._seed)
             self._numbers = []
             for _ in range(self._used):
@@ -239,7 +240,7 @@ class Request:
             self._is_taking = False
 
     def _new_stream(self) -> TextStream | None:
-        """A stream after the tokens that were taken."""
+        """Create a text stream that has received all tokens so far."""
         if self._tokenizer is None:
             return None
         tokens = self._tokenizer.stream(skip_special=True, after=self.prompt)

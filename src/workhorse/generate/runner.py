@@ -15,12 +15,12 @@ from workhorse.nn.cache.paged_view import PackedView, PagedView
 
 
 class Chunk(NamedTuple):
-    """The next tokens of a sequence to read."""
+    """The next tokens of a sequence to process."""
 
     sequence: TokenSequence
     count: int
     wanted: int = 1
-    """How many of these tokens, the last ones, to compute the logits after."""
+    """Number of positions, counted from the last token, whose logits are needed."""
 
 
 class Logits(NamedTuple):
@@ -29,34 +29,34 @@ class Logits(NamedTuple):
     of: Tensor
     """(tokens, vocab)."""
     last: list[int]
-    """For each chunk, the row of the logits after its last token; meaningless if none is wanted."""
+    """Row of the logits after the last token of each chunk; meaningless if none is wanted."""
 
 
 def on_sampling_device(logits: Tensor) -> Tensor:
-    """The logits on the device where tokens are chosen: the CPU for MPS, which has no float64."""
+    """Move logits to the device where tokens are chosen: the CPU for MPS, which has no float64."""
     return logits.cpu() if logits.device.type == "mps" else logits
 
 
 def room_for(prompt: int, new: int, context: int, slack: int = 0) -> int:
-    """The number of tokens in a cache that a prompt and up to `new` more tokens need."""
+    """Number of tokens of cache that a prompt and up to `new` more tokens need."""
     return max(min(prompt + new, context) + slack, prompt)
 
 
 class Runner:
     """A decoder and its paged cache.
 
-    All tokens of a call are read in one packed pass, without padding, except those of exact
-    sequences; see `TokenSequence`.
+    All tokens of a call are processed in one packed pass, without padding. Exact sequences are an
+    exception; see `TokenSequence`.
 
     Args:
-        decoder: in evaluation mode.
+        decoder: the decoder, in evaluation mode.
         tokens: the maximum number of tokens of all sequences together.
         sequences: the maximum number of sequences at a time.
-        slack: how many of a sequence's newest tokens can be taken back.
+        slack: the number of a sequence's newest tokens that can be removed again.
 
     Attributes:
-        is_changing: True while tables change. An exception then leaves them half changed, and only
-            `reset` helps.
+        is_changing: True while block tables change. An exception then leaves them inconsistent
+            until `reset`.
         is_in_pass: True during a pass. An exception then leaves the sequences of the pass without
             valid keys and values.
     """
@@ -76,20 +76,20 @@ class Runner:
 
     @contextmanager
     def changing(self) -> Generator[None]:
-        """A block in which tables change. After an exception `is_changing` stays True."""
+        """Context in which block tables change. After an exception `is_changing` stays True."""
         self.is_changing = True
         yield
         self.is_changing = False
 
     def reset(self) -> None:
-        """Release all blocks and forget all prefixes; no sequence may be used afterwards."""
+        """Release all blocks and drop all prefixes; existing sequences must not be used again."""
         self.cache.reset()
         self._views = {}
 
     def select(
         self, sequences: Sequence[TokenSequence], index: Sequence[int]
     ) -> list[TokenSequence]:
-        """Keep, reorder or repeat sequences: sequence n becomes what sequence `index[n]` was."""
+        """Keep, reorder or copy sequences: number n of the result is number `index[n]`."""
         for n in set(range(len(sequences))).difference(index):
             sequences[n].clear(self.cache)
         first = {of: n for n, of in reversed(list(enumerate(index)))}
@@ -100,12 +100,11 @@ class Runner:
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> Logits:
-        """Read tokens.
+        """Process tokens and return the wanted logits.
 
         Args:
-            chunks: of different sequences, each of at least one token, or of none if the sequence
-                has logits `ahead`. Those of exact sequences are no longer than
-                `TokenSequence.chunk`.
+            chunks: chunks of different sequences. A chunk may be empty only if its sequence has
+                logits `ahead`. Chunks of exact sequences are no longer than `TokenSequence.chunk`.
         """
         if all(chunk.sequence.prompt is None and chunk.count for chunk in chunks):
             return self._pass(chunks)
@@ -120,7 +119,7 @@ class Runner:
                 found[n] = logits.of[last + 1 - chunks[n].wanted : last + 1]
         for n, (sequence, count, wanted) in enumerate(chunks):
             if not count:
-                assert sequence.ahead is not None, "a chunk without tokens was read ahead"
+                assert sequence.ahead is not None, "an empty chunk needs logits ahead"
                 found[n], sequence.ahead = sequence.ahead, None
             elif n not in found:
                 found[n] = self._pass([Chunk(sequence, count)]).of[:wanted]
@@ -132,13 +131,13 @@ class Runner:
 
     @torch.no_grad()
     def run_ahead(self, sequences: Sequence[TokenSequence], tokens: Tensor) -> None:
-        """Begin to read the next token of each sequence before the host knows it.
+        """Start to process the next token of each sequence before the host knows it.
 
-        The logits are kept as `TokenSequence.ahead`.
+        The logits are stored in `TokenSequence.ahead`.
 
         Args:
-            sequences: have room in the cache and in the context, and are not exact.
-            tokens: int64 (batch,); negative ones, of logits that are not finite, are read as 0.
+            sequences: sequences that are not exact and have room in the cache and in the context.
+            tokens: int64 (batch,); negative ids, which mark non-finite logits, are replaced by 0.
         """
         with self.changing():
             view = self._view([sequence.cached for sequence in sequences])
@@ -151,7 +150,8 @@ class Runner:
             sequence.ahead = row
 
     def _pass(self, chunks: Sequence[Chunk]) -> Logits:
-        """Read tokens in one pass."""
+        """Process tokens in one pass."""
+        # Empty sequences get their own batch: it attends only to its new keys, not to the cache.
         batches: dict[tuple[int, bool], list[int]] = {}
         for n, (sequence, count, _) in enumerate(chunks):
             batches.setdefault((count, sequence.cached.length == 0), []).append(n)

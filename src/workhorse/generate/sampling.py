@@ -28,7 +28,7 @@ def temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k likeliest tokens (and any that tie with the last of them).
+    """Keep the k likeliest tokens (and any that tie with the last one).
 
     A k larger than the vocabulary keeps everything.
     Paper: Fan et al., 1805.04833, §5.
@@ -40,7 +40,7 @@ def top_k(logits: Tensor, k: int) -> Tensor:
 def top_p(logits: Tensor, p: float) -> Tensor:
     """Keep the smallest set of likeliest tokens whose probabilities sum to at least p.
 
-    Tokens that tie with the last of them stay as well, so the order of ids never matters.
+    Tokens that tie with the last one are kept too, so the order of ids never matters.
     Paper: Holtzman et al., 1904.09751, §3.1 (nucleus sampling).
     """
     total = normaliser(logits)
@@ -78,7 +78,8 @@ def presence_and_frequency_penalty(
 ) -> Tensor:
     """`logits - presence * (counts > 0) - frequency * counts`, counts int64 `(batch, vocab)`.
 
-    Source: the OpenAI API's `presence_penalty` and `frequency_penalty`, which count new text only.
+    Source: the OpenAI API's `presence_penalty` and `frequency_penalty`, which count only new
+    tokens.
     """
     return logits - presence * (counts > 0) - frequency * counts
 
@@ -91,12 +92,12 @@ def logit_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
 
 
 def below(logits: Tensor, vocab: int) -> Tensor:
-    """Remove the ids from `vocab` up: rows of a padded embedding that encode no text."""
+    """Set the logits of ids >= `vocab` to -inf: an embedding may be padded with unused rows."""
     return torch.cat((logits[:, :vocab], torch.full_like(logits[:, vocab:], -torch.inf)), dim=-1)
 
 
 def all_finite(logits: Tensor) -> bool:
-    """Whether every number is finite: if one is not, nor is their sum."""
+    """True if all logits are finite. If one is not, their sum is not finite either."""
     return bool(logits.sum(dtype=torch.float32).isfinite())  # far faster than testing each
 
 
@@ -105,7 +106,7 @@ def argmax(logits: Tensor, decoding: Decoding | None = None) -> Tensor:
 
     Args:
         logits: `(batch, vocab)`.
-        decoding: the native operators, which do both in one pass over the logits.
+        decoding: the native operators, which find both in one pass over the logits.
     """
     if decoding is not None and logits.is_cpu and logits.dtype in _READ_NATIVELY:
         return decoding.argmax(logits)
@@ -119,15 +120,15 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """A token for each row, drawn from `softmax(logits)`; see `draw_from`."""
+    """Draw a token for each row from `softmax(logits)`; see `draw_from`."""
     return draw_from(logits.softmax(dim=-1, dtype=torch.float64), uniforms)
 
 
 def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """A token for each row, int64 `(batch,)`, with probability proportional to its weight.
+    """Draw a token for each row, int64 `(batch,)`, with probability proportional to its weight.
 
-    Inverts the cumulative distribution in float64. A token takes one uniform number, so a seed
-    means the same on every device, and a rounding difference in the weights changes the token only
+    Inverts the cumulative distribution in float64. Each token uses one uniform number, so a seed
+    gives the same tokens on every device. A rounding difference in the weights changes a token only
     if the number falls within that rounding of a boundary.
 
     Args:
@@ -143,16 +144,17 @@ def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Tensor:
-    """The weights to draw from after a guess drawn from `draft`, so that the draw follows `target`.
+    """Weights for the draw after a guess from `draft`, such that the draw follows `target`.
 
-    All weight is on the guessed token with probability `min(1, target/draft)`, and otherwise it is
-    the excess `max(0, target - draft)`. Papers: 2211.17192 §2.3; 2302.01318, algorithm 2.
+    With probability `min(1, target/draft)` all weight is on the guessed token; otherwise the
+    weights are the excess `max(0, target - draft)`. Papers: 2211.17192 §2.3; 2302.01318,
+    algorithm 2.
 
     Args:
         target: the model's probabilities, float64 `(vocab,)`.
         token: the guess.
         draft: the probabilities that the guess was drawn from, float64 `(vocab,)`.
-        uniform: in [0, 1), used for nothing else.
+        uniform: a random number in [0, 1), used for nothing else.
 
     Returns:
         Weights, float64 `(vocab,)`.
@@ -162,17 +164,17 @@ def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Te
         accepted[token] = 1
         return accepted
     excess = (target - draft).clamp(min=0)
-    # There is no excess if the distributions differ only by the rounding of their sums.
+    # The excess is zero if the distributions differ only by the rounding of their sums.
     return excess if bool(excess.any()) else target
 
 
 @dataclass
 class History:
-    """The tokens that penalties count, by row.
+    """The tokens that penalties count, one row per request.
 
     Attributes:
         prompt: bool `(batch, vocab)`, tokens in the prompt.
-        counts: int64 `(batch, vocab)`, occurrences in the new text.
+        counts: int64 `(batch, vocab)`, occurrences in the completion.
     """
 
     prompt: Tensor
@@ -187,11 +189,11 @@ class History:
 
     @property
     def seen(self) -> Tensor:
-        """Tokens in the prompt or the new text, bool `(batch, vocab)`."""
+        """Tokens in the prompt or the completion, bool `(batch, vocab)`."""
         return self.prompt | (self.counts > 0)
 
     def add(self, tokens: Tensor, rows: Sequence[int] | None = None) -> None:
-        """Count one new token, int64 `(len(rows),)`, in each of these rows; None: in every row."""
+        """Count a new token of each of these rows, int64 `(len(rows),)`; None: of every row."""
         where = torch.arange(len(tokens)) if rows is None else torch.tensor(rows)
         one = torch.ones_like(tokens)
         self.counts.index_put_((where.to(tokens.device), tokens), one, accumulate=True)
@@ -206,26 +208,26 @@ class History:
 
 
 Shaper = Callable[[Tensor, History | None], Tensor]
-"""`(logits (batch, vocab), history) -> logits float32 (batch, vocab)` that are drawn from."""
+"""`(logits (batch, vocab), history) -> logits float32 (batch, vocab)`, ready for the draw."""
 
 
 def has_penalties(config: GenerationConfig) -> bool:
-    """Whether the sampler of `config` reads a `History`."""
+    """True if `config` has penalties, so that its sampler needs a `History`."""
     return config.repetition_penalty != 1 or bool(
         config.presence_penalty or config.frequency_penalty
     )
 
 
 def takes_likeliest(config: GenerationConfig) -> bool:
-    """Whether the next token is simply the one with the largest of the model's logits."""
+    """True if the next token is simply the argmax of the model's logits."""
     return not (config.samples or config.logit_bias or has_penalties(config))
 
 
 def shaping(config: GenerationConfig, vocab: int | None = None) -> Shaper:
-    """The function that `config` applies to logits before a token is chosen.
+    """Create the function that `config` applies to logits before a token is chosen.
 
-    The order is that of Hugging Face's `generate`: bias, penalties, temperature, top-k, top-p,
-    min-p. Each filter sees what the one before it left.
+    The order is the same as in Hugging Face's `generate`: bias, penalties, temperature, top-k,
+    top-p, min-p. Each filter works on the result of the previous one.
     """
     steps: list[Callable[[Tensor, History | None], Tensor]] = []
     if vocab is not None:
@@ -264,13 +266,13 @@ def _penalize(logits: Tensor, history: History | None, config: GenerationConfig)
 
 
 class Chooser:
-    """Chooses tokens for rows with the same options.
+    """Chooses tokens for requests with the same options.
 
     Args:
-        config: of one of the requests.
+        config: the options.
         vocab: the number of ids in use; larger ids are never chosen.
-        size: of the vocabulary, padding included.
-        decoding: the native operators that the decoder was prepared with.
+        size: the size of the vocabulary, padding included.
+        decoding: the native operators that the decoder uses.
     """
 
     def __init__(
@@ -305,14 +307,14 @@ class Chooser:
         rows: Sequence[Request],
         ahead: Callable[[Tensor], object] | None = None,
     ) -> Iterator[tuple[Request, int, TokenLogprob | None]]:
-        """The tokens of one pass. The caller takes each (`Request.take`) before the next.
+        """Yield the tokens of one pass. The caller takes each (`Request.take`) before the next.
 
         Args:
             logits: `(tokens, vocab)`, after the last token and each guess of every request.
-            last: for each request, the row of `logits` after its last guess.
+            last: the row of `logits` after the last guess, for each request.
             rows: the requests.
-            ahead: called with the chosen tokens, int64 (rows,) on the device of the logits, before
-                the host waits for them.
+            ahead: a function called with the chosen tokens, int64 (rows,) on the device of the
+                logits, before the host waits for them.
         """
         history, indices = self.history(rows, logits.device), list(range(len(rows)))
         while indices:
@@ -334,7 +336,10 @@ class Chooser:
             indices = [r for r in indices if rows[r].has_more_logits]
 
     def _choose(self, logits: Tensor, rows: Sequence[Request], history: History | None) -> Tensor:
-        """The next token of each row, int64 `(batch,)`, an id in use; -1 for logits not finite."""
+        """The next token of each row, int64 `(batch,)`, an id in use; -1 if logits are not finite.
+
+        Only the argmax gives -1; otherwise logits that are not finite raise an error.
+        """
         processed = any(row.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
             return argmax(logits[:, : self._vocab], self._decoding)
@@ -360,9 +365,9 @@ class Chooser:
 
 
 def check_finite(finite: bool, whose: str = "the model") -> None:
-    """Refuse logits that are not all finite numbers."""
+    """Raise a WorkhorseError if logits are not finite."""
     if not finite:
-        raise WorkhorseError(f"{whose}'s logits are not finite numbers; its weights are damaged")
+        raise WorkhorseError(f"{whose}'s logits are not finite (nan or inf); check its weights")
 
 
 def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Request]) -> None:
@@ -373,13 +378,13 @@ def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Request]) -> None:
 
 
 def _check_shaped(logits: Tensor, rows: Sequence[Request]) -> None:
-    """Refuse processed logits from which no token can be chosen."""
+    """Raise a WorkhorseError if no token can be chosen from processed logits."""
     for row, largest in zip(rows, logits.amax(dim=-1).tolist(), strict=True):
         if row.processors and not math.isfinite(largest):
             row.is_at_fault = True
             raise WorkhorseError(
                 f"the largest logit after a processor, penalties and temperature is {largest}; "
-                "allow at least one token, with smaller numbers"
+                "return smaller logits, and allow at least one token"
             )
 
 
@@ -394,18 +399,19 @@ def _processed(logits: Tensor, row: Request) -> Tensor:
 
 
 def _by_processors(logits: Tensor, row: Request) -> Tensor:
-    changed = logits.to(torch.float32, copy=True)  # they may write to it
+    changed = logits.to(torch.float32, copy=True)  # processors may write to it
     for processor in row.processors:
         gave: object = processor(changed, tuple(row.tokens))
         if not isinstance(gave, Tensor) or gave.shape != logits.shape:
             what = tuple(gave.shape) if isinstance(gave, Tensor) else shown(gave)
             raise WorkhorseError(
-                f"a logit processor returned {what}; return logits, {tuple(logits.shape)}"
+                f"a logit processor returned {what}; return logits of shape {tuple(logits.shape)}"
             )
         changed = gave.to(logits.device, torch.float32)
         if bool((changed.isnan() | (changed == torch.inf)).any()):
             raise WorkhorseError(
-                "a logit processor returned nan or inf; return numbers, or -inf to forbid a token"
+                "a logit processor returned nan or inf; return finite logits, or -inf to forbid a "
+                "token"
             )
     if bool((changed == -torch.inf).all()):
         raise WorkhorseError(

@@ -1,9 +1,9 @@
-"""Which tokens of which sequences are read next: a policy over integers.
+"""Scheduling: chooses the tokens that the next step processes.
 
 Requests are ordered by arrival. A step has a budget of tokens: each request that is decoding gets
 one and its guesses, and prompts share the rest evenly. Blocks of the cache are allocated when
 tokens need them. If there are too few, the newest running request is preempted: it releases its
-blocks, waits, and its tokens are read again later.
+blocks and waits, and its tokens are processed again later.
 
 A waiting request starts if the cache has room for all its tokens, even if an older one is still
 waiting for room. The oldest of all requests starts in any case and is never preempted, so every
@@ -21,7 +21,7 @@ MAX_CONSIDERED = 16
 
 
 class Scheduler:
-    """Requests that wait and run, and their shares of a step.
+    """Waiting and running requests, and their shares of a step. Uses only integers, no tensors.
 
     Args:
         cache: allocates blocks; its tensors are not used.
@@ -48,11 +48,11 @@ class Scheduler:
         self.preempted: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """Let a request wait."""
+        """Add a request to the queue."""
         insort(self.waiting, request, key=_arrival)
 
     def join(self, request: Request) -> None:
-        """Let a request run, whether its sequence has blocks or not."""
+        """Start a request, whether its sequence has blocks or not."""
         insort(self.running, request, key=_arrival)
 
     def remove(self, request: Request) -> None:
@@ -61,7 +61,7 @@ class Scheduler:
         request.sequence.clear(self.cache)
 
     def preempt(self, request: Request) -> None:
-        """Release a running request's blocks, drop its guesses and let it wait."""
+        """Release a running request's blocks, drop its guesses and return it to the queue."""
         self.running.remove(request)
         request.sequence.drop_guesses()
         request.sequence.clear(self.cache)
@@ -69,9 +69,9 @@ class Scheduler:
         self.add(request)
 
     def schedule(self) -> list[tuple[Request, int]]:
-        """The requests of the next step, and the number of tokens to read of each.
+        """Choose the requests of the next step, and the number of tokens to process for each.
 
-        Blocks for these tokens are allocated. The number is 0 if the logits are known already.
+        Blocks for these tokens are allocated. The number is 0 if the logits are already known.
         """
         self.preempted = []
         self._start_waiting()
@@ -85,7 +85,7 @@ class Scheduler:
         return step
 
     def has_room_for_one_more(self) -> bool:
-        """True if each running sequence can be extended by a token."""
+        """True if the cache has room for one more token of each running sequence."""
         needs = [self.cache.needs(request.sequence.cached, 1) for request in self.running]
         return self.cache.has_blocks([sum(pool) for pool in zip(*needs, strict=True)])
 
@@ -96,7 +96,7 @@ class Scheduler:
                 self.preempt(self.running[-1])
             self._adopt_prefix(oldest)
             self._start(oldest)
-        taken = [0] * len(self.cache.pools)  # by prompts that are partly read
+        taken = [0] * len(self.cache.pools)  # blocks that partly processed prompts still need
         for request in self.running:
             if request.sequence.pending > 1:
                 needs = self.cache.needs(request.sequence.cached, request.sequence.pending)
@@ -128,7 +128,7 @@ class Scheduler:
         return self.max_sequences - sum(map(_sequences, self.running))
 
     def _shares(self) -> dict[Request, int]:
-        """The number of tokens that each running request may read."""
+        """The number of tokens that each running request may process."""
         left = self.token_budget
         shares: dict[Request, int] = {}
         prompts: list[Request] = []
@@ -138,7 +138,7 @@ class Scheduler:
                 left -= shares[request]
             else:
                 prompts.append(request)
-        for request in prompts[:1]:  # the oldest, which is never left out
+        for request in prompts[:1]:  # the oldest, which always gets a share
             sequence = request.sequence
             shares[request] = sequence.chunk(max(sequence.piece, left // len(prompts)))
             left -= shares[request]
@@ -153,10 +153,10 @@ class Scheduler:
         return shares
 
     def _make_room(self, request: Request, count: int) -> int:
-        """Allocate blocks for up to `count` tokens, at least one; returns for how many.
+        """Allocate blocks for 1 to `count` tokens; returns their number, 0 after a preemption.
 
         A request that decodes gets blocks for all its guesses, since the use of its random numbers
-        may not depend on other requests.
+        must not depend on other requests.
         """
         sequence = request.sequence
         while count:
@@ -177,5 +177,5 @@ def _arrival(request: Request) -> int:
 
 
 def _sequences(request: Request) -> int:
-    """How many sequences a request will have once its prompt is read."""
+    """Number of sequences that a request will have once its prompt is processed."""
     return 1 + len(request.copies)

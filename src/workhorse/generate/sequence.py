@@ -1,4 +1,4 @@
-"""The tokens of one sequence, and the part of them that is in the cache."""
+"""The tokens of one sequence, and their blocks in the cache."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from torch import Tensor
 from workhorse.nn.cache.paged import BLOCK, CachedSequence, PagedCache
 
 PIECE = 4 * BLOCK
-"""Tokens of an exact sequence's prompt that are read in one pass."""
+"""Number of tokens of an exact sequence's prompt that are processed in one pass."""
 
 
 class TokenSequence:
-    """Tokens that a decoder reads, and the blocks of its cache that hold the first of them.
+    """Tokens that a decoder processes, and the cache blocks of those already processed.
 
-    The results of an exact sequence depend on its tokens alone, to the bit. Its prompt is read by
-    itself, in pieces that end at multiples of `PIECE`, and all later tokens one by one. They are
-    read beside those of other sequences only if that changes no bit (`Decoder.invariant_batch`).
+    The results of an exact sequence depend only on its tokens, bit by bit. Its prompt is processed
+    by itself, in pieces that end at multiples of `PIECE`, and all later tokens one by one. They
+    share a pass with other sequences only if that changes no bit (`Decoder.invariant_batch`).
 
     Args:
         tokens: the tokens known so far.
@@ -26,14 +26,14 @@ class TokenSequence:
             only with exact sequences.
 
     Attributes:
-        tokens: the tokens known so far, those dropped by `drop_oldest` excepted.
+        tokens: the tokens known so far, without those that `drop_oldest` removed.
         cached: the part that is in the cache.
         prompt: length of an exact sequence's prompt; None if the sequence is not exact.
         dropped: number of tokens dropped because the context was full.
-        guessed: how many of the last tokens are guesses.
-        keeps_last: True if the last known token is read in a pass of its own, with guesses after
-            it, also when all tokens are read again.
-        ahead: logits of the token after the last one, read before the host knew that one.
+        guessed: number of guesses at the end of `tokens`.
+        keeps_last: True if the last known token is processed in a separate pass with the guesses
+            after it, even when all tokens are processed again.
+        ahead: logits after the last token, computed before the host knew that token.
     """
 
     def __init__(self, tokens: Sequence[int], cache: PagedCache, *, exact: bool = False) -> None:
@@ -62,7 +62,7 @@ class TokenSequence:
         return self.tokens[self.cached.length : self.cached.length + count]
 
     def chunk(self, most: int) -> int:
-        """The number of tokens to read in a pass that may read up to `most`."""
+        """The number of tokens to process in a pass that may process up to `most`."""
         if self.prompt is None:
             kept = self.keeps_last and not self.is_decoding
             return max(0, min(self.pending - kept, most))
@@ -70,7 +70,7 @@ class TokenSequence:
 
     @property
     def piece(self) -> int:
-        """The smallest number of tokens that a pass may read next."""
+        """The smallest number of tokens that a pass may process next."""
         at = self.cached.length
         if self.prompt is None or at >= self.prompt:
             return min(1, self.pending)
@@ -82,7 +82,7 @@ class TokenSequence:
         return self.prompt is not None and self.cached.length >= self.prompt
 
     def adopt_prefix(self, cache: PagedCache) -> None:
-        """Share the longest prefix in the cache, which never includes the last token."""
+        """Share the longest cached prefix, except for the last token, whose logits are needed."""
         if not self.cached.length:
             exact = self.prompt is not None
             end = min(len(self.tokens) - 1, self.prompt or len(self.tokens))
@@ -91,7 +91,7 @@ class TokenSequence:
             self._labelled = self.cached.length // BLOCK
 
     def label_prefix(self, cache: PagedCache) -> None:
-        """Let other sequences share the full blocks; an exact sequence's whole pieces."""
+        """Let other sequences share the full blocks; of an exact sequence only whole pieces."""
         length = min(self.cached.length, len(self.tokens) - self.guessed)
         if self.prompt is not None:
             length = min(length, self.prompt) // PIECE * PIECE
@@ -102,7 +102,8 @@ class TokenSequence:
     def _keys(self, count: int) -> list[bytes]:
         """A key for each of the first `count` blocks: a digest of all tokens up to its end.
 
-        The first link of the chain separates exact sequences from others.
+        The digests form a chain. Its start differs for exact sequences, which so share no blocks
+        with others.
         """
         while len(self._prefixes) < count:
             start = len(self._prefixes) * BLOCK
@@ -120,18 +121,18 @@ class TokenSequence:
         return other
 
     def clear(self, cache: PagedCache) -> None:
-        """Release all blocks. The tokens stay, to be read again."""
+        """Release all blocks. The tokens stay, to be processed again."""
         self.ahead = None
         self._labelled = 0
         cache.clear(self.cached)
 
     def drop_guesses(self) -> None:
-        """Remove the guesses, which have not been read."""
+        """Remove the guesses, which have not been processed."""
         del self.tokens[len(self.tokens) - self.guessed :]
         self.guessed = 0
 
     def forget_blocks(self, cache: PagedCache) -> None:
-        """Follow a reset of the cache."""
+        """Start without blocks, after a reset of the cache."""
         self.ahead = None
         self._labelled = 0
         self.cached = cache.new_sequence()
@@ -142,12 +143,12 @@ class TokenSequence:
         cache.truncate(self.cached, min(self.cached.length, len(self.tokens)))
 
     def drop_oldest(self, context: int, cache: PagedCache) -> None:
-        """Keep the newest tokens, half a context of them, as if the sequence began there."""
+        """Keep only the newest half context of tokens, as if the sequence began there."""
         self.clear(cache)
         kept = max(1, context // 2)
         tokens = self.tokens[-kept:]
         dropped = self.dropped + len(self.tokens) - kept
         prompt = None if self.prompt is None else kept
-        self.keeps_last = False  # the kept tokens are read in one pass
+        self.keeps_last = False  # the kept tokens are processed in one pass
         # In one statement, so that an interrupt cannot separate them.
         self.tokens, self.dropped, self.prompt, self._prefixes = tokens, dropped, prompt, []

@@ -1,15 +1,15 @@
-"""Speculative decoding: guesses of a draft model or from the prompt, and their verification.
+"""Speculative decoding: guesses from a draft model or from the sequence, and their verification.
 
 If a pass of the model is bound by memory bandwidth, several tokens cost little more than one. A
-pass reads the last token and the guesses after it, and so gives the logits after each of them.
+pass processes the last token and the guesses after it, and returns the logits after each token.
 Tokens are chosen from these logits as usual, as long as the chosen token equals the guessed one;
-the rest of the guess is taken back. Guesses change the speed, never the distribution of the text:
+the rest of the guess is removed. Guesses change the speed, never the distribution of completions:
 
 - A guess that was not drawn (`PromptLookup`; any guess in greedy decoding) is only compared with
-  the chosen token. The text is the one that plain decoding gives with the same seed.
+  the chosen token. The completion is the same as without guesses and with the same seed.
 - A guess drawn from a draft's distribution is accepted or replaced as in 2211.17192 §2.3 and
-  2302.01318 §2 (`after_guess`), which accepts more guesses. The text then differs from the one
-  that plain decoding draws with the seed, but comes from exactly the same distribution.
+  2302.01318 §2 (`after_guess`), which accepts more guesses. The completion then differs from the
+  one without guesses and with the same seed, but comes from exactly the same distribution.
 """
 
 from collections.abc import Sequence
@@ -36,23 +36,23 @@ from workhorse.nn import Decoder
 
 
 class Proposer(Protocol):
-    """Guesses how rows continue."""
+    """Guesses the next tokens of requests."""
 
     def propose(self, rows: Sequence[Request], most: Sequence[int], rule: Chooser) -> list[Guess]:
-        """Guesses for the next pass, at most `most[r]` tokens for row r."""
+        """Return guesses for the next pass, up to `most[r]` tokens for request r."""
         ...
 
     def leave(self, row: Request) -> None:
-        """Forget a request that has ended or was preempted."""
+        """Drop a request that has ended or was preempted."""
         ...
 
     def reset(self) -> None:
-        """Forget all requests, also after an exception at any moment."""
+        """Drop all requests, also after an exception at any time."""
         ...
 
 
 def slack_of(config: GenerationConfig, decoder: Decoder) -> int:
-    """The most tokens that a cache must be able to take back."""
+    """Maximum number of newest tokens that a cache must be able to remove again."""
     return min(config.speculate, config.max_new_tokens, decoder.max_seq_len)
 
 
@@ -60,7 +60,7 @@ LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to predi
 
 
 class PromptLookup:
-    """Guesses that a text continues as it did after the latest earlier occurrence of its ending.
+    """Guesses the tokens that followed the latest earlier occurrence of the sequence's ending.
 
     Source: Saxena, "Prompt Lookup Decoding" (2023), which takes the first occurrence.
     """
@@ -83,22 +83,22 @@ class PromptLookup:
 
 
 class _Index:
-    """Where each n-gram of a growing text occurred last."""
+    """Last occurrence of each n-gram of a growing sequence."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
-        self._read = 0  # ends up to here are in the index
+        self._read = 0  # n-grams that end up to here are in the index
 
     def continuation(self, text: Sequence[int], n: int) -> tuple[int, ...]:
-        """The n tokens that would follow; none if the end of the text has not occurred before."""
-        # The text's own end is indexed by the next call: nothing follows it yet.
+        """The n guessed tokens; none if the end of the sequence has not occurred before."""
+        # The n-grams at the end are indexed by the next call: no token follows them yet.
         for end in range(self._read + 1, len(text)):
             for gram in _grams_before(text, end):
                 self._ends[gram] = end
         self._read = max(self._read, len(text) - 1)
         for gram in _grams_before(text, len(text)):
             if (start := self._ends.get(gram)) is not None:
-                # Past the end of the text the guess continues itself, as a repeating text would.
+                # Past the end of the sequence the guess continues periodically.
                 period = len(text) - start
                 return tuple(text[start + step % period] for step in range(n))
         return ()
@@ -112,20 +112,20 @@ def _grams_before(text: Sequence[int], end: int) -> list[tuple[int, ...]]:
 
 @dataclass(eq=False)
 class _Followed:
-    """A request as the draft has read it."""
+    """The draft's copy of a request's sequence."""
 
     sequence: TokenSequence
     read: int = 0
-    """How many of the request's own tokens were read before the last guess."""
+    """Number of the request's own tokens that were processed before the last guess."""
 
 
 class Draft:
-    """Guesses by a smaller decoder of the same vocabulary, with the same filters.
+    """Guesses from a smaller decoder with the same vocabulary and the same sampling filters.
 
     Args:
-        decoder: in evaluation mode when it guesses.
-        of: the runner of the model. A sequence that outgrows either context is read again from its
-            newer half.
+        decoder: the draft model, in evaluation mode when it guesses.
+        of: the runner of the model. A sequence that exceeds either context is processed again from
+            its newer half.
         prefix_caching: see `Engine`.
     """
 
@@ -134,7 +134,7 @@ class Draft:
         self._context = min(decoder.max_seq_len, of.decoder.max_seq_len)
         self._runner = Runner(
             decoder,
-            # Guesses, and up to two tokens that the model has not read.
+            # Guesses, and up to two tokens that the model has not processed.
             tokens=cache.tokens + cache.sequences * (of.slack + 2),
             sequences=cache.sequences,
             slack=of.slack,
@@ -149,14 +149,14 @@ class Draft:
                 self.leave(row)
         if len(rows) == 1 or self._holds(rows):
             return self._propose(rows, most, rule)
-        # They do not fit together: guesses may not depend on that.
+        # Too many for the cache at once. Guess in two parts: guesses must not depend on the load.
         half, guesses = len(rows) // 2, list[Guess]()
         for part in (slice(half), slice(half, None)):
             guesses += self.propose(rows[part], most[part], rule)
         return guesses
 
     def _holds(self, rows: Sequence[Request]) -> bool:
-        """True if the cache has room for all tokens and guesses of these rows."""
+        """True if the cache has room for all tokens and guesses of these requests."""
         slack, context = self._runner.slack, self._context
         return self._runner.cache.holds(
             *(min(len(row.tokens) + slack, context) + slack for row in set(rows))
@@ -164,7 +164,7 @@ class Draft:
 
     @torch.no_grad()
     def _propose(self, rows: Sequence[Request], most: Sequence[int], rule: Chooser) -> list[Guess]:
-        # A draft whose context is full starts again with half of it free: a guess must fit there.
+        # When the draft's context is full, half is freed: a guess must fit there.
         most = [min(n, self._context // 2) for n in most]
         guesses: list[list[int]] = [[] for _ in rows]
         drawn: list[list[Tensor]] = [[] for _ in rows]
@@ -178,7 +178,7 @@ class Draft:
             past = None if history is None else history.copy(indices)
             shaped = self._shaped(logits, [rows[r] for r in indices], rule, past)
             if rule.config.samples:
-                # A row's generator serves that row's own guesses only.
+                # Each request uses its own generator, so guesses do not depend on the batch.
                 uniforms = [rows[r].uniform() for r in indices]
                 weights = shaped.softmax(dim=-1, dtype=torch.float64)
                 tokens = draw_from(weights, torch.tensor(uniforms, dtype=torch.float64))
@@ -211,9 +211,9 @@ class Draft:
         self._runner.reset()
 
     def _catch_up(self, rows: Sequence[Request]) -> Tensor:
-        """Read the rows that are guessed for to their ends; returns logits `(batch, vocab)`.
+        """Process these requests up to their last tokens; returns logits `(batch, vocab)`.
 
-        What the draft has read of a row therefore never depends on the other rows.
+        The draft's state of a request therefore never depends on other requests.
         """
         cache = self._runner.cache
         for row in rows:
@@ -226,14 +226,14 @@ class Draft:
             else:
                 sequence, new = followed.sequence, row.tokens[followed.read :]
                 guessed = sequence.tokens[len(sequence.tokens) - sequence.guessed :]
-                agreed = _agreed(guessed, new[:-1])  # the last token is always read again
+                agreed = _agreed(guessed, new[:-1])  # the last token is always processed again
                 sequence.take_back(len(guessed) - agreed, cache)
                 sequence.tokens += new[agreed:]
             followed.read, followed.sequence.guessed = len(row.tokens), 0
         return self._read(rows)
 
     def _read(self, rows: Sequence[Request]) -> Tensor:
-        """The logits after all tokens, `(batch, vocab)`."""
+        """Process all pending tokens; returns the logits after them, `(batch, vocab)`."""
         sequences = [self._followed[row].sequence for row in rows]
         for sequence in sequences:
             if self._prefix_caching:
@@ -259,6 +259,6 @@ class Draft:
 
 
 def _agreed(guessed: Sequence[int], came: Sequence[int]) -> int:
-    """The length of the common prefix."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(guessed, came, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(came)))

@@ -1,1 +1,1 @@
-"""A loaded model, and what is done with models: load, save, convert, describe."""
+"""Loaded models, and operations on models: load, save, convert, describe."""

@@ -1,4 +1,4 @@
-"""`convert`: a model from one format into another; `save`: a decoder that you have trained."""
+"""`convert`: write a model in another format; `save`: write a decoder that you have trained."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -35,17 +35,17 @@ Format = Literal["hf", "workhorse", "gguf"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_k"]
 QUANTIZED = ("q8_0", "q4_0", "q4_k")
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-"""The names of the other types in GGUF files."""
+"""Names of the dtypes that are not quantised, in GGUF files."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written."""
+    """The result of a conversion."""
 
     path: Path
     format: Format
     architecture: str | None
-    """The class of transformers that it is written as; None in our own format."""
+    """The transformers class that the model is written as; None in our own format."""
     dtype: str
     parameters: int
 
@@ -65,31 +65,31 @@ def convert(
     """Write a model in another format.
 
     Args:
-        source: what `load` takes, or what it gave.
+        source: a model from `load`, or an argument for `load`.
         target: a new folder; a new file for `gguf`.
         to: `hf` (a Hugging Face directory), `workhorse` (our own, for any config) or `gguf`.
-        dtype: of the written weights; `auto` is that of the source. `q8_0`, `q4_0` and `q4_k`
-            are only for `gguf`.
-        n_kv_heads: merge the heads of keys and values of every layer into so many, see
-            `workhorse.transforms.grouped_heads`.
+        dtype: dtype of the written weights; `auto` keeps the source's dtype. `q8_0`, `q4_0` and
+            `q4_k` are only for `gguf`.
+        n_kv_heads: the number of key and value heads into which the heads of every layer are
+            merged; see `workhorse.transforms.grouped_heads`.
         tell: see `load`.
 
     Raises:
         WorkhorseError: the source cannot be read, no class or architecture of the format can hold
-            the model, its heads cannot be merged so, a weight is NaN or does not fit `dtype`, or
-            the target is taken.
+            the model, its heads cannot be merged into `n_kv_heads`, a weight is NaN or does not fit
+            `dtype`, or the target exists.
     """
     target = to_path(target, "a target is a path")
     if to not in get_args(Format):
-        raise WorkhorseError(f"to={to!r} is no format; choose {', '.join(get_args(Format))}")
+        raise WorkhorseError(f"to={to!r} is not a format; choose {', '.join(get_args(Format))}")
     if dtype not in get_args(DTypeName):
         known = ", ".join(get_args(DTypeName))
-        raise WorkhorseError(f"dtype={shown(dtype)} is no number format; choose {known}")
+        raise WorkhorseError(f"dtype={shown(dtype)} is not a dtype; choose {known}")
     if dtype in QUANTIZED and to != "gguf":
         raise WorkhorseError(f"dtype={dtype} is for --to gguf, not {to}; choose another dtype")
     check_tell(tell)
     _check_target(target, to)
-    # What cannot be written is refused before the weights are read.
+    # Find the model type before the weights are read, so that an unsupported config fails early.
     family = None if to == "workhorse" else _family(source, to, n_kv_heads)
     if isinstance(source, Model):
         model = source
@@ -112,16 +112,16 @@ def convert(
             dtype=getattr(torch, name),
             stop_tokens=model.stop_tokens,
         )
-    # Norms without weights, for one, are written with weights of one.
+    # The written model may have more weights: norms without weights are written with ones.
     equivalent = family.equivalent(decoder.config) if family else None
     parameters = count_parameters(equivalent or decoder.config)["total"]
     return Converted(target, to, family.architecture if family else None, name, parameters)
 
 
 def _check_target(target: Path, to: Format) -> None:
-    """Refuse a place that is taken, or whose name says another format."""
+    """Raise a WorkhorseError if the target exists, or has the suffix of another format."""
     if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
-        raise WorkhorseError(f"{target} lies among the files of a run; choose a place outside it")
+        raise WorkhorseError(f"{target} is inside a run directory; choose a path outside it")
     if to == "gguf" and os.path.lexists(target):
         raise WorkhorseError(f"{target} exists; choose another file")
     if to != "gguf":
@@ -140,18 +140,18 @@ def save(
     tokenizer: Tokenizer | None = None,
     stop_tokens: Sequence[int] = (),
 ) -> Path:
-    """Write a decoder in our own format, for `load`: one that a loop of your own trained.
+    """Write a decoder, such as one trained by your own loop, in our own format for `load`.
 
     Args:
-        decoder: what to write, in the type of its weights. Of a `Model` its tokenizer and stop
-            tokens are written too, and what began its texts.
-        folder: new or empty; it appears whole or not at all.
-        tokenizer: its tokenizer; None: the model gives and takes token ids.
-        stop_tokens: what ends a text, where that is not the tokenizer's eos.
+        decoder: the decoder to write, in the dtype of its weights. For a `Model`, its tokenizer,
+            stop tokens and the start tokens of its documents are written too.
+        folder: a new or empty folder; it appears complete or not at all.
+        tokenizer: the decoder's tokenizer; None: prompts and completions are token ids.
+        stop_tokens: token ids that end a completion, if not the tokenizer's eos.
 
     Raises:
-        WorkhorseError: the folder is taken or cannot be written, weights are quantised, NaN or on
-            the device `meta`, or the tokenizer has more tokens than the decoder.
+        WorkhorseError: the folder is not empty or cannot be written, weights are quantised, NaN or
+            on the device `meta`, or the tokenizer has more tokens than the decoder.
     """
     if isinstance(decoder, Model):
         tokenizer = tokenizer or _whole_tokenizer(decoder)
@@ -163,34 +163,34 @@ def save(
         )
     _check_weights(decoder)
     folder = to_path(folder, "a folder is a path")
-    stop = token_ids(stop_tokens, "stop_tokens are a sequence of token ids", "leave them out")
+    stop = token_ids(stop_tokens, "stop_tokens are a sequence of token ids", "omit them")
     if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-        raise WorkhorseError(f"{shown(tokenizer)} is no Tokenizer; give what load_tokenizer gave")
+        raise WorkhorseError(f"{shown(tokenizer)} is not a Tokenizer; give one from load_tokenizer")
     vocabulary = decoder.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > vocabulary:
         raise WorkhorseError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the decoder logits for "
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the decoder has logits for "
             f"{vocabulary}; give the tokenizer that it was trained with"
         )
     if strange := [token for token in stop if not 0 <= token < vocabulary]:
         raise WorkhorseError(
-            f"stop_tokens={strange} are not in the vocabulary of {vocabulary}; leave them out"
+            f"stop_tokens={strange} are not in the vocabulary of {vocabulary}; remove them"
         )
     write_model(folder, decoder, tokenizer=tokenizer, stop_tokens=tuple(stop))
     return folder
 
 
 def _check_weights(decoder: Decoder) -> None:
-    """Refuse a decoder of which only the shapes are there."""
+    """Raise a WorkhorseError if a decoder has no weights, or if its modules were changed."""
     if decoder.device.type == "meta":
         raise WorkhorseError(
-            "the decoder is on the device meta, without weights; load or draw them"
+            "the decoder is on the device meta and has no weights; load or initialise them"
         )
     _check_modules(decoder)
 
 
 def _check_modules(decoder: Decoder) -> None:
-    """Refuse a decoder that its config would not build again.
+    """Check that the config would build this decoder again.
 
     Raises:
         WorkhorseError: a module was added, removed or replaced, except by a transform.
@@ -202,7 +202,7 @@ def _check_modules(decoder: Decoder) -> None:
         if own is not None and expected is not None and _is_built(own, expected):
             continue
         is_own = own is not None and type(own).__module__.startswith("workhorse.")
-        if ".kernel." in name:  # inside how attention is computed, which nobody stores
+        if ".kernel." in name:  # parts of the attention kernel, which is not saved
             continue
         if is_own and (name.endswith(".kernel") or transforms_of(decoder) or is_body(decoder)):
             continue
@@ -210,14 +210,14 @@ def _check_modules(decoder: Decoder) -> None:
             "nothing" if module is None else type(module).__name__ for module in (own, expected)
         )
         raise WorkhorseError(
-            f"{name} is {there} and its config builds {wanted}, so load would give another model; "
-            "merge your changes into the weights, or save its state_dict yourself"
+            f"{name} is {there} and the config builds {wanted}, so load would return a different "
+            "model; merge your changes into the weights, or save the state_dict yourself"
         )
 
 
 def _is_built(own: nn.Module, expected: nn.Module) -> bool:
     if type(own) is type(expected):
-        ours = type(own).__module__.startswith("workhorse.")  # which may name another kernel
+        ours = type(own).__module__.startswith("workhorse.")  # may differ in the kernel it names
         return ours or own.extra_repr() == expected.extra_repr()
     return isinstance(own, type(expected)) and type(own).__module__.startswith("workhorse.")
 
@@ -246,7 +246,7 @@ def _family(
     """The model type to write a model as.
 
     Raises:
-        WorkhorseError: there is no such model, or no model type can say its config.
+        WorkhorseError: there is no such model, or no model type can represent its config.
     """
     own, config = _origin(source)
     if n_kv_heads is not None:
@@ -260,7 +260,7 @@ def _family(
 
 
 def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
-    """The model type that a model was made as, if any, and its config."""
+    """The model type that a model was stored as, if any, and its config."""
     if isinstance(source, Model):
         return source.family, source.config
     name = model_name(source)
@@ -271,14 +271,14 @@ def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
 
 
 def _held(dtype: DTypeName) -> str:
-    """The type to load the weights in, so that nothing is rounded twice."""
+    """The dtype to load the weights in, chosen so that nothing is rounded twice."""
     return "auto" if dtype in QUANTIZED else dtype
 
 
 def _whole_tokenizer(model: Model) -> Tokenizer | None:
-    """The tokenizer, which begins texts as the model's training did wherever it goes.
+    """The tokenizer, changed so that other programs begin a text as the training did.
 
-    Others take bos, where there is one, for what stands before a text; so it is named bos.
+    Other programs put bos, if there is one, before a text, so the start token gets the role bos.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or model.data is None:

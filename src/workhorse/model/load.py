@@ -1,4 +1,4 @@
-"""`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
+"""`workhorse.load`: load a model and its tokenizer from a path, hub id or preset name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ from workhorse.transforms.quantization import FORMATS, FormatName, place_codes
 from workhorse.transforms.quantization import quantize as quantize_weights
 
 Quantization = Literal["none", FormatName]
-NO_TOKENIZER = "has no tokenizer: give and take token ids"
+NO_TOKENIZER = "has no tokenizer: prompts and completions are token ids"
 
 
 def load(
@@ -50,28 +50,30 @@ def load(
     execution: Execution = "auto",
     tell: Callable[[str], object] = warn_caller,
 ) -> Model:
-    """A model from disk or the Hugging Face hub, or a preset with random weights.
+    """Load a model from disk or the Hugging Face hub, or build a preset with random weights.
 
-    It is made ready to generate: `Model.decoder` is a body of `Model.reference`, which has the same
-    parameters and the modules that its config builds; `Model.announcement` says what runs it.
+    The model is prepared for generation: `Model.decoder` is a body of `Model.reference`. The
+    reference has the same parameters and the modules that its config builds. `Model.announcement`
+    describes how the decoder is executed.
 
     Args:
         model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
             file, an id of the hub (`ORG/NAME` or `ORG/NAME@REVISION`), or a preset's name.
-        device: a PyTorch device; `auto` is CUDA where there is a device and else the CPU.
-        dtype: a PyTorch floating-point type; `auto` is float32, and for a directory or id of
-            Hugging Face the type that it was saved in.
-        kernel: how attention is computed.
-        quantize: hold the weights of linear layers in 8 or 4 bits, each from when it is read.
-        execution: by what the decoder runs; see `Execution`. `compiled`: the first step on a
-            machine waits for the compiler (tens of seconds), later ones for the program to be read
-            (seconds). `reference`: to train, to write out, or to look inside.
-        tell: called with what must not go unnoticed: that weights are random, or that something of
-            a directory was not used.
+        device: a PyTorch device; `auto` is CUDA if it is available, else the CPU.
+        dtype: a PyTorch floating-point dtype; `auto` is float32, and for a directory or id of
+            Hugging Face the dtype of the saved weights.
+        kernel: the implementation of attention.
+        quantize: format of the weights of linear layers, 8 or 4 bits. Each weight is quantised as
+            it is read.
+        execution: how the decoder is executed; see `Execution`. `compiled`: the first step on a
+            machine waits for the compiler (tens of seconds), later ones for the compiled program
+            to load (seconds). `reference`: for training, export or inspection.
+        tell: called with each warning: that weights are random, or that a part of a directory was
+            not used.
 
     Raises:
-        WorkhorseError: there is no such model, it cannot be read, or the device or type is not
-            there; its weights do not fit into memory; or it cannot be executed so.
+        WorkhorseError: there is no such model, it cannot be read, the device or dtype is not
+            available, the weights do not fit into memory, or the execution is not possible.
     """
     name = model_name(model)
     for option, value, known in (
@@ -106,15 +108,15 @@ def load(
 
 
 def check_tell(tell: object) -> None:
-    """Refuse what cannot be called with a line."""
+    """Raise a WorkhorseError if `tell` is not callable."""
     if not callable(tell):
         raise WorkhorseError(
-            f"tell={shown(tell)} is no function; give one that takes a line, such as print"
+            f"tell={shown(tell)} is not a function; give one that takes a string, such as print"
         )
 
 
 def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], object]) -> Model:
-    """A decoder from disk with what lies beside it."""
+    """Combine a decoder from disk with the tokenizer and the options stored next to it."""
     for remark in stored.remarks:
         tell(f"{stored.path}: {remark}")
     tokenizer = stored.tokenizer() if stored.has_tokenizer else None
@@ -137,7 +139,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
 
 
 def _sampling_of(stored: StoredModel, tell: Callable[[str], object]) -> dict[str, Any]:
-    """The sampling options beside a model, if they are valid."""
+    """The sampling options stored with a model, if they are valid."""
     if not isinstance(stored, HuggingFaceDirectory):
         return {}
     try:
@@ -149,7 +151,7 @@ def _sampling_of(stored: StoredModel, tell: Callable[[str], object]) -> dict[str
 
 
 def _data_of(run: RunDirectory) -> DataConfig:
-    """What a run was trained on."""
+    """The data config of a run."""
     fields = run.recipe()["data"]
     try:
         return DataConfig.from_dict(fields)
@@ -166,7 +168,7 @@ def _random(
 ) -> Model:
     config = preset(name)
     check_random(name, config, device, dtype)
-    with torch.random.fork_rng():  # the same "random" weights every time, and nobody else's draws
+    with torch.random.fork_rng():  # the same weights every time; the global generator is restored
         torch.manual_seed(0)
         decoder = config.build(kernel=kernel, device=device, dtype=dtype)
     if quantize != "none":

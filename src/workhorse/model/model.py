@@ -37,17 +37,18 @@ from workhorse.tokenizers import ChatTemplate, Tokenizer
 def describe(
     model: str | Path, *, tell: Callable[[str], object] = lambda line: None
 ) -> dict[str, Any]:
-    """A model's shape, parameters, weights on disk, tokenizer and config, in plain data.
+    """Describe a model's shape, parameters, weights on disk, tokenizer and config, in plain data.
 
     Args:
-        model: what `load` takes. Of a model on the hub all but the weights is fetched.
-        tell: called with the commit that a name on the hub stands for.
+        model: an argument for `load`. For a model on the hub, all files but the weights are
+            downloaded.
+        tell: called with the commit that a name on the hub refers to.
 
     Returns:
-        As `workhorse.models.describe.details` for a preset. For a stored model, beside what its
-        config tells: `weights` (`bytes`, and `types`, bytes of each; None where there are none),
-        `step` (of a run's newest checkpoint), `tokenizer` (None where there is none), `notes`, and
-        `stored`, the same in sentences.
+        See `workhorse.models.describe.details` for a preset. For a stored model, in addition to the
+        facts from its config: `weights` (`bytes`, and `types`, bytes of each dtype; None if there
+        are none), `step` (of a run's newest checkpoint), `tokenizer` (None if there is none),
+        `notes`, and `stored`, the same facts in sentences.
 
     Raises:
         WorkhorseError: there is no such model, or its files cannot be read.
@@ -77,7 +78,7 @@ def _tokenizer(stored: StoredModel) -> dict[str, Any] | None:
         return None
     try:
         tokenizer: Tokenizer = stored.tokenizer()
-    except WorkhorseError as error:  # the model is there all the same
+    except WorkhorseError as error:  # the model can be described without it
         return {"error": str(error)}
     return {
         "vocab_size": tokenizer.vocab_size,
@@ -110,51 +111,51 @@ def _sentences(found: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder and what is needed to use it with text."""
+    """A decoder with its tokenizer and the defaults of its generation."""
 
     name: str
-    """What it was loaded from."""
+    """Path or name that the model was loaded from."""
     decoder: Decoder
-    """As it is executed: a body of `reference`, or that itself."""
+    """The decoder that is executed: `reference` or its body."""
     tokenizer: Tokenizer | None
-    """None where a directory holds none: such a model reads and writes token ids."""
+    """None if the directory has none: prompts and completions are then token ids."""
     trained: bool
-    """Whether the weights were learned; those of a preset are random."""
+    """True if the weights were trained; a preset's weights are random."""
     data: DataConfig | None = None
-    """What a run was trained on."""
+    """Data config of the run; None for other models."""
     stop_tokens: tuple[int, ...] = ()
-    """What ends a text; empty: the tokenizer's eos."""
+    """Token ids that end a completion; empty: the tokenizer's eos."""
     trained_to_chat: bool = False
-    """Whether it knows its tokenizer's chat template: a run does if it began with a model whose
-    tokenizer has one, not if it began with fresh weights."""
+    """True if the model knows its tokenizer's chat template. A run knows it if it started from a
+    model with a template in its tokenizer, and not if it started from random weights."""
     family: Family | None = None
     """The model type of the Hugging Face directory or GGUF file it was loaded from."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options of `generation_config.json` for sampling: the defaults of options given by name."""
+    """Sampling options of `generation_config.json`: the defaults of options given by name."""
     body: DecodingBody | None = None
-    """What `executed` made; None: `decoder` is as its config builds it."""
+    """The body created by `executed`; None: `decoder` is as its config builds it."""
     built: Decoder | None = None
-    """What it was made from."""
+    """The decoder that the body was created from."""
 
     @property
     def reference(self) -> Decoder:
-        """The decoder as its config builds it, with the same parameters: every hook fires."""
+        """The decoder as its config builds it, with the same parameters. Every hook fires."""
         return self.decoder if self.built is None else self.built
 
     @property
     def announcement(self) -> str:
-        """One line: by what the decoder runs; see `DecodingBody.announcement`."""
+        """One line that describes how the decoder is executed; see `DecodingBody.announcement`."""
         body = self.body or decoding_body(self.decoder, "reference")
         return body.announcement
 
     def executed(self, execution: Execution = "auto") -> "Model":
-        """The same model, run by other means.
+        """Return the same model with another way of execution.
 
         Args:
             execution: see `Execution`.
 
         Raises:
-            WorkhorseError: it cannot be executed so.
+            WorkhorseError: the model cannot be executed this way.
         """
         body = decoding_body(self.reference, execution)
         return replace(self, decoder=body.decoder, body=body, built=self.reference)
@@ -171,20 +172,20 @@ class Model:
             WorkhorseError: there is none.
         """
         if self.tokenizer is None:
-            raise WorkhorseError(f"{self.name} has no tokenizer; put its files beside the weights")
+            raise WorkhorseError(f"{self.name} has no tokenizer; put its files next to the weights")
         return self.tokenizer
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """The tokens that began every text of the training."""
+        """Tokens at the beginning of every document of the training."""
         return () if self.tokenizer is None else self._beginning.prefix
 
     @property
     def start(self) -> int | None:
-        """The token before a text: the last of `prefix`, or what ended the text before.
+        """The token before a document: the last of `prefix`, or the end of the document before.
 
-        Of a model from elsewhere that has no prefix, bos or else eos; of one that was never
-        trained, none. See `workhorse.data.config`.
+        For a model from elsewhere without a prefix: bos, or else eos. None for a model that was
+        never trained. See `workhorse.data.config`.
         """
         return self._beginning.start
 
@@ -194,29 +195,29 @@ class Model:
         return found if self.trained or found.prefix else Beginning((), None)
 
     def encode(self, prompt: str) -> list[int]:
-        """A prompt's tokens as training would have begun them.
+        """Encode a prompt, with the start tokens of a document in the training.
 
-        A text begins with `prefix`. An empty prompt asks for a text from its beginning, which
-        after training without a prefix is the eos of the one before.
+        The result begins with `prefix`. An empty prompt stands for the beginning of a document;
+        after training without a prefix that is the eos of the document before.
 
         Raises:
-            WorkhorseError: there is no tokenizer, or this is no text.
+            WorkhorseError: the model has no tokenizer, or the prompt is not a string.
         """
         if not isinstance(prompt, str):
-            raise WorkhorseError(f"a prompt to encode is a text, not {shown(prompt)}; give a str")
+            raise WorkhorseError(f"prompt={shown(prompt)} is not a string; give a str")
         return self._beginning.encode(self.text, prompt)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of token ids: of what `encode` gives, the prompt.
+        """Decode token ids to a string; the inverse of `encode`.
 
         Args:
             tokens: a list, or a tensor of one dimension.
-            skip_special: leave out special tokens, such as `prefix`; else their names are written.
+            skip_special: omit special tokens, such as `prefix`; otherwise their names are written.
 
         Raises:
-            WorkhorseError: there is no tokenizer, or these are no ids of it.
+            WorkhorseError: the model has no tokenizer, or an id is not in the vocabulary.
         """
-        ids = token_ids(tokens, "tokens are a sequence of token ids", "give those of one text")
+        ids = token_ids(tokens, "tokens are a sequence of token ids", "give one list of integers")
         return self.text.decode(ids, skip_special=skip_special)
 
     def generate(
@@ -227,21 +228,23 @@ class Model:
         draft: "Model | None" = None,
         **options: Any,
     ) -> Completion:
-        """Continue one prompt: a text, or token ids.
+        """Continue one prompt: a string, or token ids.
 
         Args:
-            prompt: what to continue.
-            config: how; or give `options`, the fields of `GenerationConfig`.
-            draft: a smaller model with the same tokenizer, to guess `speculate` tokens at a time.
+            prompt: the prompt.
+            config: the options; or give `options`, the fields of `GenerationConfig`.
+            draft: a smaller model with the same tokenizer, which guesses `speculate` tokens at a
+                time.
             options: see `config`.
 
         Raises:
-            WorkhorseError: as `workhorse.generate.generate`; or `n_samples` above 1.
+            WorkhorseError: see `workhorse.generate.generate`; or `n_samples` is above 1.
         """
         config = self._config(config, options)
         if config.n_samples > 1:
             raise WorkhorseError(
-                f"n_samples={config.n_samples} gives several texts; use generate_batch([prompt])"
+                f"n_samples={config.n_samples} returns several completions; use "
+                "generate_batch([prompt])"
             )
         return self.generate_batch([prompt], config, draft=draft)[0]
 
@@ -254,11 +257,13 @@ class Model:
         batch_size: int = 32,
         **options: Any,
     ) -> list[Completion]:
-        """Continue several prompts, see `workhorse.generate.generate`."""
+        """Continue several prompts; see `workhorse.generate.generate`."""
         if isinstance(prompts, str):
             raise WorkhorseError(f"{shown(prompts)} is one prompt; give a list, or use generate")
         if not isinstance(prompts, Iterable):
-            raise WorkhorseError(f"prompts are a list of texts or token ids, not {shown(prompts)}")
+            raise WorkhorseError(
+                f"prompts={shown(prompts)} is not a list; give a list of strings or of token ids"
+            )
         return generate(
             self.decoder,
             [self._tokens(prompt) for prompt in prompts],
@@ -276,7 +281,7 @@ class Model:
         draft: "Model | None" = None,
         **options: Any,
     ) -> Iterator[Delta]:
-        """Continue one prompt, giving each token as it is chosen."""
+        """Continue one prompt; yields each token as it is chosen."""
         return stream(
             self.decoder,
             [self._tokens(prompt)],
@@ -294,19 +299,19 @@ class Model:
         draft: "Model | None" = None,
         **options: Any,
     ) -> Conversation:
-        """A conversation, in the form of its chat template if it was trained to chat.
+        """Start a conversation, with the chat template if the model was trained to chat.
 
-        A model that was not trained to chat continues a written dialogue.
+        A model that was not trained to chat continues a plain-text dialogue.
 
         Args:
-            config: how replies are chosen; or give `options`.
-            system: what the model is told beforehand.
+            config: the options for replies; or give `options`.
+            system: the system message.
             template: the name of the chat template, if the tokenizer has several.
             draft: see `generate`.
             options: the fields of `GenerationConfig`.
 
         Raises:
-            WorkhorseError: there is no tokenizer, or its template cannot be used.
+            WorkhorseError: the model has no tokenizer, or the chat template cannot be used.
         """
         form: ChatFormat = TranscriptFormat(self.text, self.prefix)
         if self.trained_to_chat:
@@ -324,12 +329,12 @@ class Model:
         """The decoder of a draft for this model.
 
         Raises:
-            WorkhorseError: its tokenizer has another vocabulary.
+            WorkhorseError: it is not a `Model`, or its tokenizer has another vocabulary.
         """
         if draft is None:
             return None
         if not isinstance(draft, Model):
-            raise WorkhorseError(f"a draft is a Model, as load gives it, not {shown(draft)}")
+            raise WorkhorseError(f"draft={shown(draft)} is not a Model; give one from load")
         ours, theirs = self.tokenizer, draft.tokenizer
         if ours is not None and theirs is not None and ours.vocabulary != theirs.vocabulary:
             raise WorkhorseError(
@@ -339,20 +344,22 @@ class Model:
         return draft.decoder
 
     def with_sampling(self, config: GenerationConfig, given: Collection[str]) -> GenerationConfig:
-        """A config that samples, with the model's own options except those in `given`."""
+        """Add the model's own sampling options, except those in `given`, to a sampling config."""
         own = {name: value for name, value in self.sampling.items() if name not in given}
         return config.replace(**own) if config.samples and own else config
 
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-        """The request in full: with every token that ends a text.
+        """The complete config, with all token ids that end a completion.
 
-        They are the model's, and special tokens that `stop` names: those never are in a text.
+        These are the model's stop tokens, and special tokens named in `stop`: such a token never
+        appears in the decoded text.
         """
         if config is None:
             config = self.with_sampling(GenerationConfig(**options), options)
         elif not isinstance(config, GenerationConfig):
             raise WorkhorseError(
-                f"{shown(config)} is no GenerationConfig; give options by name, as max_new_tokens=9"
+                f"{shown(config)} is not a GenerationConfig; give options by name, such as "
+                "max_new_tokens=9"
             )
         elif options:
             config = config.replace(**options)
@@ -367,5 +374,5 @@ class Model:
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        rule = "a prompt is a text or a sequence of token ids"
-        return token_ids(prompt, rule, "give several texts to generate_batch")
+        rule = "a prompt is a string or a sequence of token ids"
+        return token_ids(prompt, rule, "use generate_batch for several prompts")

@@ -1,1 +1,1 @@
-"""Optimizers: what updates which parameter, in which precision, at which learning rate."""
+"""Optimizers: update rules, parameter groups, master weights and learning-rate schedules."""

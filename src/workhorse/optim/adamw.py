@@ -19,33 +19,33 @@ from workhorse.optim.shards import local, placed_like
 
 
 class AdamWConfig(Config):
-    """AdamW. Weight decay goes to matrices only: never to norms, biases and other vectors."""
+    """AdamW. Weight decay applies only to matrices, never to norms, biases and other vectors."""
 
     kind: Annotated[Literal["adamw"], OnResume.NEW_RUN] = "adamw"
     learning_rate: float = Field(default=1e-3, gt=0)
-    """At the schedule's peak."""
+    """Learning rate at the schedule's peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the running mean of gradients: the share that a step keeps."""
+    """Decay rate of the running mean of gradients: the share that a step keeps."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the running mean of squared gradients."""
+    """Decay rate of the running mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the mean of squares, the divisor of an update."""
     weight_decay: float = Field(default=0.1, ge=0)
     """A matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
     base_width: int | None = Field(default=None, ge=1)
-    """muP (2203.03466 table 8): the learning rate of matrices inside the layers and of an untied
-    head is that of a model of this width, so here multiplied by `base_width / d_model`; the best
-    rate of a narrow model is then the best of a wide one. Weight decay stays `learning_rate ·
-    weight_decay`. It wants `init: fan_in`, heads of one width, and a head that starts at zero or,
-    if it is tied, has a `multiplier` of `base_width / d_model`."""
+    """Width for which `learning_rate` was chosen, for muP (2203.03466 table 8). The learning rate
+    of matrices inside the layers and of an untied head is multiplied by `base_width / d_model`, so
+    that the best rate of a narrow model is also the best of a wide one. Weight decay stays
+    `learning_rate · weight_decay`. Requires `init: fan_in`, attention heads of one width, and a
+    head that starts at zero or, if it is tied, has a `multiplier` of `base_width / d_model`."""
     mean_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the running mean of gradients. bfloat16 saves two bytes per parameter and rounds the mean
-    by up to 0.4 % at each step, as DeepSeek-V3 does (2412.19437 §3.3.3). The mean of squares stays
-    float32: with `beta2` near 1 its changes would round away."""
+    """Dtype of the running mean of gradients. bfloat16 saves two bytes per parameter and rounds the
+    mean by up to 0.4 % at each step, as DeepSeek-V3 does (2412.19437 §3.3.3). The mean of squares
+    stays float32: with `beta2` near 1 its changes would be rounded away."""
     decay_embeddings: bool = False
-    """Whether token and position tables (and a head tied to them) decay too. A row that no batch
-    touches would only shrink, and small embeddings cause large gradients in the norm that follows
-    (OLMo 2, 2501.00656 §3.2)."""
+    """True if weight decay also applies to token and position tables (and a head tied to them). A
+    row that no batch uses would then only shrink, and small embeddings cause large gradients in the
+    norm that follows (OLMo 2, 2501.00656 §3.2)."""
 
 
 class State(NamedTuple):
@@ -60,7 +60,7 @@ class State(NamedTuple):
 
 
 class _CompiledNumbers(NamedTuple):
-    """What a compiled update reads beside weights and their state; it never moves."""
+    """Other inputs of a compiled update than weights and state; their addresses never change."""
 
     numbers: Tensor
     shrink: Tensor
@@ -70,7 +70,7 @@ class _CompiledNumbers(NamedTuple):
 def _compiled_loops(
     states: list[State], numbers: Tensor, shrink: Tensor, constants: Tensor
 ) -> None:
-    """Update weights that have low bits, by a compiled loop each; see `compiled_adamw.adamw_`."""
+    """Update weights that have low bits, each by a compiled loop; see `compiled.adamw_`."""
     update = compiled_adamw_()
     for one, its_numbers in zip(states, numbers.unbind(), strict=True):
         assert one.low_bits is not None
@@ -82,21 +82,20 @@ def _compiled_loops(
 class AdamW:
     """AdamW over named parameters that share one weight decay and one learning rate.
 
-    It calls PyTorch's fused kernel without `torch.optim.Optimizer`, whose first instance imports
-    the compiler and makes every start a second slower. Each process updates its own part of a
+    It calls PyTorch's fused kernel directly: the first instance of `torch.optim.Optimizer` imports
+    the compiler, which makes every start a second slower. Each rank updates its own shard of a
     sharded parameter.
 
     Args:
-        parameters: by name.
-        config: of the rule.
-        weight_decay: of these parameters.
-        rate_factor: multiplies the learning rate.
-        masters: of the parameters and maybe others.
-        uniform: whether each number is rounded alike wherever it lies in a tensor, and so whichever
-            process has it. PyTorch's fused kernel for CPUs rounds the last few of a tensor
-            differently.
-        compiled: whether a compiled loop updates weights with low bits, where no native operator
-            does.
+        parameters: the parameters, by name.
+        config: the options of the update rule.
+        weight_decay: weight decay of these parameters.
+        rate_factor: factor of the learning rate.
+        masters: master weights of the parameters and possibly of others.
+        uniform: True if the rounding of an element must not depend on its place in a tensor, and so
+            not on the rank that has it. PyTorch's fused kernel for CPUs rounds the last few
+            elements of a tensor differently.
+        compiled: True if a compiled loop updates weights with low bits when no native operator can.
     """
 
     def __init__(
@@ -125,12 +124,12 @@ class AdamW:
         ]
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
         self._numbers: _CompiledNumbers | None = None
-        """Of the compiled update, made at its first step."""
+        """Inputs of the compiled update, created at its first step."""
         self._recorded = Recorded()
 
     @torch.no_grad()
     def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
-        """One update; the arguments are those of `Optimizer.step`."""
+        """Make one update; for the arguments see `Optimizer.step`."""
         native: dict[bool, list[State]] = {False: [], True: []}
         whole: list[State] = []
         compiled: list[State] = []
@@ -203,7 +202,7 @@ class AdamW:
         self._numbers.shrink.copy_(shrink)
         update = partial(_compiled_loops, states, *self._numbers)
         if like.device.type == "cuda":
-            # low bits, state and numbers never move
+            # the addresses of low bits, state and numbers never change
             places = [one for state in states for one in (state.weight, state.gradient)]
             self._recorded(update, places)
         else:
@@ -224,11 +223,11 @@ class AdamW:
                 old.copy_(new)
 
     def _update(self, states: list[State], schedule: float, skips: Tensor | None = None) -> None:
-        """Update by PyTorch's kernel, unless `skips`; all but the counts are float32."""
+        """Update with PyTorch's kernel, unless `skips` is true; all but the counts are float32."""
         if not states:
             return
         if self.uniform and states[0].weight.device.type == "cpu":
-            assert skips is None, "a CPU does not decide by itself"
+            assert skips is None, "on a CPU the host decides whether to update"
             for one in states:
                 self._update_uniformly(one, schedule)
             return
@@ -251,7 +250,7 @@ class AdamW:
         )
 
     def _update_uniformly(self, one: State, schedule: float) -> None:
-        """The same by operations that add or multiply, so that each result is rounded once."""
+        """Like `_update`, in operations that only add or multiply: each result is rounded once."""
         config, rate = self.config, self.learning_rate * schedule
         one.updates.add_(1)
         updates = int(one.updates)

@@ -1,11 +1,11 @@
 """Updates as one compiled loop or as a CUDA graph.
 
-With PyTorch's operators a GPU launches twenty kernels for each weight, and reads and writes its
-numbers as often; this reads and writes each once.
+With PyTorch's operators a GPU runs twenty kernels per weight, and each kernel reads and writes all
+elements. The compiled loop reads and writes each element once.
 
-A GPU updates a weight faster than Python launches the kernel that does it. Weights and their state
-stay where they are, and so do gradients from step to step, as a rule: the allocator of a device
-that is asked for the same sizes in the same order gives the same addresses.
+A GPU updates a weight faster than Python launches the kernel, so the launches are recorded in a
+CUDA graph. Weights and their state keep their addresses. Gradients usually keep them too: if the
+same sizes are requested in the same order, a device's allocator returns the same addresses.
 """
 
 import logging
@@ -31,18 +31,18 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
 ) -> None:
     """Update a weight and its state in place.
 
-    All numbers are tensors: with floats PyTorch's compiler made a program for each value, or took
-    that of another value from its cache (2.11 and 2.13).
+    All scalars are tensors: with floats PyTorch's compiler built a program for each value, or used
+    the cached program of another value (2.11 and 2.13).
 
     Args:
         weight: (n,) bfloat16.
         low_bits: (n,) the low 16 bits of its float32 value; see `master_weights.split`.
         mean: (n,) running mean of the gradient, bfloat16 or float32.
-        mean_square: (n,) running mean of its square, float32.
+        mean_square: (n,) running mean of the squared gradient, float32.
         gradient: (n,) of any floating-point dtype.
-        numbers: (4,) float32, of this weight's step: see `numbers_of`.
-        shrink: () float32, multiplies the gradient; if it is not finite, nothing changes.
-        constants: (5,) float32: see `constants_of`.
+        numbers: (4,) float32, the scalars of this weight's step; see `numbers_of`.
+        shrink: () float32, factor of the gradient; if it is not finite, nothing changes.
+        constants: (5,) float32; see `constants_of`.
     """
     beta1, of_gradient, beta2, of_square, eps = constants.unbind()
     learning_rate, kept, correction1, correction2 = numbers.unbind()
@@ -70,15 +70,16 @@ def numbers_of(
     """`learning_rate`, `kept`, `1 - beta1 ** updates` and `1 - beta2 ** updates` of each weight.
 
     Args:
-        updates: () each, how many there are with this one.
-        learning_rate: after the schedule.
-        kept: what a step leaves of the weight, `1 - learning_rate · weight_decay`.
+        updates: () each, the number of updates including this one.
+        learning_rate: the rate after the schedule.
+        kept: the share of the weight that a step keeps, `1 - learning_rate · weight_decay`.
         beta1: decay rate of the mean.
         beta2: decay rate of the mean of squares.
 
     Returns:
-        (weights, 4) float32. A row's address is a multiple of 16 bytes, as the compiler wants it.
+        (weights, 4) float32. A row's address is a multiple of 16 bytes, as the compiler requires.
     """
+    # In float64: `1 - beta ** counts` of a beta near 1 would lose digits in float32.
     counts = torch.stack(updates).double()
     columns = [torch.full_like(counts, number) for number in (learning_rate, kept)]
     columns += [1 - beta**counts for beta in (beta1, beta2)]
@@ -101,47 +102,50 @@ def compiled_adamw_() -> Callable[..., None]:
 log = logging.getLogger(__name__)
 
 MOST_RECORDINGS = 4
-"""Places of the tensors that are known, recorded or met once; the oldest one goes first."""
+"""Maximum number of known address sets, recorded or seen once; the oldest is dropped first."""
 
 Update = Callable[[], object]
 Recorder = Callable[[Update], Update]
-"""Gives what runs a function again, without running it."""
+"""Records a function without running it, and returns a function that replays it."""
 
 
 class Recorded:
-    """Runs an update: plainly where its tensors lie for the first time, then from a recording.
+    """Runs an update directly the first time with given tensor addresses, later by a recording.
 
     Args:
-        recorder: None: by a CUDA graph.
+        recorder: records an update; None: `record_graph`.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder: Recorder | None = recorder or record_graph
         self._by_place: dict[tuple[object, ...], Update | None] = {}
-        """None: it ran there once."""
+        """Recordings by tensor addresses; None: the update ran once with these addresses."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the recordings, which are of these tensors."""
+        """The state without the recordings, which are only valid for these tensors."""
         return vars(self) | {"_by_place": {}}
 
     def __call__(self, update: Update, places: Sequence[Tensor]) -> None:
         """Run an update.
 
         Args:
-            update: launches the same kernels each time that its tensors lie in the same places,
-                and reads all numbers that change from tensors. It never waits for the device.
-            places: all tensors that it reads and writes, but for those that never move.
+            update: a function that launches the same kernels whenever its tensors have the same
+                addresses, and reads all numbers that change from tensors. It must not wait for the
+                device.
+            places: all tensors that it reads and writes, except those whose addresses never change.
         """
         place = tuple((one.data_ptr(), one.dtype, one.stride()) for one in places)
         known = self._by_place.get(place)
         if known is None and place in self._by_place and self._recorder is not None:
             try:
-                with torch.cuda.device_of(places[0]):  # its kernels' device is recorded, no other
+                with torch.cuda.device_of(places[0]):  # only the current device is recorded
                     known = self._by_place[place] = self._recorder(update)
             except RuntimeError as error:
                 self._recorder = None
                 cause = error.__context__ or error
-                log.warning("updates cannot be recorded, and are made without: %s", cause)
+                log.warning(
+                    "optimizer updates cannot be recorded and run without a CUDA graph: %s", cause
+                )
         if known is not None:
             known()
             return
@@ -152,16 +156,16 @@ class Recorded:
 
 
 def record_graph(update: Update) -> Update:
-    """Record the kernels of a function on the current CUDA device; returns what launches them.
+    """Record the kernels of a function on the current CUDA device; returns a function to run them.
 
-    Recording does not run them. `torch.cuda.graph` would give free memory back first, after which
-    tensors lie elsewhere.
+    Recording does not run them. `torch.cuda.graph` would first release free memory, after which
+    tensors get other addresses.
     """
     current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     aside.wait_stream(current)
     with torch.cuda.stream(aside):
-        # Other threads may allocate meanwhile: one reads batches.
+        # Another thread may allocate memory meanwhile: it reads batches.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             update()

@@ -1,6 +1,7 @@
 """Gradients before an update: their norm and the factor that clips them.
 
-A tensor lets the device go on without the host: it also says whether the update is made at all.
+As a tensor, the factor also decides whether the update is made, so that the device need not wait
+for the host.
 """
 
 from collections import defaultdict
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.parts import ModelPart
 
 PIECE = 1024
-"""Numbers that are added up at once."""
+"""Number of elements that are summed at once."""
 
 
 def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Tensor:
-    """The norm of all gradients as one vector, in float32, the same on every process.
+    """Norm of all gradients as one vector, in float32, the same on every rank.
 
     Args:
-        gradients: sharded or not.
-        operators: of training, which measure tensors on the CPU.
+        gradients: the gradients, sharded or not.
+        operators: native training operators, which compute the norm of CPU tensors.
     """
     by_place: dict[object, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -41,7 +42,7 @@ def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Te
 
 
 def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
-    """The norm of the gradient of a model of which each process has a part."""
+    """Norm of the gradient of a model that is divided over ranks, from this rank's part."""
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for name, cut in part.cuts.items():
         gradient = masters.gradient(name) if name in masters.parameters else None
@@ -55,10 +56,10 @@ def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
 
 
 def norm_by_rows(gradients: list[Tensor]) -> Tensor:
-    """The same norm with the same bits however gradients are sharded by rows: one sum a row.
+    """`total_norm` with bits that do not depend on a sharding by rows: one sum per row.
 
-    Sums of many numbers are made of sums of `PIECE`, in which no number of threads makes a
-    difference.
+    Long sums are computed from sums of `PIECE` elements, which do not depend on the number of
+    threads.
     """
     squares = [_squares_of_rows(local(gradient)) for gradient in gradients]
     total = torch.cat(whole_rows(squares, gradients))
@@ -68,7 +69,7 @@ def norm_by_rows(gradients: list[Tensor]) -> Tensor:
 
 
 def _squares_of_rows(tensor: Tensor) -> Tensor:
-    """The sum of the squares of each row of a tensor, of a vector each square, in float32."""
+    """Sum of squares of each row of a tensor, in float32. A vector has one element per row."""
     rows = tensor.detach().float().reshape(len(tensor), tensor.shape[1:].numel())
     sums = rows.new_zeros(len(rows))
     for piece in rows.split(PIECE, dim=1):
@@ -90,39 +91,39 @@ def _length(gradients: list[Tensor], operators: Training | None) -> Tensor:
 
 
 def _bfloat16_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Norms of bfloat16 tensors or of their parts, in float32; PyTorch's are in bfloat16."""
+    """Norms of bfloat16 tensors or of their chunks, in float32; PyTorch's are in bfloat16."""
     if tensors[0].device.type != "cpu":
         lengths = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
             tensors, dtype=torch.float32
         )
         return list(lengths)
-    # On a CPU that adds up one square after the other, which loses digits.
+    # On a CPU `_foreach_norm` adds one square after the other, which loses precision.
     values = (chunk.float() for tensor in tensors for (chunk,) in chunks(tensor))
     return [chunk.dot(chunk).sqrt() for chunk in values]
 
 
 def shrink_on_device(loss: Tensor, norm: Tensor, scale: float, grad_clip: float | None) -> Tensor:
-    """The factor of the gradient of a scaled loss, (), NaN where the step is not finite.
+    """Factor of the gradient of a scaled loss, (); NaN if the step is not finite.
 
     Args:
         loss: (), mean of the batch.
-        norm: (), of the gradient of the scaled loss.
-        scale: of the loss.
+        norm: (), norm of the gradient of the scaled loss.
+        scale: factor of the loss.
         grad_clip: largest norm of the gradient; None for no limit.
     """
     length = norm.double() / scale
     clipped = torch.ones_like(length) if grad_clip is None else (grad_clip / length).clamp(max=1)
     finite = loss.isfinite() & length.isfinite()
-    # As wide as gradients, so that one kernel multiplies all of them.
+    # In float32 like the gradients, so that one kernel multiplies all gradients.
     return torch.where(finite, clipped / scale, torch.nan).float()
 
 
 def refused(shrink: float | Tensor) -> Tensor | None:
-    """Whether a device refuses the update, (); None if the host has decided that it is made."""
+    """True, as a tensor (), if the device skips the update; None if the host decided to make it."""
     return ~shrink.isfinite() if isinstance(shrink, Tensor) else None
 
 
 def number(shrink: float | Tensor) -> float:
-    """The factor where the host decides."""
-    assert not isinstance(shrink, Tensor), "native operators take a number"
+    """The factor as a float, for updates that the host decides."""
+    assert not isinstance(shrink, Tensor), "native operators need a float"
     return shrink

@@ -1,6 +1,6 @@
-"""Which parameter is updated by which rule, the optimizer of all of them, and schedules.
+"""Parameter groups and their update rules, the optimizer of all groups, and schedules.
 
-All warm up linearly to 1 and end at `final` after the last step; they differ in between.
+All schedules warm up linearly to 1 and end at `final` after the last step; they differ in between.
 """
 
 import math
@@ -32,14 +32,14 @@ class WarmupConfig(Config):
     """The warm-up that all schedules share."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the rate rises; step s of them has the factor `(s + 1) / warmup_steps`."""
+    """Number of steps in which the rate rises; step s has the factor `(s + 1) / warmup_steps`."""
 
     def factor(self, step: int, steps: int) -> float:
         """The factor of the learning rates.
 
         Args:
-            step: counted from 0.
-            steps: of the whole run.
+            step: index of the step, from 0.
+            steps: number of steps of the whole run.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -47,11 +47,11 @@ class WarmupConfig(Config):
 
     @abstractmethod
     def after_warmup(self, progress: float) -> float:
-        """The factor after a share, from 0 to below 1, of the steps that follow the warm-up."""
+        """The factor at a progress, from 0 to below 1, through the steps after the warm-up."""
 
 
 class ConstantConfig(WarmupConfig):
-    """Stays at the peak."""
+    """Constant at the peak after the warm-up."""
 
     kind: Literal["constant"] = "constant"
 
@@ -60,11 +60,11 @@ class ConstantConfig(WarmupConfig):
 
 
 class LinearConfig(WarmupConfig):
-    """Falls in a straight line."""
+    """Falls linearly."""
 
     kind: Literal["linear"] = "linear"
     final: Fraction = 0.0
-    """What multiplies the learning rates after the last step."""
+    """Factor of the learning rates after the last step."""
 
     def after_warmup(self, progress: float) -> float:
         return 1 - (1 - self.final) * progress
@@ -75,20 +75,20 @@ class CosineConfig(WarmupConfig):
 
     kind: Literal["cosine"] = "cosine"
     final: Fraction = 0.1
-    """What multiplies the learning rates after the last step."""
+    """Factor of the learning rates after the last step."""
 
     def after_warmup(self, progress: float) -> float:
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class WsdConfig(WarmupConfig):
-    """Warm-up, stable, decay: stays at the peak, then falls in a straight line (2404.06395)."""
+    """Warm-up, stable, decay: stays at the peak, then falls linearly (2404.06395)."""
 
     kind: Literal["wsd"] = "wsd"
     decay: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps after warm-up in which the rate falls."""
+    """Share of the steps after the warm-up in which the rate falls."""
     final: Fraction = 0.0
-    """What multiplies the learning rates after the last step."""
+    """Factor of the learning rates after the last step."""
 
     def after_warmup(self, progress: float) -> float:
         return 1 - (1 - self.final) * max(0.0, progress - (1 - self.decay)) / self.decay
@@ -104,14 +104,14 @@ Parameters = dict[str, nn.Parameter]
 
 
 def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
-    """Every parameter under the role that decides how it is updated.
+    """Group all parameters by the role that decides how they are updated.
 
     - `hidden`: matrices inside the layers, updated by Muon if there is one. They decay.
     - `embedding`: token and position tables, including a tied head. They decay only with
       `decay_embeddings`.
     - `head`: matrices outside the layers, such as an untied head. They decay.
-    - `vector`: norms, biases (also those of each expert), sinks, weights of convolutions and other
-      vectors. They never decay. Among them is a router's selection bias, which has no gradient and
+    - `vector`: norms, biases (also of each expert), sinks, weights of convolutions and other
+      vectors. They never decay. They include a router's selection bias, which has no gradient and
       so no optimizer.
     """
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
@@ -128,16 +128,16 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
 
 
 def check_base_width(decoder: Decoder, config: OptimizerConfig, *, drawn: bool = True) -> None:
-    """Refuse a `base_width` that no matrix of AdamW's would follow, or that fits no start.
+    """Check that `base_width` has an effect and fits the initial weights.
 
     Args:
-        decoder: on any device.
-        config: of its optimizer.
-        drawn: whether its weights are drawn, as `init` says.
+        decoder: the decoder, on any device.
+        config: the options of its optimizer.
+        drawn: True if its weights are initialised as `init` says.
 
     Raises:
-        WorkhorseError: Muon has all matrices, the head being tied; or those of a wider model would
-            be drawn as large as a narrower one's.
+        WorkhorseError: Muon updates all matrices, since the head is tied; or `init` would make the
+            matrices of a wider model as large as in a narrower one.
     """
     muon = isinstance(config, MuonConfig)
     width, init = decoder.config.d_model, decoder.config.init
@@ -148,14 +148,14 @@ def check_base_width(decoder: Decoder, config: OptimizerConfig, *, drawn: bool =
         and isinstance(init, NormalInitConfig)
     ):
         raise WorkhorseError(
-            f"train.optimizer.base_width={config.base_width} is for matrices that start smaller in "
-            f"a wider model, and model.init draws them with a std of {init.std:g} at any width; "
-            "write model.init={kind: fan_in}"
+            f"train.optimizer.base_width={config.base_width} needs initial weights that are "
+            f"smaller in a wider model, and model.init has a std of {init.std:g} at any width; "
+            "set model.init={kind: fan_in}"
         )
     if muon and config.adamw.base_width is not None and not parameters_by_role(decoder)["head"]:
         raise WorkhorseError(
-            f"train.optimizer.adamw.base_width={config.adamw.base_width} concerns an untied head "
-            "where Muon has the other matrices, and this one is tied; leave it out, and set "
+            f"train.optimizer.adamw.base_width={config.adamw.base_width} has no effect: with Muon "
+            "it applies only to an untied head, and this head is tied; remove it, and set "
             "model.head.multiplier"
         )
 
@@ -174,15 +174,15 @@ def build_optimizer(
     """The optimizer of a decoder's trainable parameters, sharded or not.
 
     Args:
-        decoder: with the initial weights.
-        config: of the optimizer.
-        low_bits: of the weights that `round_weights` rounded.
-        operators: of training, which update tensors on the CPU.
+        decoder: the decoder, with the initial weights.
+        config: the options of the optimizer.
+        low_bits: low bits of the weights that `round_weights` rounded.
+        operators: native training operators, which update CPU tensors.
         uniform: see `AdamW`.
         compiled: see `AdamW`.
-        part: of a model that the decoder is, where layers are divided.
-        trained: what an objective trains, by name, which may have parameters of its own; None:
-            those of the decoder.
+        part: the part of the model that the decoder is, if layers are divided over ranks.
+        trained: the parameters that an objective trains, by name. They may include parameters
+            outside the decoder. None: the decoder's.
     """
     parameters = dict(decoder.named_parameters()) if trained is None else trained
     masters = MasterWeights(parameters, low_bits, operators=operators, part=part)
@@ -243,13 +243,12 @@ class Optimizer:
         return [gradient for gradient in found if gradient is not None]
 
     def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
-        """One update of every parameter.
+        """Update every parameter once.
 
         Args:
-            schedule: multiplies every learning rate.
-            shrink: multiplies the gradient, possibly in place. As a tensor () on the device, which
-                the native operators do not take, it is not waited for; if it is not finite nothing
-                changes.
+            schedule: factor of every learning rate.
+            shrink: factor of the gradient, possibly applied in place. A tensor () on the device is
+                not waited for; if it is not finite, nothing changes. Native operators need a float.
         """
         for part in self.parts:
             part.step(schedule, shrink)

@@ -1,9 +1,9 @@
-"""Weights in bfloat16 whose float32 master weights the optimizer keeps: mixed precision, no casts.
+"""Bfloat16 weights with float32 master weights in the optimizer: mixed precision without casts.
 
 Autocast keeps float32 weights and casts them, and their gradients, at every use. Here weights,
 activations and gradients are bfloat16 and nothing is cast; an update works on the float32 values
-(1710.03740 §3.1). A float32 number is its rounding to bfloat16 and sixteen low bits, so a master
-weight takes no more memory than these bits beside the weight:
+(1710.03740 §3.1). A float32 value is its rounding to bfloat16 plus sixteen low bits, so a master
+weight needs only these bits in addition to the weight:
 
     bits of the master = bits of the weight · 2^16 + low bits, -2^15 <= low bits < 2^15
 """
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.parts import Cut, ModelPart
 
 CHUNK = 2**18
-"""Numbers that a CPU updates at once: few enough for intermediate results to stay in the cache."""
+"""Number of elements updated at once on a CPU: intermediate results then stay in its cache."""
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as its rounding to bfloat16 (half away from zero) and int16 low bits."""
+    """Split a float32 tensor into its rounding to bfloat16 and int16 low bits.
+
+    Halves are rounded away from zero.
+    """
     bits = master.view(torch.int32)
     upper = (bits + 2**15) >> 16
     lower = bits - (upper << 16)
@@ -35,12 +38,12 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(rounded: Tensor, low_bits: Tensor) -> Tensor:
-    """The float32 tensor that `split` was given, bit for bit."""
+    """Restore the float32 tensor that `split` was given, bit by bit."""
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
 
 
 def chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Tensors of one shape in flat chunks that fit a CPU's cache; whole on other devices."""
+    """Split tensors of one shape into flat chunks that fit a CPU's cache; only on the CPU."""
     first = tensors[0]
     size = CHUNK if first.device.type == "cpu" else max(first.numel(), 1)
     return zip(*(tensor.detach().view(-1).split(size) for tensor in tensors), strict=True)
@@ -49,9 +52,8 @@ def chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 def round_weights(module: nn.Module) -> dict[str, Tensor]:
     """Round a module's parameters to bfloat16, in place; returns low bits by name.
 
-    These are of parameters that are trained: one that is not needs no more than its rounding. A
-    router's selection bias stays as it is, for it moves in steps too small for bfloat16. To be
-    called before sharding.
+    Only trained parameters have low bits. A router's selection bias is not rounded: its updates are
+    too small for bfloat16. Call this before sharding.
     """
     low_bits: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -64,18 +66,18 @@ def round_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _room_beside(weight: Tensor, bits: Tensor) -> Tensor:
-    """Memory for such low bits of this process's part of a weight."""
+    """Allocate memory for the low bits of this rank's shard of a weight."""
     part = local(weight)
     return torch.empty(part.shape, dtype=bits.dtype, device=part.device)
 
 
 class OwnPart:
-    """Takes this process's part of a whole float32 tensor.
+    """Destination that copies this rank's part of a whole float32 tensor.
 
     Args:
-        weight: to be written, of any dtype.
-        low_bits: those of its float32 master, if that is not the weight itself.
-        cut: where it lies in the whole; None: it is whole, but for its shards.
+        weight: the tensor to write, of any dtype.
+        low_bits: low bits of its float32 master, if that is not the weight itself.
+        cut: its position in the whole tensor; None: it is whole, except for sharding.
     """
 
     def __init__(
@@ -106,14 +108,14 @@ class MasterWeights:
     """Float32 values and float32 gradients of trainable parameters, by name, whatever their dtype.
 
     A float32 parameter is its own master weight and accumulates its own gradient, at no cost here.
-    Of a sharded parameter, these are of the part that this process holds.
+    For a sharded parameter, values and gradients cover this rank's shard.
 
     Args:
-        parameters: by name; those without gradients are left out.
-        low_bits: from `round_weights`, of whole parameters even if these are sharded by now; on
-            the meta device if these had no values yet, which `places` then takes.
-        operators: of training, which update tensors on the CPU.
-        part: of the model that these are, where layers are divided.
+        parameters: the parameters, by name; those that need no gradient are ignored.
+        low_bits: low bits from `round_weights`, of whole parameters even if these are sharded by
+            now. On the meta device if the parameters have no values yet; `places` then writes them.
+        operators: native training operators, which update CPU tensors.
+        part: the part of the model that the parameters belong to, if layers are divided over ranks.
     """
 
     def __init__(
@@ -137,19 +139,19 @@ class MasterWeights:
         self.sums: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
-        """A parameter's float32 values: a copy, or the parameter itself if it is float32."""
+        """Return a parameter's float32 values: a copy, or the parameter itself if it is float32."""
         weight = local(self.parameters[name]).detach()
         return join(weight, self.low_bits[name]) if name in self.low_bits else weight
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write back what `read` gave and an update changed; nothing to do if it is float32."""
+        """Write back the updated values of `read`; does nothing for a float32 parameter."""
         if name in self.low_bits:
             rounded, lower = split(values)
             local(self.parameters[name]).detach().copy_(rounded)
             self.low_bits[name].copy_(lower)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Every weight of the module, trained or not, once, in float32, by name."""
+        """Return every weight of the module once, trained or not, in float32, by name."""
         return {
             name: placed_like(self.read(name), weight)
             if name in self.low_bits
@@ -158,14 +160,16 @@ class MasterWeights:
         }
 
     def places(self, module: nn.Module) -> dict[str, Destination]:
-        """Where whole float32 weights of the module are copied to, by name: this process's part."""
+        """Destinations of the module's whole float32 weights, by name; see `destinations`."""
         return self.destinations(dict(module.named_parameters()))
 
     def destinations(self, tensors: Mapping[str, Tensor]) -> dict[str, Destination]:
-        """Where whole tensors are copied to, by their names in the whole model.
+        """Destinations of whole tensors, by their names in the whole model.
+
+        A destination copies this rank's part of the tensor.
 
         Args:
-            tensors: this process's parameters, or what an optimizer keeps of them, by name.
+            tensors: this rank's parameters, or their optimizer state, by name.
         """
         into: dict[str, Destination] = {}
         if self.part is not None:
@@ -190,38 +194,38 @@ class MasterWeights:
             self.parameters[name].grad = None
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of the whole batch, placed as its parameter; float32 if accumulated."""
+        """The gradient of the whole batch, sharded like its parameter; float32 if accumulated."""
         weight = self.parameters[name]
         if name in self.sums:
             return placed_like(self.sums[name], weight)
         return dense_gradient(weight)
 
     def gradients(self, names: Iterable[str]) -> list[Tensor]:
-        """This process's parts of the gradients of these parameters; each must have one."""
+        """This rank's shards of the gradients of these parameters; each must have one."""
         gradients: list[Tensor] = []
         for name in names:
             gradient = self.gradient(name)
-            assert gradient is not None, f"{name} takes no part in the loss"
+            assert gradient is not None, f"{name} does not contribute to the loss"
             gradients.append(local(gradient))
         return gradients
 
     def take_gradients(self) -> list[Tensor]:
-        """This process's parts of all gradients, in float32; the parameters have none afterwards.
+        """Remove and return this rank's shards of all gradients, in float32.
 
-        They belong to the caller, who may write over them.
+        The caller may overwrite them.
         """
         taken = [gradient.float().contiguous() for gradient in self.gradients(self.parameters)]
         self.zero_grad()
         return taken
 
     def put_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Give the parameters gradients in float32, in the order of `take_gradients`."""
+        """Set the gradients of the parameters, in float32, in the order of `take_gradients`."""
         self._put(dict(zip(self.parameters, gradients, strict=True)))
 
     def change_gradients(
         self, names: Sequence[str], change: Callable[[list[Tensor]], object]
     ) -> None:
-        """Change this process's parts of some parameters' gradients, in place, in float32."""
+        """Change this rank's shards of some parameters' gradients, in place, in float32."""
         parts = [gradient.float().contiguous() for gradient in self.gradients(names)]
         change(parts)
         self._put(dict(zip(names, parts, strict=True)))
@@ -242,7 +246,7 @@ class MasterWeights:
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Add in chunks: a CPU makes a copy of all that it casts."""
+    """Add in chunks: a CPU copies a whole tensor to cast it."""
     if part.is_contiguous():
         for some, more in chunks(total, part):
             some.add_(more)
@@ -251,7 +255,7 @@ def _add(total: Tensor, part: Tensor) -> None:
 
 
 def dense_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """A parameter's gradient; a sparse one, of an embedding table, becomes dense."""
+    """A parameter's gradient. The sparse gradient of an embedding table is made dense."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
     return parameter.grad

@@ -1,7 +1,7 @@
-"""Muon: momentum whose matrices are orthogonalised before they are applied.
+"""Muon: momentum updates that are orthogonalised before they are applied.
 
-Keller Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024); the scale that
-lets it share AdamW's learning rate and weight decay is Moonshot's (2502.16982 §2.2).
+Keller Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024). The scale with
+which it can share AdamW's learning rate and weight decay is from Moonshot (2502.16982 §2.2).
 """
 
 import math
@@ -30,7 +30,7 @@ values within about 0.7 to 1.2 (Keller Jordan)."""
 
 
 Shapes = tuple[torch.Size, torch.Size]
-"""Of a whole matrix, and of the part in a process's layers."""
+"""Shapes of a whole matrix, and of its part in this rank's layers."""
 
 
 class MuonConfig(Config):
@@ -38,30 +38,30 @@ class MuonConfig(Config):
 
     kind: Annotated[Literal["muon"], OnResume.NEW_RUN] = "muon"
     learning_rate: Annotated[float, OfItsKind()] = Field(default=1e-3, gt=0, le=1e9)
-    """Of the hidden matrices, at the schedule's peak."""
+    """Learning rate of the hidden matrices, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the running sum of gradients: the share that a step keeps."""
+    """Decay rate of the running mean of gradients: the share that a step keeps."""
     nesterov: bool = True
-    """Look one step of the momentum ahead."""
+    """Use Nesterov momentum, which looks one step ahead."""
     iterations: int = Field(default=5, ge=1, le=100)
-    """Newton–Schulz iterations; fewer are faster and less orthogonal."""
+    """Number of Newton–Schulz iterations; fewer are faster and less orthogonal."""
     scale: Literal["match_adamw", "spectral"] = "match_adamw"
     """`match_adamw` multiplies an update by `0.2·sqrt(max(rows, columns))`, which gives it the size
     of AdamW's updates, so AdamW's learning rates carry over (2502.16982). `spectral` multiplies by
-    `sqrt(max(1, rows / columns))`, for learning rates about 0.02 (Keller Jordan)."""
+    `sqrt(max(1, rows / columns))`, for learning rates around 0.02 (Keller Jordan)."""
     weight_decay: Annotated[float, OfItsKind()] = Field(default=0.1, ge=0)
     """A hidden matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
     adamw: AdamWConfig = AdamWConfig()
-    """For embeddings, head, norms and biases."""
+    """Options of AdamW, for embeddings, head, norms and biases."""
 
 
 class Muon:
     """Muon over named matrices, or stacks of matrices `(…, rows, columns)`.
 
     Matrices of one shape are orthogonalised together: at small sizes the number of calls costs more
-    than the arithmetic. Each process keeps its part of the momentum of a sharded matrix. Only a
-    whole matrix can be orthogonalised, so the directions are gathered, every process does the same
-    work on them, and each applies its own part.
+    than the arithmetic. Each rank stores its shard of the momentum of a sharded matrix. Only a
+    whole matrix can be orthogonalised, so the directions are gathered, every rank orthogonalises
+    all directions, and each applies its own shard.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
-        """One update; the arguments are those of `Optimizer.step`."""
+        """Make one update; for the arguments see `Optimizer.step`."""
         config = self.config
         for shapes, group in self.groups.items():
             rate = config.learning_rate * schedule
@@ -104,13 +104,13 @@ class Muon:
         kept: float | Tensor,
         size: float,
     ) -> None:
-        """Matrices of one shape: `weight · kept - size · direction`."""
+        """Update matrices of one shape to `weight · kept - size · direction`."""
         weights = [self.masters.read(name) for name in group]
         update = torch.stack(self.masters.gradients(group)).float()
         if isinstance(shrink, Tensor) or shrink != 1:
             update *= shrink
         if (skips := refused(shrink)) is not None:
-            update = torch.where(skips, momenta, update)  # so that they stay as they are
+            update = torch.where(skips, momenta, update)  # so that the momenta do not change
             kept = torch.where(skips, 1.0, kept)
         momentum = self.config.momentum
         momenta.lerp_(update, 1 - momentum)
@@ -137,7 +137,7 @@ class Muon:
         kept: float,
         size: float,
     ) -> None:
-        """`_update` of whole matrices, with one pass over memory before the gemms and one after."""
+        """Like `_update`, with one pass over memory before the matmuls and one after them."""
         config = self.config
         weights = [local(weight).detach() for weight in group.values()]
         gradients = [gradient.contiguous() for gradient in self.masters.gradients(group)]
@@ -166,18 +166,18 @@ class Muon:
             operators.split_move_(weights, lower, update, kept=kept, size=size)
 
     def _cut(self, name: str) -> "Cut | None":
-        """Where a matrix lies in the whole model's, if layers are divided."""
+        """Position of this rank's part in the whole matrix, if layers are divided over ranks."""
         part = self.masters.part
         return None if part is None else part.cuts[name]
 
     def _whole(self, stack: Tensor, name: str) -> Tensor:
-        """A stack of whole matrices from that of this process's parts, of a group with that one."""
+        """Gather a stack of whole matrices from this rank's parts; `name` is one of the group."""
         part, like = self.masters.part, self.masters.parameters[name]
         stack = whole_stack(stack, like)
         return stack if part is None else part.whole_stack(stack, part.cuts[name])
 
     def _part(self, stack: Tensor, name: str) -> Tensor:
-        """This process's part of the result of `_whole`."""
+        """This rank's part of the result of `_whole`."""
         part, like = self.masters.part, self.masters.parameters[name]
         stack = stack if part is None else part.part_of_stack(stack, part.cuts[name])
         return part_of_stack(stack, like)
@@ -202,17 +202,19 @@ class Muon:
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """The nearest matrix with all singular values 1, roughly: they end within about 0.7 to 1.2.
+    """Approximate the nearest matrix with all singular values 1; they end in about 0.7 to 1.2.
 
     Args:
         matrices: (…, rows, columns), each processed by itself.
-        iterations: of Newton–Schulz; 5 suffice for singular values above about 1 % of the norm.
+        iterations: number of Newton–Schulz iterations; 5 suffice for singular values above about
+            1 % of the norm.
 
     Returns:
-        The same shape, in the dtype that `iteration_dtype` chooses.
+        Matrices of the same shape, in the dtype that `iteration_dtype` chooses.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices  # the Gram matrix is of the shorter side
+    x = matrices.mT if tall else matrices  # makes the Gram matrix as small as possible
+    # Dividing by the norm gives singular values up to 1; the clamp keeps a zero matrix zero.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     shape = x.shape
     x = x.to(iteration_dtype(x)).reshape(-1, *shape[-2:]).contiguous()
@@ -224,9 +226,9 @@ def newton_schulz(x: Tensor, iterations: int) -> Tensor:
     """Drive singular values below 1 to about 1.
 
     Args:
-        x: (matrices, rows, columns), at most as many rows as columns, contiguous: on a CPU, gemms
-            of transposed matrices took twice as long.
-        iterations: their number.
+        x: (matrices, rows, columns), with rows <= columns. Contiguous, because on a CPU matmuls of
+            transposed matrices took twice as long.
+        iterations: number of iterations.
     """
     a, b, c = QUINTIC
     for _ in range(iterations):
@@ -237,7 +239,7 @@ def newton_schulz(x: Tensor, iterations: int) -> Tensor:
 
 
 def iteration_dtype(matrices: Tensor) -> torch.dtype:
-    """bfloat16, accurate enough here, if the device has instructions for it; else their own.
+    """bfloat16, accurate enough here, if the device has instructions for it; else unchanged.
 
     On a CPU with AMX, bfloat16 was 1.3 to 3.4 times as fast for the matrices of small models.
     """
@@ -252,6 +254,6 @@ def update_scale(kind: str, rows: int, columns: int) -> float:
 
 
 def _zeros(weights: Sequence[Tensor]) -> Tensor:
-    """This process's part of a stack of weights of one shape, zero and in float32."""
+    """Zeros in float32 for this rank's part of a stack of weights of one shape."""
     part = local(weights[0])
     return part.new_zeros(len(weights), *part.shape, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Sharded tensors (DTensors), of which each process holds a part: the part, the whole, placement.
+"""Sharded tensors (DTensors): this rank's shard, the whole tensor, and its placement.
 
-A process updates its own part only, so the optimizers compute with plain tensors. A tensor that is
-not sharded is its own part, and these functions return it at no cost.
+A rank updates only its own shard, so the optimizers compute with plain tensors. A tensor that is
+not sharded is its own shard, and these functions return it at no cost.
 """
 
 import sys
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is distributed over processes."""
-    module = sys.modules.get("torch.distributed.tensor")  # which takes nearly a second to import
+    """True if a tensor is distributed over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")  # an import takes nearly a second
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, in the same memory."""
+    """This rank's shard of a tensor, in the same memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def placed_like(part: Tensor, other: Tensor) -> Tensor:
-    """The sharded tensor with the shape and placement of another, from this process's part."""
+    """The sharded tensor with the shape and placement of another, from this rank's shard."""
     if not is_sharded(other):
         return part
     from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ def placed_like(part: Tensor, other: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A tensor that every process holds whole, sharded as another; nothing is sent."""
+    """Shard a tensor that every rank holds whole like another one, without communication."""
     if not is_sharded(other) or is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -47,7 +47,7 @@ def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
-    """The sum over processes of a number computed from each part of a tensor; all must call it."""
+    """Sum a value that each rank computed from its shard of a tensor; all ranks must call this."""
     if not is_sharded(like):
         return value
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -57,13 +57,13 @@ def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_rows(figures: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """A number for each row of each tensor, from those for this process's rows.
+    """Gather one value per row of each tensor from the values of this rank's rows.
 
-    Those of all tensors are sent at once.
+    The values of all tensors are sent in one message.
 
     Args:
-        figures: (rows of this process), for each tensor.
-        like: the tensors, all of them sharded by rows over the same processes, or none.
+        figures: (rows of this rank,), for each tensor.
+        like: the tensors: all sharded by rows over the same ranks, or none sharded.
     """
     first = like[0]
     assert len({is_sharded(tensor) for tensor in like}) == 1
@@ -72,7 +72,7 @@ def whole_rows(figures: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor
     from torch.distributed.tensor import DTensor
 
     ways = first.device_mesh.size()
-    most = [-(-len(tensor) // ways) for tensor in like]  # the last processes may have fewer
+    most = [-(-len(tensor) // ways) for tensor in like]  # the last ranks may have fewer rows
     own = torch.cat(
         [functional.pad(one, (0, rows - len(one))) for one, rows in zip(figures, most, strict=True)]
     )
@@ -84,10 +84,10 @@ def whole_rows(figures: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor
 
 
 def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
-    """A stack of whole tensors of one shape and placement, from a stack of this process's parts.
+    """Gather a stack of whole tensors of one shape and placement from a stack of local shards.
 
     Args:
-        parts: (tensors, …), the part of each.
+        parts: (tensors, …), this rank's shard of each.
         member: one of the tensors, or another of its shape and placement.
     """
     if not is_sharded(member):
@@ -102,7 +102,7 @@ def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
 
 
 def part_of_stack(stack: Tensor, member: Tensor) -> Tensor:
-    """This process's part of the result of `whole_stack`; nothing is sent."""
+    """This rank's shard of the result of `whole_stack`, without communication."""
     if not is_sharded(member):
         return stack
     from torch.distributed.tensor import distribute_tensor

@@ -1,1 +1,1 @@
-"""Changes to a built model from outside: its code knows nothing of them."""
+"""Transforms: changes to a built model, which the code of the model does not depend on."""

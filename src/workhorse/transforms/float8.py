@@ -1,6 +1,6 @@
-"""Gemms in float8 on CUDA, by torchao: `train.fp8: true`.
+"""Float8 matmuls on CUDA with torchao: `train.fp8: true`.
 
-Tested by torchao's emulation on a CPU; `python -m benchmarks.gpu precision` ran it on an H200.
+Tested with torchao's emulation on a CPU; `python -m benchmarks.gpu precision` ran it on an H200.
 """
 
 import importlib
@@ -13,47 +13,50 @@ from workhorse.errors import WorkhorseError, to_install
 from workhorse.nn import Decoder
 
 FIRST_CAPABILITY = (8, 9)
-"""The lowest compute capability that multiplies float8: Ada, Hopper and newer have it."""
+"""The lowest compute capability with float8 matmuls: Ada, Hopper and newer have it."""
 MULTIPLE = 16
-"""Every side of a float8 gemm is a multiple of this."""
+"""Every side of a float8 matmul must be a multiple of this."""
 
 
 def check_float8(device: torch.device, dtype: torch.dtype, seq_len: int) -> None:
-    """Refuse training that cannot multiply in float8.
+    """Check that training can use float8 matmuls.
 
     Raises:
-        WorkhorseError: the device is not CUDA or is too old, the dtype is not bfloat16, the length
-            does not fit, or torchao is not installed.
+        WorkhorseError: the device is not CUDA or is too old, the dtype is not bfloat16, `seq_len`
+            is not a multiple of 16, or torchao is not installed.
     """
     if device.type != "cuda":
-        raise WorkhorseError(f"train.fp8=true needs CUDA, and this is {device.type}; leave it out")
+        raise WorkhorseError(
+            f"train.fp8=true needs CUDA, and the device is {device.type}; remove train.fp8"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < FIRST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise WorkhorseError(
             f"train.fp8=true needs compute capability 8.9, and {name} has "
-            f"{capability[0]}.{capability[1]}; leave it out"
+            f"{capability[0]}.{capability[1]}; remove train.fp8"
         )
     if dtype != torch.bfloat16:
-        raise WorkhorseError("train.fp8=true needs train.dtype=bfloat16; set it, or leave fp8 out")
+        raise WorkhorseError("train.fp8=true needs train.dtype=bfloat16; set it, or remove fp8")
     if seq_len % MULTIPLE:
         raise WorkhorseError(
             f"train.fp8=true needs a train.seq_len divisible by {MULTIPLE}, and it is {seq_len}; "
-            "choose another"
+            "choose a multiple"
         )
     _torchao()
 
 
 def multiply_in_float8(decoder: Decoder, **options: Any) -> None:
-    """Let the linear layers inside a decoder's layers multiply in float8, forwards and backwards.
+    """Make the linear layers inside a decoder's layers multiply in float8, forward and backward.
 
     Weights stay the same parameters under the same names. Each operand is scaled by its largest
-    element at every step (torchao's dynamic tensorwise scaling). Not changed are the head and
-    routers, which are sensitive to rounding, and layers whose sides are not multiples of 16.
+    element at every step (torchao's dynamic tensorwise scaling). The head and the routers do not
+    change, since they are sensitive to rounding, nor do layers with sides that are not multiples of
+    16.
 
     Args:
-        decoder: narrowed to bfloat16.
-        options: of `torchao.float8.Float8LinearConfig`.
+        decoder: the decoder, in bfloat16.
+        options: options of `torchao.float8.Float8LinearConfig`.
     """
     float8 = _torchao()
     float8.convert_to_float8_training(

@@ -35,13 +35,13 @@ def _grouped(block: BlockConfig, n_kv_heads: int) -> BlockConfig:
     if attention is None:
         raise WorkhorseError(
             "latent attention makes the keys and values of every head from one vector; "
-            "leave out n_kv_heads"
+            "omit n_kv_heads"
         )
     held = attention.n_kv_heads or attention.n_heads
     if n_kv_heads < 1 or held % n_kv_heads:
         fitting = ", ".join(str(n) for n in range(1, held + 1) if held % n == 0)
         raise WorkhorseError(
-            f"n_kv_heads={n_kv_heads} makes no groups of {held} heads of keys and values; "
+            f"n_kv_heads={n_kv_heads} does not divide the {held} key and value heads; "
             f"choose one of {fitting}"
         )
     return block.replace(attention=attention.replace(n_kv_heads=n_kv_heads))
@@ -49,17 +49,17 @@ def _grouped(block: BlockConfig, n_kv_heads: int) -> BlockConfig:
 
 @torch.no_grad()
 def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
-    """A decoder with `n_kv_heads` key and value heads, each the mean of adjacent heads.
+    """Return a decoder with `n_kv_heads` key and value heads, each the mean of adjacent heads.
 
     Biases, and the weights of norms per key head, are averaged too. If the heads of a group are
-    equal, the model computes the same; otherwise train it further.
+    equal, the results do not change; otherwise the model needs further training.
 
     Args:
-        decoder: as its config builds it; the new one shares all its other tensors.
+        decoder: the decoder, as its config builds it; the new one shares all its other tensors.
         n_kv_heads: a divisor of every layer's number of key and value heads.
 
     Raises:
-        WorkhorseError: see `grouped`; or the decoder carries another transform.
+        WorkhorseError: see `grouped`; or the decoder already carries another transform.
 
     Paper: GQA, 2305.13245 §2.1.
     """
@@ -77,7 +77,7 @@ def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
 
 
 def _averaged(name: str, shape: torch.Size, ours: dict[str, Tensor], n_kv_heads: int) -> Tensor:
-    """A tensor of the new decoder."""
+    """A tensor of the new decoder, averaged over the heads of each group."""
     if found := _EACH_HEAD.fullmatch(name):
         before, head, what = found.groups()
         heads = sum(other.startswith(before) and other.endswith(what) for other in ours)

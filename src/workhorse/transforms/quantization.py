@@ -1,21 +1,22 @@
 """Weights in 8 or 4 bits: their codes, and linear layers that multiply by them.
 
-Each row of a weight is split into groups of 32 numbers. A group has one scale in bfloat16, and each
-number has a code, which stands for one of a few levels:
+Each row of a weight is split into groups of 32 elements. A group has one scale in bfloat16, and
+each element has a code, which stands for one of a few levels:
 
     ŵ = scale · level[code]
 
-name   bits a number   levels
-int8   8.5             -127 … 127
-int4   4.5             16 unevenly spaced, dense where weights are; see `_DENSE`
+name   bits per element   levels
+int8   8.5                -127 … 127
+int4   4.5                16 unevenly spaced, dense where weights are; see `_DENSE`
 
 In int8 `|w - ŵ| <= scale / 2`, where the scale is the group's largest magnitude / 127, rounded to
-bfloat16. In int4 the scale is the candidate with the least squared error; a number's error is at
-most half the distance of two levels times the scale, except for rare ones beyond the last level.
+bfloat16. In int4 the scale is the candidate with the least squared error. The error of an element
+is at most half the distance of two levels times the scale, except for rare elements beyond the last
+level.
 
 On a CPU a native operator multiplies by the codes (`native/ops/decoding/packed_linear.h`). Without
 it the weight is dequantised to the dtype of x at every call, which is correct but slow. The two
-differ by rounding. The weight has no gradient.
+ways differ by rounding. The weight has no gradient.
 """
 
 import functools
@@ -42,26 +43,26 @@ from workhorse.transforms.record import check, record
 FormatName = Literal["int8", "int4"]
 
 _DENSE = (-96, -71, -55, -41, -30, -20, -11, -1, 8, 18, 29, 41, 54, 69, 88, 113)
-"""Levels of 4 bits, from Lloyd's algorithm on groups of normally distributed numbers, alternating
-with the search for their scales. On these the squared error is 0.56 % of the squares; with evenly
-spaced levels and the same search 0.66 %, and 0.74 % with the scale of the largest number."""
+"""Levels of 4 bits, from Lloyd's algorithm on groups of normally distributed values, alternating
+with the search for their scales. On such values the squared error is 0.56 % of the squares; with
+evenly spaced levels and the same search 0.66 %, and 0.74 % with the scale of the largest value."""
 OFFSET = 128
 """Added to levels so that they are uint8."""
 _CHUNK = 2**18
-"""Numbers quantised at a time: few enough to stay in the cache."""
+"""Number of elements quantised at a time: few enough to stay in the cache."""
 
 
 class Format(NamedTuple):
-    """How numbers become codes."""
+    """A format of codes: its levels and the search for scales."""
 
     per_byte: int
     """Codes per byte."""
     levels: tuple[int, ...]
     """The level of each code."""
     starts: tuple[float, ...]
-    """Levels for the number of largest magnitude: a scale is tried for each."""
+    """Levels for the element of largest magnitude; a scale is tried for each."""
     refine: bool
-    """Whether each tried scale is replaced by the best one for its codes, by least squares."""
+    """True if each tried scale is replaced by the best one for its codes, by least squares."""
 
 
 FORMATS: dict[FormatName, Format] = {
@@ -71,7 +72,7 @@ FORMATS: dict[FormatName, Format] = {
 
 
 def shape_of_codes(out_features: int, in_features: int, format: Format) -> tuple[int, int, int]:
-    """(blocks of 16 rows, groups, bytes)."""
+    """Shape of the codes of a weight: (blocks of 16 rows, groups, bytes)."""
     blocks, groups = math.ceil(out_features / LANES), math.ceil(in_features / GROUP)
     return blocks, groups, LANES * GROUP // format.per_byte
 
@@ -81,9 +82,9 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
 
     Args:
         weight: (out_features, in_features), of any floating-point dtype.
-        codes: filled, uint8, `shape_of_codes`.
-        scales: filled, (blocks, groups, 16), the bits of a bfloat16 as int16.
-        format: of the codes.
+        codes: output, uint8, `shape_of_codes`.
+        scales: output, (blocks, groups, 16), the bits of a bfloat16 as int16.
+        format: the format of the codes.
     """
     blocks, groups, _ = codes.shape
     at_a_time = max(1, _CHUNK // (groups * GROUP * LANES))  # blocks
@@ -98,7 +99,7 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
 
 
 def level_table(format: Format, device: torch.device | None = None) -> Tensor | None:
-    """The level of each code plus `OFFSET`, (codes,) uint8; None where that is the code itself."""
+    """The level of each code plus `OFFSET`, (codes,) uint8; None if that is the code itself."""
     if format.per_byte == 1:
         return None
     levels = torch.tensor(format.levels, dtype=torch.int16, device=device)
@@ -106,12 +107,12 @@ def level_table(format: Format, device: torch.device | None = None) -> Tensor | 
 
 
 def decode(codes: Tensor, scales: Tensor, table: Tensor | None) -> Tensor:
-    """The weight in float32, padded to whole blocks and groups.
+    """Dequantise a weight to float32, padded to whole blocks and groups.
 
     Args:
         codes: uint8, `shape_of_codes`.
         scales: (blocks, groups, 16), the bits of a bfloat16 as int16.
-        table: `level_table` of the format, an input of a compiled program.
+        table: `level_table` of the format. An argument, so that a compiled program has it as input.
     """
     level = _unpack(codes, 1) if table is None else table[_unpack(codes, 2).int()]
     scale = scales.view(torch.bfloat16).transpose(1, 2).unsqueeze(-1).float()
@@ -119,14 +120,14 @@ def decode(codes: Tensor, scales: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Codes and bfloat16 scales of groups of numbers.
+    """Quantise groups of elements.
 
     Args:
         weight: float32, (…, 32).
-        format: of the codes.
+        format: the format of the codes.
 
     Returns:
-        uint8, (…, 32), and (…).
+        Codes, uint8 (…, 32), and scales, bfloat16 (…).
     """
     values, codes = (table.to(weight.device) for table in _nearest_level(format))
     extreme = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
@@ -154,14 +155,14 @@ def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
 
 
 def _look_up(table: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The table's entry for each number, indexed by half units of its scale from -128 up."""
+    """The table's entry for each element, indexed by half units of its scale from -128 up."""
     per_unit = torch.where(scale == 0, 1, scale).reciprocal() * 2
     index = torch.addcmul(torch.tensor(256.0, device=weight.device), weight, per_unit)
     return table.index_select(0, index.int().clamp_(0, 511).flatten()).view_as(weight)
 
 
 def _pack(codes: Tensor, per_byte: int) -> Tensor:
-    """(blocks, 16, groups, 32) to (blocks, groups, bytes), in the order of `packed_linear.h`."""
+    """Pack (blocks, 16, groups, 32) to (blocks, groups, bytes), ordered as in `packed_linear.h`."""
     blocks, _, groups, _ = codes.shape
     if per_byte > 1:
         low, high = codes.view(blocks, LANES, groups, -1, 2, 4).unbind(-2)
@@ -180,13 +181,13 @@ def _unpack(packed: Tensor, per_byte: int) -> Tensor:
 
 
 class QuantizedWeight(nn.Module):
-    """A matrix in codes and scales, or a stack of them.
+    """A matrix as codes and scales, or a stack of matrices.
 
     Args:
         shape: (out_features, in_features), or (matrices, out_features, in_features).
-        format: of the codes.
-        bias: shared with the original layer.
-        device: of the codes, which are empty until `copy_`.
+        format: the format of the codes.
+        bias: the bias, shared with the original layer.
+        device: the device of the codes, which are not initialised until `copy_`.
         decoding: the native operators; None to dequantise the weight.
     """
 
@@ -223,7 +224,7 @@ class QuantizedWeight(nn.Module):
         format: FormatName,
         decoding: Decoding | None = None,
     ) -> Self:
-        """A layer with its weight quantised."""
+        """Create a quantised copy of a layer."""
         made = cls(layer.weight.shape, format, layer.bias, layer.weight.device, decoding)
         return made.copy_(layer.weight.detach())
 
@@ -240,7 +241,7 @@ class QuantizedWeight(nn.Module):
         return self
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight that the codes stand for, in its shape."""
+        """The dequantised weight, in its original shape."""
         made = [
             decode(codes, scales, self.table)[: self.out_features, : self.in_features]
             for codes, scales in zip(*self._stacks(), strict=True)
@@ -300,16 +301,17 @@ def quantize(model: nn.Module, format: FormatName) -> nn.Module:
 
 @torch.no_grad()
 def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
-    """Replace a model's linear layers by quantised ones, whose weights are copied in afterwards.
+    """Replace a model's linear layers by quantised ones; their weights are copied in afterwards.
 
-    Not quantised are embeddings, norms, routers, layers narrower than a group, and those whose
-    weight latent attention reads itself. A head that is tied to the embedding gets its own copy, so
-    the embedding stays exact. Experts of a mixture are quantised only if the native operator
-    multiplies by their codes; otherwise all of them would be dequantised at every call.
+    Embeddings, norms and routers are not quantised, nor are layers narrower than a group, nor
+    layers with a weight that latent attention reads directly. A head that is tied to the embedding
+    gets its own copy, so the embedding stays exact. Experts of a mixture are quantised only if the
+    native operator multiplies by their codes; otherwise all experts would be dequantised at every
+    call.
 
     Args:
-        model: on its device, after transforms that join linear layers; its state dict then holds
-            codes.
+        model: the model, on its device, after transforms that join linear layers. Its state dict
+            then has codes.
         format: `int8` or `int4`.
 
     Returns:
@@ -317,8 +319,8 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
         weight at a time, so the whole model is never in memory unquantised.
 
     Raises:
-        WorkhorseError: there is no such format, or no layer to quantise; or the model carries a
-            transform that this cannot follow.
+        WorkhorseError: the format is unknown, no layer can be quantised, or the model carries a
+            transform that quantisation cannot follow.
     """
     if format not in FORMATS:
         raise WorkhorseError(f"quantize={format} is not a format; choose {' or '.join(FORMATS)}")
@@ -335,7 +337,7 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
         packed[names[layer.weight]].append(quantized)
         made.append(quantized)
     if not made:
-        raise WorkhorseError(f"quantize={format} finds no linear layer; leave it out")
+        raise WorkhorseError(f"quantize={format} finds no linear layer to quantise; omit it")
     _into_large_pages(made)
     record(model, "quantize", format=format)
     kept = {name: [weight.detach()] for name, weight in model.named_parameters()}
@@ -345,7 +347,7 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
 
 @dataclass(frozen=True)
 class _Everywhere:
-    """A weight that several modules share."""
+    """Destination of a weight that several modules share."""
 
     places: Sequence[Destination]
 
@@ -365,7 +367,7 @@ class _Everywhere:
 def _layers(
     model: nn.Module, decoding: Decoding | None
 ) -> list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]]:
-    """The layers to quantise, by name, and the layers that take their places."""
+    """The layers to quantise, by name, and the classes of their replacements."""
     parts = list(model.named_modules())
     kept = {
         layer

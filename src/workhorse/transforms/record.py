@@ -1,11 +1,11 @@
-"""The transforms that a model carries, and how a transform replaces modules.
+"""The record of a model's transforms, and the replacement of modules by a transform.
 
-A transform changes what the model is; how it is executed is a matter of its bodies
-(`workhorse.execute`). A decoder holds its record, so it keeps it when it is copied, wrapped or
+A transform changes what the model is. How the model is executed is determined by its bodies
+(`workhorse.execute`). A decoder stores its record, and keeps it when it is copied, wrapped or
 saved. Every transform calls `check` before it changes anything and `record` afterwards.
 
-A transform replaces a module of exactly the class that it knows by one of a subclass. The new one
-holds the parameters, children and hooks of the old one, so names and sharing stay, and
+A transform replaces a module of exactly the class that it supports by a module of a subclass. The
+new module has the parameters, children and hooks of the old one, so names and sharing stay, and
 `print(model)` shows it. No transform assigns a `forward` or sets an attribute from outside.
 """
 
@@ -25,12 +25,12 @@ MAY_FOLLOW: dict[TransformName, tuple[TransformName, ...]] = {
     "group_heads": ("group_heads",),
     "quantize": ("group_heads",),
 }
-"""The transforms that a model may carry when each one is applied. After any other it would not find
-the modules that it looks for."""
+"""The transforms that a model may carry when a transform is applied. After any other transform it
+would not find the modules that it looks for."""
 
 _ATTRIBUTE = "transforms"
 _BODY = "is_body"
-"""Of a decoder that `mark_body` marked."""
+"""Attribute of a decoder that `mark_body` marked."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Transform:
 
     name: TransformName
     options: dict[str, Any] = field(default_factory=dict)
-    """The options that affect what the model computes."""
+    """The options that affect the results of the model."""
 
 
 def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
@@ -51,36 +51,36 @@ def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
 
 
 def mark_body(decoder: Decoder) -> None:
-    """Note that a decoder is a body of another, to be executed and not to be changed."""
+    """Mark a decoder as a body of another: it is executed, and must not be changed."""
     setattr(decoder, _BODY, True)
 
 
 def is_body(root: nn.Module) -> bool:
-    """Whether a decoder, or one in a module, is a body."""
+    """True if a decoder, or a decoder in a module, is a body."""
     return any(vars(holder).get(_BODY, False) for holder in _holders(root))
 
 
 def check(root: nn.Module, name: TransformName) -> None:
-    """Refuse a transform that a model cannot take after those it carries.
+    """Check that a transform can be applied after the transforms that a model carries.
 
     Raises:
-        WorkhorseError: it is made to be executed, carries this transform already, or one that this
-            cannot follow.
+        WorkhorseError: the model is a body, or carries this transform already, or a transform that
+            this one cannot follow.
     """
     if is_body(root):
         raise WorkhorseError(
-            f"{name} cannot change a decoder that is made ready to run; apply it to the reference, "
-            "as load(..., execution='reference') gives it"
+            f"{name} cannot change a decoder that is prepared for execution; apply it to the "
+            "reference, which load(..., execution='reference') returns"
         )
     for carried in transforms_of(root):
         if carried.name in MAY_FOLLOW[name]:
             continue
         if carried.name == name:
             raise WorkhorseError(
-                f"the model carries {name} already; apply it once, or load the model anew"
+                f"the model already carries {name}; apply it once, or load the model again"
             )
         first = name in MAY_FOLLOW[carried.name]
-        remedy = f"apply {name} first" if first else "load the model anew"
+        remedy = f"apply {name} first" if first else "load the model again"
         raise WorkhorseError(f"{name} cannot follow {carried.name}; {remedy}")
 
 
@@ -92,16 +92,16 @@ def record(root: nn.Module, name: TransformName, **options: Any) -> None:
 
 
 def inherit(root: nn.Module, source: nn.Module) -> None:
-    """Give a decoder the record of the one that it was made from."""
+    """Copy the record of the decoder that a decoder was made from."""
     for applied in transforms_of(source):
         record(root, applied.name, **applied.options)
 
 
 def check_weights_kept(root: nn.Module) -> None:
-    """Refuse to save weights that a transform replaced irreversibly.
+    """Check that no transform replaced the weights irreversibly, before they are saved.
 
     Raises:
-        WorkhorseError: they are quantised, which no file format here supports.
+        WorkhorseError: the weights are quantised, which no file format here supports.
     """
     for carried in transforms_of(root):
         if carried.name == "quantize":
@@ -122,12 +122,12 @@ Root = TypeVar("Root", bound=nn.Module)
 
 
 def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
-    """A module of a subclass with the parameters, children, hooks and options of another.
+    """Create a module of a subclass with the parameters, children and hooks of another.
 
     Args:
-        module: to be replaced; not to be used any more.
-        kind: a subclass of its class, whose `__init__` is not run.
-        options: further attributes of the new one.
+        module: the module to replace; it must not be used any more.
+        kind: a subclass of its class; its `__init__` is not called.
+        options: additional attributes of the new module.
     """
     made = kind.__new__(kind)
     vars(made).update(vars(module))
@@ -138,18 +138,19 @@ def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
 
 @functools.cache
 def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
-    """The class that inherits from a mixin and `kind`.
+    """Create the class that inherits from a mixin and `kind`.
 
-    Its qualified name is its name: PyTorch 2.11 compiles no module of a class where they differ.
-    This module has it as an attribute, for PyTorch's compiler; pickle makes it anew.
+    Its qualified name equals its name: PyTorch 2.11 cannot compile modules of a class if they
+    differ. The class is an attribute of this module, for PyTorch's compiler; pickle creates it
+    again.
 
     Args:
-        prefix: of its name, before the name of `kind`.
+        prefix: the beginning of its name, before the name of `kind`.
         change: the mixin, whose methods call `super()`.
         kind: the class to change.
     """
     name = f"{prefix}{kind.__name__}"
-    while name in _MADE:  # of a class of the same name from elsewhere
+    while name in _MADE:  # taken by a class of the same name from another module
         name += "_"
 
     def reduce(self: nn.Module) -> tuple[object, ...]:
@@ -161,7 +162,7 @@ def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[M
 
 
 _MADE: dict[str, type[nn.Module]] = {}
-"""By name, what `combined` made."""
+"""Classes that `combined` created, by name."""
 
 
 def __getattr__(name: str) -> type[nn.Module]:
@@ -172,7 +173,7 @@ def __getattr__(name: str) -> type[nn.Module]:
 
 
 def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:
-    """A module of a combined class, for pickle to fill."""
+    """Create an empty module of a combined class, which pickle fills."""
     made = combined(prefix, change, kind)
     return made.__new__(made)
 
@@ -180,7 +181,7 @@ def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:
 def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Root:
     """Replace each module of a tree, including the root, by the one chosen for it.
 
-    A module with several names is replaced under all of them.
+    A module with several names is replaced under all its names.
 
     Args:
         root: its descendants are replaced in place.

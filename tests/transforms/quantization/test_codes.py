@@ -1,4 +1,4 @@
-"""How far numbers move when they become codes."""
+"""Errors of quantised elements."""
 
 from typing import get_args
 
@@ -21,7 +21,7 @@ BITS = {"int8": 8.5, "int4": 4.5}
 
 
 def there_and_back(weight: Tensor, name: FormatName) -> tuple[Tensor, Tensor]:
-    """The numbers that the codes say, and the scale of each: both of the weight's shape."""
+    """Dequantised elements and their scales, both with the shape of the weight."""
     shape = shape_of_codes(*weight.shape, FORMATS[name])
     codes = torch.empty(shape, dtype=torch.uint8)
     scales = torch.empty(*shape[:2], 16, dtype=torch.int16)
@@ -44,7 +44,7 @@ def test_int4_error() -> None:
     weight = torch.randn(512, 1024)
     found, scale = there_and_back(weight, "int4")
     error = found - weight
-    # Evenly spaced levels with the scale of the largest: 0.0074.
+    # Evenly spaced levels with the scale of the largest element have 0.0074.
     assert error.square().mean() < 0.0058
     assert (error.abs() <= scale.abs() * 12.5001).float().mean() > 0.95
 

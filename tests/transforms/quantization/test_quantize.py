@@ -1,4 +1,4 @@
-"""A quantised model: what is replaced, what stays, and that memory never holds both."""
+"""A quantised model: replaced and kept modules, and no memory for all weights and codes at once."""
 
 import copy
 import weakref
@@ -26,7 +26,7 @@ ATTENTION = {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}}
 MLP = {"kind": "gated_mlp", "d_ff": 96}
 MIXTURE = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": 32, "bias": True}
 ALL_EXPERTS = MIXTURE | {"top_k": 4}
-"""For comparisons of two roundings, of which a router's near tie would make two texts."""
+"""For comparisons of two roundings: near ties of a router would change the experts."""
 
 
 def build(attention: dict[str, Any], feed_forward: dict[str, Any], *, tied: bool = True) -> Decoder:
@@ -119,7 +119,7 @@ def test_each_weight_is_let_go_of_when_its_codes_are_there(
 
     monkeypatch.setattr(QuantizedLinear, "copy_", counted)
     quantize(decoder, "int8")
-    # The first is the head, whose weight is the embedding's and stays.
+    # The first is the head; its weight is tied to the embedding and stays.
     assert alive == [len(matrices), *range(len(matrices), 1, -1)]
 
 

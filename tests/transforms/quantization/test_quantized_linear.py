@@ -1,4 +1,4 @@
-"""Layers with codes for weights: what they compute, and what becomes of their state."""
+"""Layers with quantised weights: their results and their state."""
 
 from typing import get_args
 

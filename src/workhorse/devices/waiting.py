@@ -1,7 +1,5 @@
 """How the threads of native operators wait for each other; set before torch is imported."""
 
-imported."""
-
 import ctypes
 import os
 import platform

@@ -94,7 +94,7 @@ def test_a_ladder_predicts_its_next_rung_and_then_trains_it(
 @pytest.mark.parametrize(
     ("program", "words", "told"),
     [
-        (ladder, ["--next", "99"], "depth-99 is not on the dial; choose depth-1 to depth-64"),
+        (ladder, ["--next", "99"], "depth-99 is not a recipe; choose depth-1 to depth-64"),
         (ladder, ["--tokens", "10"], "train.steps: 0 is too small"),
         (ladder, ["--depths", "1"], "no law can be fitted to these runs: at least 5 runs are need"),
         (publish, ["nowhere"], "nowhere"),

@@ -1,7 +1,7 @@
 """Workhorse: the decoder-only transformer, every variant of it, from raw text to generated text.
 
-`import workhorse` is cheap: everything is imported when it is first used. `workhorse.train` and the
-other modules need no import of their own.
+`import workhorse` is cheap: everything is imported when it is first used. Submodules such as
+`workhorse.train` need no import statement.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of `__all__` or a module of the package when it is first used."""
+    """Import a name of `__all__` or a submodule when it is first used."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _modules():

@@ -1,4 +1,4 @@
-"""`python -m workhorse` and the console script: the command `workhorse`."""
+"""Entry point of `python -m workhorse` and of the console script `workhorse`."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ def run() -> None:
     signal.signal(signal.SIGINT, handler)
     try:
         main.run()
-    except KeyboardInterrupt:  # before `main` handles it
+    except KeyboardInterrupt:  # raised before `main` handles it
         os._exit(130)
 
 

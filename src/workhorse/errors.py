@@ -1,4 +1,4 @@
-"""Errors that a user can correct, what they quote and advise, and warnings at the caller's line."""
+"""Errors that a user can correct, helpers for their messages, and warnings at the caller's line."""
 
 import difflib
 import sys
@@ -6,36 +6,37 @@ import warnings
 from collections.abc import Iterable
 
 _SHOWN = 80  # characters of a value in a message
-_LISTED = 24  # names
-_NEAR = 0.6  # how alike two names are, from 0 to 1, where one may be meant by the other
+_LISTED = 24  # most names that a message lists
+_NEAR = 0.6  # least similarity of two names, from 0 to 1, for one to be suggested for the other
 
 
 class WorkhorseError(ValueError):
     """Wrong input or usage: one line with the fact, the value and the remedy.
 
-    The command line prints the line and exits 2. A bug of ours raises anything else and exits 1.
+    The command line prints the line and exits with code 2. Any other exception is a bug in
+    Workhorse and exits with code 1.
     """
 
 
 def to_install(extra: str) -> str:
-    """The remedy for a missing optional package: how to install the extra that has it."""
-    return f"in the clone of workhorse, pip install -e '.[{extra}]'"  # it is on no index
+    """The remedy for a missing optional package: how to install the extra that contains it."""
+    return f"in the clone of workhorse, pip install -e '.[{extra}]'"  # not published on PyPI
 
 
 def shown(value: object) -> str:
     """A value as a message quotes it: its repr on one line, of bounded length."""
-    text = " ".join(line.strip() for line in repr(value).splitlines())  # an array has several
+    text = " ".join(line.strip() for line in repr(value).splitlines())  # an array's repr has many
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name that is like a known one; empty if none is near."""
+    """A remedy for an unknown name: the most similar known name; empty if none is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest known one, or which there are."""
+    """A remedy for an unknown name: the most similar known name, or a list of the known names."""
     names = sorted(known)
     if remedy := meant(name, names):
         return remedy
@@ -44,7 +45,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def warn_caller(line: str) -> None:
-    """A UserWarning that points at the line that called this package from outside."""
+    """Issue a UserWarning that points at the line outside this package that called it."""
     package = __name__.partition(".")[0]
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -219,14 +219,14 @@ def test_another_type_of_tensors_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(
         WorkhorseError,
-        match=r"tensor 'blk\.0\.attn_q\.weight' is Q8_K, which is not read; .* Q8_0 or Q4_K_M",
+        match=r"tensor 'blk\.0\.attn_q\.weight' is Q8_K, which is not supported; .* Q8_0 or Q4_K_M",
     ):
         GgufFile(tmp_path / "q.gguf")
 
 
 def test_other_files_and_architectures(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("no such file")
-    with pytest.raises(WorkhorseError, match=r"text\.gguf is no GGUF file; give one"):
+    with pytest.raises(WorkhorseError, match=r"text\.gguf is not a GGUF file; give one"):
         GgufFile(tmp_path / "text.gguf")
     data = written(tmp_path).replace(b"\x05\0\0\0\0\0\0\0qwen3", b"\x05\0\0\0\0\0\0\0qwen9", 1)
     with pytest.raises(

@@ -199,5 +199,5 @@ def test_a_write_that_numpy_says_was_cut_short(
         raise OSError("4096 requested and 12 written")  # as numpy does, without an errno
 
     monkeypatch.setattr(write, "_encoded", short)
-    with pytest.raises(WorkhorseError, match=r"gguf: the disk took only a part \(4096 requested"):
+    with pytest.raises(WorkhorseError, match=r"gguf: only a part was written \(4096 requested"):
         write_gguf(tmp_path / "model.gguf", make("llama"), model_type="llama")

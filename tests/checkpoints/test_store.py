@@ -350,7 +350,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_others_whole(store: CheckpointStore, operation: int) -> None:
     store.disk = RecordingDisk(fail_at=operation)
     with pytest.raises(
-        WorkhorseError, match=r"step-00000040: No space left .*step-00000030; make room"
+        WorkhorseError, match=r"step-00000040: No space left .*step-00000030; free some disk space"
     ):
         store.save(**contents(40))
     assert store.steps() == [30, 20, 10]
@@ -409,7 +409,7 @@ except WorkhorseError as error:
     )
     assert done.stdout == (
         f"cannot write checkpoint {tmp_path}/step-00000010: {os.strerror(errno.EFBIG)}; none "
-        "is saved yet; raise the limit on a file's size (ulimit -f), or choose another place, then "
+        "is saved yet; raise the limit on file sizes (ulimit -f), or choose another path, then "
         "run again with --resume\n"
     )
     assert not list(tmp_path.iterdir())
@@ -471,7 +471,9 @@ def test_a_folder_that_cannot_be_listed_fails_no_save_and_hides_no_error(
         store.save(**contents(40))
         assert len(store.remarks) == 1
         store.disk = RecordingDisk(fail_at=0)
-        with pytest.raises(WorkhorseError, match=r"step-00000050: No space left .*; make room"):
+        with pytest.raises(
+            WorkhorseError, match=r"step-00000050: No space left .*; free some disk space"
+        ):
             store.save(**contents(50))
     store.disk = Disk()
     store.save(**contents(60))

@@ -1,4 +1,4 @@
-"""A recipe that a shell can train, beside its text."""
+"""A recipe that tests can train, and its corpus."""
 
 from pathlib import Path
 

@@ -30,7 +30,7 @@ def test_each_line_gets_a_reply(run_folder, capsys, piped):
     assert all(reply["tokens_per_second"] > 0 < reply["prompt_seconds"] for reply in replies)
     assert len(replies) == 2
     assert all(0 < reply["tokens"] <= 5 for reply in replies)
-    assert err.count("was never trained to chat") == 1
+    assert err.count("was not trained to chat") == 1
     piped("ab\nc\n")
     out, _ = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5")
     assert out == "".join(reply["text"] + "\n" for reply in replies)
@@ -77,7 +77,7 @@ def test_a_message_that_does_not_fit_is_one_line(run_folder, capsys, piped):
 
 @pytest.fixture
 def typed(monkeypatch):
-    """A terminal at which somebody types these lines; an exception is raised in its turn."""
+    """A terminal on which these lines are typed; an exception in the list is raised in its turn."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

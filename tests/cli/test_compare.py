@@ -35,7 +35,7 @@ def test_a_quick_study(fields, capsys):
     out, err = capsys.readouterr()
     assert "report runs/gates-quick/report.html" in out
     assert "This is a quick run" in err.splitlines()[0]
-    assert "going on: 4 of 4 trials are done" in err
+    assert "resuming: 4 of 4 trials are done" in err
 
 
 def test_a_dry_run(fields, capsys):
@@ -55,8 +55,11 @@ def test_settings_of_the_command_line_make_another_study(fields, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"baseline": "x"}, "baseline: 'x' is no variant; known: gated, plain"),
-        ({"base": "no.yaml"}, "base: 'no.yaml' is no file beside study.yaml"),
+        ({"baseline": "x"}, "baseline: 'x' is not a variant; known: gated, plain"),
+        (
+            {"base": "no.yaml"},
+            "base: 'no.yaml' is not a file; give a recipe's path relative to study.yaml",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(fields, capsys, change, said):

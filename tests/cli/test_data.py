@@ -78,8 +78,8 @@ def test_the_help_of_inspect_tells_that_it_writes(capsys) -> None:
 def test_inspect_for_a_person(capsys) -> None:
     assert main(["data", "inspect", "recipe.yaml", "--split", "validation"]) == 0
     page = capsys.readouterr().out
-    assert "packing windows: rows of 16 tokens, 2 in a step" in page
-    assert "validation step 0 row 0: corpus, 0 of padding, 0 predict nothing" in page
+    assert "packing windows: rows of 16 tokens, 2 per step" in page
+    assert "validation step 0 row 0: corpus, 0 padding, 0 without a target" in page
     assert "text number" in page
 
 
@@ -92,7 +92,7 @@ def test_inspect_for_a_person(capsys) -> None:
         (["inspect", "recipe.yaml", "train.seq_len=5000"], "fewer than one window of"),
         (
             ["inspect", "recipe.yaml", "--split", "validation", "--step", "999"],
-            "--step 999 is past the validation's",
+            "--step 999 is past the last validation batch; choose 0 to ",
         ),
         (
             [

@@ -15,7 +15,7 @@ from workhorse.cli.main import main
 def evaluate(capsys, *arguments: str) -> dict:
     assert main(["evaluate", *arguments, "--json"]) == 0
     printed = capsys.readouterr()
-    assert "decode: " in printed.err  # by what the model ran
+    assert "decode: " in printed.err  # how the model was executed
     return json.loads(printed.out)
 
 
@@ -52,7 +52,9 @@ def test_a_run_that_holds_nothing_out_is_told_to_name_a_text(run_folder, capsys)
     written["data"]["corpus"]["validation_fraction"] = 0
     recipe.write_text(yaml.safe_dump(written))
     assert_refused(
-        capsys, [str(run_folder)], f"{run_folder} has no validation split; give --data FILE"
+        capsys,
+        [str(run_folder)],
+        f"{run_folder} has no validation split; give the text with --data FILE",
     )
     assert evaluate(capsys, str(run_folder), "--data", held_out)["documents"] == 3
 
@@ -106,13 +108,13 @@ def test_wrong_usage_is_one_line(run_folder, capsys, monkeypatch, arguments, mes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "a", "--data", "-"], "--data cannot go with --tasks; leave it out"),
-        (["--tasks", "a", "--stride", "3"], "--stride belongs to --data; leave it out"),
-        (["--tasks", "a", "--compare-gzip"], "--compare-gzip belongs to --data; leave it out"),
-        (["--limit", "3"], "--limit belongs to --tasks; leave it out"),
-        (["--fewshot", "0"], "--fewshot belongs to --tasks; leave it out"),
-        (["--include-path", "."], "--include-path belongs to --tasks; leave it out"),
-        (["--apply-chat-template"], "--apply-chat-template belongs to --tasks; leave it out"),
+        (["--tasks", "a", "--data", "-"], "--data conflicts with --tasks; remove it"),
+        (["--tasks", "a", "--stride", "3"], "--stride only applies to --data; remove it"),
+        (["--tasks", "a", "--compare-gzip"], "--compare-gzip only applies to --data; remove it"),
+        (["--limit", "3"], "--limit only applies to --tasks; remove it"),
+        (["--fewshot", "0"], "--fewshot only applies to --tasks; remove it"),
+        (["--include-path", "."], "--include-path only applies to --tasks; remove it"),
+        (["--apply-chat-template"], "--apply-chat-template only applies to --tasks; remove it"),
     ],
 )
 def test_a_flag_without_effect_is_refused(run_folder, capsys, arguments, message):
@@ -126,7 +128,7 @@ def test_tasks_without_the_harness(run_folder, capsys, monkeypatch):
 
 
 class TestTasks:
-    """Tasks in a folder; the scores themselves are the subject of `tests/evaluate`."""
+    """Tasks in a folder. The scores themselves are tested in `tests/evaluate`."""
 
     pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval")
 
@@ -169,12 +171,12 @@ class TestTasks:
         assert [row[0] for row in filled if row[0]] == ["what", "which"]
         (accuracy,) = (row for row in filled if row[:5] == ["which", "1.0", "0", "none", "acc"])
         assert 0 <= float(accuracy[5]) <= 1
-        assert lines[-1] == "the context was too short for 1 request, cut at the start"
+        assert lines[-1] == "1 request longer than the context, cut at the start"
 
     def test_an_unknown_task(self, run_folder, folder, capsys, monkeypatch):
         from lm_eval.tasks import TaskManager
 
-        class Own(TaskManager):  # to index all of the harness's tasks takes seconds
+        class Own(TaskManager):  # indexing all tasks takes seconds
             def __init__(self, include_path=None, include_defaults=True):
                 super().__init__(include_path=include_path, include_defaults=False)
 

@@ -14,7 +14,7 @@ from workhorse.model.load import load
 
 
 def generate(capsys, *arguments: str) -> tuple[str, str]:
-    """What a successful `workhorse generate` prints on stdout and stderr."""
+    """The output of a successful `workhorse generate` on stdout and stderr."""
     assert main(["generate", *arguments]) == 0
     return capsys.readouterr()
 
@@ -40,7 +40,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run_folder, capsys):
     assert err.startswith(f"{result['execution']}\n9 tokens, ")
     assert result["execution"].startswith("decode: ")
     assert " tokens/s after 0." in err
-    assert err.endswith(" s of reading the prompt, ended by length, seed 3\n")
+    assert err.endswith(" s for the prompt, stopped by length, seed 3\n")
     assert generate(capsys, *arguments, "--stream")[0] == text + "\n"
 
 
@@ -87,7 +87,7 @@ def test_a_file_from_an_editor_of_windows_is_its_text(tmp_path, name):
         ("a.jsonl", b"\n", "a.jsonl is empty; write a line"),
         ("a.jsonl", b"\n{x}", "a.jsonl:2 is not valid JSON"),
         ("a.jsonl", b"[1]", "a.jsonl:1"),
-        ("a.jsonl", b'{"a": 1}', 'a.jsonl:1 has no text as "prompt"; correct or remove the line'),
+        ("a.jsonl", b'{"a": 1}', 'a.jsonl:1 has no string "prompt"; correct or remove the line'),
     ],
 )
 def test_a_broken_file_of_prompts_is_one_line(
@@ -112,7 +112,10 @@ def test_a_lone_surrogate_in_a_prompt_is_one_line(run_folder, capsys, tmp_path):
     ("flags", "line"),
     [
         (["--length-penalty", "2"], "option of beam search; set beams to 2 or more, or omit it"),
-        (["--beams", "3", "--stream"], "--beams knows its text only at the end; leave out"),
+        (
+            ["--beams", "3", "--stream"],
+            "--beams and --stream conflict: beam search has no output before",
+        ),
         (["--temp", "0.5"], "--temperature"),
         (["--kernel", "flex"], "'flex' is not one of 'auto', 'eager', 'sdpa'"),
     ],
@@ -182,7 +185,7 @@ def test_guesses_are_told_of_and_change_nothing(run_folder, capsys):
         result = json.loads(generate(capsys, *speculating)[0])
         assert result["text"] == plain["text"]
         assert 0 <= result["accepted"] <= result["proposed"]
-    assert result["accepted"] == result["proposed"] > 0  # a model guesses itself right
+    assert result["accepted"] == result["proposed"] > 0  # a model's guesses for itself are right
     streamed, _ = generate(capsys, *[a for a in speculating if a != "--json"], "--stream")
     assert streamed == plain["text"] + "\n"
 
@@ -197,14 +200,14 @@ def test_a_full_context_is_explained(run_folder, capsys):
     arguments = [str(run_folder), "--prompt", "x" * 30, "--ignore-eos"]
     _, err = generate(capsys, *arguments)
     assert "\n3 tokens, " in err
-    assert "note: the context is full; --truncate left goes past it" in err
+    assert "note: the context is full; continue past it with --truncate left" in err
     _, err = generate(capsys, *arguments, "--truncate", "left")
     assert "\n128 tokens, " in err
 
 
 def test_an_empty_prompt_begins_a_text(run_folder, capsys):
     out, _ = generate(capsys, str(run_folder), "--prompt", "", "--max-new-tokens", "2", "--json")
-    assert json.loads(out)["prompt_tokens"] == 1  # the eos of the text before
+    assert json.loads(out)["prompt_tokens"] == 1  # the eos token, as before a new document
 
 
 def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
@@ -232,17 +235,17 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
         (["--prompt", "x" * 33], "the prompt has 33 tokens and the context is 32; shorten it"),
         (["--prompt", "a", "--logit-bias", "x=1"], "'x=1' is not a bias; write ID=VALUE"),
         (["--prompt", "a", "--device", "warp"], "device=warp is not a device"),
-        ([], "there is no prompt; give --prompt TEXT"),
+        ([], "no prompt is given; use --prompt TEXT"),
         (["--prompt", "-", "--prompt", "-"], "stdin can be read only once"),
-        (["--prompt", "a", "--logprobs", "2"], "--logprobs are part of the --json result"),
-        (["--prompt", "a", "--stream", "--json"], "--stream shows one text"),
+        (["--prompt", "a", "--logprobs", "2"], "--logprobs only appear in the JSON result"),
+        (["--prompt", "a", "--stream", "--json"], "--stream prints one completion"),
         (
             ["--prompt", "a", "--stream", "--batch-size", "2"],
-            "--stream shows one text; leave out --batch-size (see",
+            "--stream prints one completion; remove --batch-size (see",
         ),
         (
             ["--prompt", "a", "--stream", "--prompt", "b", "--json", "--n-samples", "2"],
-            "leave out --json, --n-samples and give one prompt, not 2 (see",
+            "remove --json, --n-samples and give one prompt, not 2 (see",
         ),
         (
             ["--prompt", "a", "--logit-bias", "5000=3"],
@@ -302,7 +305,7 @@ def test_the_help_tells_the_library_s_defaults(capsys):
 
 
 def test_the_speed_is_that_of_decoding():
-    """A prompt's reading gives the first token of its text, and counts apart."""
+    """The prompt's forward pass gives the first new token, and its time is reported separately."""
     found = speed([5, 3, 1], seconds=4.0, prompt_seconds=1.0)
     assert found == {"tokens_per_second": 2.0, "prompt_seconds": 1.0}
     assert speed([1, 1], 2.0, 2.0)["tokens_per_second"] is None

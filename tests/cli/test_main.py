@@ -1,4 +1,4 @@
-"""The command itself: starting, refusing, and what each ending tells the shell."""
+"""The command itself: startup, errors, and exit codes."""
 
 import errno
 import json
@@ -153,7 +153,7 @@ def test_a_current_folder_that_is_gone_is_one_line(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main(["models", "list"]) == ExitCode.USAGE
-    assert one_line(capsys).endswith("the current folder is gone; change to one that exists")
+    assert one_line(capsys).endswith("the current folder does not exist; change to another")
     monkeypatch.chdir(tmp_path)
 
 
@@ -298,7 +298,7 @@ finally:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 @pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
 def test_closed_and_full_streams(streams: str) -> None:
-    """The next file that is opened never gets a stream's number."""
+    """The next opened file never gets the descriptor of a standard stream."""
     command = f'exec "$0" -c "$1" {streams}'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable, NO_STREAM],
@@ -357,7 +357,7 @@ def test_arguments_are_utf_8_whatever_the_locale(
         (UnicodeDecodeError("utf-8", b"a\xff", 1, 2, "invalid"), "not utf-8: bad byte at offset 1"),
         (
             UnicodeEncodeError("ascii", "é", 0, 1, "range"),
-            "ascii cannot name this file; set PYTHON",
+            "encoding ascii cannot express the file name; set PYTHON",
         ),
     ],
 )

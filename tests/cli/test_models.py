@@ -1,4 +1,4 @@
-"""`workhorse models`: what it prints, as a table, as a config file, and as JSON."""
+"""`workhorse models`: output as a table, as a config file, and as JSON."""
 
 import json
 import shutil
@@ -148,7 +148,7 @@ def test_show_of_a_gguf_file(
 
 
 def test_show_reads_no_weights(run_folder: Path, tmp_path: Path) -> None:
-    """Of a model on the hub they are not even there."""
+    """For a model on the hub, the weights are not even downloaded."""
     convert(run_folder, tmp_path / "hf", "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
     found = describe(tmp_path / "hf")

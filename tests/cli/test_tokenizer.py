@@ -1,4 +1,4 @@
-"""`workhorse tokenizer`: results, and one line for each mistake."""
+"""`workhorse tokenizer`: results, and one-line errors."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def test_a_vocabulary_that_stays_smaller_is_told(
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert result["missing_tokens"] == 4096 - result["vocab_size"] > 0
-    assert f"{result['missing_tokens']:,} fewer than asked for" in printed.err
+    assert f"{result['missing_tokens']:,} fewer than requested" in printed.err
     assert main([*train, "300"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["missing_tokens"] == 0
@@ -141,7 +141,7 @@ def test_encode_and_decode_read_stdin(
     for verb, stdin, line in (
         ("encode", b"caf\xe9", "stdin is not UTF-8: bad byte at offset 3"),
         ("decode", b"1 two", "'two' is not a token id"),
-        ("decode", b"1" * 5000, "is in no vocabulary"),
+        ("decode", b"1" * 5000, "is too large for a token id"),
         ("decode", b"9999", "token id 9999 is not in the vocabulary of 260"),
     ):
         code, out, err = run(verb, stdin)
@@ -153,7 +153,7 @@ def test_a_run_and_a_model_folder_stand_for_their_tokenizer(
 ) -> None:
     assert main(["tokenizer", "encode", str(run_folder), "ab", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ids"] == [97, 98]
-    (small / "tokenizer").mkdir()  # what lies there besides is not what is asked for
+    (small / "tokenizer").mkdir()  # must not be loaded instead
     assert load_tokenizer(small).vocab_size == 260
 
 
@@ -163,9 +163,9 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
     out = tmp_path / "out"
     train = ["tokenizer", "train", str(corpus), "--vocab-size"]
     assert main([*train, "300", "--out", str(out)]) == 0
-    assert "in place of" not in capsys.readouterr().out
+    assert "; replaced" not in capsys.readouterr().out
     assert main([*train, "290", "--out", str(out)]) == 0
-    assert ", in place of the tokenizer that was there\n" in capsys.readouterr().out
+    assert "; replaced the previous tokenizer\n" in capsys.readouterr().out
     assert load_tokenizer(out).vocab_size == 290
     assert main([*train, "300", "--out", str(corpus)]) == 2
     assert "has other files and no tokenizer" in capsys.readouterr().err
@@ -174,8 +174,8 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["CORPUS"], "bpe needs --vocab-size; 4096 suits a small corpus"),
-        (["--vocab-size", "300"], "no FILES to train bpe on; name some, or - for stdin"),
+        (["CORPUS"], "bpe needs --vocab-size, such as 4096 for a small corpus"),
+        (["--vocab-size", "300"], "no FILES to train bpe on; give files, or - for stdin"),
         (["CORPUS", "--vocab-size", "200"], "vocab_size: 200 is too small"),
         (["CORPUS", "--vocab-size", "260"], "vocab_size=260 is too small for the bytes"),
         (["CORPUS", "--vocab-size", "300", "--set", "digit=1"], "did you mean 'digits'?"),
@@ -187,7 +187,10 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
         (["CORPUS/empty", "--vocab-size", "300"], "the corpus has no text"),
         (["CORPUS/latin", "--vocab-size", "300"], "UTF-8"),
         (["CORPUS", "--algorithm", "spm"], "'spm' is not one of"),
-        (["--algorithm", "bytes", "--vocab-size", "300"], "does not go with bytes"),
+        (
+            ["--algorithm", "bytes", "--vocab-size", "300"],
+            "--vocab-size does not apply to bytes, which always has 256 tokens",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(

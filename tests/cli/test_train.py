@@ -1,4 +1,4 @@
-"""`workhorse train` as a shell sees it."""
+"""`workhorse train`: output, files and exit codes."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_the_report_says_what_a_run_changed_of_the_recipe(recipe: str) -> None:
     assert f"{note}{', '.join([*settings, 'train.dtype=float32'])}.</p>" in page
     assert main(["train", "run", "train.log_every=1", "--resume"]) == 0
     page = Path("run/report.html").read_text("utf-8")
-    assert f"{note}train.steps=3, " in page  # what a resume changes stands in the notes
+    assert f"{note}train.steps=3, " in page  # changes by a resume are in the notes
     assert main(["train", recipe, "--out", "whole"]) == 0
     page = Path("whole/report.html").read_text("utf-8")
     assert "Reaches 1.5." in page
@@ -110,7 +110,10 @@ def test_the_report_says_what_a_run_changed_of_the_recipe(recipe: str) -> None:
 def test_a_run_directory_is_its_own_recipe(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe, "train.log_every=3", "--out", "run"]) == 0
     assert main(["train", "run"]) == 2
-    assert "run is a run; continue it with --resume, or start another" in capsys.readouterr().err
+    assert (
+        "run is already a run; continue it with --resume, or start a new run"
+        in capsys.readouterr().err
+    )
     assert main(["train", "run", "train.steps=9", "--resume"]) == 0
     assert main(["train", "run", "--out", "other"]) == 0
     for out in ("run", "other"):
@@ -188,12 +191,12 @@ def test_a_reader_that_has_seen_enough_ends_nothing(recipe: str) -> None:
         (["tiny.yaml", "steps=3"], "unknown key 'steps'; did you mean train.steps?"),
         (
             ["tiny.yaml", "model.blocks.main.feed_forward={kind:mlp,d_ff:64}"],
-            "YAML reads 'kind:mlp' as one key without a value; write a space after the colon",
+            "YAML parses 'kind:mlp' as one key without a value; add a space after the colon",
         ),
         (["tiny.yaml", "train.stepps=3"], "train: unknown key 'stepps'; did you mean 'steps'?"),
         (
             ["tiny.yaml", "train.steps=many"],
-            "train.steps: 'many' is no whole number; give one of 1 or more",
+            "train.steps: 'many' is not a whole number; give one of 1 or more",
         ),
         (["tiny.yaml", "steps"], "'steps' is not a setting; write section.key=value"),
         (["tiny.yaml", "data.corpus.path=gone.txt"], "gone.txt"),
@@ -247,7 +250,7 @@ assert "torch" not in sys.modules
             "write the recipe's setting train.optimizer.learning_rate=... or tr",
         ),
         (["--zzz"], "No such option '--zzz'"),
-        (["--show-recipe"], "--show-recipe belongs to --dry-run; leave it out"),
+        (["--show-recipe"], "--show-recipe only applies to --dry-run; remove it"),
     ],
 )
 def test_an_option_that_is_a_setting_is_told_as_one(
@@ -318,7 +321,7 @@ def test_a_terminal_gets_a_live_line(
     assert "loss 1.2500" in said
     assert "0:10 left" in said
     assert "1 skipped" in said
-    assert "[b]|x" in said  # a text is shown as it is, not read as markup
+    assert "[b]|x" in said  # samples are shown unchanged, not as markup
 
 
 @pytest.mark.parametrize(
@@ -347,12 +350,12 @@ def test_processes_that_are_started_again_go_on_with_their_own_run_alone(
     assert main(["train", recipe, "train.steps=2"]) == 0
     run = RunDirectory(Path("runs/tiny"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    os.utime(run.recipe_file, (1, 1))  # somebody's run, from before these processes
+    os.utime(run.recipe_file, (1, 1))  # a run from before this launch
     before = run.metrics_file.read_bytes()
     capsys.readouterr()
     assert main(["train", recipe]) == 2
     assert "already contains a run" in capsys.readouterr().err
     assert run.metrics_file.read_bytes() == before
-    os.utime(run.recipe_file)  # begun by those before these
+    os.utime(run.recipe_file)  # a run of an earlier attempt
     assert main(["train", recipe]) == 0
     assert [one["step"] for one in read_metrics(run.metrics_file) if one["kind"] == "step"][-1] == 6

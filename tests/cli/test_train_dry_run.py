@@ -1,4 +1,4 @@
-"""`workhorse train --dry-run`: what a run would do, without doing it."""
+"""`workhorse train --dry-run`: reports on a run without starting it."""
 
 import json
 from pathlib import Path
@@ -46,14 +46,14 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     assert main(["train", recipe, "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sorted(Path().iterdir()) == before
-    # Attention 4 · 16², feed-forward 2 · 16 · 32, both with one norm of 16, and the embedding.
+    # Attention 4 · 16², feed-forward 2 · 16 · 32, each with one norm of 16, and the embedding.
     hidden, vectors, embedding = 4 * 16**2 + 2 * 16 * 32, 2 * 16, 257 * 16
     total = hidden + vectors + embedding
     assert found["parameters"]["total"] == total
     memory = found["memory"]
     held = {kind: sum(sizes.values()) for kind, sizes in memory["held"].items()}
     assert held["weights"] == 4 * total
-    # Muon keeps one number for a hidden weight, AdamW two for another and a count for each tensor.
+    # Muon stores one value per hidden weight; AdamW two per other weight and a count per tensor.
     assert held["optimizer"] == 4 * (hidden + 2 * (vectors + embedding) + 3)
     assert found["tokens"] == 6 * 2 * 16
     assert found["seconds_from"] == "steps"
@@ -76,7 +76,7 @@ def test_the_recipe_shown_is_a_recipe_of_the_same_model(
     assert main(["train", recipe, model, "--dry-run", "--show-recipe"]) == 0
     Path("shown.yaml").write_text(capsys.readouterr().out)
     shown = read_yaml("shown.yaml")
-    whole = set(DecoderConfig.model_fields) - {"vocab_size"}  # which is the tokenizer's
+    whole = set(DecoderConfig.model_fields) - {"vocab_size"}  # set by the tokenizer
     assert set(shown["model"]) == whole
     as_written = Recipe.from_dict(override_recipe(read_yaml(recipe), [model], print))
     assert Recipe.from_dict(shown).decoder_config(257) == as_written.decoder_config(257)
@@ -89,7 +89,7 @@ def test_a_preset_trained_on_less_than_its_context_is_told(
 ) -> None:
     line = "preset gpt2 has a context of 1,024 tokens, but is trained only on sequences of"
     remedy = "unless you set model.max_seq_len=16\n"
-    for arguments in (["--dry-run"], [], ["--dry-run"]):  # the last finds the folder taken
+    for arguments in (["--dry-run"], [], ["--dry-run"]):  # the last one finds an existing run
         assert main(["train", recipe, SMALL_GPT2, *arguments]) == 0
         said = capsys.readouterr().err
         assert said.count(line) == 1

@@ -1,4 +1,4 @@
-"""A recipe so small that a test can train it."""
+"""A recipe that is small enough to be trained in a test."""
 
 RECIPE = """
 name: tiny

@@ -1,4 +1,4 @@
-"""A study that takes seconds, and one that is finished."""
+"""Fixtures: a study that takes seconds, and a finished one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +45,7 @@ def fields(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def make_study(fields: dict[str, Any]) -> MakeStudy:
-    """A study with some of its fields changed."""
+    """Return a function that makes a study with some fields changed."""
 
     def make(**changes: Any) -> Study:
         return Study.from_dict({**fields, **changes})
@@ -55,14 +55,14 @@ def make_study(fields: dict[str, Any]) -> MakeStudy:
 
 @pytest.fixture(scope="package")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Comparison]:
-    """A study with a search for the learning rate, run without a stop."""
+    """A study with a learning rate search, run without interruption."""
     folder = tmp_path_factory.mktemp("finished")
     study = Study.from_dict({**study_fields(folder), "learning_rates": [1, 4], "contexts": [4, 16]})
     return study, compare(study, folder / "out")
 
 
 def without_costs(results: dict[str, Any] | None) -> dict[str, Any]:
-    """Results without what is measured anew each time."""
+    """Results without the figures that differ in every measurement."""
     assert results is not None
     variants = {
         name: {key: value for key, value in one.items() if key != "cost"}

@@ -1,4 +1,4 @@
-"""Whole studies: stopped, killed and gone on with, in one process and in several."""
+"""Complete studies: stopped, killed and resumed, in one process and in several."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Finished = tuple[Study, Comparison]
 
 
 def starts(out: Path) -> dict[str, int]:
-    """How often each trial was begun or gone on with."""
+    """The number of times each trial was started or resumed."""
     return {
         str(file.parent.relative_to(out)): sum(
             event["kind"] == "start" for event in read_metrics(file)
@@ -39,7 +39,7 @@ def starts(out: Path) -> dict[str, int]:
 
 
 def test_the_figures_are_those_of_the_runs(finished: Finished):
-    """The losses are what `train` gives by itself; the statistics are SciPy's of them."""
+    """`train` on its own gives the same losses, and SciPy the same statistics."""
     study, found = finished
     results = found.results
     assert results is not None
@@ -83,11 +83,11 @@ def test_losses_by_context_are_those_of_evaluate(finished: Finished):
     more = [losses[seed, 16] - losses[seed, 4] for seed in ("1", "2")]
     assert by_context["16"]["more"]["mean"] == pytest.approx(sum(more) / 2)
     assert by_context["4"]["more"]["mean"] == 0
-    assert "Difference from a context of 4" in (found.folder / "report.md").read_text()
+    assert "Difference from context 4" in (found.folder / "report.md").read_text()
 
 
 def test_one_seed_gives_the_same_order_of_the_data_and_the_same_start(finished: Finished):
-    """Before the first update, models of equal parts compute the same loss on the same rows."""
+    """Before the first update, models with equal weights have the same loss on the same rows."""
     _, found = finished
     losses = {
         folder.name: next(e["loss"] for e in read_metrics(folder / "metrics.jsonl") if "loss" in e)
@@ -106,7 +106,7 @@ def test_the_reports_say_what_was_found(finished: Finished):
     words = results["variants"]["gated"]["verdict"]["words"]
     assert words in text
     assert words in page
-    assert page.count("<svg") == 1  # so few steps have no validation on a part
+    assert page.count("<svg") == 1  # too few steps for validation on a subset
     assert "<polygon" in page
     assert "http" not in page
     assert "is at an end of the list" in text
@@ -150,10 +150,13 @@ def test_a_seed_and_a_variant_may_be_added_and_the_question_reworded(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seeds": [1, 3]}, "seed 2 was taken out of seeds since"),
+        ({"seeds": [1, 3]}, "seed 2 was removed from seeds since"),
         ({"budget": {"steps": 7, "parameters": True}}, "budget.steps changed from 6 to 7 since"),
         ({"baseline": "gated"}, "baseline changed from 'plain' to 'gated' since"),
-        ({"variants": {"plain": {}, "c": {FEED_FORWARD: PLAIN}}}, "'gated' was taken out of the"),
+        (
+            {"variants": {"plain": {}, "c": {FEED_FORWARD: PLAIN}}},
+            "'gated' was removed from variants since",
+        ),
     ],
 )
 def test_another_change_is_refused_by_name(finished: Finished, changes: dict[str, Any], said: str):
@@ -204,7 +207,7 @@ def test_a_variant_that_diverges_has_no_verdict(make_study, fields, tmp_path: Pa
     variant = found.results["variants"]["wild"]
     assert variant["diverged"] == [1, 2]
     assert variant["mean"] is None
-    assert variant["verdict"]["words"] == "no verdict: wild did not stay finite on every seed"
+    assert variant["verdict"]["words"] == "no verdict: wild diverged on at least one seed"
     assert "not finite" in (tmp_path / "out" / "report.md").read_text()
     assert set(starts(tmp_path / "out").values()) == {1}
 
@@ -288,7 +291,7 @@ def test_a_killed_study_goes_on_in_the_middle_of_a_trial(finished: Finished, tmp
         if event["kind"] == "start"
     ]
     assert steps[0] == 0
-    assert steps[1] in (2, 4)  # the checkpoint of step 4 is written while step 5 is done
+    assert steps[1] in (2, 4)  # step 4's checkpoint is written during step 5
     assert without_costs(found.results) == without_costs(whole.results)
 
 
@@ -311,7 +314,7 @@ def test_trials_at_once_save_when_their_study_is_killed_and_give_the_same_result
     study = make_study(seeds=[1], budget={"steps": 100})
     out = tmp_path / "out"
     killed(study, out, "plain, seed 1", jobs=2)
-    found = compare(study, out, jobs=2)  # which waits until those of before have saved
+    found = compare(study, out, jobs=2)  # waits until the killed study's trials have saved
     begun = read_metrics(out / "trials" / "plain" / "seed-1" / "metrics.jsonl")
     first, second = (event["step"] for event in begun if event["kind"] == "start")
     assert first == 0
@@ -350,21 +353,21 @@ def test_damaged_files_of_a_study_are_named(finished: Finished, tmp_path: Path):
     outcome = out / "trials" / "plain" / "seed-1" / "trial.json"
     whole = json.loads(outcome.read_text())
     for changes, said in [
-        ({"loss": "low"}, "loss: 'low' is no number"),
-        ({"loss": None}, "it has no loss, and did not diverge"),
-        ({"versions": None}, "versions: null is not settings"),
-        ({"seconds": []}, r"seconds: \[\] is no number"),
-        ({"by_context": {}}, "by_context: it has not the study's contexts"),
+        ({"loss": "low"}, "loss: 'low' is not a number"),
+        ({"loss": None}, "neither a loss nor a reason for divergence is set"),
+        ({"versions": None}, "versions: expected settings, got null"),
+        ({"seconds": []}, r"seconds: \[\] is not a number"),
+        ({"by_context": {}}, "by_context: the contexts are not the study's"),
         ({"by_context": {"4": {}, "16": {}}}, "by_context.4: 'loss' is missing"),
     ]:
         outcome.write_text(json.dumps({**whole, **changes}))
-        with pytest.raises(WorkhorseError, match=rf"trial.json is damaged \({said}\); remove it"):
+        with pytest.raises(WorkhorseError, match=rf"trial.json is damaged \({said}\); delete it"):
             compare(study, out)
     outcome.write_text("{}")
     with pytest.raises(WorkhorseError, match=r"trial.json is damaged \('loss' is missing\)"):
         compare(study, out)
     outcome.write_text("{")
-    with pytest.raises(WorkhorseError, match=r"trial.json is damaged \(.* no.* JSON.*remove it"):
+    with pytest.raises(WorkhorseError, match=r"trial.json is damaged \(.* no.* JSON.*delete it"):
         compare(study, out)
     outcome.unlink()
     assert without_costs(compare(study, out).results) == without_costs(found.results)

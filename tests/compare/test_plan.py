@@ -24,12 +24,15 @@ def steps(study: Study) -> dict[str, int]:
 
 def test_steps_by_each_kind_of_budget(make_study: MakeStudy):
     assert steps(make_study(budget={"steps": 7})) == {"gated": 7, "plain": 7}
-    assert steps(make_study(budget={"tokens": 100})) == {"gated": 3, "plain": 3}  # of 32 each
+    assert steps(make_study(budget={"tokens": 100})) == {
+        "gated": 3,
+        "plain": 3,
+    }  # 32 tokens per step
     assert steps(make_study(budget={"seconds": 2.4})) == {"gated": 4, "plain": 4}
 
 
 def test_equal_flops_give_a_smaller_variant_more_steps(make_study: MakeStudy):
-    """By hand, a token of a layer costs 6 · (4·16² + n·16·d_ff + 2·16·16) and the head 6 · 16·V."""
+    """By hand: per token, a layer costs 6 · (4·16² + n·16·d_ff + 2·16·16) and the head 6 · 16·V."""
     flops = {
         width: 6 * (4 * 16**2 + 3 * 16 * width + 2 * 16 * 16) + 6 * 16 * BYTES for width in (32, 64)
     }
@@ -86,7 +89,9 @@ def test_a_long_warmup_is_shortened_with_the_run_as_on_the_command_line(make_stu
     base = fields["base"]
     train = {**base["train"], "schedule": {"kind": "linear", "warmup_steps": 20}}
     found = plan(make_study(base={**base, "train": train}))
-    assert found.variants["plain"].recipe.train.schedule.warmup_steps == 3  # 20 of 40, of 6
+    assert (
+        found.variants["plain"].recipe.train.schedule.warmup_steps == 3
+    )  # 20 of 40 steps, so 3 of 6
     assert any("warmup_steps is 3" in line for line in found.notices)
 
 
@@ -98,7 +103,7 @@ def test_the_recipe_of_a_trial(make_study: MakeStudy):
     before = found.variants["plain"].recipe.train.optimizer
     assert recipe.train.optimizer.learning_rate == before.learning_rate / 2
     assert str(recipe.data.cache_dir) == "somewhere"
-    assert recipe.train.threads == 1  # the base's own
+    assert recipe.train.threads == 1  # set in the base
     assert recipe.train.checkpoint_every == 2
     assert recipe.name == "gates-plain-seed-2"
 
@@ -133,7 +138,7 @@ def test_quick_changes_seeds_budget_and_settings(make_study: MakeStudy):
     changes = {"budget": {"steps": 2}, "seeds": [5], "settings": {"train.batch_size": 3}}
     study = quick(make_study(quick=changes))
     assert (study.seeds, study.budget.steps) == ((5,), 2)
-    assert study.question.startswith("This is a quick run")  # the reports begin with it
+    assert study.question.startswith("This is a quick run")  # shown first in the reports
     assert plan(study).variants["plain"].recipe.train.batch_size == 3
 
 

@@ -1,4 +1,4 @@
-"""What a study may not be: each refused in one line before anything is trained or written."""
+"""Invalid studies fail with a one-line error before anything is trained or written."""
 
 from pathlib import Path
 from typing import Any
@@ -16,50 +16,62 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"variants": {"a": {}}}, "'a' is the only variant; a comparison needs two"),
     ({"variants": {}}, "neither is given"),
     ({"grid": {"model.d_model": [8, 16]}}, "both are given"),
-    ({"variants": {}, "grid": {"model.d_model": []}}, "grid.model.d_model: it has no values"),
+    ({"variants": {}, "grid": {"model.d_model": []}}, "grid.model.d_model: the list is empty"),
     (
         {"variants": {}, "grid": {"model.d_model": list(range(1001))}},
-        "1,001 combinations, and 1,000",
+        "1,001 combinations, more than 1,000",
     ),
-    ({"baseline": "plian"}, "'plian' is no variant; did you mean 'plain'?"),
+    ({"baseline": "plian"}, "'plian' is not a variant; did you mean 'plain'?"),
     ({"budget": {}}, "one of steps, tokens, flops or seconds; none is set"),
     ({"budget": {"steps": 1, "flops": 1e9}}, "steps and flops are set"),
     ({"budget": {"tokens": 31}}, "budget.tokens=31 is less than one step of 'gated'"),
     ({"budget": {"flops": 1000}}, "budget.flops=1000 is less than one step of 'gated'"),
     ({"seeds": [1, 2, 1]}, "seeds: 1 is listed 2 times"),
-    ({"seeds": []}, "seeds: there is none"),
+    ({"seeds": []}, "seeds: the list is empty"),
     ({"learning_rates": [1, 1.0]}, "learning_rates: 1 is listed 2 times"),
-    ({"search_seed": 2}, "search_seed: 2 is one of the seeds too"),
-    ({"variants": {"a": {}, "b": {"train.steps": 3}}}, "the study's budget gives the steps"),
-    ({"variants": {"a": {}, "b": {"train.seed": 3}}}, "the study's seeds give it"),
+    ({"search_seed": 2}, "search_seed: 2 is also in seeds"),
+    ({"variants": {"a": {}, "b": {"train.steps": 3}}}, "the study's budget determines the steps"),
+    ({"variants": {"a": {}, "b": {"train.seed": 3}}}, "the study's seeds determine it"),
     ({"quick": {"settings": {"train.steps": 3}}}, "quick.settings: train.steps cannot be set here"),
-    ({"variants": {"a": {}, "b/c": NARROW}}, "'b/c' cannot name a folder"),
+    ({"variants": {"a": {}, "b/c": NARROW}}, "'b/c' is not a valid folder name"),
     ({"variants": {"a": {}, "b": {"model.d_modle": 8}}}, "did you mean 'd_model'?"),
-    ({"variants": {"a": {}, "b": {"model.d_model": 16}}}, "'a' and 'b' are the same once written"),
+    (
+        {"variants": {"a": {}, "b": {"model.d_model": 16}}},
+        "'a' and 'b' are the same after defaults",
+    ),
     ({"variants": {"a": {}, "b": {"description": "x"}}}, "'a' and 'b' are the same"),
     ({"variants": {"a": {"data.cache_dir": "x"}, "b": {}}}, "'a' and 'b' are the same"),
-    ({"variants": {"a" * 101: {}, "b": NARROW}}, "has 101 characters and cannot name a folder"),
+    ({"variants": {"a" * 101: {}, "b": NARROW}}, "has 101 characters, too many for a folder name"),
     (
         {"variants": {}, "grid": {"model.blocks." + "x" * 99: [1, 2]}},
         "grid: '" + "x" * 99 + "='… has 101 characters",
     ),
     (
         {"learning_rates": [1, 1e308], "variants": {"fast": FAST, "plain": {}}},
-        "learning_rates: 1e+308 times the learning rate of 'fast' is none",
+        "learning_rates: 1e+308 times the learning rate of 'fast' is not valid",
     ),
-    ({"variants": {"a": {}, "b": NARROW}}, "'b' has 3,104 parameters, -53.81% beside the 6,720"),
-    ({"variants": {"a": {}, "b": {"data.corpus": "stdlib"}}}, "'b' has another data.corpus than"),
-    ({"variants": {"a": {}, "b": {"data.eos": False}}}, "'b' has another data.eos than 'a'"),
-    ({"contexts": [8, 32]}, "contexts: 32 is more than the max_seq_len=16 of 'gated'"),
-    ({"contexts": [16, 8]}, "contexts: they are not in order"),
+    (
+        {"variants": {"a": {}, "b": NARROW}},
+        "'b' has 3,104 parameters, -53.81% relative to the 6,720",
+    ),
+    (
+        {"variants": {"a": {}, "b": {"data.corpus": "stdlib"}}},
+        "'b' has a different data.corpus than",
+    ),
+    ({"variants": {"a": {}, "b": {"data.eos": False}}}, "'b' has a different data.eos than 'a'"),
+    ({"contexts": [8, 32]}, "contexts: 32 is larger than max_seq_len=16 of 'gated'"),
+    ({"contexts": [16, 8]}, "contexts: the lengths are not in ascending order"),
     ({"variants": {"a": {}, "b": {"model.d_model": 8 * 10**6}}}, "variants.b: the model with its"),
     ({"base": {"name": "x"}}, "base: 'model' is missing"),
     (
         {"variants": {"a": {"train.minutes": 1}}},
         "train.minutes cannot be set here: the study's budget",
     ),
-    ({"variants": {1: {}, "1": NARROW}}, "variants: two of them have the same name"),
-    ({"budget": {"flops": 1e300}}, "budget.flops: 1e+300 pays for 2^63 steps of 'gated' or more"),
+    ({"variants": {1: {}, "1": NARROW}}, "variants: two variants have the same name"),
+    (
+        {"budget": {"flops": 1e300}},
+        "budget.flops: 1e+300 is enough for 2^63 steps of 'gated' or more",
+    ),
     (
         {"variants": {"a": {}, "b": {"train.batch_size": 10**12}}, "budget": {"steps": 1}},
         "variants.b: a micro-batch of 1,000,000,000,000 sequences of 16 tokens needs",
@@ -91,13 +103,15 @@ def test_a_tolerance_for_parameters(make_study: MakeStudy, tmp_path: Path):
 def test_text_of_which_nothing_is_held_out(make_study, fields, tmp_path: Path):
     corpus = {**fields["base"]["data"]["corpus"], "validation_fraction": 0}
     study = make_study(base={**fields["base"], "data": {"corpus": corpus}})
-    with pytest.raises(WorkhorseError, match=r"nothing of base.data.corpus is held out"):
+    with pytest.raises(WorkhorseError, match=r"base.data.corpus has no validation split"):
         compare(study, tmp_path / "out")
 
 
 def test_a_base_of_minutes(make_study, fields, tmp_path: Path):
     base = {**fields["base"], "train": {"minutes": 1, "batch_size": 2, "seq_len": 16}}
-    with pytest.raises(WorkhorseError, match=r"base.train.minutes: 1 cannot be kept, since the st"):
+    with pytest.raises(
+        WorkhorseError, match=r"base.train.minutes: 1 conflicts with the study's budget"
+    ):
         compare(make_study(base=base), tmp_path / "out")
 
 
@@ -107,17 +121,19 @@ def test_a_base_that_is_not_there(tmp_path: Path):
         "name: x\nbase: no.yaml\nvariants: {a: {}, b: {train.batch_size: 3}}\n"
         "budget: {steps: 2}\nseeds: [1]\n"
     )
-    with pytest.raises(WorkhorseError, match=r"base: 'no.yaml' is no file beside"):
+    with pytest.raises(
+        WorkhorseError, match=r"base: 'no.yaml' is not a file; give a recipe's path relative to"
+    ):
         read_study(file)
 
 
 def test_quick_without_a_quick_section(make_study: MakeStudy):
-    with pytest.raises(WorkhorseError, match="does not say what --quick changes"):
+    with pytest.raises(WorkhorseError, match="the study has no quick section"):
         quick(make_study())
 
 
 def test_a_folder_of_something_else(make_study: MakeStudy, tmp_path: Path):
-    with pytest.raises(WorkhorseError, match="is not empty and no study"):
+    with pytest.raises(WorkhorseError, match="is not empty and not a study"):
         compare(make_study(), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The statistics, against SciPy's own tests and figures worked by hand."""
+"""The statistics, compared with SciPy's tests and with figures computed by hand."""
 
 import math
 import random
@@ -26,7 +26,7 @@ OTHERS = [1.50, 1.55, 1.48, 1.57, 1.51]
 
 
 def test_an_interval_by_hand():
-    """Of 1, 2, 3: mean 2, s = 1, t(0.975, 2) = 4.3027 from the tables, so 2 ± 4.3027 / √3."""
+    """For 1, 2, 3: mean 2, s = 1, t(0.975, 2) = 4.3027 from tables, so 2 ± 4.3027 / √3."""
     found = interval([1.0, 2.0, 3.0])
     assert found.mean == 2
     assert found.high - found.mean == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
@@ -79,7 +79,7 @@ def test_holm_keeps_the_order_and_never_helps(ps: list[float]):
 def test_power_is_that_of_the_noncentral_t(n: int, effect: float):
     limit = scipy.stats.t.ppf(0.975, n - 1)
     shift = effect * math.sqrt(n)
-    theirs = scipy.stats.nct.sf(limit, n - 1, shift)  # the other tail is next to nothing
+    theirs = scipy.stats.nct.sf(limit, n - 1, shift)  # the other tail is negligible
     assert power(effect, 1.0, n) == pytest.approx(theirs, abs=2e-3)
 
 
@@ -105,7 +105,7 @@ def test_what_is_detectable_is_seen_four_times_in_five(n: int):
 
 
 def test_the_seeds_that_an_effect_needs():
-    """A textbook's figure: a paired t-test shows half a deviation with 34 pairs, not with 33."""
+    """From a textbook: a paired t-test detects half a deviation with 34 pairs, but not with 33."""
     assert seeds_for(0.5, 1.0) == 34
     assert seeds_for(0.001, 1.0) is None
     assert seeds_for(0.001, 0.0) == 2

@@ -30,7 +30,7 @@ def test_without_a_difference_it_says_what_could_have_been_seen():
     said = judged([2.010, 2.000, 2.000, 1.990])
     assert said.outcome == "not shown"
     assert said.words == (
-        "no difference shown between a and b; this study could have seen one of "
+        "no significant difference between a and b; this study can detect "
         f"{said.detectable:.2g} nats or more (80 % power)"
     )
     assert said.detectable > 0.01
@@ -39,23 +39,26 @@ def test_without_a_difference_it_says_what_could_have_been_seen():
 def test_a_difference_lost_to_the_number_of_comparisons_is_told():
     said = judged(BETTER, tests=30, p=0.07)
     assert said.outcome == "not shown"
-    assert "among 30 comparisons it does not" in said.words
+    assert ", not among 30 comparisons" in said.words
 
 
 def test_the_smallest_effect_that_matters():
-    assert "all of it more than the 0.01" in judged(BETTER, smallest_effect=0.01).words
-    assert "less than the 0.1" in judged(BETTER, smallest_effect=0.1).words
-    assert "this may be more or less than" in judged(BETTER, smallest_effect=0.028).words
+    assert "more than the smallest effect of 0.01" in judged(BETTER, smallest_effect=0.01).words
+    assert "less than the smallest effect of 0.1" in judged(BETTER, smallest_effect=0.1).words
+    assert (
+        "this may be above or below the smallest effect of 0.028"
+        in judged(BETTER, smallest_effect=0.028).words
+    )
     close = [loss + change for loss, change in zip(BASE, (1e-3, -1e-3, 2e-3, -1e-3), strict=True)]
     said = judged(close, smallest_effect=0.05)
     assert said.outcome == "equal"
-    assert "differ by less than 0.05 nats" in said.words
+    assert "are equivalent within 0.05 nats, the smallest effect that matters" in said.words
 
 
 def test_a_study_too_small_says_how_many_seeds_it_would_take():
     said = judged([2.010, 2.000, 2.000, 1.990], smallest_effect=0.005)
     assert said.outcome == "not shown"
-    assert "to see 0.005 it would take about" in said.words
+    assert "detecting 0.005 needs about" in said.words
 
 
 @pytest.mark.parametrize("tests", [1, 4])

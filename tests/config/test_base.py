@@ -1,4 +1,4 @@
-"""Configs: strict, frozen, round trips, YAML 1.2, overrides, and errors of one line."""
+"""Configs: strict, frozen, round trips, YAML 1.2, overrides, and one-line errors."""
 
 import math
 import pickle
@@ -63,7 +63,7 @@ def test_round_trips() -> None:
 
 
 def test_every_field_is_written_out() -> None:
-    """So that a saved config does not change with a later version's defaults."""
+    """A saved config must not change when a later version changes a default."""
     assert DRAWING.to_dict() == {
         "width": 3,
         "name": "untitled",
@@ -107,36 +107,36 @@ ERRORS = [
     ),
     ({}, "'width' is missing; give a whole number of 1 or more"),
     ({"width": 0}, "width: 0 is too small; give a whole number of 1 or more"),
-    ({"width": "three"}, "width: 'three' is no whole number; give one of 1 or more"),
+    ({"width": "three"}, "width: 'three' is not a whole number; give one of 1 or more"),
     (
         {"width": 3, "columns": "three"},
         "columns: 'three' is not allowed; give a whole number, 'auto' or null",
     ),
     ({"width": 3, "columns": "Auto"}, "columns: 'Auto' is not allowed; did you mean 'auto'?"),
     ({"width": 3, "columns": 2.5}, "columns: 2.5 is not allowed; give a whole number, 'auto' or"),
-    ({"width": 3, "name": 7}, "name: 7 is no text; give a text, as '7'"),
-    ({"width": 3, "order": [7]}, "order.0: 7 is no text; give a text, as '7'"),
+    ({"width": 3, "name": 7}, "name: 7 is not a string; give a string, such as '7'"),
+    ({"width": 3, "order": [7]}, "order.0: 7 is not a string; give a string, such as '7'"),
     ({"width": 3, "tilt": 1}, "tilt: 1 is too large; give a number from -0.5 to below 1 or null"),
-    ({"width": 3, "tilt": "x"}, "tilt: 'x' is no number; give one from -0.5 to below 1 or null"),
+    ({"width": 3, "tilt": "x"}, "tilt: 'x' is not a number; give one from -0.5 to below 1 or null"),
     ({"width": 3, "copies": 0}, "copies: 0 is too small; give a whole number from 1 to 9"),
     ({"width": 3, "seed": -1}, "seed: -1 is too small; give a whole number of 0 or more"),
     ({"width": 3, "bold": "very"}, "bold: 'very' is not allowed; give true or false"),
     ({"width": 3, "shares": {"a": 0}}, "shares.a: 0 is too small; give a number above 0"),
     (
         {"width": 3, "page": 3},
-        "page: 3 is not a path; give the name of a file or folder or null",
+        "page: 3 is not a path; give the path of a file or folder or null",
     ),
     (
         {"width": 10**30},
-        "width: a whole number is 2^63 - 1 at most; choose a smaller one",
+        "width: a whole number is larger than 2^63 - 1; choose a smaller one",
     ),
     ({"width": 3, "shape": "rond"}, "shape: unknown kind 'rond'; did you mean 'round'?"),
-    ({"width": 3, "grid": 7}, "grid: 7 is not settings; write them as key: value, or {key: "),
-    ({"width": 3, "order": {"a": 1}}, "order: a list is needed, and {'a': 1} is none"),
-    ({"width": 2.5}, "width: 2.5 is no whole number; give one of 1 or more"),
+    ({"width": 3, "grid": 7}, "grid: expected settings, got 7; write key: value, or {key: "),
+    ({"width": 3, "order": {"a": 1}}, "order: expected a list, and {'a': 1} is not a list"),
+    ({"width": 2.5}, "width: 2.5 is not a whole number; give one of 1 or more"),
     ({"width": True}, "width: true is not allowed; give a whole number of 1 or more"),
-    ({"width": None}, "width: null is no whole number; give one of 1 or more"),
-    ({"width": 3, "order": "ab"}, "order: a list is needed, and 'ab' is one text; write ['ab']"),
+    ({"width": None}, "width: null is not a whole number; give one of 1 or more"),
+    ({"width": 3, "order": "ab"}, "order: expected a list, and 'ab' is a string; write ['ab']"),
     (
         {"width": 3, "shape": {"kind": "sqare"}},
         "shape: unknown kind 'sqare'; did you mean 'square'?",
@@ -146,7 +146,7 @@ ERRORS = [
         {"width": 3, "shape": {"radius": 1}},
         "shape: {'radius': 1} has no 'kind'; known: round, square",
     ),
-    ({"width": 3, "shape": 7}, "shape: 7 "),
+    ({"width": 3, "shape": 7}, "shape: expected settings, got 7; write key: value"),
     (
         {"width": 3, "shape": {"kind": "round", "radios": 1}},
         "shape: unknown key 'radios'; did you mean 'radius'?",
@@ -157,7 +157,7 @@ ERRORS = [
     ),
     (
         {"width": 3, "shape": {"kind": "round", "radius": math.nan}},
-        "shape.radius: nan is no finite number; give a number above 0",
+        "shape.radius: nan is not a finite number; give a number above 0",
     ),
     (
         {"width": 3, "named": {"square": {"kind": "square", "sid": 1}}},
@@ -167,7 +167,7 @@ ERRORS = [
         {"width": 3, "named": {"a": {"kind": "square", "side": 11, "rotated": True}}},
         "named.a.side: side=11.0 is too wide to turn; choose at most 10",
     ),
-    ({"width": 3, "grid": {"side": "wide"}}, "grid.side: 'wide' is no number; give a number"),
+    ({"width": 3, "grid": {"side": "wide"}}, "grid.side: 'wide' is not a number; give a number"),
 ]
 
 
@@ -281,7 +281,7 @@ def test_reading_a_file(tmp_path: Path) -> None:
         match=r"^cannot read .*missing.yaml: No such file or directory; check the path$",
     ):
         read_yaml(tmp_path / "missing.yaml")
-    with pytest.raises(ConfigError, match=r"^cannot read .*: it is a folder; name a"):
+    with pytest.raises(ConfigError, match=r"^cannot read .*: it is a folder; give a"):
         read_yaml(tmp_path)
 
 
@@ -297,7 +297,7 @@ def test_overrides() -> None:
         "order": ["a", "b"],
         "name2": None,
     }
-    assert data == {"train": {"lr": 0.1, "steps": 5}, "name": "x"}  # left as it was
+    assert data == {"train": {"lr": 0.1, "steps": 5}, "name": "x"}  # not changed
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_another_kind_begins_a_section_afresh() -> None:
 
 @pytest.mark.parametrize("text", ["{kind:rope}", "[{kind: a, d_ff:64}]", "{a: {kind:rope, b: 1}}"])
 def test_a_colon_without_a_space_is_told(text: str, tmp_path: Path) -> None:
-    message = r"YAML reads '[a-z_]+:[a-z0-9]+' as one key without a value; write a space after"
+    message = r"YAML parses '[a-z_]+:[a-z0-9]+' as one key without a value; add a space after"
     with pytest.raises(ConfigError, match=f"^model(.a)?: {message} the colon: '"):
         apply_overrides({}, [f"model={text}"])
     (tmp_path / "recipe.yaml").write_text(f"model: {text}")
@@ -359,7 +359,7 @@ def test_an_override_is_named_with_its_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
         apply_overrides({}, ["data.glob=[*"])
     assert str(caught.value).startswith("'data.glob=[*' is not valid YAML at line 1, column ")
-    assert str(caught.value).endswith("""; if it is a text, quote it: "data.glob='[*'\"""")
+    assert str(caught.value).endswith("""; if it is a string, quote it: "data.glob='[*'\"""")
     assert apply_overrides({}, ["data.glob='[*'"]) == {"data": {"glob": "[*"}}
 
 
@@ -375,10 +375,14 @@ def test_a_lone_dash_is_the_standard_input() -> None:
 @pytest.mark.parametrize("text", [None, 5, [], {}, b"size: 1"])
 def test_yaml_and_json_are_texts(text: Any) -> None:
     for read, language in ((DrawingConfig.from_yaml, "YAML"), (DrawingConfig.from_json, "JSON")):
-        with pytest.raises(ConfigError, match=rf"^{language} is a text, not .*; from_dict takes"):
+        with pytest.raises(
+            ConfigError, match=rf"^{language} must be a string, not .*; or use from_dict"
+        ):
             read(text)
 
 
 def test_the_name_of_a_file_is_no_yaml_of_settings() -> None:
-    with pytest.raises(ConfigError, match=r"^'r\.yaml' is no settings; if it is a file, read_yaml"):
+    with pytest.raises(
+        ConfigError, match=r"^expected settings, got 'r\.yaml'; read a file with read_yaml"
+    ):
         DrawingConfig.from_yaml("r.yaml")

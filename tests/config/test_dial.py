@@ -1,4 +1,4 @@
-"""The dial: one number in, a recipe out."""
+"""The dial: built-in recipes from a single number, the depth."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_a_depth_beyond_the_dial(depth: int):
 
 @pytest.mark.parametrize("name", ["depth8", "depth_8", "depth=8", "depth 8"])
 def test_a_name_that_is_nearly_of_the_dial(name: str):
-    with pytest.raises(WorkhorseError, match="is no file; a recipe of the dial is depth-8"):
+    with pytest.raises(WorkhorseError, match=r"is not a file; did you mean the recipe depth-8\?"):
         read_recipe(name)
 
 
@@ -126,6 +126,6 @@ def test_the_table_of_the_documentation():
         names = ("width", "feed-forward", "vocabulary", "context", "tokens of a step")
         assert figures == [found[name] for name in names]
         multiply = found["parameters that multiply"]
-        assert f"{multiply:,} parameters that multiply" in recipe_of_depth(depth)["description"]
+        assert f"{multiply:,} parameters in matmuls" in recipe_of_depth(depth)["description"]
         decimals = len(size.partition(".")[2])
         assert f"{multiply / {'M': 1e6, 'B': 1e9}[unit]:.{decimals}f}" == size

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what it says in full, or one line, within bounds."""
+"""Reading the header of a GGUF file: its full contents, or a one-line error, within limits."""
 
 import re
 import struct
@@ -66,34 +66,46 @@ def test_keys_and_tensors(tmp_path: Path) -> None:
 
 HUGE = struct.pack("<Q", 1 << 62)
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is no GGUF file; give one, or the folder of a model"),
-    "something else": (b"PK\x03\x04", "is no GGUF file"),
-    "only the start": (b"GGUF\x03", "has 5 bytes and a header that goes on past them"),
-    "version": (file_of([], [], version=9), "GGUF of version 9 is not read; fetch one of 2 or 3"),
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian, which is not read"),
-    "counts": (b"GGUF" + struct.pack("<I", 3) + HUGE * 2, "tensors and .* keys are not a model's"),
+    "empty": (b"", "is not a GGUF file; give one, or the folder of a model"),
+    "something else": (b"PK\x03\x04", "is not a GGUF file"),
+    "only the start": (b"GGUF\x03", "has 5 bytes, fewer than its header"),
+    "version": (file_of([], [], version=9), "GGUF version 9 is not supported; use version 2 or 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian files are not supported"),
+    "counts": (
+        b"GGUF" + struct.pack("<I", 3) + HUGE * 2,
+        "tensors and .* keys are too many for a model",
+    ),
     "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + HUGE, "a name has .* bytes, not 1 to"),
-    "long text": (file_of([key("a", 8, HUGE)], []), "it is cut short or damaged"),
-    "long list": (file_of([key("a", 9, struct.pack("<I", 4) + HUGE)], []), "values are not a mod"),
+    "long text": (file_of([key("a", 8, HUGE)], []), "it is truncated or damaged"),
+    "long list": (
+        file_of([key("a", 9, struct.pack("<I", 4) + HUGE)], []),
+        "values are too many for a mod",
+    ),
     "list of lists": (
         file_of([key("a", 9, struct.pack("<IQ", 9, 1))], []),
-        "or lists within lists",
+        "or nested lists",
     ),
     "type of value": (file_of([key("a", 77, b"")], []), "values of type 77, or"),
-    "twice": (file_of([key("a", 7, b"\x00")] * 2, []), "'a' stands twice"),
-    "not UTF-8": (file_of([key("a", 8, struct.pack("<Q", 1) + b"\xff")], []), "xff' in a text is"),
+    "twice": (file_of([key("a", 7, b"\x00")] * 2, []), "'a' occurs twice"),
+    "not UTF-8": (
+        file_of([key("a", 8, struct.pack("<Q", 1) + b"\xff")], []),
+        "xff' in a string is",
+    ),
     "lines in a name": (file_of([key("a\nb", 7, b"\x00")], []), "is not a printable name"),
     "axes": (file_of([], [tensor("t", (1,) * 9, 0, 0)]), "a tensor has 9 axes, not 1 to 4"),
-    "quantised": (file_of([], [tensor("t", (256,), 15, 0)]), "tensor 't' is Q8_K, which is not r"),
+    "quantised": (file_of([], [tensor("t", (256,), 15, 0)]), "tensor 't' is Q8_K, which is not s"),
     "of no type": (file_of([], [tensor("t", (256,), 99, 0)]), "tensor 't' is type 99, which is"),
-    "half a block": (file_of([], [tensor("t", (2, 31), 8, 0)]), r"shape \(2, 31\) cannot lie at 0"),
-    "beyond the end": (file_of([], [tensor("t", (9,), 0, 0)], bytes(8)), "cut short: tensor 't'"),
-    "huge": (file_of([], [tensor("t", (1 << 40, 1 << 40), 0, 0)]), "cut short: tensor 't'"),
+    "half a block": (
+        file_of([], [tensor("t", (2, 31), 8, 0)]),
+        r"shape \(2, 31\) has wrong offset 0",
+    ),
+    "beyond the end": (file_of([], [tensor("t", (9,), 0, 0)], bytes(8)), "truncated: tensor 't'"),
+    "huge": (file_of([], [tensor("t", (1 << 40, 1 << 40), 0, 0)]), "truncated: tensor 't'"),
     "overlapping": (
         file_of([], [tensor("t", (9,), 0, 0), tensor("u", (9,), 0, 32)], bytes(99)),
-        "tensor 'u' of shape .* cannot lie at 32",
+        "tensor 'u' of shape .* has wrong offset 32",
     ),
-    "not aligned": (file_of([], [tensor("t", (1,), 0, 4)], bytes(99)), "cannot lie at 4"),
+    "not aligned": (file_of([], [tensor("t", (1,), 0, 4)], bytes(99)), "has wrong offset 4"),
     "alignment": (
         file_of([key("general.alignment", 4, struct.pack("<I", 3))], []),
         "general.alignment=3 is not a power of two",
@@ -107,10 +119,10 @@ def test_what_cannot_be_is_refused_in_one_line(name: str, tmp_path: Path) -> Non
     with pytest.raises(WorkhorseError, match=words) as caught:
         read(tmp_path, content)
     assert "\n" not in str(caught.value)
-    assert re.search(r"; (fetch|give) |: fetch it again$", str(caught.value))
+    assert re.search(r"; (download|use|give) |: download it again$", str(caught.value))
 
 
 def test_a_header_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "MAX_HEADER_BYTES", 64)
-    with pytest.raises(WorkhorseError, match="has a larger header than a model's"):
+    with pytest.raises(WorkhorseError, match="has a header that is too large for a model"):
         read(tmp_path, file_of([key("a", 8, text("x" * 100))], []))

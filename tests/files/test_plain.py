@@ -1,4 +1,4 @@
-"""Files of strangers: opened inside their folder only, and read no further than a limit."""
+"""Untrusted files are opened only inside their folder, and read only up to a limit."""
 
 import os
 from collections.abc import Callable
@@ -18,19 +18,21 @@ def content(folder: Path, name: str = "it", root: Path | None = None) -> bytes:
 def test_a_file_may_be_as_long_as_the_limit_and_no_longer(tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(b"12345678")
     assert read_bytes(tmp_path / "it", limit=8) == b"12345678"
-    with pytest.raises(WorkhorseError, match=r"it is larger than 7 bytes; it is not a model's$"):
+    with pytest.raises(
+        WorkhorseError, match=r"it is larger than 7 bytes, too large for such a file$"
+    ):
         read_bytes(tmp_path / "it", limit=7)
 
 
 def test_a_file_of_another_size_than_it_says_is_read_within_the_limit() -> None:
-    """Files of the kernel say that they are empty."""
+    """Files in /proc report a size of 0."""
     with pytest.raises(WorkhorseError, match="is larger than 4 bytes"):
         read_bytes(Path("/proc/self/status"), limit=4)
 
 
 @pytest.fixture
 def cached(tmp_path: Path) -> tuple[Path, Callable[[str, str], None]]:
-    """A snapshot in the Hub's cache, and what puts a link to a target into it."""
+    """A snapshot in the Hub's cache, and a function that creates a link in it."""
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / ("c" * 40)
     shared = tmp_path / "blobs" / "bb"
@@ -54,7 +56,7 @@ def cached(tmp_path: Path) -> tuple[Path, Callable[[str, str], None]]:
     ("blob", "held"), [("a" * 64, b"own"), ("a" * 40, b"small"), ("b" * 64, b"shared")]
 )
 def test_the_hubs_cache_is_read_through_its_links(cached, blob: str, held: bytes) -> None:
-    """Newer versions keep one copy for all repositories, which a link leads on to."""
+    """Newer versions of the cache store one copy for all repositories, behind a second link."""
     snapshot, link = cached
     link("it", f"../../blobs/{blob}")
     assert content(snapshot) == held
@@ -71,7 +73,7 @@ def test_nothing_else_of_the_cache_is_read(cached, target: str) -> None:
 
 
 def test_only_a_cache_has_blobs(tmp_path: Path) -> None:
-    """A folder in which one unpacked an archive has no right to what lies beside it."""
+    """A folder with an unpacked archive must not give access to files next to it."""
     for folder in ("model", "blobs"):
         (tmp_path / folder).mkdir()
     (tmp_path / "blobs" / ("a" * 64)).touch()
@@ -104,17 +106,17 @@ def test_a_subfolder_may_be_no_link_out_either(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../it", "/etc/hosts", "sub/it", "a\\b", "a\x00"])
 def test_what_is_no_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(WorkhorseError, match="is no file name; it must lie in the folder"):
+    with pytest.raises(WorkhorseError, match="is not the name of a file in the folder"):
         content(tmp_path, name)
 
 
 def test_what_is_no_plain_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "it")  # reading it would wait for ever
-    with pytest.raises(WorkhorseError, match="is a special file, not a plain file"):
+    os.mkfifo(tmp_path / "it")  # reading it would wait forever
+    with pytest.raises(WorkhorseError, match="is a special file, not a regular file"):
         content(tmp_path)
     (tmp_path / "it").unlink()
     (tmp_path / "it").mkdir()
-    with pytest.raises(WorkhorseError, match="is a folder, not a plain file"):
+    with pytest.raises(WorkhorseError, match="is a folder, not a regular file"):
         content(tmp_path)
 
 
@@ -122,7 +124,7 @@ def test_what_is_no_plain_file(tmp_path: Path) -> None:
     ("target", "message"),
     [
         ("/dev/zero", "link out of its folder"),
-        ("nothing", "is missing; fetch the model again"),
+        ("nothing", "is missing; download the model again"),
         ("it", "Too many levels of symbolic links"),
     ],
 )
@@ -140,23 +142,25 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_user_named(tmp_path: Path) -> None:
-    """Links lead where they lead; what would wait or never end is refused."""
+    """Links are followed anywhere; pipes and devices, which may never end, are refused."""
     (tmp_path / "it").write_text("text")
     (tmp_path / "link").symlink_to("it")
     assert read_text(tmp_path / "link", limit=4) == "text"
-    with pytest.raises(WorkhorseError, match=r"it is larger than 3 bytes; is it the right file\?$"):
+    with pytest.raises(WorkhorseError, match=r"it is larger than 3 bytes; give a smaller file$"):
         read_text(tmp_path / "it", limit=3)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(WorkhorseError, match=r"it is a pipe or device; name a plain file$"):
+        with pytest.raises(WorkhorseError, match=r"it is a pipe or device; give a regular file$"):
             read_text(path, limit=4)
-    with pytest.raises(WorkhorseError, match=r"it is a folder; name a plain file$"):
+    with pytest.raises(WorkhorseError, match=r"it is a folder; give a regular file$"):
         read_text(tmp_path, limit=4)
 
 
 def test_an_argument_that_can_name_no_file() -> None:
     assert to_path("a/b", "a folder is a path") == Path("a/b")
-    with pytest.raises(WorkhorseError, match=r"^a folder is a path, not 3; give it as a text"):
+    with pytest.raises(WorkhorseError, match=r"^a folder is a path, not 3; give it as a string"):
         to_path(3, "a folder is a path")
-    with pytest.raises(WorkhorseError, match=r"^a folder is a path, and 'a\\x00' can be none; "):
+    with pytest.raises(
+        WorkhorseError, match=r"^a folder is a path, and 'a\\x00' is not a valid one; "
+    ):
         to_path("a\0", "a folder is a path")

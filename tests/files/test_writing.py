@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, and the place that could not be written is named."""
+"""Files are written atomically, and errors name the path that could not be written."""
 
 import errno
 import os
@@ -25,7 +25,9 @@ def test_a_text_file_is_replaced_whole_or_not_at_all(
     write_atomically(file, "old")
     with monkeypatch.context() as full:
         full.setattr("os.fsync", _refuse)
-        with pytest.raises(WorkhorseError, match=r"recipe\.yaml: No space left.*; make room there"):
+        with pytest.raises(
+            WorkhorseError, match=r"recipe\.yaml: No space left.*; free some disk space"
+        ):
             write_atomically(file, "new")
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
@@ -56,7 +58,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_is_in_use_is_not(
     left = tmp_path / f"{TEMPORARY}{'0' * 16}"
     left.mkdir() if folder else left.touch()
     write_atomically(tmp_path / "first", "")
-    assert left.exists()  # it may have been made just now
+    assert left.exists()  # it is too new to be stale
     os.utime(left, (0, 0))
     with replacing(tmp_path / "slow", folder=folder) as used:
         os.utime(used, (0, 0))
@@ -66,7 +68,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_is_in_use_is_not(
 
 
 def test_of_two_writers_of_a_folder_one_succeeds_and_what_is_there_is_whole(tmp_path: Path) -> None:
-    """As of two `convert` to one target; the other is told."""
+    """For example, two `convert` commands with the same target: the other one gets an error."""
     together, refused = threading.Barrier(2), list[CannotWriteError]()
 
     def write(name: str) -> None:
@@ -91,8 +93,8 @@ def test_of_two_writers_of_a_folder_one_succeeds_and_what_is_there_is_whole(tmp_
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     device = tmp_path / "device"
-    device.symlink_to(os.devnull)  # which a failure of this test leaves alone
-    with pytest.raises(WorkhorseError, match=r"device: it is a device.*; name a file"):
+    device.symlink_to(os.devnull)  # a link: a failure of this test must not damage it
+    with pytest.raises(WorkhorseError, match=r"device: it is a device.*; give a file"):
         write_atomically(device, "new")
     assert device.is_symlink()
 

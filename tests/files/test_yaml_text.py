@@ -1,4 +1,4 @@
-"""YAML of strangers: plain data within bounds, whatever aliases, tags and depths it has."""
+"""Untrusted YAML: only plain data within limits on aliases, tags and depth."""
 
 import pytest
 
@@ -20,22 +20,22 @@ def test_aliases_and_merges_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (MULTIPLIED, "it holds more than 100000 values, what its aliases stand for included"),
+        (MULTIPLIED, "there are more than 100000 values with all aliases expanded"),
         ("{a: 1}\n" + "x" * 300_000, "300007 characters of YAML are more than 300000"),
         ("[" * 5000 + "]" * 5000, "line 1, column 65: it is nested deeper than 64"),
         ("{a: " * 5000, "it is nested deeper than 64"),
-        ("a: &a [*a]", "line 1, column 4: it refers to itself"),
-        ("a: &a\n  <<: *a", "it refers to itself"),
+        ("a: &a [*a]", "line 1, column 4: an alias refers to itself"),
+        ("a: &a\n  <<: *a", "an alias refers to itself"),
         ("a: {<<: [1]}", "expected a mapping for merging, but found scalar"),
-        ("a: !!timestamp 2020-01-01", "line 1, column 4: '!!timestamp' is not read"),
-        ("a: !!set {b}", "'!!set' is not read"),
-        ("a: !!binary aGk=", "'!!binary' is not read"),
-        ("a: !!omap [b: 1]", "'!!omap' is not read"),
-        ("a: !!map b", "'!!map' is not read"),
-        ("a: !!int b", "'b' is no int; leave the tag out"),
-        ("a: !!int 1:30", "'1:30' is no int"),
+        ("a: !!timestamp 2020-01-01", "line 1, column 4: '!!timestamp' is not supported"),
+        ("a: !!set {b}", "'!!set' is not supported"),
+        ("a: !!binary aGk=", "'!!binary' is not supported"),
+        ("a: !!omap [b: 1]", "'!!omap' is not supported"),
+        ("a: !!map b", "'!!map' is not supported"),
+        ("a: !!int b", "'b' is not a valid int; remove the tag"),
+        ("a: !!int 1:30", "'1:30' is not a valid int"),
         (f"a: {'9' * 5000}", "a number of 5000 digits is too large"),
-        ('a: "\\ud800"', r"'\ud800' holds half a character"),
+        ('a: "\\ud800"', r"'\ud800' has an unpaired surrogate"),
     ],
     ids=lambda text: text[:20],
 )

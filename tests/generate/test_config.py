@@ -64,7 +64,7 @@ def test_round_trip():
         ("length_penalty", 1000, "length_penalty=1000 is out of range; choose -10 to 10"),
         ("n_samples", 2**40, "n_samples=1.09951e+12 is out of range; choose 1 to 8192"),
         ("beams", 2**40, "beams=1.09951e+12 is out of range; choose 1 to 8192"),
-        ("stop", "x", "stop: a list is needed, and 'x' is one text; write ['x']"),
+        ("stop", "x", "stop: expected a list, and 'x' is a string; write ['x']"),
         ("top_q", 1, "unknown key 'top_q'; did you mean 'top_p'?"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_file_that_is_no_model(run_folder: Path) -> None:
     bad.write_bytes(b"GGUF\x03")
     with pytest.raises(
         WorkhorseError,
-        match=r"x\.gguf has \d+ bytes and a header that goes on past them: .*; fetch it again",
+        match=r"x\.gguf has \d+ bytes, fewer than its header: .*; download it again",
     ):
         workhorse.load(bad)
 

@@ -78,7 +78,7 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     os.kill(_worker(process.pid), signal.SIGKILL)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert "since one had failed (restart 1)" in said
+    assert "restart 1 of all processes, because one had failed" in said
     assert "Traceback" not in said
     starts = [one["step"] for one in read_metrics(out / "metrics.jsonl") if one["kind"] == "start"]
     assert len(starts) == 2

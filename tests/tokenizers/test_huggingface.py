@@ -232,12 +232,12 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "deep definition": ({"tokenizer.json": '{"a": ' + DEEP}, "nested deeper than 64"),
     "many values": (
         {"tokenizer.json": '{"a": [' + "0," * 2_500_001 + "0]}"},
-        "holds more than 2500000 values",
+        "has more than 2500000 values",
     ),
     "large settings": ({"tokenizer_config.json": " " * 5_000_000}, "larger than 4194304 bytes"),
     "large template": ({"chat_template.jinja": "x" * 500_000}, "larger than 400000 bytes"),
     "long number": ({"tokenizer_config.json": '{"a": ' + "9" * 5000 + "}"}, "is not valid JSON"),
-    "a list": ({"special_tokens_map.json": "[]"}, r"holds \[\], not a JSON object"),
+    "a list": ({"special_tokens_map.json": "[]"}, r"is \[\], not a JSON object"),
     "no token": (
         {"tokenizer_config.json": {"bos_token": {"x": 1}}},
         "special tokens have an invalid format",

@@ -1,1 +1,1 @@
-"""The command line: one thin file per verb over a function of the library."""
+"""The command line: one thin file per verb, which calls a function of the library."""

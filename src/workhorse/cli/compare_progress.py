@@ -15,7 +15,7 @@ Show = Callable[[Event], None]
 
 @contextmanager
 def show_study() -> Iterator[Show]:
-    """Gives a function that shows the events of a study."""
+    """Yield a function that shows the events of a study."""
     with _live() if sys.stderr.isatty() else _plain() as show:
         yield show
 
@@ -71,7 +71,7 @@ def _live() -> Iterator[Show]:
 
 
 class _View:
-    """Turns events into lines: what is running, and how far all of it is."""
+    """Turns events into lines: the running trials and the progress of the study."""
 
     def __init__(self) -> None:
         self.trials = self.done = self.total = self.finished = 0
@@ -82,7 +82,7 @@ class _View:
         self.told: set[str] = set()
 
     def take(self, event: Event) -> None:
-        """Take in an event."""
+        """Update the state from an event."""
         match event["kind"]:
             case "plan":
                 self.trials, self.done = event["trials"], event["done"]
@@ -102,7 +102,7 @@ class _View:
                 self.done += 1
 
     def reading(self, event: Event) -> str:
-        """How much text is read, where that is what goes on."""
+        """The amount of text read, while text is being read; otherwise empty."""
         return f"{event['done'] / 1e6:,.1f} MB of text" if event["kind"] == "data" else ""
 
     def steps_done(self) -> int:
@@ -112,7 +112,7 @@ class _View:
         return f"{self.done} of {self.trials} trials"
 
     def running(self) -> str:
-        """The trials that run, with step and loss, and the time that is left for all."""
+        """The running trials with step and loss, and the remaining time of the study."""
         parts = [
             f"{trial}: step {step:,}"
             + (f", loss {self.losses[trial]:.4f}" if trial in self.losses else "")
@@ -125,11 +125,11 @@ class _View:
         return "; ".join(parts)
 
     def line(self, event: Event) -> str:
-        """The line that stays for an event; empty for most."""
+        """The permanent line for an event; empty for most events."""
         match event["kind"]:
             case "plan" if event["done"]:
-                return f"going on: {event['done']} of {event['trials']} trials are done"
-            case "notice" if event["message"] not in self.told:  # the same of every trial once
+                return f"resuming: {event['done']} of {event['trials']} trials are done"
+            case "notice" if event["message"] not in self.told:  # all trials may send the same one
                 self.told.add(event["message"])
                 return one_line(event["message"])
             case "end_of_trial":

@@ -1,4 +1,4 @@
-"""Arguments and flags that verbs share: MODEL, RECIPE, and how a model is loaded."""
+"""Arguments and flags shared by verbs: MODEL, RECIPE, and the options of loading a model."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Path(click.Path):
-    """A path; an empty one is refused, for it would stand for the current folder."""
+    """A path. An empty string is an error, since it would mean the current folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -35,18 +35,18 @@ PATH = _Path()
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as one line of JSON."
 )
-"""Every verb has it; the parameter is `as_json`."""
+"""The option `--json`, which every verb has; its parameter is `as_json`."""
 
 
 MOST_ROWS = 65_536
-"""More than fits into the memory of any machine at once."""
+"""Largest batch size that is accepted, more than fits into the memory of any machine."""
 
 
 def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> Callable[..., Any]:
-    """`--device`, `--dtype` and `--threads`, for every verb that runs a model.
+    """Add `--device`, `--dtype` and `--threads`, for every verb that runs a model.
 
-    The parameters are `device: str`, `dtype: str` and `threads: int` (0: as many as torch finds).
-    `default` is shown in the help as what applies if a flag is not given; True: the value itself.
+    The parameters are `device: str`, `dtype: str` and `threads: int` (0: torch's default).
+    `default` is the default that the help shows; True shows the value itself.
     """
     for option in (
         click.option(
@@ -75,7 +75,7 @@ def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> 
 
 
 def train_settings(**flags: Any) -> list[str]:
-    """Flags that are on the command line, even with a default value, as settings of `train`."""
+    """The flags given on the command line, even with a default value, as settings of `train`."""
     source = click.get_current_context().get_parameter_source
     return [
         f"train.{name}={value}"
@@ -86,7 +86,7 @@ def train_settings(**flags: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Running:
-    """How a model runs: the flags of `model_options`."""
+    """The flags of `model_options`: how a model is executed."""
 
     device: str
     dtype: str
@@ -97,16 +97,16 @@ class Running:
 
 
 DECODING = ("auto", "eager", "sdpa")
-"""Kernels that can decode with a cache."""
+"""Attention kernels that can decode with a KV cache."""
 
 
 def model_options(
     verb: Callable[..., Any], *, kernels: Sequence[str] = DECODING
 ) -> Callable[..., Any]:
-    """The argument MODEL and the flags of every verb that runs one.
+    """Add the argument MODEL and the flags of every verb that runs a model.
 
-    The parameters are `model: str` and `running: Running`, which `open_model` takes. `kernels`
-    lists those that the verb can use.
+    The parameters are `model: str` and `running: Running`, the arguments of `open_model`.
+    `kernels` lists the attention kernels that the verb supports.
     """
 
     @functools.wraps(verb)
@@ -121,21 +121,21 @@ def model_options(
             type=click.Choice(["none", "int8", "int4"]),
             default="none",
             show_default=True,
-            help="Hold the weights of linear layers in 8 or 4 bits.",
+            help="Store the weights of linear layers in 8 or 4 bits.",
         ),
         click.option(
             "--execution",
             type=click.Choice(["auto", "reference", "native", "compiled"]),
             default="auto",
             show_default=True,
-            help="By what the model runs; compiled takes tens of seconds the first time.",
+            help="How the model is executed; compiled takes tens of seconds the first time.",
         ),
         click.option(
             "--kernel",
             type=click.Choice(kernels),
             default="auto",
             show_default=True,
-            help="How attention is computed.",
+            help="Attention kernel.",
         ),
         runtime_options,
         click.argument("model"),
@@ -144,12 +144,12 @@ def model_options(
 
 
 def open_model(model: str, running: Running, *, with_text: bool = True) -> "Model":
-    """Load MODEL according to the flags; random weights are announced on stderr.
+    """Load MODEL according to the flags, and print the loader's warnings on stderr.
 
     Args:
-        model: the argument.
-        running: how it runs.
-        with_text: refuse a model without a tokenizer; a draft needs none.
+        model: the argument MODEL.
+        running: the flags.
+        with_text: raise an error if the model has no tokenizer; a draft needs none.
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load
@@ -169,7 +169,7 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
             tell=remarks.append,
         )
     if with_text:
-        _ = loaded.text  # which raises: that token ids will do is true in Python alone
+        _ = loaded.text  # raises without a tokenizer; only the Python API accepts token ids
     for remark in remarks:
         if not remark.endswith(NO_TOKENIZER):  # a draft needs none
             warn(remark)
@@ -177,15 +177,15 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
 
 
 def announce(model: "Model") -> None:
-    """Say on stderr by what a model runs."""
+    """Print on stderr how the model is executed."""
     print(model.announcement, file=sys.stderr)
 
 
 def recipe_of_run(folder: Path) -> Path:
-    """The recipe of a run directory.
+    """The path of a run directory's recipe.
 
     Raises:
-        WorkhorseError: the folder holds no run.
+        WorkhorseError: the folder is not a run directory.
     """
     from workhorse.checkpoints import RunDirectory
     from workhorse.errors import WorkhorseError

@@ -1,8 +1,8 @@
-'''The command `workhorse`: finds the verb, runs it, and turns what happens into an exit code.
+'''The command `workhorse`: finds the verb, runs it, and turns the outcome into an exit code.
 
-Each verb is a file beside this one that defines `command`, and a line in `VERBS`. The file imports
+Each verb is a file in `verbs/` that defines `command`, and a line in `VERBS`. The file imports
 click and `workhorse.cli.*` at its top and the library inside its functions, so that help never
-waits for torch. A whole verb:
+waits for torch. A complete verb:
 
     """`workhorse count`: count the tokens of a file."""
 
@@ -16,7 +16,7 @@ waits for torch. A whole verb:
 
     @click.command("count")
     @click.argument("file", type=PATH)
-    @click.option("--limit", type=int, default=0, show_default=True, help="Stop after so many.")
+    @click.option("--limit", type=int, default=0, show_default=True, help="Most tokens.")
     @json_option
     def command(file: Path, limit: int, as_json: bool) -> None:
         """Count the tokens of FILE."""
@@ -28,8 +28,8 @@ waits for torch. A whole verb:
 
 A verb with subcommands makes `command` a `click.Group` (`@click.group("data")`, then
 `@command.command("prepare")`). The library raises `WorkhorseError` for mistakes that a user can
-correct; a verb neither catches it nor prints errors. A verb that ends early but cleanly (a signal,
-after saving) prints its result and then calls `click.get_current_context().exit(ExitCode.STOPPED)`.
+correct; a verb neither catches it nor prints errors. A verb that a signal stops early, after
+saving, prints its result and then calls `click.get_current_context().exit(ExitCode.STOPPED)`.
 '''
 
 import errno
@@ -53,16 +53,16 @@ from workhorse.errors import WorkhorseError
 VERBS = {
     "train": "Train a model from a recipe, or resume a run.",
     "generate": "Continue a prompt with a model.",
-    "chat": "Talk with a model in the terminal.",
-    "evaluate": "Measure a model over text, or score it on tasks.",
-    "plan": "Tell what a model needs: memory, arithmetic, time.",
-    "compare": "Answer which of several designs is better, by a study.",
-    "scaling": "Fit scaling laws to runs, and predict a larger one.",
-    "data": "Prepare a recipe's data, or look at what a model will see.",
-    "recipe": "Tell what a recipe may say, key by key.",
-    "tokenizer": "Train a tokenizer, measure one, see how it splits a text.",
-    "models": "List the presets, or show what a model is.",
-    "convert": "Write a model in another format: Hugging Face, GGUF, our own.",
+    "chat": "Chat with a model in the terminal.",
+    "evaluate": "Measure a model's loss on text, or score it on tasks.",
+    "plan": "Estimate a model's memory, FLOPs, time and cost.",
+    "compare": "Compare designs by training them, with confidence intervals.",
+    "scaling": "Fit scaling laws to runs and predict the loss of larger ones.",
+    "data": "Prepare a recipe's data, or inspect its training rows.",
+    "recipe": "Show the reference of all recipe keys.",
+    "tokenizer": "Train, measure or inspect a tokenizer.",
+    "models": "List the presets, or show a model's config and size.",
+    "convert": "Convert a model to Hugging Face, GGUF or Workhorse format.",
 }
 """The verbs in the order of `--help`; `workhorse.cli.verbs.VERB` is imported when it is used."""
 
@@ -92,7 +92,7 @@ REFUSED_BY_SYSTEM = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""Errors that a user can correct: an OSError of these kinds is one line, not a traceback."""
+"""Error numbers that a user can correct: such an OSError prints one line and no traceback."""
 
 
 class VerbGroup(click.Group):
@@ -135,7 +135,7 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code (see `ExitCode`); never raises."""
+    """Run one command line and return its exit code (see `ExitCode`). Never raises."""
     try:
         check_folder()
         with command.make_context("workhorse", as_text(arguments)) as context:
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("workhorse: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the reader has closed our output
         give_up_stdout()
         return ExitCode.DONE
     except Exception as error:
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_folder() -> None:
-    """Refuse to run in a folder that was removed: PyTorch's libraries would abort the process.
+    """Raise an error if the current folder was removed: PyTorch would abort the process there.
 
     Raises:
         WorkhorseError: the current folder does not exist.
@@ -166,28 +166,28 @@ def check_folder() -> None:
     try:
         os.getcwd()
     except OSError:
-        raise WorkhorseError("the current folder is gone; change to one that exists") from None
+        raise WorkhorseError("the current folder does not exist; change to another") from None
 
 
 def as_text(arguments: Sequence[str]) -> list[str]:
-    """The arguments decoded as UTF-8, whatever the locale.
+    """Decode the arguments as UTF-8, independent of the locale.
 
     Raises:
-        WorkhorseError: one of them is not UTF-8.
+        WorkhorseError: an argument is not UTF-8.
     """
     texts = []
     for argument in arguments:
         try:
             texts.append(argument if argument.isascii() else os.fsencode(argument).decode())
         except ValueError:
-            raise WorkhorseError(f"{argument!r} is not UTF-8; write or name it in UTF-8") from None
+            raise WorkhorseError(f"{argument!r} is not UTF-8; pass it as UTF-8") from None
     return texts
 
 
 def read_ascii_numbers(command: click.Command) -> None:
-    """Have the numeric options of a verb take digits of ASCII alone, in place.
+    """Make a verb's numeric options accept only ASCII digits. Changes the verb in place.
 
-    Python also reads the digits of other alphabets, and `1_000`.
+    Python's `int` and `float` also accept the digits of other alphabets, and `1_000`.
     """
     if isinstance(command, click.Group):
         for one in command.commands.values():
@@ -195,7 +195,7 @@ def read_ascii_numbers(command: click.Command) -> None:
     for parameter in command.params:
         kind = parameter.type
         if isinstance(kind, click.types.IntParamType | click.types.FloatParamType):
-            parameter.type = copy(kind)  # click shares one between all options
+            parameter.type = copy(kind)  # click shares one instance between all options
             vars(parameter.type)["convert"] = partial(_ascii_number, type(kind).convert, kind)
 
 
@@ -209,20 +209,20 @@ def _ascii_number(
 
 NUMBERS = {"integer": "a whole number", "float": "a number"}
 VALID = re.compile(r"a valid (integer|float)( range)?")
-"""What click calls a number."""
+"""Pattern of click's name for a number, which is replaced by that in `NUMBERS`."""
 
 
 def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
-    """The line for an error that the user can correct; empty for a bug of ours.
+    """The message for an error that the user can correct; empty for a bug in Workhorse.
 
     Args:
-        error: what was raised.
-        arguments: of the command line.
+        error: the exception that was raised.
+        arguments: the command line's arguments.
     """
     where = "workhorse"
     match error:
         case click.exceptions.NoArgsIsHelpError():
-            return error.format_message()  # the whole help
+            return error.format_message()  # the complete help text
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else _verb_in(arguments)
             said = error.format_message().rstrip(".")
@@ -243,19 +243,19 @@ def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
         case RuntimeError() if "Storage size calculation overflowed" in str(error):
             reason = "a tensor would have more than 2^63 bytes; choose smaller sizes"
         case _ if out_of_memory(error):
-            reason = "there is not enough memory for this; choose smaller sizes, or fewer at once"
+            reason = "there is not enough memory; reduce the batch size, the context or the model"
         case _:
             return ""
     return one_line(f"{where}: {reason}")
 
 
 def _verb_in(arguments: Sequence[str]) -> str:
-    """The command that arguments belong to: click's parser does not say of which verb it errs."""
+    """The command that the arguments belong to: errors of click's parser do not name the verb."""
     return " ".join(["workhorse", *(word for word in arguments[:1] if word in VERBS)])
 
 
 def _begun(error: click.NoSuchOption) -> list[str]:
-    """The flags that begin with an unknown one."""
+    """The flags that start with an unknown flag."""
     parameters = error.ctx.command.get_params(error.ctx) if error.ctx else []
     flags = [flag for parameter in parameters for flag in parameter.opts]
     return [flag for flag in flags if flag.startswith(error.option_name)]
@@ -263,16 +263,19 @@ def _begun(error: click.NoSuchOption) -> list[str]:
 
 def _encoding(error: UnicodeError) -> str:
     match error:
-        case UnicodeDecodeError():  # of stdin; files say where they are wrong
+        case UnicodeDecodeError():  # from stdin; errors in files are reported with their path
             return f"the input is not {error.encoding}: bad byte at offset {error.start}"
-        case UnicodeEncodeError():  # a path
-            return f"the locale's {error.encoding} cannot name this file; set PYTHONUTF8=1"
-        case _:  # of stdin, from a codec that has no bad byte to name
+        case UnicodeEncodeError():  # from a path
+            return (
+                f"the locale's encoding {error.encoding} cannot express the file name; "
+                "set PYTHONUTF8=1"
+            )
+        case _:  # from stdin, by a codec that does not report the byte
             return f"the input cannot be read: {error}; set PYTHONIOENCODING=utf-8"
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether the error means that Python or torch ran out of memory."""
+    """True if the error means that Python or torch ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     said = ("can't allocate memory", "std::bad_alloc")
@@ -280,9 +283,9 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def run() -> None:
-    """The console script: `main` over the process's arguments."""
-    share_cores()
+    """Run `main` on the process's arguments: the console script."""
+    share_cores()  # must run before torch is imported
     settle_streams()
-    if "_WORKHORSE_COMPLETE" in os.environ:  # a shell asks for completions
+    if "_WORKHORSE_COMPLETE" in os.environ:  # a shell requests completions
         command.main(prog_name="workhorse")
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What every verb prints and where: the result on stdout, progress on stderr; and exit codes."""
+"""Output of every verb: the result on stdout, progress on stderr; and the exit codes."""
 
 import contextlib
 import enum
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between two lines of progress when stderr is not a terminal."""
+"""Seconds between two progress lines when stderr is not a terminal."""
 
 
 class ExitCode(enum.IntEnum):
@@ -21,11 +21,11 @@ class ExitCode(enum.IntEnum):
 
     DONE = 0
     FAILURE = 1
-    """A bug of ours; the traceback is on stderr."""
+    """A bug in Workhorse; the traceback is on stderr."""
     USAGE = 2
-    """Wrong usage or input; one line on stderr says what is wrong and what to do."""
+    """Wrong usage or input; one line on stderr explains the problem and the remedy."""
     HUNG_UP = 129
-    """Stopped by SIGHUP (the terminal has gone), after saving."""
+    """Stopped by SIGHUP (the terminal was closed), after saving."""
     INTERRUPTED = 130
     """Stopped by SIGINT."""
     STOPPED = 143
@@ -33,23 +33,23 @@ class ExitCode(enum.IntEnum):
 
     @classmethod
     def after(cls, signal_name: str) -> "ExitCode":
-        """The code of a training that this signal ended."""
+        """The exit code of a run that this signal stopped."""
         return cls(128 + signal.Signals[signal_name])
 
 
 def settle_streams() -> None:
-    """Set up the three standard streams so that printing neither fails nor goes astray.
+    """Set up the three standard streams so that printing neither fails nor reaches another file.
 
-    If a stream was closed, the next file opened would get its number, and a library's output would
-    end up in that file: /dev/null takes its place. A character that a stream's encoding lacks is
-    written as an escape. A failure to write to stderr, whose reader may have gone or whose disk may
-    be full, does not end a training.
+    A closed stream is replaced by /dev/null. Otherwise the next file opened would get the stream's
+    descriptor, and a library's output would be written into that file. A character that a stream's
+    encoding lacks is written as an escape. A failure to write to stderr (its reader has exited, its
+    disk is full) does not stop a training run.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -64,7 +64,7 @@ _replaced: list[TextIO] = []
 
 
 class _Forgiving(io.TextIOWrapper):
-    """A stream whose reader may go away."""
+    """A stream that ignores failures to write."""
 
     def write(self, text: str, /) -> int:
         with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ class _Forgiving(io.TextIOWrapper):
 
 
 def give_up_stdout() -> None:
-    """Flush stdout; if its reader has gone, keep Python from trying again at exit."""
+    """Flush stdout. If its reader has exited, keep Python from flushing again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -85,35 +85,35 @@ def give_up_stdout() -> None:
 
 
 def one_line(text: str) -> str:
-    """A message as one line of bounded length, without a terminal's control characters."""
+    """Make a message one line of bounded length, with control characters escaped."""
     line = " ".join(part.strip() for part in text.splitlines())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 
 LONGEST = 600
-"""Characters of an error at most; the middle is left out, because the remedy stands at the end."""
+"""Maximum number of characters of an error. The middle is cut, since the end has the remedy."""
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 document`, `1,234 documents`."""
+    """A count with its noun: `1 document`, `1,234 documents`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
-    """Print a verb's result on stdout: `result` as one line of JSON, or `text` for a person.
+    """Print a verb's result on stdout: `result` as one line of JSON, or `text` for humans.
 
-    Paths become strings; a number that JSON cannot express (an infinite loss) becomes null.
+    Paths become strings. A number that JSON cannot express (an infinite loss) becomes null.
     """
     exact = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(_plain(result), ensure_ascii=not exact) if as_json else text)
 
 
 def for_terminal(text: str) -> str:
-    """A model's text for printing: on a terminal its control characters are made visible.
+    """Prepare a model's output for printing: on a terminal, make control characters visible.
 
-    Printed unchanged they would move the cursor or change colours or the window's title. Through a
-    pipe every character passes unchanged.
+    Printed unchanged they could move the cursor, change colours or set the window's title. Output
+    to a pipe or file is not changed.
     """
     if not sys.stdout.isatty():
         return text
@@ -122,7 +122,7 @@ def for_terminal(text: str) -> str:
 
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Unicode's control pictures for C0 and DEL; C1 has none."""
+"""Unicode's control pictures for C0 and DEL. C1 has none and becomes U+FFFD."""
 
 
 def warn(note: str) -> None:
@@ -132,9 +132,9 @@ def warn(note: str) -> None:
 
 @contextmanager
 def status() -> Iterator[Callable[[str], object]]:
-    """Gives `show(doing)`, which says on a terminal's stderr what is being done; elsewhere nothing.
+    """Yield `show(doing)`, which shows the current activity if stderr is a terminal.
 
-    For what takes seconds and has no number of parts.
+    For work that takes seconds and has no known total.
     """
     if not sys.stderr.isatty():
         yield lambda doing: None
@@ -150,7 +150,7 @@ def status() -> Iterator[Callable[[str], object]]:
 def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int | None], None]]:
     """Show progress on stderr: a bar on a terminal, otherwise a line every ten seconds.
 
-    Gives `report(done, total)`, both in `unit`; `total` is None while it is not known.
+    Yields `report(done, total)`, both in `unit`; `total` is None while it is not known.
     """
     with _bar(label, unit) if sys.stderr.isatty() else _lines(label, unit) as report:
         yield report
@@ -200,7 +200,7 @@ def _lines(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]
 
 
 def _plain(value: Any) -> Any:
-    """The same data in types that JSON can express."""
+    """Convert data to types that JSON can express."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: sampling flags, reading prompts, reporting the speed."""
+"""Parts shared by `generate` and `chat`: sampling flags, reading prompts, reporting speed."""
 
 import secrets
 import sys
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from workhorse.model.model import Model
 
 LARGEST_FILE = 1 << 26
-"""Most bytes of a file of prompts."""
+"""Largest size of a prompt file in bytes."""
 BOM = "\ufeff"
-"""The byte order mark, with which some editors begin a file of UTF-8."""
+"""Byte order mark. Some editors write it at the start of a UTF-8 file."""
 
 
 def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
-    """The prompts of `--prompt`, then those of `--prompt-file`; at least one.
+    """Return the prompts of `--prompt`, followed by the prompts of `--prompt-file`; at least one.
 
     Raises:
-        UsageError: there is none, or stdin is named twice.
-        WorkhorseError: the file cannot be read, is too large, or holds no prompt.
+        UsageError: no prompt is given, or stdin is given twice.
+        WorkhorseError: the file cannot be read, is too large, or contains no prompt.
     """
     if not given and file is None:
         raise click.UsageError(
-            "there is no prompt; give --prompt TEXT, --prompt - for stdin, or --prompt-file FILE"
+            "no prompt is given; use --prompt TEXT, --prompt - for stdin, or --prompt-file FILE"
         )
     if given.count("-") > 1:
         raise click.UsageError("stdin can be read only once; give --prompt - once")
@@ -36,7 +36,7 @@ def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
 
 
 def _prompt(text: str) -> str:
-    """A text without a byte order mark and without its last line end."""
+    """Remove the byte order mark and the last line ending."""
     return text.removeprefix(BOM).removesuffix("\n").removesuffix("\r")
 
 
@@ -62,20 +62,20 @@ def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
         where = f"{file}:{number}"
         prompt = parse_json(line.encode(), where).get("prompt")
         if not isinstance(prompt, str):
-            raise WorkhorseError(f'{where} has no text as "prompt"; correct or remove the line')
+            raise WorkhorseError(f'{where} has no string "prompt"; correct or remove the line')
         yield prompt
 
 
 def speed(lengths: Iterable[int], seconds: float, prompt_seconds: float) -> dict[str, Any]:
-    """`prompt_seconds`, and `tokens_per_second` of the decoding that followed.
+    """The result fields `prompt_seconds` and `tokens_per_second` (of decoding).
 
-    The first token of a text comes from reading its prompt, so it is not counted; the rate is None
-    if no text has a second one.
+    The first token of a completion comes from the prompt's forward pass, so it is not counted. The
+    rate is None if no completion has a second token.
 
     Args:
-        lengths: new tokens of each text.
-        seconds: in total.
-        prompt_seconds: spent reading the prompts.
+        lengths: number of new tokens of each completion.
+        seconds: total time.
+        prompt_seconds: time spent on the prompts.
     """
     decoded = sum(max(0, n - 1) for n in lengths)
     rate = decoded / (seconds - prompt_seconds) if decoded else None
@@ -83,17 +83,17 @@ def speed(lengths: Iterable[int], seconds: float, prompt_seconds: float) -> dict
 
 
 def prompt_seconds(results: "Sequence[Completion] | Sequence[Delta]") -> float:
-    """How long it took to read all prompts."""
+    """The time spent on all prompts, in seconds."""
     return sum(result.prompt_seconds for result in results)
 
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:
-    """`ID=VALUE` settings as a mapping; None if there are none."""
+    """Parse `ID=VALUE` settings into a mapping; None if there are none."""
     biases: dict[int, float] = {}
     for setting in given:
         name, _, value = setting.partition("=")
         try:
-            if not setting.isascii() or "_" in setting:  # Python reads these as numbers
+            if not setting.isascii() or "_" in setting:  # int() and float() would accept these
                 raise ValueError
             token, bias = int(name), float(value)
         except ValueError:
@@ -105,33 +105,37 @@ def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str,
 
 
 _FLAGS = (
-    click.option("--max-new-tokens", type=int, help="Most tokens to add.  [default: 128]"),
+    click.option(
+        "--max-new-tokens", type=int, help="Maximum number of new tokens.  [default: 128]"
+    ),
     click.option(
         "--temperature",
         type=float,
-        help="Below 1 sharper, above 1 more varied, 0 always the likeliest token.  [default: 1.0]",
+        help="Below 1: less varied; above 1: more varied; 0: greedy.  [default: 1.0]",
     ),
-    click.option("--top-k", type=int, help="Sample among the k likeliest tokens."),
+    click.option("--top-k", type=int, help="Sample only from the k most likely tokens."),
     click.option(
         "--top-p",
         type=float,
-        help="Sample among the likeliest tokens that together have probability p.",
+        help="Sample only from the most likely tokens that together have probability p.",
     ),
     click.option(
-        "--min-p", type=float, help="Leave out tokens less likely than p times the likeliest."
+        "--min-p", type=float, help="Exclude tokens less likely than p times the most likely one."
     ),
     click.option(
-        "--repetition-penalty", type=float, help="Above 1: tokens seen so far become less likely."
+        "--repetition-penalty",
+        type=float,
+        help="Above 1: tokens in the prompt or the new text become less likely.",
     ),
     click.option(
         "--presence-penalty",
         type=float,
-        help="Subtracted from the logit of every token that is in the new text.",
+        help="Subtracted once from the logit of every token in the new text.",
     ),
     click.option(
         "--frequency-penalty",
         type=float,
-        help="Subtracted from a token's logit for each time it occurred.",
+        help="Subtracted from a token's logit for each time it occurs in the new text.",
     ),
     click.option(
         "--logit-bias",
@@ -140,55 +144,56 @@ _FLAGS = (
         callback=_biases,
         help="Added to the logit of a token id. Repeatable.",
     ),
-    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--seed", type=int, help="Random seed; the same seed gives the same completion."),
     click.option(
         "--stop",
         multiple=True,
         metavar="TEXT",
-        help="End before this text or special token. Repeatable.",
+        help="Stop before this string or special token. Repeatable.",
     ),
     click.option(
         "--speculate",
         type=int,
         metavar="N",
-        help="Guess N tokens at a time, from the text so far or by --draft, and check them in one"
-        " pass. Faster where guesses are right. The text stays the same or, sampled with --draft,"
-        " its distribution does.",
+        help="Speculative decoding: guess N tokens at a time, with --draft or from the text so"
+        " far, and verify them in one forward pass. The output stays the same (when sampling with"
+        " --draft: its distribution).",
     ),
     click.option(
         "--exact",
         is_flag=True,
         default=None,
-        help="Every number has the same bits whatever else is read. Prompts are read one by one,"
-        " and texts too where steps are not native.",
+        help="Make results bitwise independent of the batch and the cache. Prompts are then"
+        " processed one by one, and so are decode steps unless execution is native.",
     ),
     click.option(
         "--truncate",
         type=click.Choice(["refuse", "left"]),
-        help="When the context is full: refuse or end, or forget the oldest tokens."
+        help="When the context is full: refuse reports an error for a longer prompt and ends the"
+        " completion; left drops the oldest tokens."
         "  [default: refuse]",
     ),
 )
 
 
 def sampling_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the flags; their parameters are fields of `GenerationConfig`, None if not given."""
+    """Add the sampling flags. Parameters are fields of `GenerationConfig`, None if not given."""
     for option in reversed(_FLAGS):
         verb = option(verb)
     return verb
 
 
 def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--draft`; its parameter is `draft: str | None`, a MODEL."""
+    """Add `--draft`. The parameter is `draft: str | None`, a MODEL."""
     return click.option(
         "--draft",
         metavar="MODEL",
-        help="With --speculate: a smaller model of the same vocabulary that guesses.",
+        help="With --speculate: a smaller model with the same vocabulary that guesses the tokens.",
     )(verb)
 
 
 def with_seed(config: "GenerationConfig") -> "GenerationConfig":
-    """Sampling with a seed that can be told: one is drawn if there is none."""
+    """The config with a seed, so that it can be reported: draw one if none is given."""
     if config.samples and config.seed is None:
         return config.replace(seed=secrets.randbits(32))
     return config
@@ -197,12 +202,12 @@ def with_seed(config: "GenerationConfig") -> "GenerationConfig":
 def with_sampling(
     config: "GenerationConfig", model: "Model", options: Mapping[str, Any]
 ) -> "GenerationConfig":
-    """The config with the model's own sampling options, which are printed on stderr.
+    """Add the model's own sampling options to the config and print them on stderr.
 
     Args:
-        config: made of the flags.
+        config: the config from the flags.
         model: the model.
-        options: the flags; those that are not None win.
+        options: the flags; those that are not None take precedence.
     """
     given = [name for name, value in options.items() if value is not None]
     full = model.with_sampling(config, given)
@@ -213,7 +218,7 @@ def with_sampling(
 
 
 def generation_config(**options: Any) -> "GenerationConfig":
-    """A config from the flags that were given; the other fields keep the library's defaults."""
+    """Make a config from the given flags; the other fields keep the library's defaults."""
     from workhorse.generate import GenerationConfig
 
     given = {name: value for name, value in options.items() if value is not None}

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 TERMS = {"z_loss": "z-loss", "balance_loss": "balance loss"}
-"""Terms that a step may add to its loss, and their names."""
+"""Optional terms of a step's loss, and their displayed names."""
 Event = dict[str, Any]
 Show = Callable[[Event], None]
 
 
 @contextmanager
 def show_training(steps: int | None) -> Iterator[Show]:
-    """Gives a function that shows the events of a run of `steps` steps, None until it begins."""
+    """Yield a function that shows the events of a run of `steps` steps (None: not known yet)."""
     with _live(steps) if sys.stderr.isatty() else _plain(steps) as show:
         yield show
 
@@ -72,7 +72,7 @@ class _View:
     """Turns events into lines.
 
     Args:
-        steps: steps of the whole run; None until it begins.
+        steps: total number of steps of the run; None until it starts.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -81,7 +81,7 @@ class _View:
         self.validation = ""
 
     def step_line(self, event: Event) -> str:
-        """The step, the loss, the speed and the time left."""
+        """The line with step, loss, speed and remaining time."""
         speed = event["tokens_per_second"]
         assert self.steps is not None
         left = (self.steps - event["step"]) * self.tokens_per_step / speed
@@ -101,7 +101,7 @@ class _View:
         )
 
     def line(self, event: Event) -> str:
-        """The line for an event; empty for one that is not shown."""
+        """The line for an event; empty for events that are not shown."""
         match event["kind"]:
             case "notice" | "back":
                 return event["message"]
@@ -117,7 +117,7 @@ class _View:
                 return (
                     f"{event['parameters']:,} parameters{active}, {event['train_tokens']:,} tokens "
                     f"of text{beside}, {event['device']} with a peak of "
-                    f"{event['peak_flops'] / 1e9:,.0f} GFLOP/s in matrix products{after}"
+                    f"{event['peak_flops'] / 1e9:,.0f} GFLOP/s in matmuls{after}"
                 )
             case "validation":
                 self.validation = f", validation {event['loss']:.4f}"
@@ -135,7 +135,7 @@ class _View:
 
 
 def _held_out(event: Event) -> str:
-    part = "" if event["whole"] else " on a part"
+    part = "" if event["whole"] else " on a subset"
     line = f"validation loss {event['loss']:.4f}{part}"
     if event["bits_per_byte"] is not None:
         line += f", {bits_per_byte(event['bits_per_byte'], event['unknown_rate'])}"
@@ -143,7 +143,7 @@ def _held_out(event: Event) -> str:
 
 
 def bits_per_byte(bits: float, unknown_rate: float | None) -> str:
-    """The figure, with a note where unknown characters make it too low."""
+    """The figure, with a note if unknown characters make it too low."""
     note = f" (too low: {unknown_rate:.2%} of the tokens are unknown)" if unknown_rate else ""
     return f"{bits:.4f} bits per byte{note}"
 

@@ -1,4 +1,4 @@
-"""Comparing designs: variants of a recipe at an equal budget, over seeds."""
+"""Comparison of designs: variants of a recipe at an equal budget, over several seeds."""
 
 from workhorse.compare.plan import QUICK, quick, with_settings
 from workhorse.compare.run import Comparison, compare, dry_run

@@ -1,10 +1,10 @@
-"""The folder of a study: what it was begun with, its trials, and what came out.
+"""The folder of a study: its definition, its trials and its results.
 
-study.yaml      the study, its base and its variants written out
-timings.json    seconds per step of each variant, where the budget is in seconds
-data/           tokenizers and token shards, which the trials share
+study.yaml      the study, with its base and its variants written out
+timings.json    seconds per step of each variant, if the budget is in seconds
+data/           tokenizers and token shards, shared by the trials
 trials/VARIANT/seed-N/      a run directory, with the outcome in trial.json once it is finished
-trials/VARIANT/rate-F/      likewise, of the search for a learning rate
+trials/VARIANT/rate-F/      the same for the learning rate search
 results.json, report.md, report.html
 """
 
@@ -29,10 +29,10 @@ NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 
 FOR_PEOPLE = ("name", "description")
-"""Keys of the base that no trial depends on."""
+"""Keys of the base that do not affect any trial."""
 
 COSTS = ("seconds", "tokens_per_second", "peak_memory")
-"""What an outcome holds that is different each time it is measured."""
+"""Fields of an outcome that differ each time they are measured."""
 
 
 class Losses(Config):
@@ -43,13 +43,13 @@ class Losses(Config):
 
 
 class Outcome(Config):
-    """What a finished trial came to: the fields of its `trial.json`."""
+    """The outcome of a finished trial: the fields of its `trial.json`."""
 
     loss: NotNegative | None
     bits_per_byte: NotNegative | None
     unknown_rate: NotNegative | None
     diverged: str | None
-    """Why there are no losses; None: there are."""
+    """The reason why the losses are missing; None if the trial did not diverge."""
     steps: Count
     tokens: Count
     skipped_steps: Count
@@ -62,21 +62,21 @@ class Outcome(Config):
     tokens_per_second: NotNegative | None
     peak_memory: Count | None
     by_context: dict[str, Losses]
-    """At each of the study's contexts; empty if it diverged."""
+    """The losses at each of the study's contexts; empty if the trial diverged."""
 
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
         if self.diverged is None and (self.loss is None or self.bits_per_byte is None):
-            raise ConfigError("it has no loss, and did not diverge")
+            raise ConfigError("neither a loss nor a reason for divergence is set")
         return self
 
     def measured(self, measure: Measure) -> float | None:
-        """The loss in one of its units; None: it diverged."""
+        """The loss in one of its units; None if the trial diverged."""
         return self.loss if measure == "loss" else self.bits_per_byte
 
 
 class StudyFolder:
-    """The folder of one study; nothing is read or made before it is needed."""
+    """The folder of one study. The constructor neither reads nor creates anything."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -88,20 +88,20 @@ class StudyFolder:
         self.text_file = self.path / "report.md"
 
     def check(self, study: Study) -> None:
-        """Check that a study can begin or go on here. Writes nothing.
+        """Check that a study can start or resume here. Writes nothing.
 
         Raises:
-            WorkhorseError: the folder is something else's, or the study has changed since in more
-                than further seeds and variants.
+            WorkhorseError: the folder is not a study's, or the study has changed by more than
+                added seeds and variants.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise WorkhorseError(f"{self.path} is no folder; choose another --out")
+            raise WorkhorseError(f"{self.path} is not a folder; choose another --out")
         if not self.study_file.is_file():
             others = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
             others = [name for name in others if name != "data" and not name.startswith(".")]
             if others:
                 raise WorkhorseError(
-                    f"{self.path} is not empty and no study (it has {min(others)!r}); choose "
+                    f"{self.path} is not empty and not a study (it has {min(others)!r}); choose "
                     "another --out"
                 )
             return
@@ -110,18 +110,18 @@ class StudyFolder:
             before.get("variants"), dict
         ):
             raise WorkhorseError(
-                f"{self.study_file} is damaged: it has no seeds and variants; put it back, or "
+                f"{self.study_file} is damaged: it has no seeds and variants; restore it, or "
                 "choose another --out"
             )
         change = _refused_change(before, identity(study))
         if change:
             raise WorkhorseError(
-                f"{change} since {self.path} was begun, and only seeds and variants may be added; "
-                "put it back, or choose another --out"
+                f"{change} since {self.path} was started, and only seeds and variants may be "
+                "added; undo the change, or choose another --out"
             )
 
     def begin(self, study: Study) -> None:
-        """Make the folder, if there is none, and note what the study is."""
+        """Create the folder if needed, and write `study.yaml`."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         text = write_yaml(identity(study))
@@ -129,10 +129,10 @@ class StudyFolder:
             write_atomically(self.study_file, text)
 
     def lock(self) -> FolderLock:
-        """Keep other processes from running this study.
+        """Lock the folder, to keep other processes from running this study.
 
         Raises:
-            WorkhorseError: another process does.
+            WorkhorseError: another process holds the lock.
         """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -143,14 +143,14 @@ class StudyFolder:
         return self.path / trial.folder
 
     def outcome(self, trial: Trial, contexts: Sequence[int]) -> Outcome | None:
-        """What a finished trial came to; None: it is not finished.
+        """The outcome of a trial; None if it is not finished.
 
         Args:
-            trial: of the study.
-            contexts: of the study.
+            trial: a trial of the study.
+            contexts: the study's contexts.
 
         Raises:
-            WorkhorseError: its file is damaged.
+            WorkhorseError: the trial's file is damaged.
         """
         file = outcome_file(self.trial(trial))
         if not file.is_file():
@@ -158,12 +158,12 @@ class StudyFolder:
         try:
             found = Outcome.from_dict(read_json(file))
             if found.diverged is None and [*found.by_context] != [*map(str, contexts)]:
-                raise ConfigError("it has not the study's contexts", "by_context")
+                raise ConfigError("the contexts are not the study's", "by_context")
             return found
         except WorkhorseError as error:
             raise WorkhorseError(
-                f"{file} is damaged ({str(error).partition(';')[0]}); remove it, and it is made "
-                "again from the run"
+                f"{file} is damaged ({str(error).partition(';')[0]}); delete it to recreate it "
+                "from the run"
             ) from None
 
     def timings(self) -> dict[str, float]:
@@ -177,8 +177,8 @@ class StudyFolder:
         found = read_json(self.timings_file)
         if not all(isinstance(value, float) and value > 0 for value in found.values()):
             raise WorkhorseError(
-                f"{self.timings_file} is damaged: seconds are above 0; put it back, or choose "
-                "another --out"
+                f"{self.timings_file} is damaged: not all values are above 0; restore it, or "
+                "choose another --out"
             )
         return found
 
@@ -187,12 +187,12 @@ class StudyFolder:
 
 
 def outcome_file(run: Path) -> Path:
-    """Where a trial's outcome stands in its run directory."""
+    """The path of a trial's outcome in its run directory."""
     return run / "trial.json"
 
 
 def identity(study: Study) -> dict[str, Any]:
-    """All that a study's results depend on, and its question, as plain data."""
+    """All settings that a study's results depend on, and its question, as plain data."""
     fields = study.to_dict()
     base = {key: value for key, value in fields["base"].items() if key not in FOR_PEOPLE}
     left_out = ("base", "variants", "grid", "quick")
@@ -202,16 +202,16 @@ def identity(study: Study) -> dict[str, Any]:
 
 
 def _refused_change(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first change in more than further seeds and variants; empty if there is none."""
+    """The first change that is not an added seed or variant; empty if there is none."""
     for seed in before["seeds"]:
         if seed not in now["seeds"]:
-            return f"seed {seed} was taken out of seeds"
+            return f"seed {seed} was removed from seeds"
     for name in before["variants"]:
         if name not in now["variants"]:
-            return f"{name!r} was taken out of the variants"
+            return f"{name!r} was removed from variants"
     now = {
         **now,
-        "question": before.get("question"),  # for people
+        "question": before.get("question"),  # does not affect the trials
         "seeds": before["seeds"],
         "variants": {name: now["variants"][name] for name in before["variants"]},
     }

@@ -1,4 +1,4 @@
-"""The runs of a study: the recipe of every variant at the budget, and checks that they compare.
+"""The plan of a study: every variant's recipe at the budget, and checks that they are comparable.
 
 Nothing is trained or written here.
 """
@@ -24,34 +24,33 @@ from workhorse.train.check import check_length, check_recipe
 from workhorse.train.resume import differences
 
 Measure = Literal["loss", "bits_per_byte"]
-"""What is compared, as a run's metrics name it."""
+"""The compared loss, by its name in a run's metrics."""
 
 
 def measure_of(recipes: Mapping[str, Recipe], baseline: str) -> Measure:
-    """Nats per token where all have the same tokens, otherwise bits per byte of the same text.
+    """The loss to compare: nats per token if all variants use the same tokens, else bits per byte.
 
     Args:
-        recipes: of the variants, by name.
-        baseline: the name of one of them.
+        recipes: the variants' recipes by name.
+        baseline: the name of the baseline.
 
     Raises:
-        WorkhorseError: one has other text than the baseline.
+        WorkhorseError: a variant has different text than the baseline.
     """
     measure: Measure = "loss"
     for name, recipe in recipes.items():
         for path in _text_differences(recipes[baseline], recipe):
             if path[0] == "data" and path != ("data", "packing"):
                 raise WorkhorseError(
-                    f"{name!r} has another {'.'.join(path)} than {baseline!r}: losses on "
-                    "different text say nothing about the design; give all variants the same, "
-                    "in the base"
+                    f"{name!r} has a different {'.'.join(path)} than {baseline!r}: losses on "
+                    "different text are not comparable; set it in the base, for all variants"
                 )
             measure = "bits_per_byte"
     return measure
 
 
 def _text_differences(first: Recipe, second: Recipe) -> Iterator[tuple[str, ...]]:
-    """The settings of text and tokens that differ, without the place of the token shards."""
+    """Yield the settings of text and tokens that differ, except the folder of the token shards."""
     for section in ("data", "tokenizer"):
         before, now = (getattr(recipe, section).to_dict() for recipe in (first, second))
         for path, _, _ in differences(before, now, (section,)):
@@ -60,10 +59,10 @@ def _text_differences(first: Recipe, second: Recipe) -> Iterator[tuple[str, ...]
 
 
 def check_different(recipes: Mapping[str, Recipe]) -> None:
-    """Refuse variants that are the same once written out.
+    """Check that no two variants are equal after all defaults are filled in.
 
     Raises:
-        ConfigError: with their names.
+        ConfigError: two variants are equal.
     """
     seen: dict[str, str] = {}
     for name, recipe in recipes.items():
@@ -71,22 +70,22 @@ def check_different(recipes: Mapping[str, Recipe]) -> None:
         fields = repr(same.replace(data=same.data.replace(cache_dir=None)).to_dict())
         if (other := seen.setdefault(fields, name)) != name:
             raise ConfigError(
-                f"{other!r} and {name!r} are the same once written out; change or remove one of "
-                "them",
+                f"{other!r} and {name!r} are the same after defaults are filled in; change or "
+                "remove one",
                 "variants",
             )
 
 
 def check_parameters(counts: Mapping[str, int], baseline: str, allowed: bool | float) -> None:
-    """Refuse variants with too many or too few parameters.
+    """Check that the variants' parameter counts are close enough to the baseline's.
 
     Args:
-        counts: parameters of the variants, by name.
-        baseline: the name of one of them.
-        allowed: the share by which others may differ from it; True: none; False: any.
+        counts: the variants' parameter counts by name.
+        baseline: the name of the baseline.
+        allowed: the allowed relative difference; True: 0; False: no limit.
 
     Raises:
-        WorkhorseError: with the first that differs more.
+        WorkhorseError: a variant differs by more; the first one is named.
     """
     if allowed is False:
         return
@@ -95,7 +94,7 @@ def check_parameters(counts: Mapping[str, int], baseline: str, allowed: bool | f
     for name, count in counts.items():
         if abs(count - wanted) > share * wanted:
             raise WorkhorseError(
-                f"{name!r} has {count:,} parameters, {count / wanted - 1:+.2%} beside the "
+                f"{name!r} has {count:,} parameters, {count / wanted - 1:+.2%} relative to the "
                 f"{wanted:,} of {baseline!r}, and budget.parameters allows {share:.2%}; "
                 "change its sizes, or budget.parameters"
             )
@@ -105,42 +104,42 @@ Vocabulary = Callable[[Recipe], int]
 StepSeconds = Callable[[str, Recipe], float]
 
 SAVES = 5
-"""The fewest checkpoints of a trial: a kill then costs no more than a part of one trial."""
+"""Smallest number of checkpoints of a trial: a kill then loses at most a fifth of one trial."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One design, at the study's budget."""
+    """One variant at the study's budget."""
 
     name: str
     settings: Settings
-    """In which it differs from the base."""
+    """Settings that differ from the base."""
     recipe: Recipe
-    """With the steps that the budget pays for."""
+    """Its recipe, with the number of steps that fits the budget."""
     parameters: int
     flops_per_token: int
     """Floating-point operations to train on one token."""
 
     @property
     def tokens(self) -> int:
-        """Trained on in one run."""
+        """Training tokens of one run."""
         return self.recipe.train.length * self.recipe.train.tokens_per_step
 
     @property
     def flops(self) -> int:
-        """Of one run."""
+        """Training FLOPs of one run."""
         return self.flops_per_token * self.tokens
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: a variant with a seed, at a factor on its learning rate."""
+    """One run: a variant with a seed and a learning rate factor."""
 
     variant: str
     seed: int
     factor: float = 1.0
     searches: bool = False
-    """Whether it only helps to choose the factor."""
+    """True if the trial only belongs to the learning rate search."""
 
     @property
     def folder(self) -> str:
@@ -156,17 +155,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a study will train."""
+    """All runs of a study."""
 
     study: Study
     variants: dict[str, Variant]
     measure: Measure
     notices: list[str] = field(default_factory=list)
-    """Settings that variants leave out or shorten, a line each."""
+    """Notices about settings that variants drop or shorten, one line each."""
 
     @property
     def searching(self) -> list[Trial]:
-        """The trials that find each variant's learning rate; none if there is nothing to find."""
+        """The trials of the learning rate search; none if there is only one factor."""
         study = self.study
         if not study.searches:
             return []
@@ -177,26 +176,26 @@ class Plan:
         ]
 
     def trials(self, factors: dict[str, float]) -> list[Trial]:
-        """The trials that are compared, seed after seed, at each variant's factor."""
+        """The compared trials, seed by seed, at each variant's learning rate factor."""
         return [
             Trial(name, seed, factors[name]) for seed in self.study.seeds for name in self.variants
         ]
 
     @property
     def all_trials(self) -> list[Trial]:
-        """The search and the trials that are compared, with 1 for factors still to be found."""
+        """The search and the compared trials, with 1 for factors that are not known yet."""
         return [*self.searching, *self.trials(dict.fromkeys(self.variants, 1.0))]
 
     def recipe(self, trial: Trial, cache: str, threads: int) -> Recipe:
         """The recipe of one trial.
 
-        It generates no samples and is saved often. Trials share token shards and threads, unless
-        the recipe sets its own.
+        It generates no samples and is saved often. Trials share the token shards and the thread
+        count, unless the recipe sets its own.
 
         Args:
-            trial: of this plan.
-            cache: the folder of the shards.
-            threads: of the CPU; 0 lets PyTorch decide.
+            trial: a trial of this plan.
+            cache: the folder of the token shards.
+            threads: the number of CPU threads; 0 lets PyTorch decide.
         """
         recipe = self.variants[trial.variant].recipe
         train = recipe.train
@@ -208,13 +207,14 @@ class Plan:
                 optimizer=scaled(train.optimizer, trial.factor),
                 threads=train.threads or threads,
                 samples=None,
+                # Ceiling division: at least `SAVES` checkpoints, at most one per step.
                 checkpoint_every=min(train.checkpoint_every, -(-train.length // SAVES)),
             ),
         )
 
 
 def scaled(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
-    """An optimizer with its learning rate times a factor: with Muon, both of its rates."""
+    """Multiply an optimizer's learning rate by a factor; with Muon, both of its rates."""
     if factor == 1:
         return optimizer
     changes: dict[str, Any] = {"learning_rate": optimizer.learning_rate * factor}
@@ -224,10 +224,10 @@ def scaled(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
 
 
 def with_settings(study: Study, settings: Iterable[str]) -> Study:
-    """A study whose base has `section.key=value` settings written over it.
+    """Apply `section.key=value` settings to the base of a study.
 
     Raises:
-        ConfigError: one of them cannot be applied.
+        ConfigError: a setting cannot be applied.
     """
     assert isinstance(study.base, dict), "read_study reads the base"
     try:
@@ -237,20 +237,20 @@ def with_settings(study: Study, settings: Iterable[str]) -> Study:
 
 
 QUICK = (
-    "This is a quick run, with less training than the study asks for: it shows that the study "
-    "works, not which variant is better."
+    "This is a quick run with less training than the study specifies: it only checks that the "
+    "study works, not which variant is better."
 )
 
 
 def quick(study: Study) -> Study:
-    """The study that `--quick` runs, its base and its question changed too.
+    """The study that `--quick` runs; its base and its question also change.
 
     Raises:
-        ConfigError: the study does not say how, or its settings cannot be applied.
+        ConfigError: the study has no quick section, or its settings cannot be applied.
     """
     if study.quick is None:
         raise ConfigError(
-            "the study does not say what --quick changes; add quick, as "
+            "the study has no quick section; add one, such as "
             "quick: {budget: {steps: 10}, seeds: [1, 2]}",
             "quick",
         )
@@ -267,18 +267,18 @@ def quick(study: Study) -> Study:
 def make_plan(
     study: Study, vocabulary: Vocabulary, step_seconds: StepSeconds | None = None
 ) -> Plan:
-    """The plan of a study, checked: if it is returned, every trial can begin.
+    """Make and check the plan of a study: if it is returned, every trial can start.
 
     Args:
-        study: with the fields of its base.
-        vocabulary: gives the size of a recipe's vocabulary.
-        step_seconds: gives a variant's time per step, by its name and its recipe; None leaves the
-            base's steps where the budget is in seconds.
+        study: the study, with the fields of its base.
+        vocabulary: a function that returns a recipe's vocabulary size.
+        step_seconds: a function that returns a variant's time per step from its name and recipe.
+            None keeps the base's steps if the budget is in seconds.
 
     Raises:
-        ConfigError: a variant is no recipe, or is equal to another.
-        WorkhorseError: a variant cannot be trained here, has other text or too many parameters, or
-            the budget does not pay for a step of it.
+        ConfigError: a variant is not a valid recipe, or is equal to another.
+        WorkhorseError: a variant cannot be trained here, has different text or a wrong parameter
+            count, or its budget is less than one step.
     """
     _check_base(study)
     told: dict[str, list[str]] = {}
@@ -313,14 +313,14 @@ def make_plan(
 
 
 def check_variants(study: Study, out: Path) -> None:
-    """Refuse variants that `train` would refuse; of the text only the beginning is read.
+    """Check that `train` would accept every variant; only the beginning of the text is read.
 
     Args:
-        study: with the fields of its base.
-        out: its folder.
+        study: the study, with the fields of its base.
+        out: the study's folder.
 
     Raises:
-        WorkhorseError: there is one, or nothing is held out to measure it on.
+        WorkhorseError: a variant cannot be trained, or has no held-out text.
     """
     _check_base(study)
     recipes = {
@@ -337,19 +337,19 @@ def check_variants(study: Study, out: Path) -> None:
             raise WorkhorseError(f"variants.{name}: {error}") from None
         if not any(source.has_validation for source in recipe.data.sources.values()):
             raise WorkhorseError(
-                "nothing of base.data.corpus is held out, so there is no loss to compare; set "
+                "base.data.corpus has no validation split to compare losses on; set "
                 "data.corpus.validation_fraction, or data.corpus.validation"
             )
 
 
 def _check_base(study: Study) -> None:
-    """Report mistakes of the base as its own, not as those of a variant."""
+    """Report errors in the base as errors of the base, not of a variant."""
     try:
         base = with_init(study.base) if isinstance(study.base, dict) else study.base
         if (minutes := Recipe.from_dict(base).train.minutes) is not None:
             raise ConfigError(
-                f"{minutes:g} cannot be kept, since the study's budget gives the steps; set "
-                "train.steps in its place",
+                f"{minutes:g} conflicts with the study's budget, which determines the steps; set "
+                "train.steps instead",
                 "train.minutes",
             )
     except ConfigError as error:
@@ -362,7 +362,7 @@ def _recipe(
     settings: Settings,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Recipe:
-    """A variant's recipe: the base with settings written over it."""
+    """A variant's recipe: the base with the settings applied."""
     assert isinstance(study.base, dict), "read_study reads the base"
     changes = [f"{key}={written(value)}" for key, value in settings.items()]
     try:
@@ -372,7 +372,7 @@ def _recipe(
 
 
 def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int]:
-    """Parameters, and floating-point operations to train on a token."""
+    """The parameter count, and the FLOPs to train on one token."""
     config = recipe.decoder_config(vocabulary)
     decoder = config.build(recipe.train.kernel, device="meta")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
@@ -400,7 +400,7 @@ def _check_contexts(study: Study, name: str, recipe: Recipe, vocabulary: int) ->
     longest = recipe.decoder_config(vocabulary).max_seq_len
     if study.contexts and study.contexts[-1] > longest:
         raise ConfigError(
-            f"{study.contexts[-1]} is more than the max_seq_len={longest} of {name!r}; set "
+            f"{study.contexts[-1]} is larger than max_seq_len={longest} of {name!r}; raise "
             "model.max_seq_len in the base",
             "contexts",
         )
@@ -412,8 +412,8 @@ def _check_rates(study: Study, name: str, recipe: Recipe) -> None:
             scaled(recipe.train.optimizer, factor)
         except ConfigError as error:
             raise ConfigError(
-                f"{factor:g} times the learning rate of {name!r} is none ({error.reason}); choose "
-                "another factor",
+                f"{factor:g} times the learning rate of {name!r} is not valid ({error.reason}); "
+                "choose another factor",
                 "learning_rates",
             ) from None
 
@@ -425,7 +425,7 @@ def _steps(
     flops: int,
     step_seconds: StepSeconds | None,
 ) -> int:
-    """The steps that the budget pays for."""
+    """The number of steps that fits the budget."""
     tokens = recipe.train.tokens_per_step
     match budget.kind:
         case "steps":
@@ -441,7 +441,7 @@ def _steps(
     steps = int(min(budget.amount // cost, LARGEST + 1.0))
     if steps > LARGEST:
         raise ConfigError(
-            f"{budget.amount:g} pays for 2^63 steps of {name!r} or more; lower it",
+            f"{budget.amount:g} is enough for 2^63 steps of {name!r} or more; lower it",
             f"budget.{budget.kind}",
         )
     if steps < 1:

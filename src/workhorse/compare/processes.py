@@ -1,4 +1,4 @@
-"""Several trials at once, each in a process of its own: `workhorse.compare.worker`."""
+"""Runs several trials in parallel, each in its own process (`workhorse.compare.worker`)."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ from workhorse.train import Event, Recipe
 from workhorse.train.loop import StopSignals
 
 WAKE = 0.1
-"""Seconds between two looks at the signals."""
+"""Seconds between two checks for signals."""
 
 
 @dataclass
 class _Worker:
-    """A process with its trial, and a file of what it says on its standard error."""
+    """A process with its trial, and a file with its stderr."""
 
     trial: Trial
     process: subprocess.Popen[str]
@@ -33,18 +33,18 @@ class _Worker:
     reader: threading.Thread | None = None
 
     def stop(self, received: signal.Signals) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the process a signal, if it is still running."""
         if self.process.poll() is None:
             self.process.send_signal(received)
 
     def leave(self) -> None:
-        """End its standard input, upon which it saves and stops."""
+        """Close the process's stdin, which makes it save and stop."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has exited."""
         assert self.process.stdout is not None
         self.process.wait()
         self.leave()
@@ -53,20 +53,20 @@ class _Worker:
         self.process.stdout.close()
 
     def why(self) -> Exception:
-        """Why it ended without saying so."""
+        """The error for a process that exited without its last event."""
         self.errors.seek(0)
         said = self.errors.read()
         code = self.process.returncode
         if code < 0:
             return WorkhorseError(
-                f"the process of {self.trial} was ended by {signal.Signals(-code).name}, perhaps "
-                "for want of memory; give the same command again to go on, with fewer --jobs"
+                f"the process of {self.trial} was killed by {signal.Signals(-code).name}, possibly "
+                "out of memory; run the same command again with fewer --jobs to resume"
             )
         return RuntimeError(f"the process of {self.trial} failed:\n{said}")
 
 
 Events = queue.SimpleQueue[tuple[_Worker, Event | None]]
-"""Of all processes; None: one ended without its last event."""
+"""Events of all processes. None: the process exited without its last event."""
 
 
 def run_in_processes(
@@ -78,21 +78,21 @@ def run_in_processes(
     on_end: Callable[[Trial], None],
     signals: StopSignals,
 ) -> str | None:
-    """Run trials, `jobs` at once.
+    """Run trials in up to `jobs` parallel processes.
 
     Args:
-        trials: each with its recipe and its run directory.
-        jobs: processes at once.
-        contexts: at which final models are measured too, in tokens.
+        trials: the trials, each with its recipe and its run directory.
+        jobs: the number of parallel processes.
+        contexts: context lengths in tokens at which final models are also evaluated.
         on_event: called with the events of every trial.
-        on_end: called when one is finished.
-        signals: are passed on to the processes, which save and stop.
+        on_end: called when a trial is finished.
+        signals: signals that are forwarded to the processes, which then save and stop.
 
     Returns:
-        The name of the signal that stopped them after saving; None: all are finished.
+        The name of the signal that stopped the trials after saving; None if all are finished.
 
     Raises:
-        WorkhorseError: one cannot be trained; the others are saved and stopped.
+        WorkhorseError: a trial cannot be trained; the others are saved and stopped.
     """
     jobs_of = [
         (trial, {"recipe": recipe.to_dict(), "out": str(out), "contexts": list(contexts)})
@@ -113,7 +113,7 @@ def run_in_processes(
 
 
 class _Pool:
-    """The processes that run, and the trials that wait for one."""
+    """The running processes and the waiting trials."""
 
     def __init__(
         self,
@@ -129,21 +129,21 @@ class _Pool:
         self.events: Events = queue.SimpleQueue()
 
     def fill(self) -> None:
-        """Start as many as may run."""
+        """Start waiting trials until `jobs` processes are running."""
         while self.waiting and len(self.running) < self.jobs:
             worker = _start(*self.waiting.pop(0), self.events)
             self.running.append(worker)
             self.on_event(worker.trial, {"kind": "begin"})
 
     def stop(self, received: signal.Signals) -> None:
-        """Pass on a signal, once: a second one would not let them save."""
+        """Forward a signal once: a second signal would keep the processes from saving."""
         if self.stopped is None:
             self.stopped = received.name
             for worker in self.running:
                 worker.stop(received)
 
     def listen(self) -> None:
-        """Take in the next event, if one comes soon."""
+        """Handle the next event, if one arrives within `WAKE` seconds."""
         try:
             worker, event = self.events.get(timeout=WAKE)
         except queue.Empty:
@@ -155,14 +155,14 @@ class _Pool:
         worker.wait()
         if event is None and self.stopped is not None:
             worker.errors.close()
-            return  # it was stopped before it could catch the signal
+            return  # the signal arrived before the process had installed its handler
         stopped_by = _stopped_by(worker, event)
         if stopped_by is None:
             self.on_end(worker.trial)
         self.stopped = self.stopped or stopped_by
 
     def end(self) -> None:
-        """After an error or a second signal: let those that still run save and stop."""
+        """Let the running processes save and stop, after an error or a second signal."""
         for worker in self.running:
             worker.leave()
         for worker in self.running:
@@ -171,7 +171,7 @@ class _Pool:
 
 
 def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
-    """The name of the signal after which a process saved and ended; raises what made it fail."""
+    """The name of the signal that stopped a process after saving. Raises the process's error."""
     with worker.errors:
         if event is None:
             raise worker.why()
@@ -189,7 +189,7 @@ def _start(trial: Trial, job: Job, events: Events) -> _Worker:
         stderr=errors,
         text=True,
         encoding="utf-8",
-        start_new_session=True,  # a terminal's Ctrl-C reaches us, and we tell them once
+        start_new_session=True,  # Ctrl-C must only reach the parent, which forwards it once
     )
     worker = _Worker(trial, process, errors)
     assert process.stdin is not None
@@ -201,7 +201,7 @@ def _start(trial: Trial, job: Job, events: Events) -> _Worker:
 
 
 def _read(worker: _Worker, events: Events) -> None:
-    """Pass on a process's events; None if it ends without the last one."""
+    """Forward a process's events, and None if it exits without the last one."""
     assert worker.process.stdout is not None
     for line in worker.process.stdout:
         event = json.loads(line)

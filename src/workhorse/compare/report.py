@@ -1,4 +1,4 @@
-"""`report.md` and `report.html`: what a study found, in words, tables and curves."""
+"""`report.md` and `report.html`: the results of a study as sentences, tables and curves."""
 
 import json
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from workhorse.train.report.chart import Series, line_chart, shown
 from workhorse.train.report.page import duration, rendered
 
 Rows = list[list[str]]
-"""Of a table; the first is the head."""
+"""Rows of a table; the first is the header."""
 
 
 def write_reports(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> None:
     """Write `results.json`, `report.md` and `report.html`, replacing earlier ones.
 
     Raises:
-        WorkhorseError: the disk is full or refuses.
+        WorkhorseError: a file cannot be written.
     """
     write_atomically(folder.results_file, json.dumps(results, indent=2) + "\n")
     write_atomically(folder.text_file, as_markdown(results))
@@ -42,7 +42,7 @@ def write_reports(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> N
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """The report as text."""
+    """The report as Markdown."""
     parts = [f"# {results['study']}"]
     if results["question"]:
         parts.append(results["question"].strip())
@@ -56,47 +56,48 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def verdicts(results: dict[str, Any]) -> list[str]:
-    """What was found about each variant, in words; with one seed, that there is nothing to say."""
+    """The verdict on each variant as a sentence; with one seed, a note that there is none."""
     found = [one["verdict"]["words"] for one in results["variants"].values() if one["verdict"]]
     return list(dict.fromkeys(found)) or [ONE_SEED]
 
 
 def method(results: dict[str, Any]) -> str:
-    """How the figures were made, in a paragraph."""
+    """A paragraph that explains how the figures were computed."""
     (kind, amount), *_ = results["budget"].items()
     text = (
-        f"Each run may spend {shown(amount)} {'FLOPs' if kind == 'flops' else kind}. Losses are "
-        f"those of the whole held-out text after the last step, in {results['unit']}"
+        f"The budget of each run is {shown(amount)} {'FLOPs' if kind == 'flops' else kind}. Losses "
+        f"are measured on the whole held-out text after the last step, in {results['unit']}"
         f"{' per token' if results['measure'] == 'loss' else ''}; lower is better."
     )
     if len(results["seeds"]) >= FEWEST:
         text += (
-            " Intervals are of 95 %, by Student's t over the seeds; differences from "
-            f"{results['baseline']} are paired by seed, p of a paired t-test, after Holm's "
-            "correction for the number of comparisons. A verdict counts as shown with p < 0.05."
+            " Intervals are 95 % confidence intervals (Student's t over the seeds). Differences "
+            f"from {results['baseline']} are paired by seed. p is from a paired t-test, with "
+            "Holm's correction for the number of comparisons. A difference is significant if "
+            "p < 0.05."
         )
     if results["search_seed"] is not None:
         factors = ", ".join(f"{factor:g}" for factor in results["learning_rates"])
         text += (
             f" The learning rate of each variant is the best of the recipe's × {factors} on seed "
-            f"{results['search_seed']}, which is not compared."
+            f"{results['search_seed']}, which is not part of the comparison."
         )
     return text
 
 
 def tables(results: dict[str, Any]) -> list[tuple[str, Rows]]:
     """The tables of the report, each with its title."""
-    found = [("Losses", _losses(results)), ("What each run spent", _spent(results))]
+    found = [("Losses", _losses(results)), ("Cost of each run", _spent(results))]
     if results["contexts"]:
         shortest, *longer = map(str, results["contexts"])
         found.append(
-            ("Losses by tokens of context", _by_context(results, "loss", [shortest, *longer], ""))
+            ("Losses by context length", _by_context(results, "loss", [shortest, *longer], ""))
         )
         found.append(
-            (f"Difference from a context of {shortest}", _by_context(results, "more", longer, "+"))
+            (f"Difference from context {shortest}", _by_context(results, "more", longer, "+"))
         )
     if results["search_seed"] is not None:
-        found.append(("Search for the learning rate", _search(results)))
+        found.append(("Learning rate search", _search(results)))
     return found
 
 
@@ -114,7 +115,7 @@ def _losses(results: dict[str, Any]) -> Rows:
 
 
 def _by_context(results: dict[str, Any], key: str, contexts: list[str], sign: str) -> Rows:
-    """Means with half their 95 % intervals, a column for each context."""
+    """Means and half-widths of their 95 % intervals, one column per context length."""
     rows = [["variant", *contexts]]
     for name, one in results["variants"].items():
         cells = []
@@ -173,14 +174,14 @@ def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _table(rows: Rows) -> str:
-    """A table in Markdown, figures to the right."""
+    """Format a table as Markdown, with right-aligned figures."""
     head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     rule = ["---", *["--:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rest))
 
 
 def charts(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> list[str]:
-    """Losses against steps: means over the seeds, with bands from the lowest to the highest."""
+    """Charts of the losses by step: means over the seeds, with bands from lowest to highest."""
     events = {
         name: [
             read_metrics(RunDirectory(folder.trial(Trial(name, seed))).metrics_file)
@@ -191,7 +192,7 @@ def charts(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> list[str
     unit = results["unit"]
     return [
         line_chart(
-            f"Held-out loss on a part, {unit}",
+            f"Held-out loss on a subset, {unit}",
             [_curve(name, runs, plan.measure, _is_part) for name, runs in events.items()],
         ),
         line_chart(
@@ -210,9 +211,9 @@ def _is_part(event: Event) -> bool:
 
 
 def _curve(name: str, runs: list[list[Event]], key: str, wanted: Callable[[Event], bool]) -> Series:
-    """The mean of a figure over runs, with a band from the least to the largest.
+    """The mean of a figure over runs, with a band from the smallest to the largest.
 
-    A step counts if all runs have the figure there.
+    Only steps for which all runs have the figure are used.
     """
     values: dict[int, list[float]] = {}
     for run in runs:

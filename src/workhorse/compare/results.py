@@ -1,4 +1,4 @@
-"""The results of a finished study as plain data: what `results.json` holds and reports show."""
+"""The results of a finished study as plain data: the contents of `results.json` and reports."""
 
 from statistics import fmean, median
 from typing import Any
@@ -7,30 +7,29 @@ from workhorse.compare.folder import COSTS, Outcome, StudyFolder
 from workhorse.compare.plan import Plan, Trial, Variant
 from workhorse.compare.statistics import FEWEST, UNITS, holm, interval, paired, verdict
 
-ONE_SEED = "one seed: no interval and no verdict; give the study two seeds or more"
+ONE_SEED = "one seed: no interval and no verdict; add a second seed to the study"
 
 
 def chosen_factors(plan: Plan, folder: StudyFolder) -> dict[str, float]:
-    """Every variant's factor on the learning rate: that of the lowest loss in the search."""
+    """Every variant's learning rate factor: the one with the lowest loss in the search."""
     if not plan.searching:
         return dict.fromkeys(plan.variants, plan.study.learning_rates[0])
     found: dict[str, float] = {}
     for name, losses in _searched(plan, folder).items():
         finite = {factor: loss for factor, loss in losses.items() if loss is not None}
-        # Where no run stayed finite, the lowest factor; the trials will say that they diverged.
+        # If every run diverged, take the lowest factor; the trials will then report divergence.
         found[name] = min(finite, key=lambda factor: finite[factor]) if finite else min(losses)
     return found
 
 
 def collect(plan: Plan, folder: StudyFolder) -> dict[str, Any]:
-    """The results of a study whose trials are all finished.
+    """Collect the results of a study. All of its trials must be finished.
 
     Returns:
         `study`, `question`, `measure` (`loss` in nats per token, or `bits_per_byte`), `unit`,
         `budget`, `baseline`, `seeds`, `learning_rates`, `contexts`, `smallest_effect`, `variants`
-        (a mapping for each), `notes` and `environment`. Times and memory stand in
-        the variants' `cost` alone; everything else is the same however often the study was
-        stopped.
+        (a mapping for each), `notes` and `environment`. Times and memory are only in the variants'
+        `cost`. Everything else does not depend on how often the study was stopped and resumed.
     """
     study = plan.study
     factors = chosen_factors(plan, folder)
@@ -69,9 +68,9 @@ def _variant(
     outcomes: list[Outcome],
     searched: dict[float, float | None],
 ) -> dict[str, Any]:
-    """One variant: its size, what one run spent, its losses by seed, and their mean.
+    """The results of one variant: its size, the cost of a run, its losses by seed, and their mean.
 
-    `mean` is None if a run diverged; `low` and `high` (95 %) are None with one seed as well.
+    `mean` is None if a run diverged. `low` and `high` (95 %) are also None with one seed.
     """
     losses = [outcome.measured(plan.measure) for outcome in outcomes]
     known = [loss for loss in losses if loss is not None]
@@ -107,7 +106,7 @@ def _variant(
 
 
 def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
-    """At each context the loss, and how much more it is than at the shortest, with intervals."""
+    """The loss at each context, and its difference from the shortest context, with intervals."""
     found: dict[str, dict[str, Any]] = {}
     shortest: list[float] = []
     for context in map(str, plan.study.contexts):
@@ -124,7 +123,7 @@ def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]
 
 
 def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
-    """Add to every variant but the baseline its difference and the verdict."""
+    """Add the difference and the verdict to every variant except the baseline."""
     study = plan.study
     baseline = study.compared_with
     others = [name for name in variants if name != baseline]
@@ -164,12 +163,12 @@ def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
 
 
 def _why_none(plan: Plan, name: str, variants: dict[str, dict[str, Any]]) -> str:
-    """Why a variant cannot be compared with the baseline; empty if it can."""
+    """The reason why a variant cannot be compared with the baseline; empty if it can."""
     for one in (plan.study.compared_with, name):
         if variants[one]["diverged"]:
-            return f"{one} did not stay finite on every seed"
+            return f"{one} diverged on at least one seed"
         if plan.measure == "bits_per_byte" and variants[one]["unknown_rate"]:
-            return f"the tokenizer of {one} does not know all characters, which flatters it"
+            return f"the tokenizer of {one} has unknown characters, so its loss is too low"
     return ""
 
 
@@ -178,7 +177,7 @@ def _losses(variant: dict[str, Any]) -> list[float]:
 
 
 def _searched(plan: Plan, folder: StudyFolder) -> dict[str, dict[float, float | None]]:
-    """The losses of the search, by variant and factor; None where a run diverged."""
+    """The losses of the search by variant and factor; None if the run diverged."""
     found: dict[str, dict[float, float | None]] = {}
     for trial in plan.searching:
         outcome = _outcome(plan, folder, trial)
@@ -193,7 +192,7 @@ def _outcome(plan: Plan, folder: StudyFolder, trial: Trial) -> Outcome:
 
 
 def _cost(outcomes: list[Outcome]) -> dict[str, float | None]:
-    """Medians over the seeds; of memory the least, since a process's first run loads libraries."""
+    """Medians over the seeds. For memory the minimum: a process's first run loads libraries."""
     cost: dict[str, float | None] = {}
     for name in COSTS:
         known = [value for one in outcomes if (value := getattr(one, name)) is not None]
@@ -205,13 +204,13 @@ def _cost(outcomes: list[Outcome]) -> dict[str, float | None]:
 def _notes(
     plan: Plan, variants: dict[str, dict[str, Any]], outcomes: dict[str, list[Outcome]]
 ) -> list[str]:
-    """What a reader should know before trusting the table."""
+    """Notes on problems that affect the results."""
     notes = list(plan.notices)
     for name, variant in variants.items():
         if variant["learning_rate_at_end"]:
             notes.append(
-                f"{name}: the best factor on the learning rate, {variant['learning_rate_factor']:g}"
-                ", is at an end of the list; a better one may lie beyond it"
+                f"{name}: the best learning rate factor, {variant['learning_rate_factor']:g}, is "
+                "at an end of the list; a better one may be outside the list"
             )
         for seed, outcome in zip(plan.study.seeds, outcomes[name], strict=True):
             if outcome.diverged:
@@ -227,7 +226,7 @@ def _notes(
 
 
 def _environment(outcomes: list[Outcome]) -> list[str]:
-    """What the trials ran on, each kind once; several may round differently."""
+    """The devices and versions that the trials ran on; different ones may round differently."""
     lines = {
         f"{outcome.device}, {outcome.threads} CPU thread{'s' if outcome.threads != 1 else ''}, "
         + ", ".join(f"{name} {version}" for name, version in outcome.versions.items())

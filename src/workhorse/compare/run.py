@@ -1,4 +1,4 @@
-"""`compare`: from a study to its results, started, resumed, or only planned (`dry_run`)."""
+"""Runs a study from start to results (`compare`), or only plans it (`dry_run`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,24 +24,24 @@ from workhorse.train.loop import StopSignals
 
 
 def dry_run(study: Study, out: str | Path, *, jobs: int = 1, threads: int = 0) -> dict[str, Any]:
-    """The trials of a study and what they would need. Writes nothing.
+    """List the trials of a study and their cost. Writes nothing.
 
-    A tokenizer that is still to be trained is taken to fill its vocabulary, and a variant whose
-    time was not measured yet is timed for a few steps on random tokens.
+    A tokenizer that is not trained yet is assumed to fill its vocabulary. A variant that was not
+    timed yet is timed for a few steps on random tokens.
 
     Args:
-        study: with the fields of its base.
-        out: its folder, which need not exist.
-        jobs: trials at once.
-        threads: CPU threads of all of them together; 0: as many as PyTorch takes.
+        study: the study, with the fields of its base.
+        out: the study's folder, which need not exist.
+        jobs: the number of parallel trials.
+        threads: the number of CPU threads of all trials together; 0: PyTorch's default.
 
     Returns:
         `study`, `measure`, `variants` (by name: `parameters`, `steps`, `tokens`, `flops` and
-        `seconds` of one run), `trials` (`trial`, `folder`, `steps`, `done`), `seconds` of those
-        that are left, without validation, and `notices`.
+        `seconds` of one run), `trials` (`trial`, `folder`, `steps`, `done`), `seconds` of the
+        remaining trials, without validation, and `notices`.
 
     Raises:
-        WorkhorseError: `compare` would refuse before its first trial.
+        WorkhorseError: `compare` would fail before its first trial.
     """
     if not isinstance(study, Study):
         raise no_study(study)
@@ -97,7 +97,7 @@ def _account(study: Study, folder: StudyFolder, jobs: int) -> dict[str, Any]:
 
 
 def _seconds(plan: Plan, name: str, timings: dict[str, float]) -> float:
-    """Of one run of a variant."""
+    """The seconds of one run of a variant."""
     recipe = plan.variants[name].recipe
     if name in timings:
         return timings[name] * recipe.train.length
@@ -109,17 +109,17 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a study has come."""
+    """The progress of a study and, once it is finished, its results."""
 
     folder: Path
     done: int
-    """Trials finished."""
+    """Number of finished trials."""
     trials: int
-    """Trials in all."""
+    """Total number of trials."""
     results: dict[str, Any] | None
-    """See `workhorse.compare.results.collect`; None: not all trials are finished."""
+    """See `workhorse.compare.results.collect`; None if not all trials are finished."""
     stopped_by: str | None = None
-    """The name of the signal that stopped it after saving; None: it is finished."""
+    """The name of the signal that stopped the study after saving; None if it is finished."""
 
 
 def compare(
@@ -131,19 +131,19 @@ def compare(
     on_event: Listener = lambda event: None,
     signals: StopSignals | None = None,
 ) -> Comparison:
-    """Train every variant of a study on every seed, and compare them.
+    """Train every variant of a study with every seed, and compare the variants.
 
-    The same call goes on with a study that was stopped or killed; finished trials are not repeated.
+    The same call resumes a study that was stopped or killed; finished trials are not repeated.
 
     Args:
-        study: with the fields of its base, as `read_study` gives it.
-        out: its folder: new, empty, or its own.
-        jobs: trials at once, each in a process of its own if there are several.
-        threads: CPU threads of all trials together; 0: as many as PyTorch takes. Each trial gets
-            its share, unless the recipe sets `train.threads`.
-        on_event: called with events: `plan` (`trials`, `done`, `steps` of all and `steps_done`),
-            `begin` and `end_of_trial` of each, `notice` (`message`), and those of training. What
-            belongs to a trial has `trial`, its name.
+        study: the study with the fields of its base, as returned by `read_study`.
+        out: the study's folder: new, empty, or used by this study before.
+        jobs: the number of parallel trials, each in its own process if more than 1.
+        threads: the number of CPU threads of all trials together; 0: PyTorch's default. Each trial
+            gets an equal share, unless the recipe sets `train.threads`.
+        on_event: called with events: `plan` (`trials`, `done`, total `steps` and `steps_done`),
+            `begin` and `end_of_trial` of each trial, `notice` (`message`), and training's events.
+            Events of a trial have its name as `trial`.
         signals: the first of these stops the study after saving; see `workhorse.train.train`.
 
     Raises:
@@ -154,9 +154,10 @@ def compare(
     if len(study.seeds) >= FEWEST:
         scipy_stats()
     folder = StudyFolder(out)
-    check_variants(study, folder.path)  # first: a misspelt key is no change of the study
+    # Before `folder.check`, which would report a misspelt key as a change of the study.
+    check_variants(study, folder.path)
     folder.check(study)
-    make_plan(study, vocab_size_of)  # finds the other mistakes before a file is written
+    make_plan(study, vocab_size_of)  # finds the other errors before a file is written
     before = torch.get_num_threads()
     share = max(1, (threads or before) // jobs)
     try:
@@ -173,7 +174,7 @@ def compare(
 
 
 def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
-    """The plan with the vocabulary that the text really fills, and with steps timed here."""
+    """The plan with the sizes of trained tokenizers and with measured step times."""
 
     def vocabulary(recipe: Recipe) -> int:
         made = prepare_tokenizer(
@@ -197,14 +198,14 @@ def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
 
 
 def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
-    """The time of a recipe's step on this machine: the fastest of a few on random tokens."""
+    """The time of a recipe's step on this machine: the fastest of a few, on random tokens."""
     device = resolve_device(recipe.train.device)
     config = recipe.decoder_config(vocabulary)
     return time_steps(recipe.train, config, device, recipe.parallel)
 
 
 class _Run:
-    """The trials of a plan in its folder."""
+    """Runs the trials of a plan in a study's folder."""
 
     def __init__(
         self,
@@ -220,7 +221,7 @@ class _Run:
         self.threads, self.signals = threads, signals
 
     def run(self) -> Comparison:
-        """All trials that are not finished, the search first; then the reports."""
+        """Run all unfinished trials, the learning rate search first; then write the reports."""
         everything = self.plan.all_trials
         done = [trial for trial in everything if self._is_done(trial)]
         self.on_event(
@@ -245,7 +246,7 @@ class _Run:
         return Comparison(self.folder.path, finished, len(everything), results, stopped)
 
     def _train(self, trials: list[Trial]) -> str | None:
-        """Run those that are not finished; returns the name of the signal that stopped them."""
+        """Run the unfinished trials; returns the name of the signal that stopped them, or None."""
         left = [trial for trial in trials if not self._is_done(trial)]
         work = [(trial, self._recipe(trial), self.folder.trial(trial)) for trial in left]
         if self.jobs > 1:
@@ -258,7 +259,7 @@ class _Run:
                 signals=self.signals,
             )
         for trial, recipe, out in work:
-            if self.signals.received:  # between the steps of two trials
+            if self.signals.received:  # the signal arrived between two trials
                 return self.signals.received.name
             self._tell(trial, {"kind": "begin"})
             tell = partial(self._tell, trial)

@@ -1,6 +1,6 @@
 """Means and differences over seeds with confidence intervals (Student's t), and verdicts in words.
 
-Lists of numbers in, numbers out; nothing here knows what was measured. The distributions are
+The functions work on lists of numbers, independent of the measured quantity. The distributions are
 SciPy's, from the extra `compare`.
 """
 
@@ -14,20 +14,20 @@ from workhorse.errors import WorkhorseError, to_install
 
 CONFIDENCE = 0.95
 LEVEL = 1 - CONFIDENCE
-"""The largest p that counts as a difference shown."""
+"""Significance level: a difference is significant if p is below it."""
 POWER = 0.8
-"""The share of studies that would show a difference as large as `detectable` gives."""
+"""Statistical power of `detectable`: the fraction of studies that detect such a difference."""
 MOST_SEEDS = 1000
-"""More are not looked for, see `seeds_for`."""
+"""Largest number of seeds that `seeds_for` returns."""
 NODES = 200
-"""Of the integral over the deviations that a study may find, see `power`."""
+"""Quadrature nodes of the integral over sample standard deviations in `power`."""
 FEWEST = 2
-"""Values that an interval needs."""
+"""Smallest number of values for an interval."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the interval that covers the true one in 95 % of such studies."""
+    """A mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -36,16 +36,16 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """The mean of paired differences, its interval, and how likely chance alone is so far off."""
+    """The mean of paired differences, its interval and its p-value."""
 
     deviation: float
     """Standard deviation of the differences."""
     p: float
-    """Two-sided, of a paired t-test: for chance alone to give a mean at least as far from zero."""
+    """Two-sided p-value of a paired t-test."""
 
 
 def scipy_stats() -> Any:
-    """`scipy.stats`.
+    """Import and return `scipy.stats`.
 
     Raises:
         WorkhorseError: SciPy is not installed.
@@ -60,7 +60,7 @@ def scipy_stats() -> Any:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of two or more values with its 95 % interval, `mean ± t(n-1) · s / √n`."""
+    """The mean of two or more values and its 95 % interval, `mean ± t(n-1) · s / √n`."""
     assert len(values) >= FEWEST, "one value has no interval"
     reach = _quantile(1 - LEVEL / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     mean = fmean(values)
@@ -68,9 +68,9 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """The differences `first - second` of two or more pairs, with the paired t-test.
+    """Paired t-test of the differences `first - second` of two or more pairs.
 
-    Equal differences have no spread: p is then 0, or 1 if they are zero.
+    If all differences are equal, p is 0, or 1 if they are zero.
     """
     differences = [one - other for one, other in zip(first, second, strict=True)]
     found = interval(differences)
@@ -84,9 +84,10 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """The p of several tests, corrected so that a false alarm in any of them is as rare as in one.
+    """Holm's correction of the p-values of several tests, which bounds the family-wise error rate.
 
-    The i-th smallest of m is multiplied by `m - i + 1`; none becomes smaller than the one before.
+    The i-th smallest of m is multiplied by `m - i + 1`. No corrected value is smaller than the
+    previous one, and none exceeds 1.
 
     Paper: Holm, "A simple sequentially rejective multiple test procedure", 1979.
     """
@@ -99,16 +100,16 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def power(effect: float, deviation: float, n: int, level: float = LEVEL) -> float:
-    """How often a paired t-test shows a true difference.
+    """The probability that a paired t-test detects a true difference.
 
-    The mean of `P(|Z + shift| > limit · s)` over the distribution of the standard deviation s that
-    a study finds; SciPy's noncentral t, which is the same, fails far from its centre.
+    Computed as the mean of `P(|Z + shift| > limit · s)` over the distribution of the sample
+    standard deviation s. SciPy's noncentral t is the same function but fails far from its centre.
 
     Args:
         effect: the true difference.
         deviation: the standard deviation of the differences, above 0.
-        n: pairs, two or more.
-        level: the largest p that counts.
+        n: the number of pairs, two or more.
+        level: the significance level.
     """
     import numpy as np
 
@@ -122,9 +123,9 @@ def power(effect: float, deviation: float, n: int, level: float = LEVEL) -> floa
 
 
 def detectable(deviation: float, n: int, level: float = LEVEL) -> float:
-    """The smallest true difference that a paired t-test of n pairs shows with 80 % power.
+    """The smallest true difference that a paired t-test of n pairs detects with 80 % power.
 
-    Found by halving an interval, to a millionth of itself. 0 if the differences have no spread.
+    Found by bisection to a relative precision of 1e-6. 0 if the deviation is 0.
     """
     if deviation == 0:
         return 0.0
@@ -138,7 +139,10 @@ def detectable(deviation: float, n: int, level: float = LEVEL) -> float:
 
 
 def seeds_for(effect: float, deviation: float, level: float = LEVEL) -> int | None:
-    """The fewest pairs that show a true difference with 80 % power; None: more than a thousand."""
+    """The smallest number of pairs that detects a true difference with 80 % power.
+
+    None if more than `MOST_SEEDS` are needed.
+    """
     if deviation == 0:
         return FEWEST
     if power(effect, deviation, MOST_SEEDS, level) < POWER:
@@ -162,13 +166,13 @@ UNITS = {"loss": "nats", "bits_per_byte": "bits per byte"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one variant beside the baseline."""
+    """The outcome of comparing one variant with the baseline."""
 
     outcome: Literal["better", "worse", "equal", "not shown"]
-    """`equal`: within the smallest effect that matters."""
+    """`equal`: the difference is within the smallest effect that matters."""
     words: str
     detectable: float
-    """The difference that a study like this shows four times in five, in the unit of the loss."""
+    """The difference that this study detects with 80 % power, in the unit of the loss."""
 
 
 def verdict(
@@ -182,21 +186,21 @@ def verdict(
     unit: str,
     smallest_effect: float | None = None,
 ) -> Verdict:
-    """Judge the paired differences of a variant's losses from the baseline's.
+    """Judge the paired differences between a variant's losses and the baseline's.
 
     Args:
-        name: of the variant.
-        baseline: that it is compared with.
+        name: the name of the variant.
+        baseline: the name of the baseline.
         found: the variant's loss minus the baseline's.
-        p: of the test, after Holm's correction.
-        n: seeds.
-        tests: variants compared with the baseline.
-        unit: of the loss.
-        smallest_effect: a difference that would matter.
+        p: the p-value after Holm's correction.
+        n: the number of seeds.
+        tests: the number of variants compared with the baseline.
+        unit: the unit of the loss.
+        smallest_effect: the smallest difference that matters.
     """
-    level = LEVEL / tests  # what the strictest of Holm's steps asks
+    level = LEVEL / tests  # the level of the strictest of Holm's steps
     seen = detectable(found.deviation, n, level)
-    could = f"this study could have seen one of {seen:.2g} {unit} or more (80 % power)"
+    could = f"this study can detect {seen:.2g} {unit} or more (80 % power)"
     if p < LEVEL:
         outcome = "better" if found.mean < 0 else "worse"
         small, large = sorted((abs(found.low), abs(found.high)))
@@ -207,24 +211,24 @@ def verdict(
     within = max(abs(found.low), abs(found.high))
     if smallest_effect is not None and within < smallest_effect:
         words = (
-            f"{name} and {baseline} differ by less than {smallest_effect:g} {unit}, the smallest "
-            f"difference that matters here: by {found.low:+.2g} to {found.high:+.2g}"
+            f"{name} and {baseline} are equivalent within {smallest_effect:g} {unit}, the smallest "
+            f"effect that matters: the difference is {found.low:+.2g} to {found.high:+.2g}"
         )
         return Verdict("equal", words, seen)
-    words = f"no difference shown between {name} and {baseline}; {could}"
+    words = f"no significant difference between {name} and {baseline}; {could}"
     if found.p < LEVEL:
         words += (
-            f"; alone it would count (p = {found.p:.2g}), among {tests} comparisons it does not"
+            f"; significant as a single test (p = {found.p:.2g}), not among {tests} comparisons"
         )
     if smallest_effect is not None and seen > smallest_effect:
         needed = seeds_for(smallest_effect, found.deviation, level)
-        many = f"about {needed}" if needed else "more than a thousand"
-        words += f"; to see {smallest_effect:g} it would take {many} seeds"
+        many = f"about {needed}" if needed else "more than 1,000"
+        words += f"; detecting {smallest_effect:g} needs {many} seeds"
     return Verdict("not shown", words, seen)
 
 
 def _span(small: float, large: float) -> str:
-    """Two figures with as many places as tell them apart, three at least."""
+    """Format two figures with enough decimal places to differ, at least three."""
     for places in (3, 4, 5, 6):
         texts = f"{small:.{places}f}", f"{large:.{places}f}"
         if texts[0] != texts[1] and float(texts[0]) > 0:
@@ -234,7 +238,7 @@ def _span(small: float, large: float) -> str:
 
 def _beside(small: float, large: float, matters: float) -> str:
     if small >= matters:
-        return f", all of it more than the {matters:g} that would matter"
+        return f", more than the smallest effect of {matters:g}"
     if large < matters:
-        return f", less than the {matters:g} that would matter"
-    return f"; this may be more or less than the {matters:g} that would matter"
+        return f", less than the smallest effect of {matters:g}"
+    return f"; this may be above or below the smallest effect of {matters:g}"

@@ -1,4 +1,4 @@
-"""A study: one question about a design, the variants that answer it, and what each may spend."""
+"""The config of a study: a question about a design, the variants to compare, and their budget."""
 
 import itertools
 import json
@@ -20,67 +20,67 @@ Factor = Annotated[float, Field(gt=0)]
 BudgetKind = Literal["steps", "tokens", "flops", "seconds"]
 BUDGETS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 Settings = dict[str, Any]
-"""Dotted keys of a recipe, `model.n_layers`, with their values."""
+"""Dotted keys of a recipe, such as `model.n_layers`, with their values."""
 
 SEARCH_SEED = 1_000_000
-"""Of the search for a learning rate, unless the study names one."""
+"""Default seed of the learning rate search."""
 LONGEST_NAME = 100
 MOST_VARIANTS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")
 _SET_BY_STUDY = {
     "name": "a trial is named after its variant",
-    "train": "write its settings one by one, as train.batch_size",
-    "train.steps": "the study's budget gives the steps",
-    "train.minutes": "the study's budget gives the steps",
-    "train.seed": "the study's seeds give it",
+    "train": "set its keys one by one, such as train.batch_size",
+    "train.steps": "the study's budget determines the steps",
+    "train.minutes": "the study's budget determines the steps",
+    "train.seed": "the study's seeds determine it",
 }
 
 
 class BudgetConfig(Config):
-    """What every run of the study may spend: exactly one of steps, tokens, flops and seconds."""
+    """The budget of each run of the study: exactly one of steps, tokens, flops and seconds."""
 
     steps: Count | None = None
-    """Updates of the weights."""
+    """Number of weight updates."""
     tokens: Count | None = None
-    """Tokens trained on; the last step that would exceed them is left out."""
+    """Number of training tokens; a step that would exceed it is not run."""
     flops: float | None = Field(default=None, gt=0)
     """Floating-point operations of training, forward and backward."""
     seconds: float | None = Field(default=None, gt=0)
-    """Time of the training steps. A variant's time per step is measured once and then kept."""
+    """Time of the training steps. A variant's time per step is measured once and then reused."""
     parameters: bool | Annotated[float, Field(ge=0, lt=1)] = False
-    """Whether variants must have as many parameters as the baseline. True: exactly as many; a
-    number: up to this share more or fewer (0.01: one per cent)."""
+    """Whether variants must have the baseline's number of parameters. True: exactly; a number:
+    the allowed relative difference (0.01: one per cent)."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         given = [name for name in BUDGETS if getattr(self, name)]
         if len(given) != 1:
             said = f"{' and '.join(given)} are set" if given else "none is set"
-            raise ConfigError(f"a budget is one of steps, tokens, flops or seconds; {said}")
+            raise ConfigError(f"a budget needs one of steps, tokens, flops or seconds; {said}")
         return self
 
     @property
     def kind(self) -> BudgetKind:
-        """Which of them is given."""
+        """The kind of budget that is given."""
         return next(name for name in BUDGETS if getattr(self, name) is not None)
 
     @property
     def amount(self) -> float:
-        """How much of it, in its own unit."""
+        """The amount, in the unit of its kind."""
         return getattr(self, self.kind)
 
 
 class QuickConfig(Config):
-    """What `--quick` changes, to see in little time that a study works."""
+    """The changes made by `--quick`, a short run that checks that a study works."""
 
     settings: Settings = Field(default={})
-    """Dotted keys of the recipe, written over the base of all variants."""
+    """Dotted keys of the recipe, which override the base of all variants."""
     budget: BudgetConfig | None = None
-    """None: the study's."""
+    """None: as in the study."""
     seeds: tuple[Seed, ...] | None = None
-    """None: the study's."""
+    """None: as in the study."""
     learning_rates: tuple[Factor, ...] | None = None
-    """None: the study's."""
+    """None: as in the study."""
 
     @model_validator(mode="after")
     def _leaves_the_rest(self) -> Self:
@@ -94,44 +94,45 @@ class Study(Config):
     name: str
     """Name of the study. Its folder is `runs/NAME` unless another is given."""
     question: str = ""
-    """What it is to answer, for people."""
+    """The question that the study answers, printed in the reports."""
     base: str | dict[str, Any]
-    """The recipe that all variants begin from: its file, relative to the study's, `depth-N` of the
-    dial, or its fields."""
+    """The base recipe of all variants: its file, relative to the study's file, `depth-N` for a
+    built-in recipe, or its fields."""
     variants: dict[str, Settings] = Field(default={})
-    """By name, the dotted keys of the recipe in which a variant differs from the base. Values are
-    written over the base as the command line's settings are: a mapping replaces a whole section."""
+    """For each variant by name, the dotted keys of the recipe that differ from the base. Values
+    override the base like settings on the command line: a mapping replaces a whole section."""
     grid: dict[str, list[Any]] = Field(default={})
-    """Instead of `variants`: dotted keys with lists of values. Every combination is one."""
+    """Instead of `variants`: dotted keys with lists of values. Every combination is a variant."""
     baseline: str | None = None
     """The variant that the others are compared with; None: the first."""
     budget: BudgetConfig
-    """What each run may spend."""
+    """The budget of each run."""
     seeds: tuple[Seed, ...]
-    """Every variant is trained with each. Two are the fewest that give an interval."""
+    """Seeds; every variant is trained with each. Intervals need at least two."""
     learning_rates: tuple[Factor, ...] = (1.0,)
-    """Factors on the recipe's learning rates. If there are several, each variant is trained with
-    each on `search_seed`, and goes on with the best."""
+    """Factors on the recipe's learning rates. If there are several, each variant is first trained
+    with each factor on `search_seed`, and then compared at its best factor."""
     search_seed: Seed = SEARCH_SEED
-    """Seed of that search; none of `seeds`, so that no figure was chosen for being good."""
+    """Seed of that search. It must not be in `seeds`: the compared losses must not be those that
+    the search selected."""
     contexts: tuple[Count, ...] = ()
-    """Tokens of context at which each final model is measured too, the shortest first: the loss of
-    the held-out text, cut into windows of so many. Beyond `train.seq_len` it shows how positions
-    extrapolate; `model.max_seq_len` must hold the longest."""
+    """Context lengths in tokens, in ascending order, at which each final model is also evaluated:
+    the held-out text is cut into windows of that length. Lengths beyond `train.seq_len` measure
+    length extrapolation; `model.max_seq_len` must be at least the longest."""
     smallest_effect: float | None = Field(default=None, gt=0)
-    """The smallest difference of the loss that would matter, in the unit of the report."""
+    """The smallest difference of the loss that matters, in the unit of the report."""
     quick: QuickConfig | None = None
-    """What `--quick` changes."""
+    """The changes made by `--quick`."""
 
     @field_validator("variants", mode="before")
     @classmethod
     def _nothing_said(cls, variants: Any) -> Any:
-        """A variant without settings, `base:` alone on its line, is the base as it is."""
+        """Accept a variant without settings, such as the line `base:`, as the unchanged base."""
         if not isinstance(variants, dict):
             return variants
         named = {str(name): {} if said is None else said for name, said in variants.items()}
         if len(named) < len(variants):
-            raise ConfigError("two of them have the same name; rename one", "variants")
+            raise ConfigError("two variants have the same name; rename one", "variants")
         return named
 
     @model_validator(mode="after")
@@ -139,7 +140,7 @@ class Study(Config):
         _check_name(self.name, "name")
         if bool(self.variants) == bool(self.grid):
             there = "both are given" if self.grid else "neither is given"
-            raise ConfigError(f"a study has variants or a grid; {there}")
+            raise ConfigError(f"a study needs either variants or grid; {there}")
         _check_grid(self.grid)
         for name, settings in self.all_variants().items():
             _check_name(name, "grid" if self.grid else "variants")
@@ -151,25 +152,25 @@ class Study(Config):
             )
         if self.baseline is not None and self.baseline not in names:
             raise ConfigError(
-                f"{self.baseline!r} is no variant; {nearest(self.baseline, names)}", "baseline"
+                f"{self.baseline!r} is not a variant; {nearest(self.baseline, names)}", "baseline"
             )
         _check_different(self.seeds, "seeds")
         _check_different(self.learning_rates, "learning_rates")
         if self.contexts:
             _check_different(self.contexts, "contexts")
             if list(self.contexts) != sorted(self.contexts):
-                raise ConfigError("they are not in order; begin with the shortest", "contexts")
+                raise ConfigError("the lengths are not in ascending order; sort them", "contexts")
         if self.search_seed in self.seeds:
             raise ConfigError(
-                f"{self.search_seed} is one of the seeds too, whose figures would then be chosen "
-                "for being good; take another",
+                f"{self.search_seed} is also in seeds, which would bias the comparison; "
+                "choose another",
                 "search_seed",
             )
         return self
 
     @property
     def searches(self) -> bool:
-        """Whether a learning rate is to be found for each variant."""
+        """True if a learning rate is searched for each variant."""
         return len(self.learning_rates) > 1
 
     @property
@@ -178,15 +179,15 @@ class Study(Config):
         return self.baseline or next(iter(self.all_variants()))
 
     def all_variants(self) -> dict[str, Settings]:
-        """The settings of every variant, by name; those of a grid written out."""
+        """The settings of every variant by name, with a grid expanded."""
         return dict(self.variants) if self.variants else dict(_combinations(self.grid))
 
 
 def read_study(file: str | Path) -> Study:
-    """The study in a file, with the fields of its base instead of its file.
+    """Read a study from a file; the name of its base's file is replaced by the base's fields.
 
     Raises:
-        ConfigError: a file is missing, or no study or recipe.
+        ConfigError: a file is missing, or is not a study or a recipe.
     """
     file = Path(file)
     study = Study.from_dict(read_yaml(file))
@@ -197,21 +198,21 @@ def read_study(file: str | Path) -> Study:
     try:
         path = (file.parent / Path(study.base).expanduser()).resolve()
         there = path.is_file()
-    except (OSError, RuntimeError, ValueError):  # what cannot name a file
+    except (OSError, RuntimeError, ValueError):  # the string is not a valid path
         there = False
     if not there:
         raise ConfigError(
-            f"{shown(study.base)} is no file beside {file}; give the path of a recipe from there",
+            f"{shown(study.base)} is not a file; give a recipe's path relative to {file}",
             "base",
         )
     return study.replace(base=read_yaml(path))
 
 
 def check_settings(settings: Settings, place: str) -> None:
-    """Refuse keys that the study itself decides.
+    """Raise an error for keys that the study itself determines.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a key.
     """
     for key in settings:
         if reason := _SET_BY_STUDY.get(key):
@@ -221,13 +222,14 @@ def check_settings(settings: Settings, place: str) -> None:
 def _check_name(name: str, place: str) -> None:
     if len(name) > LONGEST_NAME:
         raise ConfigError(
-            f"{name[:LONGEST_NAME]!r}… has {len(name)} characters and cannot name a folder; "
-            f"{LONGEST_NAME} are the most",
+            f"{name[:LONGEST_NAME]!r}… has {len(name)} characters, too many for a folder name; "
+            f"use up to {LONGEST_NAME}",
             place,
         )
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} cannot name a folder; use letters, digits and '_.=,+-' after the first",
+            f"{name!r} is not a valid folder name; use a letter or digit, then letters, digits and "
+            "'_.=,+-'",
             place,
         )
 
@@ -235,24 +237,24 @@ def _check_name(name: str, place: str) -> None:
 def _check_grid(grid: dict[str, list[Any]]) -> None:
     for key, values in grid.items():
         if not values:
-            raise ConfigError("it has no values; list two or more", f"grid.{key}")
+            raise ConfigError("the list is empty; give two or more values", f"grid.{key}")
     if (count := math.prod(map(len, grid.values()))) > MOST_VARIANTS:
         raise ConfigError(
-            f"it has {count:,} combinations, and {MOST_VARIANTS:,} are the most; list fewer values",
+            f"the grid has {count:,} combinations, more than {MOST_VARIANTS:,}; list fewer values",
             "grid",
         )
 
 
 def _check_different(values: Sequence[float], place: str) -> None:
     if not values:
-        raise ConfigError("there is none; list one or more", place)
+        raise ConfigError("the list is empty; give one or more", place)
     for value in values:
         if values.count(value) > 1:
             raise ConfigError(f"{value:g} is listed {values.count(value)} times; keep one", place)
 
 
 def _combinations(grid: dict[str, list[Any]]) -> Iterator[tuple[str, Settings]]:
-    """The product of a grid's values, each combination named after its values."""
+    """Yield every combination of a grid's values, named after the values."""
     words = {key: _words(values) for key, values in grid.items()}
     short = _shortened(list(grid))
     for indices in itertools.product(*(range(len(values)) for values in grid.values())):
@@ -262,7 +264,7 @@ def _combinations(grid: dict[str, list[Any]]) -> Iterator[tuple[str, Settings]]:
 
 
 def _words(values: list[Any]) -> list[str]:
-    """A word for each value, fit for the name of a folder; its number where words are equal."""
+    """A word for each value that is valid in a folder name; numbered if words are equal."""
     found = []
     for value in values:
         word = value.get("kind") if isinstance(value, dict) else value
@@ -277,7 +279,7 @@ def _words(values: list[Any]) -> list[str]:
 
 
 def _shortened(keys: list[str]) -> dict[str, str]:
-    """Each dotted key by as few of its last names as tell it from the others."""
+    """Shorten each dotted key to its last names, as few as keep it distinct from the others."""
     short = {}
     for key in keys:
         names = key.split(".")
@@ -290,7 +292,7 @@ def _shortened(keys: list[str]) -> dict[str, str]:
 
 
 def no_study(subject: object) -> WorkhorseError:
-    """The error for what is not a `Study`."""
+    """The error for an argument that is not a `Study`."""
     return WorkhorseError(
-        f"a Study is needed, not {type(subject).__name__}; read_study(path) makes one of a file"
+        f"expected a Study, not {type(subject).__name__}; read one with read_study(path)"
     )

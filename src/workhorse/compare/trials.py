@@ -1,4 +1,4 @@
-"""One trial: a run that begins, goes on or is finished already, and what it came to."""
+"""Runs one trial: starts or resumes its training run, and writes the outcome."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ from workhorse.native.allocator import give_back_freed_memory
 from workhorse.train import DivergedError, Event, Recipe, StopSignals, read_metrics, train
 
 PATIENCE = 60.0
-"""Seconds that a trial waits for another process to finish saving it, after a study was killed."""
+"""Seconds to wait for another process to finish saving a trial, after a study was killed."""
 
 
 def run_trial(
@@ -34,21 +34,20 @@ def run_trial(
     contexts: Sequence[int] = (),
     signals: StopSignals | None = None,
 ) -> str | None:
-    """Train a trial to its end, from where it stands, and write its outcome into its folder.
+    """Train a trial to its end, resuming if it was started, and write its outcome into its folder.
 
     Args:
-        recipe: of the trial.
-        out: its run directory, new or begun.
+        recipe: the trial's recipe.
+        out: the trial's run directory, new or existing.
         on_event: called with the events of training.
-        contexts: at which the final model is measured too, in tokens.
+        contexts: context lengths in tokens at which the final model is also evaluated.
         signals: see `workhorse.train.train`.
 
     Returns:
-        The name of the signal that stopped it after saving; None: it is finished.
+        The name of the signal that stopped the trial after saving; None if it is finished.
 
     Raises:
-        WorkhorseError: it cannot be trained. A trial whose loss is not finite is not an error but
-            an outcome.
+        WorkhorseError: the trial cannot be trained. Divergence is not an error but an outcome.
     """
     _wait_until_free(out)
     device = resolve_device(recipe.train.device)
@@ -73,7 +72,7 @@ def run_trial(
 
 
 def _check_validated(run: RunDirectory, step: int) -> None:
-    """Refuse a finished run whose metrics no longer say what it came to.
+    """Check that the metrics of a finished run contain its final validation.
 
     Raises:
         WorkhorseError: they do not.
@@ -82,13 +81,13 @@ def _check_validated(run: RunDirectory, step: int) -> None:
     ended = any(event["kind"] == "validation" and event["step"] == step for event in events)
     if not ended or not any(event["kind"] == "start" for event in events):
         raise WorkhorseError(
-            f"{run.metrics_file} is damaged: it has no validation after step {step}; put it back, "
-            f"or remove {run.path}, and the trial is trained again"
+            f"{run.metrics_file} is damaged: it has no validation after step {step}; restore it, "
+            f"or delete {run.path} to train the trial again"
         )
 
 
 def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
-    """What a run's metrics say it came to; no losses where it diverged."""
+    """The fields of the outcome that a run's metrics contain; no losses if it diverged."""
     events = read_metrics(run.metrics_file)
     last = {event["kind"]: event for event in events}
     steps = [event for event in events if event["kind"] == "step"]
@@ -110,7 +109,7 @@ def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
 
 
 def _by_context(run: Path, device: torch.device, contexts: Sequence[int]) -> dict[str, Losses]:
-    """The losses of a run over its held-out text at each context."""
+    """The losses of a run on its held-out text at each context."""
     if not contexts:
         return {}
     model = load(run, device=device, dtype="float32")
@@ -129,10 +128,10 @@ def _by_context(run: Path, device: torch.device, contexts: Sequence[int]) -> dic
 
 
 def _wait_until_free(out: Path) -> None:
-    """Wait while a process whose study was killed saves this trial.
+    """Wait while a process of a killed study saves this trial.
 
     Raises:
-        WorkhorseError: it does not end.
+        WorkhorseError: the trial is still locked after `PATIENCE` seconds.
     """
     until = time.monotonic() + PATIENCE
     while out.is_dir():
@@ -146,7 +145,7 @@ def _wait_until_free(out: Path) -> None:
 
 
 def _watch_memory(device: torch.device) -> int:
-    """Begin to watch; returns the bytes in use already."""
+    """Start measuring the peak memory; returns the bytes already in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -155,7 +154,7 @@ def _watch_memory(device: torch.device) -> int:
 
 
 def _peak_memory(device: torch.device, before: int) -> int | None:
-    """Bytes that the trial took at most; None where the system does not say."""
+    """The trial's peak memory in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) - before
     return max(0, most_resident() - before) if sys.platform == "linux" else None

@@ -1,8 +1,8 @@
-"""A process with one trial: `python -m workhorse.compare.worker`, which `processes.py` starts.
+"""A process that runs one trial: `python -m workhorse.compare.worker`, started by `processes.py`.
 
-It reads one line of JSON, the trial, from its standard input and writes events to its standard
-output, a line of JSON each; the last is of kind `ended`. When its standard input ends, whoever
-started it is gone: it saves and stops.
+It reads the trial from stdin as one line of JSON and writes events to stdout, one line of JSON
+each. The last event is of kind `ended`. When stdin is closed, the parent process has exited: the
+worker saves and stops.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from workhorse.native.allocator import keep_freed_memory
 from workhorse.train import Recipe, StopSignals
 
 Job = dict[str, Any]
-"""What a process is to do: a `recipe`, where (`out`), and the `contexts` to measure it at."""
+"""The job of a process: a `recipe`, the run directory `out`, and the `contexts` to measure."""
 TOLD = ("start", "step", "validation", "notice", "data")
-"""Kinds of event that are passed on."""
+"""Kinds of event that are sent to the parent."""
 
 
 def main() -> None:
-    """Run the trial that stands on the standard input."""
+    """Run the trial read from stdin."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints does not disturb
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other prints must not mix with the events
     job: Job = json.loads(sys.stdin.readline())
     threading.Thread(target=_stop_when_alone, daemon=True).start()
 
     def say(event: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: save, do not fail
+        with contextlib.suppress(BrokenPipeError):  # the parent has exited: save instead of failing
             out.write(json.dumps(event) + "\n")
             out.flush()
 
@@ -44,7 +44,7 @@ def main() -> None:
     ended: dict[str, Any] = {"kind": "ended", "stopped_by": None, "error": None}
     try:
         recipe = Recipe.from_dict(job["recipe"])
-        with keep_freed_memory():  # of this process, which trains nothing else
+        with keep_freed_memory():  # safe, since this process trains nothing else
             ended["stopped_by"] = run_trial(
                 recipe,
                 Path(job["out"]),
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _stop_when_alone() -> None:
-    """Ask for an orderly stop when the standard input ends."""
-    while os.read(0, 1):  # not through sys.stdin, whose lock would be held at exit
+    """Send this process SIGTERM, for an orderly stop, when stdin is closed."""
+    while os.read(0, 1):  # not sys.stdin: its lock would be held at exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,1 +1,1 @@
-"""Configs: frozen, strict about keys, read from YAML and JSON; errors and overrides."""
+"""Configs: frozen, strict about keys, read from YAML and JSON; their errors and overrides."""

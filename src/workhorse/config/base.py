@@ -3,12 +3,13 @@
 A set of alternatives is a tagged union: each alternative is a `Config` with a literal `kind`, and
 the union is written `Annotated[A | B, Field(discriminator="kind")]`.
 
-learning_rate: Annotated[float, OnResume.GOES_ON] = 1e-3
+A mark declares whether a resumed run may change a field:
 
-A mark holds for the field and all inside it, unless a field in there has a mark of its own. Without
-any mark it is `NEW_RUN`. `kind` decides for its whole section: a section of another kind is one
-change, by the mark of `kind` where it has one. What such a change takes over on the command line,
-`OfItsKind` says.
+    learning_rate: Annotated[float, OnResume.GOES_ON] = 1e-3
+
+A mark applies to the field and everything nested in it, unless a nested field has its own mark. The
+default is `NEW_RUN`. If a section changes its `kind`, the mark of `kind` (if any) decides for the
+whole section. Fields marked `OfItsKind` are then not kept by settings on the command line.
 """
 
 import json
@@ -42,14 +43,14 @@ __all__ = [
 ]
 
 MAX_BYTES = 1_000_000
-"""Of a file in YAML."""
+"""Largest size of a YAML file in bytes."""
 
 
 class Config(BaseModel):
-    """One frozen config.
+    """Base class of frozen configs.
 
     Raises:
-        ConfigError: on an unknown key (naming the nearest), a wrong type, or a broken rule.
+        ConfigError: an unknown key (the nearest is suggested), a wrong type, or a broken rule.
     """
 
     model_config = ConfigDict(
@@ -57,7 +58,7 @@ class Config(BaseModel):
     )
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """What may be looked for here and stands elsewhere, `key` or `key=kind`, and where that is."""
+    """Remedies for keys that users expect here but belong elsewhere, by `key` or `key=kind`."""
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -68,7 +69,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_as_meant(cls, fields: Any) -> Any:
-        """What pydantic would misread: `n_layers: true` as 1, and `position: rope` not at all."""
+        """Handle values that pydantic would misread: `n_layers: true`, and `position: rope`."""
         if not isinstance(fields, dict):
             return fields
         given = cast(dict[str, Any], fields)
@@ -81,7 +82,7 @@ class Config(BaseModel):
                 ):
                     raise ConfigError(wrong_value(value, annotation, field.metadata), name)
                 if isinstance(value, str) and "\0" in value and Path in alternatives(annotation):
-                    raise ConfigError(f"{value!r} cannot name a file", name)
+                    raise ConfigError(f"{value!r} is not a valid file name", name)
                 _check_numbers(value, name)
         return {
             name: _with_kind(cls.model_fields[name].annotation, value)
@@ -92,14 +93,14 @@ class Config(BaseModel):
 
     @classmethod
     def from_dict(cls, fields: Any) -> Self:
-        """Build from plain data, as `to_dict` gives it."""
+        """Build a config from plain data as returned by `to_dict`."""
         if not isinstance(fields, Mapping):
             raise ConfigError(f"expected settings, each as `key: value`, got {shown(fields)}")
         settings = cast(Mapping[Any, Any], fields)
         return cls(**{str(key): value for key, value in settings.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data (numbers, strings, lists, dicts) holding every field."""
+        """Every field as plain data (numbers, strings, lists, dicts)."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -118,24 +119,24 @@ class Config(BaseModel):
     def from_yaml(cls, text: str) -> Self:
         data = parse_yaml(text)
         if isinstance(data, str):
-            raise ConfigError(f"{shown(data)} is no settings; if it is a file, read_yaml reads it")
+            raise ConfigError(f"expected settings, got {shown(data)}; read a file with read_yaml")
         return cls.from_dict(data)
 
     def to_yaml(self) -> str:
         return text_formats.write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked as if written so from the start."""
+        """Return a copy with some fields changed, validated like a new config."""
         return type(self)(
             **{**{name: getattr(self, name) for name in type(self).model_fields}, **changes}
         )
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data of a YAML text.
+    """Parse a YAML string into plain data.
 
     Raises:
-        ConfigError: the text is not YAML or not plain data, with line and column.
+        ConfigError: the string is not YAML or not plain data, with line and column.
     """
     _check_text(text, "YAML")
     try:
@@ -146,11 +147,11 @@ def parse_yaml(text: str) -> Any:
 
 def _check_text(text: object, language: str) -> None:
     if not isinstance(text, str):
-        raise ConfigError(f"{language} is a text, not {shown(text)}; from_dict takes plain data")
+        raise ConfigError(f"{language} must be a string, not {shown(text)}; or use from_dict")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Read a YAML file that contains a mapping.
 
     Raises:
         ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
@@ -170,7 +171,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def check_colons(value: Any, path: str = "") -> None:
-    """Refuse `{kind:rope}`, in which YAML reads a key `kind:rope` without a value."""
+    """Raise an error for `{kind:rope}`, which YAML parses as a key `kind:rope` without a value."""
     if isinstance(value, list):
         for item in cast(list[Any], value):
             check_colons(item, path)
@@ -179,7 +180,7 @@ def check_colons(value: Any, path: str = "") -> None:
             name, colon, rest = str(key).partition(":")
             if colon and item is None:
                 raise ConfigError(
-                    f"YAML reads {shown(str(key))} as one key without a value; write a space after "
+                    f"YAML parses {shown(str(key))} as one key without a value; add a space after "
                     f"the colon: {shown(f'{name}: {rest}')}",
                     path,
                 )
@@ -187,9 +188,9 @@ def check_colons(value: Any, path: str = "") -> None:
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Refuse a whole number that no size, count or seed can be, however deep it lies."""
+    """Raise an error for integers above `LARGEST`, at any depth."""
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise ConfigError("a whole number is 2^63 - 1 at most; choose a smaller one", name)
+        raise ConfigError("a whole number is larger than 2^63 - 1; choose a smaller one", name)
     if isinstance(value, dict):
         for key, item in cast(dict[Any, Any], value).items():
             _check_numbers(key, name)
@@ -200,7 +201,7 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _with_kind(annotation: Any, value: Any) -> Any:
-    """A plain word spelled out where a config of that kind may stand: `rope`, `{kind: rope}`."""
+    """Expand a plain word to a config of that kind if one is accepted: `rope` to `{kind: rope}`."""
     if isinstance(value, str):
         return {"kind": value} if value in kinds_in(annotation) else value
     if get_origin(annotation) is dict and isinstance(value, dict):
@@ -211,36 +212,35 @@ def _with_kind(annotation: Any, value: Any) -> Any:
 
 
 def configs_in(annotation: Any) -> list[type[Config]]:
-    """The configs that a field of that type may hold, inside lists and mappings too."""
+    """The config classes that a field of that type accepts, also inside lists and mappings."""
     kinds = alternatives(annotation)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]
 
 
 class OnResume(Enum):
-    """The value is the rule in words, as a reference prints it."""
+    """Rules for changing a setting when a run is resumed; the values are shown in the reference."""
 
     TAKEN = "may change; the training stays the same"
     ROUNDED = "may change; results are then rounded differently"
-    GOES_ON = "may change; training goes on with it from there"
-    SAME_TEXT = "may change while the tokens stay the same"
+    GOES_ON = "may change; training continues with the new value"
+    SAME_TEXT = "may change if the tokens stay the same"
     NEW_RUN = "needs a new run"
 
 
 @dataclass(frozen=True)
 class OfItsKind:
-    """A mark of a field whose values mean something else where another kind has one of its name.
+    """Mark of a field that has a different meaning in another kind with a field of the same name.
 
-    A section that becomes of another kind does not take it over.
+    The field is not kept when a section changes its kind.
     """
 
 
 def rule_of(config: Config, path: Iterable[str]) -> OnResume:
-    """The rule of the setting at a path, as `("train", "steps")`.
+    """The rule of the setting at a path, such as `("train", "steps")`.
 
     Args:
-        config: holds the setting; which alternative of a union is taken is seen in it.
-        path: names of fields, from the config down. Where it enters plain data, the last rule
-            holds.
+        config: the config that contains the setting. It determines the alternative of each union.
+        path: the names of fields from the config down. Inside plain data, the last rule applies.
     """
     rule, here = OnResume.NEW_RUN, config
     for name in path:
@@ -254,5 +254,5 @@ def rule_of(config: Config, path: Iterable[str]) -> OnResume:
 
 
 def marked(metadata: Iterable[Any]) -> OnResume | None:
-    """The mark among a field's metadata (`Model.model_fields[NAME].metadata`); None: no mark."""
+    """The mark in a field's metadata (`Model.model_fields[NAME].metadata`), or None."""
     return next((mark for mark in metadata if isinstance(mark, OnResume)), None)

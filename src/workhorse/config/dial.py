@@ -1,16 +1,16 @@
-"""The dial: recipes of one family from one number, the depth.
+"""The dial: built-in recipes `depth-N` of one family, set by a single number, the depth.
 
-Everything else follows from it, and grows with it:
+All other sizes are computed from the depth and grow with it:
 
-- width: 64 for each layer and 64 more; heads of 64; feed-forwards of 8/3 of the width, rounded up
-  to a multiple of 64;
-- vocabulary: 2,048 for each layer, to the nearest power of two, up to 65,536;
-- context: 64 tokens for each layer, to the next power of two, from 256 to 4,096;
-- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, about what a ladder of these
-  models finds best for the arithmetic (docs/scaling.md);
-- tokens of a step: in proportion to the root of all tokens, to the nearest power of two;
-- learning rates: Muon's the same at every width, since its update has the same spectral norm;
-  AdamW's, of embeddings and norms, as one over the root of the width.
+- width: 64 per layer plus 64; heads of width 64; feed-forwards of 8/3 of the width, rounded up to a
+  multiple of 64;
+- vocabulary: 2,048 per layer, rounded to the nearest power of two, up to 65,536;
+- context: 64 tokens per layer, rounded up to a power of two, from 256 to 4,096;
+- training tokens: `TOKENS_PER_PARAMETER` per parameter in matmuls, about the compute-optimal ratio
+  of these models (docs/scaling.md);
+- tokens per step: proportional to the square root of all tokens, rounded to a power of two;
+- learning rates: Muon's is the same at every width, since its update has the same spectral norm;
+  AdamW's, for embeddings and norms, is proportional to one over the square root of the width.
 """
 
 import math
@@ -23,52 +23,51 @@ from workhorse.errors import WorkhorseError
 
 NAMED_AFTER = "depth-"
 NAMED = re.compile(rf"{NAMED_AFTER}\d{{1,6}}")
-"""What a recipe of the dial is called in the place of a file."""
+"""Pattern of the name of a built-in recipe, given instead of a file."""
 NEARLY = re.compile(r"depth[ _=:]?-?(\d{1,6})")
-"""What is meant for such a name."""
+"""Pattern of misspelt names, for a suggestion in the error."""
 DEEPEST = 64
 HEAD_DIM = 64
-"""Width of a head, and what the width grows by for each layer."""
+"""Width of a head, and increase of the model's width per layer."""
 TOKENS_PER_PARAMETER = 1.8
 STEP_TOKENS = 2048 / 3e6**0.5
-"""Tokens of a step for the root of all tokens."""
+"""Ratio of the tokens per step to the square root of all tokens."""
 ADAMW_RATE, ADAMW_WIDTH = 0.03, 256
-"""The learning rate of embeddings and norms at that width."""
+"""Learning rate of embeddings and norms, and the width at which it applies."""
 
 
 def is_on_dial(source: str | Path) -> bool:
-    """Whether a recipe of the dial is meant, and no file or folder of that name."""
+    """True if the name is a built-in recipe's and no file or folder has this name."""
     return NAMED.fullmatch(str(source)) is not None and not Path(source).exists()
 
 
 def read_recipe(source: str | Path) -> dict[str, Any]:
-    """The fields of a recipe: of a file, or of the dial for a name such as `depth-8`.
+    """The fields of a recipe, from a file or from a built-in name such as `depth-8`.
 
     Raises:
-        WorkhorseError: there is no such file, it holds no YAML, or the depth is out of range.
+        WorkhorseError: the file is missing or not YAML, or the depth is out of range.
     """
     if not is_on_dial(source):
         if (meant := NEARLY.fullmatch(str(source))) and not Path(source).exists():
             raise WorkhorseError(
-                f"{source} is no file; a recipe of the dial is {NAMED_AFTER}{meant[1]}"
+                f"{source} is not a file; did you mean the recipe {NAMED_AFTER}{meant[1]}?"
             )
         return read_yaml(source)
     return recipe_of_depth(int(str(source).removeprefix(NAMED_AFTER)))
 
 
 def recipe_of_depth(depth: int) -> dict[str, Any]:
-    """The fields of the dial's recipe; its corpus is the standard library unless one is given.
+    """The fields of the built-in recipe of a depth. Its corpus is Python's standard library.
 
     Args:
-        depth: layers, from 1 to `DEEPEST`.
+        depth: the number of layers, from 1 to `DEEPEST`.
 
     Raises:
         WorkhorseError: the depth is out of range.
     """
     if not 1 <= depth <= DEEPEST:
         raise WorkhorseError(
-            f"{NAMED_AFTER}{depth} is not on the dial; choose {NAMED_AFTER}1 to "
-            f"{NAMED_AFTER}{DEEPEST}"
+            f"{NAMED_AFTER}{depth} is not a recipe; choose {NAMED_AFTER}1 to {NAMED_AFTER}{DEEPEST}"
         )
     width = HEAD_DIM * (depth + 1)
     d_ff = math.ceil(8 / 3 * width / 64) * 64
@@ -80,7 +79,7 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
     steps = math.ceil(tokens / (batch_size * seq_len))
     return {
         "name": f"{NAMED_AFTER}{depth}",
-        "description": f"The dial at {depth}: {parameters:,} parameters that multiply.",
+        "description": f"The dial at {depth}: {parameters:,} parameters in matmuls.",
         "model": {
             "d_model": width,
             "n_layers": depth,

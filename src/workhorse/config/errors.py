@@ -1,6 +1,6 @@
-"""Why a config cannot be, in one line: the fact, the value and what to write instead.
+"""One-line errors for invalid configs: the fact, the value and the remedy.
 
-pydantic finds what is wrong; the words are made from the annotation of the field where it stands.
+pydantic detects the problem. The message is written from the annotation of the field.
 """
 
 import re
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from workhorse.config.base import Config
 
 LARGEST = 2**63 - 1
-"""Of a whole number; no size, count or seed is larger."""
+"""Largest allowed integer; no size, count or seed is larger."""
 
 _NOUNS = {
     int: "a whole number",
     float: "a number",
-    str: "a text",
-    Path: "the name of a file or folder",
+    str: "a string",
+    Path: "the path of a file or folder",
 }
 _OTHERS = {bool: "true or false", NoneType: "null", Any: "another value", object: "another value"}
 _FACTS = {
-    "int": "is no whole number",
-    "float": "is no number",
-    "string": "is no text",
+    "int": "is not a whole number",
+    "float": "is not a number",
+    "string": "is not a string",
     "path": "is not a path",
-    "finite": "is no finite number",
+    "finite": "is not a finite number",
     "greater": "is too small",
     "less": "is too large",
 }
-"""By the first word of what pydantic calls the problem."""
+"""Facts by the first word of pydantic's error type."""
 _NO_LIST = {"tuple_type", "list_type"}
 _NO_SETTINGS = {"dict_type", "model_type", "model_attributes_type"}
 
 
 class ConfigError(WorkhorseError):
-    """A config that cannot be: where (`path`, dotted) and why (`reason`).
+    """An invalid config, with its dotted `path` and the `reason`.
 
-    `unknown_key` is the key that the config at `path` has not, and `missing_key` the one that it
-    must have, where that is the reason.
+    `unknown_key` is set if the config at `path` has no such key, and `missing_key` if a required
+    key is not given.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class ConfigError(WorkhorseError):
         super().__init__(f"{path}: {reason}" if path else reason)
 
     def below(self, path: str) -> "ConfigError":
-        """The same of a config that stands at `path` of another."""
+        """The same error with `path` in front of its path."""
         whole = ".".join(part for part in (path, self.path) if part)
         return ConfigError(self.reason, whole, self.unknown_key, self.missing_key)
 
 
 def as_written(value: object) -> str:
-    """A value as a recipe has it: `null` and `true`, where Python says None and True."""
+    """Format a value as in a recipe: `null` and `true` instead of None and True."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return shown(value)
@@ -73,13 +73,13 @@ def as_written(value: object) -> str:
 def first_problem(
     config: "type[Config]", error: ValidationError, fields: Mapping[str, Any]
 ) -> ConfigError:
-    """The first of pydantic's findings, unknown keys before others, as one line."""
+    """The first of pydantic's errors as a `ConfigError`; unknown keys come before others."""
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in problem["loc"]]
     value = problem["input"]
     context = problem.get("ctx", {})
     cause = context.get("error")
-    if isinstance(cause, ConfigError):  # a config inside this one, or a rule of this one
+    if isinstance(cause, ConfigError):  # raised by a nested config or by a validator
         return cause.below(".".join(_without_tag(config, path)))
     unknown_key = missing_key = ""
     match problem["type"]:
@@ -99,25 +99,25 @@ def first_problem(
         case "value_error":
             reason = str(cause)
         case kind if kind in _NO_LIST:
-            what = f"is one text; write [{shown(value)}]" if isinstance(value, str) else "is none"
-            reason = f"a list is needed, and {as_written(value)} {what}"
+            what = f"a string; write [{shown(value)}]" if isinstance(value, str) else "not a list"
+            reason = f"expected a list, and {as_written(value)} is {what}"
         case kind if kind in _NO_SETTINGS:
             reason = _no_settings(value, config, path)
         case kind:
             annotation, marks, depth = _field_at(config, path)
             reason = wrong_value(value, annotation, marks, kind)
-            path = path[:depth]  # without the arm of a union, which pydantic puts last
+            path = path[:depth]  # without the union's alternative, which pydantic appends
     return ConfigError(reason, ".".join(_without_tag(config, path)), unknown_key, missing_key)
 
 
 def wrong_value(value: object, annotation: Any, marks: Iterable[Any], problem: str = "") -> str:
-    """Why a value may not stand in a field, and what may.
+    """The reason why a field does not accept a value, and the accepted values.
 
     Args:
-        value: that was given.
-        annotation: of the field.
-        marks: its metadata, which may hold bounds.
-        problem: pydantic's name for it.
+        value: the given value.
+        annotation: the field's annotation.
+        marks: the field's metadata, which may contain bounds.
+        problem: pydantic's type of the error.
     """
     arms = [arm for arm, _ in _arms(annotation, marks)]
     words = [word for arm in arms for word in get_args(arm) if get_origin(arm) is Literal]
@@ -126,15 +126,15 @@ def wrong_value(value: object, annotation: Any, marks: Iterable[Any], problem: s
     fact = "is not allowed" if words else _FACTS.get(problem.partition("_")[0], "is not allowed")
     wanted = _wanted(annotation, marks)
     if fact == _FACTS["string"] and isinstance(value, int | float):
-        wanted = f"{wanted}, as '{value}'"
+        wanted = f"{wanted}, such as '{value}'"
     for noun in (_NOUNS[int], _NOUNS[float]):
-        if fact == f"is no {noun.removeprefix('a ')}" and wanted.startswith(f"{noun} "):
+        if fact == f"is not a {noun.removeprefix('a ')}" and wanted.startswith(f"{noun} "):
             wanted = f"one{wanted.removeprefix(noun)}"
     return f"{as_written(value)} {fact}; give {wanted}"
 
 
 def _wanted(annotation: Any, marks: Iterable[Any] = ()) -> str:
-    """What may stand in a field, in words: a whole number of 1 or more, 'auto' or null."""
+    """The accepted values of a field in words: a whole number of 1 or more, 'auto' or null."""
     words = [_plain(arm, bounds) for arm, bounds in _arms(annotation, marks)]
     return _listed(list(dict.fromkeys(words)))
 
@@ -147,12 +147,12 @@ def _plain(arm: Any, marks: list[Any]) -> str:
     elif kind is Literal:
         words = _listed([repr(word) for word in inside])
     elif kind in (tuple, list):
-        words = f"a list, each of it {_wanted(inside[0])}"
+        words = f"a list of items, each {_wanted(inside[0])}"
     elif kinds := kinds_in(arm):
         words = f"{{kind: {kinds.pop()}}}"
     else:
         keys = list(getattr(kind, "model_fields", ()))
-        words = _OTHERS.get(kind, f"settings, as {{{keys[0] if keys else 'key'}: value}}")
+        words = _OTHERS.get(kind, f"settings such as {{{keys[0] if keys else 'key'}: value}}")
     return words
 
 
@@ -161,7 +161,7 @@ def _listed(words: list[str]) -> str:
 
 
 def _bounds(marks: Iterable[Any], *, whole: bool) -> str:
-    """The limits of a number in words; of a whole one the least and the largest that may be."""
+    """The bounds of a number in words; for integers the smallest and largest allowed value."""
     limits = {
         name: limit
         for mark in marks
@@ -183,7 +183,7 @@ def _bounds(marks: Iterable[Any], *, whole: bool) -> str:
 
 
 def _arms(annotation: Any, marks: Iterable[Any] = ()) -> list[tuple[Any, list[Any]]]:
-    """The alternatives of a union, whatever it is made of, each with its bounds."""
+    """The alternatives of a union, nested or annotated, each with its bounds."""
     bounds = [
         bound
         for mark in marks
@@ -198,7 +198,7 @@ def _arms(annotation: Any, marks: Iterable[Any] = ()) -> list[tuple[Any, list[An
 
 
 def _field_at(config: "type[Config]", path: list[str]) -> tuple[Any, list[Any], int]:
-    """What may stand at a path: the annotation, its marks, and how deep the path led to it."""
+    """The annotation at a path, its metadata, and the number of path parts that lead to it."""
     field = config.model_fields.get(path[0]) if path else None
     if field is None:
         return Any, [], len(path)
@@ -214,7 +214,7 @@ def _field_at(config: "type[Config]", path: list[str]) -> tuple[Any, list[Any], 
 
 
 def _beside(fields: Mapping[str, Any], path: list[str]) -> list[str]:
-    """The other names in the mapping of names that a path leads into; none elsewhere."""
+    """The other names in the mapping that a path leads into; empty if it is not a mapping."""
     if len(path) != 2 or not isinstance(named := fields.get(path[0]), dict):  # noqa: PLR2004
         return []
     return [str(name) for name in cast(dict[Any, Any], named) if str(name) != path[1]]
@@ -226,23 +226,23 @@ def _unknown_kind(config: "type[Config]", path: list[str], kind: str, known: Ite
 
 
 def _kinds_known(config: "type[Config]", path: list[str]) -> str:
-    """The kinds that settings at a path may have."""
+    """A remedy that lists the kinds that the settings at a path may have."""
     kinds = kinds_in(_field_at(config, path)[0])
-    return nearest("", kinds) if kinds else "give it one"
+    return nearest("", kinds) if kinds else "add one"
 
 
 def _no_settings(value: Any, config: "type[Config]", path: list[str]) -> str:
-    """Why a value that is no mapping cannot stand where settings are expected."""
+    """The reason for a value that is not a mapping although settings are expected."""
     field = config.model_fields.get(path[0]) if path else None
     if isinstance(value, str) and field and (kinds := kinds_in(field.annotation)):
         return _unknown_kind(config, path, value, kinds)
-    return f"{as_written(value)} is not settings; write them as key: value, or {{key: value}}"
+    return f"expected settings, got {as_written(value)}; write key: value, or {{key: value}}"
 
 
 def _without_tag(config: "type[Config]", path: list[str]) -> list[str]:
-    """Drop the union tag that pydantic may put last, so that the path reads as in the file.
+    """Drop the union tag that pydantic may append, so that the path is the one in the file.
 
-    It stands after the field's name, or after the key or index within that field.
+    The tag follows the field's name, or the key or index within that field.
     """
     field = config.model_fields.get(path[0]) if path else None
     annotation = field.annotation if field else None
@@ -252,7 +252,7 @@ def _without_tag(config: "type[Config]", path: list[str]) -> list[str]:
 
 
 def kinds_in(annotation: Any) -> set[str]:
-    """The kinds of config that a field may hold; none where it may be a text as well."""
+    """The kinds of config that a field accepts; empty if it also accepts a plain string."""
     return set() if str in alternatives(annotation) else _tags(annotation)
 
 
@@ -268,6 +268,6 @@ def _tags(annotation: Any) -> set[str]:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types a field may have: `int | None` gives int and None."""
+    """The types that a field accepts: `int | None` gives int and None."""
     inside = get_args(annotation)
     return [kind for part in inside for kind in alternatives(part)] if inside else [annotation]

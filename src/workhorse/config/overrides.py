@@ -1,4 +1,4 @@
-"""Settings of the command line, `section.key=value`, written over plain data."""
+"""Applies settings of the command line, `section.key=value`, to plain data."""
 
 import re
 import shlex
@@ -10,9 +10,9 @@ from workhorse.errors import shown
 from workhorse.files.text_formats import write_yaml
 
 MAX_DEPTH = 64
-"""Names in the path of a setting."""
+"""Most sections in the path of a setting."""
 LONGEST_QUOTED = 60
-"""Characters of a value that an error repeats."""
+"""Longest value that an error repeats, in characters."""
 _KIND = re.compile(r"[^=]*\.kind=")
 
 
@@ -22,21 +22,22 @@ def apply_overrides(
     keep: Callable[[str, dict[str, Any], Any], dict[str, Any]] | None = None,
     kinds: Callable[[str], Container[str]] = lambda place: (),
 ) -> dict[str, Any]:
-    """Plain data with `section.key=value` settings written into it; values are read as YAML.
+    """Return a copy of plain data with `section.key=value` settings applied; values are YAML.
 
-    `section.kind=value` makes the section one of that kind. It comes before other settings of the
-    section, wherever it stands among them.
+    `section.kind=value` changes the kind of the section. It is applied before the other settings
+    of the section, independent of their order.
 
     Args:
-        data: left as it is.
+        data: the plain data, which is not changed.
         overrides: the settings.
-        keep: gives what a section of another kind takes over, from its dotted place, its settings
-            and the new kind. None: nothing of what was said to be of another kind.
-        kinds: gives the kinds that may stand at a dotted place. One of them, written as a plain
-            word (`position: rope`), is a section like any other (`{kind: rope}`).
+        keep: a function that returns the keys to keep when a section changes its kind, from its
+            dotted path, its settings and the new kind. None: keep nothing of another kind.
+        kinds: a function that returns the kinds accepted at a dotted path. A kind written as a
+            plain word (`position: rope`) is expanded to a section (`{kind: rope}`).
 
     Raises:
-        ConfigError: a setting without `=`, or a path through something that is not a mapping.
+        ConfigError: a setting has no `=`, or its path leads through something that is not a
+            mapping.
     """
     result: dict[str, Any] = _copied(dict(data))
     for setting in sorted(overrides, key=lambda setting: not _KIND.match(setting)):
@@ -68,17 +69,17 @@ def apply_overrides(
 
 
 def _copied(value: Any) -> Any:
-    """Plain data of its own, also where an alias of YAML made one mapping stand at two places."""
+    """Deep copy of plain data, which also separates mappings that YAML aliases share."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in cast(dict[Any, Any], value).items()}
     return [_copied(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _value_of(path: str, text: str) -> Any:
-    """The value of a setting, which is YAML.
+    """Parse the value of a setting as YAML.
 
-    A lone dash is the standard input and no list. What begins with `*` is a pattern: an alias of
-    YAML would have nothing to refer to.
+    A single dash means stdin, not a list. A value that starts with `*` is a glob pattern, since a
+    YAML alias would have no anchor to refer to.
     """
     if text == "-" or text.startswith("*"):
         return text
@@ -89,21 +90,21 @@ def _value_of(path: str, text: str) -> Any:
             f"{path}={write_yaml(text if len(text) <= LONGEST_QUOTED else '...', on_a_line=True)}"
         )
         safe = f'"{setting}"' if not set('"$`\\!') & set(setting) else shlex.quote(setting)
-        remedy = f"if it is a text, quote it: {safe}"
+        remedy = f"if it is a string, quote it: {safe}"
         raise ConfigError(f"{shown(f'{path}={text}')} is {error.reason}; {remedy}") from None
     check_colons(value, path)
     return value
 
 
 def written(value: Any) -> str:
-    """A value as a setting reads it back: bare where that is the same, else as YAML on a line."""
+    """Format a value so that a setting parses back to it: bare if possible, else as YAML."""
     if isinstance(value, str) and _reads_back(value):
         return value
     return write_yaml(value, on_a_line=True)
 
 
 def _reads_back(text: str) -> bool:
-    """Whether a setting with that text as its value means the text itself."""
+    """True if a setting with this string as its value is parsed as the string itself."""
     try:
         return _value_of("", text) == text
     except ConfigError:

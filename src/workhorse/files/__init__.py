@@ -1,1 +1,1 @@
-"""Files: written whole or not at all; read within limits, since strangers may have made them."""
+"""File access: atomic writes, and reading of untrusted files within limits."""

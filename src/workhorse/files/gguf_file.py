@@ -1,11 +1,11 @@
-"""The header of a GGUF file that a stranger made: its keys, and where each tensor lies.
+"""Reads the header of an untrusted GGUF file: its keys, and the position of each tensor.
 
     "GGUF", version, number of tensors, number of keys
     for each key: its name, a type, a value
-    for each tensor: its name, its shape (fastest axis first), a type, where its bytes begin
+    for each tensor: its name, its shape (fastest axis first), a type, the offset of its bytes
 
-Numbers are little-endian; a text is its length in 64 bits and UTF-8. The bytes of tensors begin at
-the next multiple of the alignment. Format: ggml-org/ggml, docs/gguf.md.
+Numbers are little-endian. A string is its length in 64 bits followed by UTF-8. The tensors' bytes
+start at the next multiple of the alignment. Format: ggml-org/ggml, docs/gguf.md.
 """
 
 import math
@@ -21,11 +21,11 @@ from workhorse.files.text_formats import collector_paused, unreadable
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 * 2**20
-"""The largest vocabularies take a quarter of it, with a `tokenizer.json` beside them a half."""
+"""Largest header. The largest known vocabularies need 25 %, or 50 % with a `tokenizer.json`."""
 MAX_KEYS = 10_000
 MAX_TENSORS = 100_000
 MAX_VALUES = 3_000_000
-"""Entries of all lists together; the largest vocabularies have half as many."""
+"""Most elements of all lists together; the largest known vocabularies need 50 %."""
 MAX_NAME = 256
 MAX_RANK = 4
 ALIGNMENT = "general.alignment"
@@ -34,7 +34,7 @@ ALIGNMENTS = tuple(1 << power for power in range(3, 21))
 NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
-"""Types of values, as `struct` writes them."""
+"""Formats of the `struct` module by GGUF's value types."""
 TEXT, LIST = 8, 9
 
 BLOCKS = {
@@ -45,7 +45,7 @@ BLOCKS = {
     "IQ3_XXS": (256, 98), "IQ3_S": (256, 110), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
     "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17),
 }  # fmt: skip
-"""The types that are read: values of a block, and its bytes."""
+"""Supported tensor types, with the elements and the bytes of a block."""
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -53,38 +53,38 @@ TYPES = {
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-"""Names of ggml's types of tensors."""
-_DAMAGED = "it may be damaged: fetch it again"
+"""Names of ggml's tensor types."""
+_DAMAGED = "the file may be damaged: download it again"
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies: bytes `begin` to `end` of the file."""
+    """The position of a tensor in the file: from byte `begin` to before `end`."""
 
     kind: str
-    """One of `BLOCKS`."""
+    """The tensor type, a key of `BLOCKS`."""
     shape: tuple[int, ...]
-    """The fastest axis last, as PyTorch has it."""
+    """The shape with the fastest axis last, as in PyTorch."""
     begin: int
     end: int
 
 
 class GgufHeader(NamedTuple):
-    """What a file says before its tensors' bytes."""
+    """The contents of a file before its tensors' bytes."""
 
     keys: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
 
 def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
-    """All keys and tensors of a file; no tensor is read.
+    """Read all keys and tensor positions of a file, without reading the tensors.
 
     Args:
-        file: opened for reading, at its start, without a buffer.
-        path: its name in errors.
+        file: the file, opened unbuffered for reading, at its start.
+        path: the file's name in errors.
 
     Raises:
-        WorkhorseError: it is no GGUF file, is damaged or cut short, or has a version or a type of
-            tensor that is not read.
+        WorkhorseError: the file is not a GGUF file, is damaged or truncated, or has an unsupported
+            version or tensor type.
     """
     size = os.fstat(file.fileno()).st_size
     try:
@@ -92,20 +92,20 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
     except OSError as error:
         raise unreadable(path, error) from None
     if head[: len(MAGIC)] != MAGIC:
-        raise WorkhorseError(f"{path} is no GGUF file; give one, or the folder of a model")
+        raise WorkhorseError(f"{path} is not a GGUF file; give one, or the folder of a model")
     try:
         with collector_paused():
             return _parsed(_Reader(head), size)
     except _TooShort:
         reason = (
-            "has a larger header than a model's"
+            "has a header that is too large for a model"
             if size > len(head)
-            else f"has {size} bytes and a header that goes on past them: it is cut short or damaged"
+            else f"has {size} bytes, fewer than its header: it is truncated or damaged"
         )
-        raise WorkhorseError(f"{path} {reason}; fetch it again") from None
+        raise WorkhorseError(f"{path} {reason}; download it again") from None
     except UnicodeDecodeError as error:
         wrong = shown(error.object[error.start : error.start + 1])
-        raise WorkhorseError(f"{path}: {wrong} in a text is not UTF-8; {_DAMAGED}") from None
+        raise WorkhorseError(f"{path}: {wrong} in a string is not UTF-8; {_DAMAGED}") from None
     except _Unsupported as error:
         raise WorkhorseError(f"{path}: {error}") from None
     except ValueError as error:
@@ -113,15 +113,15 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
 
 
 class _TooShort(Exception):
-    """The header goes on past what was read."""
+    """The header is longer than the bytes that were read."""
 
 
 class _Unsupported(Exception):
-    """A file may say so, but it is not read; what to do is in the message."""
+    """A valid file with an unsupported feature; the message contains the remedy."""
 
 
 class _Reader:
-    """Reads values out of bytes, one after the other."""
+    """Reads values from bytes, one after the other."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -163,7 +163,7 @@ class _Reader:
         kind, count = self.number("I"), self.number("Q")
         self.values += count
         if self.values > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES} values are not a model's")
+            raise ValueError(f"more than {MAX_VALUES} values are too many for a model")
         if kind == TEXT:
             return [self.text() for _ in range(count)]
         return list(self.numbers(_code(kind), count))
@@ -171,24 +171,25 @@ class _Reader:
 
 def _code(kind: int) -> str:
     if kind not in NUMBERS:
-        raise ValueError(f"values of type {kind}, or lists within lists, are not read")
+        raise ValueError(f"values of type {kind}, or nested lists, are not supported")
     return NUMBERS[kind]
 
 
 def _parsed(reader: _Reader, size: int) -> GgufHeader:
     reader.bytes_(len(MAGIC))
     version = reader.number("I")
-    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:  # bytes are swapped
         raise _Unsupported(
-            "it is big-endian, which is not read; fetch the little-endian file of the same model"
+            "big-endian files are not supported; download the little-endian file of the same model"
         )
     if version not in VERSIONS:
         raise _Unsupported(
-            f"GGUF of version {version} is not read; fetch one of {' or '.join(map(str, VERSIONS))}"
+            f"GGUF version {version} is not supported; use version "
+            f"{' or '.join(map(str, VERSIONS))}"
         )
     n_tensors, n_keys = reader.numbers("Q", 2)
     if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
-        raise ValueError(f"{n_tensors} tensors and {n_keys} keys are not a model's")
+        raise ValueError(f"{n_tensors} tensors and {n_keys} keys are too many for a model")
     keys: dict[str, Any] = _without_repeats((reader.name(), reader.value()) for _ in range(n_keys))
     entries = _without_repeats((reader.name(), _entry(reader)) for _ in range(n_tensors))
     alignment = keys.get(ALIGNMENT, 32)
@@ -202,13 +203,13 @@ def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{shown(name)} stands twice")
+            raise ValueError(f"{shown(name)} occurs twice")
         found[name] = value
     return found
 
 
 def _entry(reader: _Reader) -> tuple[tuple[int, ...], int, int]:
-    """Shape, type and offset of one tensor."""
+    """Read the shape, type and offset of one tensor."""
     rank = reader.number("I")
     if not 0 < rank <= MAX_RANK:
         raise ValueError(f"a tensor has {rank} axes, not 1 to {MAX_RANK}")
@@ -219,22 +220,22 @@ def _entry(reader: _Reader) -> tuple[tuple[int, ...], int, int]:
 def _placed(
     entries: dict[str, tuple[tuple[int, ...], int, int]], data: int, alignment: int, size: int
 ) -> dict[str, StoredTensor]:
-    """The tensors in the order of their bytes, each within the file and past the one before."""
+    """The tensors in the order of their bytes; checks that each is in the file and none overlap."""
     at, found = data, dict[str, StoredTensor]()
     for name, (shape, number, offset) in sorted(entries.items(), key=lambda one: one[1][2]):
         kind = TYPES.get(number, f"type {number}")
         if kind not in BLOCKS:
             raise _Unsupported(
-                f"tensor {shown(name)} is {kind}, which is not read; fetch the same model in "
-                "another type, such as Q8_0 or Q4_K_M, or its safetensors files"
+                f"tensor {shown(name)} is {kind}, which is not supported; download the same model "
+                "in another type, such as Q8_0 or Q4_K_M, or its safetensors files"
             )
         block, block_bytes = BLOCKS[kind]
         begin = data + offset
         end = begin + math.prod(shape) // block * block_bytes
         if shape[-1] % block or offset % alignment or begin < at:
-            raise ValueError(f"tensor {shown(name)} of shape {shape} cannot lie at {offset}")
+            raise ValueError(f"tensor {shown(name)} of shape {shape} has wrong offset {offset}")
         if end > size:
-            raise ValueError(f"cut short: tensor {shown(name)} ends at {end} of {size} bytes")
+            raise ValueError(f"truncated: tensor {shown(name)} ends at {end} of {size} bytes")
         found[name] = StoredTensor(kind, shape, begin, end)
         at = end
     return found

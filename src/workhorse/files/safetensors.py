@@ -1,13 +1,15 @@
 """Safetensors files: reading headers, and reading and writing parts of tensors.
 
-{"__metadata__": {"format": "pt"},
+A file is the length of the header in 8 bytes, the header, and the tensors' bytes. A header:
+
+    {"__metadata__": {"format": "pt"},
      "NAME": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, …}
 
-Offsets count from the header's end. The tensors' bytes fill the rest of the file without gap or
-overlap. Format: huggingface/safetensors.
+Offsets are relative to the header's end. The tensors' bytes fill the rest of the file without gap
+or overlap. Format: huggingface/safetensors.
 
-The numbers of a tensor lie one after the other in a file. So each process writes its own to their
-places, and what comes out is the file that one process would have written.
+The elements of a tensor are contiguous in the file. Therefore each process can write its own part
+in place, and the file is the same as if one process had written it.
 """
 
 import itertools
@@ -26,7 +28,7 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.files.text_formats import collector_paused, parse_json, unreadable
 
 MAX_HEADER_BYTES = 32_000_000
-"""A header takes about 140 bytes per tensor, so this is over twice what `parse_json` accepts."""
+"""Largest header. With about 140 bytes per tensor, it is over twice the limit of `parse_json`."""
 MAX_NAME = 512
 MAX_RANK = 16
 _LENGTH_BYTES = 8
@@ -56,7 +58,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """One tensor in a file: its dtype and shape, and its bytes, from `begin` to before `end`."""
+    """A tensor in a file: its dtype, its shape, and its bytes from `begin` to before `end`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,11 +67,11 @@ class Stored(NamedTuple):
 
 
 def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
-    """Every tensor of a file, in the order of its bytes; only the header is read.
+    """List every tensor of a file in the order of its bytes; only the header is read.
 
     Args:
-        file: opened for reading, at its start, unbuffered.
-        path: its name in errors.
+        file: the file, opened unbuffered for reading, at its start.
+        path: the file's name in errors.
 
     Raises:
         WorkhorseError: the file is incomplete, or its header is invalid.
@@ -79,11 +81,11 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
     data = _LENGTH_BYTES + length
     if data > size:
         raise WorkhorseError(
-            f"{path} has {size} bytes and says its header has {length}; fetch it again"
+            f"{path} has {size} bytes, fewer than its header of {length}; download it again"
         )
     if length > MAX_HEADER_BYTES:
         raise WorkhorseError(
-            f"{path} says its header has {length} bytes; over {MAX_HEADER_BYTES} is not a model's"
+            f"{path} has a header of {length} bytes, larger than the limit of {MAX_HEADER_BYTES}"
         )
     raw = _read(file, length, path)
     with collector_paused():
@@ -92,7 +94,7 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
 
 
 def _parse(raw: bytes, path: Path, data: int) -> dict[str, Stored]:
-    """The header's entries, each checked by itself."""
+    """The header's entries; each is checked on its own."""
     header = parse_json(raw, f"the header of {path}")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -112,36 +114,36 @@ def _read(file: BinaryIO, count: int, path: Path) -> bytes:
     except OSError as error:
         raise unreadable(path, error) from None
     if len(raw) < count:
-        raise WorkhorseError(f"{path} ends within its header; fetch it again")
+        raise WorkhorseError(f"{path} ends within its header; download it again")
     return raw
 
 
 def _entry(name: str, entry: Any, data: int) -> Stored:
-    """One tensor's entry, checked by itself; raises ValueError with the reason."""
+    """Check one tensor's entry on its own; raises ValueError with the reason."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise ValueError("has a name that no tensor has")
+        raise ValueError("has an invalid name")
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise ValueError(f"is {shown(entry)}, not a dtype, a shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"is of dtype {shown(dtype)}; known are {', '.join(DTYPES)}")
+        raise ValueError(f"has unknown dtype {shown(dtype)}; known: {', '.join(DTYPES)}")
     if not _are_counts(shape) or len(shape) > MAX_RANK:
-        raise ValueError(f"has shape {shown(shape)}, which no tensor has")
+        raise ValueError(f"has invalid shape {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != len(("begin", "end")):
         raise ValueError(f"has data_offsets {shown(offsets)}, not a begin and an end")
     begin, end = offsets
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != needed:
         raise ValueError(
-            f"of {dtype} and shape {shown(shape)} needs {shown(needed)} bytes and its "
-            f"data_offsets give {shown(end - begin)}"
+            f"of {dtype} and shape {shown(shape)} needs {shown(needed)} bytes, but its "
+            f"data_offsets span {shown(end - begin)}"
         )
     return Stored(DTYPES[dtype], tuple(shape), data + begin, data + end)
 
 
 def _are_counts(values: Any) -> bool:
-    """Whether this is a list of integers from 0 to 2^63 - 1, PyTorch's largest."""
-    if not isinstance(values, list) or not set(map(type, values)) <= {int}:  # bool is no int here
+    """True for a list of integers from 0 to 2^63 - 1, PyTorch's largest."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:  # excludes bool
         return False
     return min(values, default=0) >= 0 and max(values, default=0) < 1 << 63
 
@@ -153,22 +155,22 @@ def _without_gaps(
     at = data
     for name, stored in ordered.items():
         if stored.begin != at:
-            problem = "overlaps the one before" if stored.begin < at else "leaves bytes unused"
-            raise WorkhorseError(f"{path}: tensor {shown(name)} {problem}; fetch the file again")
+            problem = "overlaps the previous one" if stored.begin < at else "follows unused bytes"
+            raise WorkhorseError(f"{path}: tensor {shown(name)} {problem}; download the file again")
         at = stored.end
     if at != size:
-        problem = "is cut short" if at > size else "has bytes of no tensor"
-        raise WorkhorseError(f"{path} {problem}: {size} bytes, not {at}; fetch it again")
+        problem = "is truncated" if at > size else "has extra bytes after the last tensor"
+        raise WorkhorseError(f"{path} {problem}: {size} bytes, not {at}; download it again")
     return ordered
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The beginning of a file whose tensors' bytes follow in this order.
+    """The length and the header of a file with the tensors' bytes in this order.
 
     Raises:
-        KeyError: a dtype that the format does not have.
+        KeyError: the format does not support a dtype.
     """
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # transformers insists on it
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # required by transformers
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -180,20 +182,20 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
 
 
 class Slice(NamedTuple):
-    """A part of a tensor, consecutive along each of its axes; it may be all or nothing."""
+    """A part of a tensor, consecutive along each axis; it may be the whole tensor or empty."""
 
     values: Tensor
     starts: tuple[int, ...]
-    """Where it begins along each axis."""
+    """The start index along each axis."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
 
 
 Slices = Mapping[str, Slice]
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Slice]:
-    """All of each tensor."""
+    """Slices that contain each whole tensor."""
     return {
         name: Slice(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -201,7 +203,10 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Slice]:
 
 
 def lay_out(path: Path, slices: Slices) -> None:
-    """Make the file of the whole tensors, without their bytes; one in its place is replaced."""
+    """Create the file of the whole tensors, with the header but without the tensors' bytes.
+
+    Replaces an existing file.
+    """
     path.unlink(missing_ok=True)  # a link is not followed
     with path.open("xb") as file:
         header = _header(slices)
@@ -210,7 +215,7 @@ def lay_out(path: Path, slices: Slices) -> None:
 
 
 def fill(path: Path, slices: Slices) -> None:
-    """Write the parts to their places in a file that was laid out for them."""
+    """Write the slices to their places in a file made by `lay_out` with the same tensors."""
     with path.open("r+b", buffering=0) as file:
         at = len(_header(slices))
         for _, one in _ordered(slices):
@@ -220,7 +225,7 @@ def fill(path: Path, slices: Slices) -> None:
 
 
 def _runs(one: Slice) -> Iterator[tuple[int, Tensor]]:
-    """The pieces of a part that lie without gaps in the whole, and where in it each begins."""
+    """Yield the contiguous pieces of a slice, with each one's first element in the whole tensor."""
     if not one.values.numel():
         return
     values = one.values.cpu().contiguous()
@@ -242,7 +247,7 @@ def _write(file: int, values: Tensor, at: int) -> None:
 
 
 def _ordered(slices: Slices) -> list[tuple[str, Slice]]:
-    """The widest numbers first, so that all are aligned; then by name."""
+    """Sort by descending element size, so that all tensors are aligned; then by name."""
     return sorted(slices.items(), key=lambda item: (-item[1].values.itemsize, item[0]))
 
 
@@ -251,5 +256,5 @@ def _header(slices: Slices) -> bytes:
 
 
 def _bytes(one: Slice) -> int:
-    """Of the whole tensor."""
+    """The bytes of the whole tensor."""
     return math.prod(one.shape) * one.values.itemsize

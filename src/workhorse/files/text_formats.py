@@ -22,64 +22,64 @@ REMEDIES = {
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
     errno.ENAMETOOLONG: "check the path",
-    errno.EACCES: "give yourself the permission",
-    errno.EPERM: "give yourself the permission",
+    errno.EACCES: "give yourself read permission",
+    errno.EPERM: "give yourself read permission",
 }
-"""What can be done where the system refuses a file, by the number of its error."""
+"""Remedies if the system refuses to open a file, by errno."""
 _GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
 
 
 def to_path(given: object, rule: str) -> Path:
-    """An argument that names a file or folder, as a Path.
+    """Convert an argument that names a file or folder to a Path.
 
     Args:
         given: a string or a Path.
-        rule: what it must be, which begins the message: "a folder is a path".
+        rule: the beginning of the error message, such as "a folder is a path".
 
     Raises:
-        WorkhorseError: it is neither, or no file can have that name.
+        WorkhorseError: the argument is neither, or is not a valid file name.
     """
     if not isinstance(given, str | Path):
-        raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a text or a Path")
+        raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a string or a Path")
     name = str(given)
     if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
-        raise WorkhorseError(f"{rule}, and {shown(name)} can be none; choose another name")
+        raise WorkhorseError(f"{rule}, and {shown(name)} is not a valid one; choose another name")
     return Path(given)
 
 
 def unreadable(path: Path, error: OSError) -> WorkhorseError:
-    """That the system refused to read a file, and what can be done."""
+    """The error for a file that the system refused to read, with a remedy."""
     remedy = REMEDIES.get(error.errno or 0, "check the disk")
     return WorkhorseError(f"cannot read {path}: {error.strerror or error}; {remedy}")
 
 
 def open_contained(folder: Path, name: str, *, root: Path | None = None) -> BinaryIO:
-    """Open a file that lies directly in a folder, for reading bytes, without a buffer.
+    """Open a file directly in a folder, unbuffered, for reading bytes.
 
     Args:
-        folder: where it lies.
-        name: the file's name, no path.
-        root: the folder that links may not lead out of, where `folder` is a part of it.
+        folder: the folder that contains the file.
+        name: the file's name, without a path.
+        root: the folder that links must not lead out of, if it is not `folder` but a parent.
 
     Raises:
-        WorkhorseError: the name is a path, a link leads out of the folder, there is no plain file
-            that can be read, or it is a Git LFS pointer.
+        WorkhorseError: the name is a path, a link leads out of the folder, the file is missing,
+            not readable or not a regular file, or it is a Git LFS pointer.
     """
     if name in {"", ".", ".."} or "/" in name or "\\" in name or not name.isprintable():
-        raise WorkhorseError(f"{folder}: {shown(name)} is no file name; it must lie in the folder")
+        raise WorkhorseError(f"{folder}: {shown(name)} is not the name of a file in the folder")
     path = folder / name
     try:
         real = Path(os.path.realpath(path, strict=True))
         if not _belongs(real, Path(os.path.realpath(root or folder))):
             raise WorkhorseError(
-                f"{path} is a link out of its folder; put the file itself there if you trust it"
+                f"{path} is a link out of its folder; replace it by the file if you trust it"
             )
         if not stat.S_ISREG(real.stat().st_mode):
             kind = "a folder" if real.is_dir() else "a special file"
-            raise WorkhorseError(f"{path} is {kind}, not a plain file; fetch the model again")
-        # What becomes a pipe after the check does not make us wait for its writer.
+            raise WorkhorseError(f"{path} is {kind}, not a regular file; download the model again")
+        # O_NONBLOCK: if the file was replaced by a pipe after the check, do not wait for a writer.
         file = os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
         if os.pread(file.fileno(), len(_LFS_POINTER), 0) == _LFS_POINTER:
             file.close()
@@ -88,21 +88,21 @@ def open_contained(folder: Path, name: str, *, root: Path | None = None) -> Bina
             )
         return file
     except FileNotFoundError:
-        raise WorkhorseError(f"{path} is missing; fetch the model again") from None
+        raise WorkhorseError(f"{path} is missing; download the model again") from None
     except OSError as error:
         raise unreadable(path, error) from None
 
 
 def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
-    """The content of a file.
+    """Read a file as bytes.
 
     Args:
-        path: a plain file in its folder.
-        limit: bytes it may have.
-        root: as of `open_contained`.
+        path: the path of a regular file.
+        limit: the maximum size in bytes.
+        root: see `open_contained`.
 
     Raises:
-        WorkhorseError: there is no such file, it leads out of its folder or is too large.
+        WorkhorseError: see `open_contained`; or the file is too large.
     """
     with open_contained(path.parent, path.name, root=root) as file:
         try:
@@ -110,15 +110,15 @@ def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
         except OSError as error:
             raise unreadable(path, error) from None
     if len(raw) > limit:
-        raise WorkhorseError(f"{path} is larger than {limit} bytes; it is not a model's")
+        raise WorkhorseError(f"{path} is larger than {limit} bytes, too large for such a file")
     return raw
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Open a file that the user named, for reading bytes, wherever its links lead.
+    """Open a file given by the user for reading bytes. Links are followed anywhere.
 
     Raises:
-        WorkhorseError: there is no file that can be read, or it is a folder, pipe or device.
+        WorkhorseError: the file cannot be read, or is a folder, pipe or device.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
@@ -128,15 +128,15 @@ def open_plain(path: Path) -> io.BufferedReader:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
-        raise WorkhorseError(f"cannot read {path}: it is {kind}; name a plain file")
+        raise WorkhorseError(f"cannot read {path}: it is {kind}; give a regular file")
     return io.BufferedReader(io.FileIO(descriptor))
 
 
 def read_text(path: Path, *, limit: int) -> str:
-    """The UTF-8 text of a file that the user named, of at most so many bytes.
+    """Read a UTF-8 file given by the user, of up to `limit` bytes.
 
     Raises:
-        WorkhorseError: as `open_plain`; or the file is larger, or no UTF-8.
+        WorkhorseError: see `open_plain`; or the file is larger, or not UTF-8.
     """
     with open_plain(path) as file:
         try:
@@ -144,12 +144,12 @@ def read_text(path: Path, *, limit: int) -> str:
         except OSError as error:
             raise unreadable(path, error) from None
     if len(raw) > limit:
-        raise WorkhorseError(f"{path} is larger than {limit} bytes; is it the right file?")
+        raise WorkhorseError(f"{path} is larger than {limit} bytes; give a smaller file")
     return decoded(raw, str(path))
 
 
 def decoded(raw: bytes, what: str) -> str:
-    """UTF-8 text, or a WorkhorseError that says where it is none; `what` is its name in it."""
+    """Decode UTF-8, or raise a WorkhorseError with the offset; `what` is the name in the error."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -157,10 +157,10 @@ def decoded(raw: bytes, what: str) -> str:
 
 
 def _belongs(real: Path, folder: Path) -> bool:
-    """Whether a file lies in a folder, or is what the Hub's cache links to from there.
+    """True if a file is in a folder, or is a file of the Hub's cache that the folder links to.
 
-    The cache keeps `CACHE/models--ORG--NAME/snapshots/COMMIT/` as links to `../../blobs/HASH`, and
-    that may be a link to `CACHE/blobs/HA/HASH`, which all repositories share.
+    In the cache, files in `CACHE/models--ORG--NAME/snapshots/COMMIT/` are links to
+    `../../blobs/HASH`, which may be links to `CACHE/blobs/HA/HASH`, shared by all repositories.
     """
     if real.is_relative_to(folder):
         return True
@@ -178,37 +178,38 @@ def _belongs(real: Path, folder: Path) -> bool:
 
 MAX_DEPTH = 64
 MAX_VALUES = 850_000
-"""Each costs Python up to about 70 bytes beyond its text, and a microsecond. The header of a
-hundred thousand matrices, more than any published file's, has eight hundred thousand."""
+"""Most values in a JSON file. Each costs Python about 1 µs and up to about 70 bytes in addition to
+its text. A safetensors header of 100,000 tensors has 800,000, more than any published file."""
 
 
 def read_json(path: Path, *, limit: int = 4_000_000) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read a JSON file that contains an object.
 
     Args:
-        path: a plain file in its folder.
-        limit: bytes it may have.
+        path: the path of a regular file.
+        limit: the maximum size in bytes.
 
     Raises:
-        WorkhorseError: as `read_bytes`; or `parse_json` refuses.
+        WorkhorseError: see `read_bytes` and `parse_json`.
     """
     return parse_json(read_bytes(path, limit=limit), str(path))
 
 
 def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """An object of JSON.
+    """Parse a JSON object.
 
     Args:
-        raw: UTF-8 text.
-        what: its name in errors.
-        max_values: entries of all its objects and lists together.
+        raw: the JSON as UTF-8.
+        what: the name of the JSON in errors.
+        max_values: the maximum number of elements of all objects and lists together.
 
     Raises:
-        WorkhorseError: it is no JSON object, has too many values or is nested deeper than
-            `MAX_DEPTH`, or says something twice or in no number a float can hold.
+        WorkhorseError: the JSON is invalid or not an object, has too many values, is nested deeper
+            than `MAX_DEPTH`, has a key twice, or has a number that a float cannot represent.
     """
+    # An upper bound of the number of values, without parsing.
     if sum(map(raw.count, (b",", b"[", b"{"))) > max_values:
-        raise WorkhorseError(f"{what} holds more than {max_values} values; it is not a model's")
+        raise WorkhorseError(f"{what} has more than {max_values} values, too many for such a file")
     text = decoded(raw, what)
     try:
         with collector_paused():
@@ -221,10 +222,10 @@ def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[s
     except RecursionError:
         raise WorkhorseError(f"{what} is nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:
-        reason = str(error).partition(";")[0]  # what Python advises is not for its users' users
+        reason = str(error).partition(";")[0]  # Python's advice is for programmers, not for users
         raise WorkhorseError(f"{what} is not valid JSON: {reason}") from None
     if not isinstance(data, dict):
-        raise WorkhorseError(f"{what} holds {shown(data)}, not a JSON object")
+        raise WorkhorseError(f"{what} is {shown(data)}, not a JSON object")
     if _depth(data) > MAX_DEPTH:
         raise WorkhorseError(f"{what} is nested deeper than {MAX_DEPTH}")
     return data
@@ -232,9 +233,9 @@ def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[s
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Make much plain data that has no cycles without a search for them at every turn.
+    """Pause Python's garbage collector while much plain data without cycles is created.
 
-    The search takes twice as long as the reading of a large file.
+    The collector would take twice as long as reading a large file.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -250,23 +251,23 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {shown(twice)} stands twice")
+        raise ValueError(f"the key {shown(twice)} occurs twice")
     return made
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{shown(text)} is too large for a number")
+        raise ValueError(f"{shown(text)} is too large for a float")
     return number
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _depth(data: dict[str, Any]) -> int:
-    """Levels of objects and lists."""
+    """The nesting depth of objects and lists."""
     level: list[Any] = [data]
     depth = 0
     while level and depth <= MAX_DEPTH:
@@ -282,18 +283,18 @@ def _depth(data: dict[str, Any]) -> int:
 
 MAX_CHARACTERS = 300_000
 MAX_YAML_VALUES = 100_000
-"""Of the whole text, what an alias stands for counted wherever it stands."""
+"""Most values in a YAML string, with every alias expanded."""
 
 
 class BadYaml(WorkhorseError):
-    """A text that is not YAML, or not what may be read: line and column, if known, and why."""
+    """Invalid or unsupported YAML: the reason, with line and column if known."""
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """PyYAML reads `3e-4` as a string and `on` as true (YAML 1.1); YAML 1.2 does not.
+    """A loader for YAML 1.2. PyYAML reads YAML 1.1: `3e-4` is a string and `on` is true.
 
-    A key given twice is an error; PyYAML would keep the last. Merges (`<<: *name`), which are of
-    YAML 1.1 too, are read.
+    A key given twice is an error; PyYAML would keep the last. Merges (`<<: *name`) are supported,
+    although they are from YAML 1.1.
     """
 
     def __init__(self, text: str) -> None:
@@ -301,7 +302,7 @@ class _Yaml12Loader(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        # Composing is recursive, and so bounded before Python's stack is.
+        # Composing is recursive: limit the depth before Python's stack overflows.
         self._depth += 1
         if self._depth > MAX_DEPTH:
             mark = cast(Any, self).peek_event().start_mark
@@ -318,7 +319,7 @@ class _Yaml12Loader(yaml.SafeLoader):
             construct = cast(Callable[..., Any], self.construct_object)
             key = construct(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise _problem("a key must be a plain word or number", key_node.start_mark)
+                raise _problem("a key must be a string or a number", key_node.start_mark)
             if key in seen:
                 raise _problem(f"key {shown(key)} is given twice; keep one", key_node.start_mark)
             seen.add(key)
@@ -339,8 +340,8 @@ _YAML_1_2 = {
         "-+0123456789.",
     ),
 }
-"""How plain scalars of each type are written, and the characters they begin with. Dates, numbers to
-base 60 and the like stay text."""
+"""Patterns of plain scalars of each type, and their possible first characters. Dates, base-60
+numbers and the like stay strings."""
 
 _Yaml12Loader.yaml_implicit_resolvers = {
     first: [(tag, rule) for tag, rule in rules if tag.rpartition(":")[2] in ("null", "merge")]
@@ -353,7 +354,7 @@ for _kind, (_rule, _first) in _YAML_1_2.items():
 
 
 class _Yaml12Dumper(yaml.SafeDumper):
-    """PyYAML writes the string `1e3` bare, which YAML 1.2 reads as a number: quote it."""
+    """A dumper for YAML 1.2: quotes strings such as `1e3`, which PyYAML would write unquoted."""
 
 
 for _kind, (_rule, _first) in _YAML_1_2.items():
@@ -363,11 +364,11 @@ for _kind, (_rule, _first) in _YAML_1_2.items():
 
 
 def write_yaml(value: Any, *, on_a_line: bool = False) -> str:
-    """Plain data as YAML that `parse_yaml` reads back as it was, keys in their order.
+    """Format plain data as YAML that `parse_yaml` reads back unchanged, keys in their order.
 
     Args:
-        value: mappings, lists, strings, numbers, true, false and null.
-        on_a_line: write it in one line, without a line break at its end.
+        value: the data: mappings, lists, strings, numbers, true, false and null.
+        on_a_line: True writes one line without a line break at its end.
     """
     flow, width = (True, 2**20) if on_a_line else (False, 80)
     text = yaml.dump(  # pyright: ignore[reportUnknownMemberType]
@@ -377,11 +378,11 @@ def write_yaml(value: Any, *, on_a_line: bool = False) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data of a YAML text: mappings, lists, texts, numbers, true, false and null.
+    """Parse YAML into plain data: mappings, lists, strings, numbers, true, false and null.
 
     Raises:
-        BadYaml: the text is not YAML, holds anything else (a date, a set, binary), or is longer,
-            deeper or, its aliases written out, larger than any that a person wrote.
+        BadYaml: the string is not YAML, contains another type (a date, a set, binary), or exceeds
+            the limits on length, depth, or number of values with aliases expanded.
     """
     if len(text) > MAX_CHARACTERS:
         raise BadYaml(f"{len(text)} characters of YAML are more than {MAX_CHARACTERS}; shorten it")
@@ -400,17 +401,18 @@ def parse_yaml(text: str) -> Any:
 
 
 def _weigh(node: yaml.Node, weights: dict[int, int]) -> int:
-    """How many values a node is with its aliases written out.
+    """Count the values of a node with its aliases expanded.
 
     Raises:
-        yaml.MarkedYAMLError: too many, one that contains itself, or one that is not plain data.
+        yaml.MarkedYAMLError: there are too many values, a node contains itself, or a node is not
+            plain data.
     """
     key = id(node)
     if key in weights:
         if not weights[key]:
-            raise _problem("it refers to itself; write out what is meant", node.start_mark)
+            raise _problem("an alias refers to itself; write out its value", node.start_mark)
         return weights[key]
-    weights[key] = 0  # while what it holds is weighed
+    weights[key] = 0  # marks the node as in progress, to detect a cycle
     weight = 1
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
@@ -419,9 +421,7 @@ def _weigh(node: yaml.Node, weights: dict[int, int]) -> int:
     for child in _children(node):
         weight += _weigh(child, weights)
         if weight > MAX_YAML_VALUES:
-            problem = (
-                f"it holds more than {MAX_YAML_VALUES} values, what its aliases stand for included"
-            )
+            problem = f"there are more than {MAX_YAML_VALUES} values with all aliases expanded"
             raise _problem(f"{problem}; shorten it", node.start_mark)
     weights[key] = weight
     return weight
@@ -441,16 +441,16 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
     kind = node.tag.removeprefix(_TAGS)
     rule = _YAML_1_2.get(kind)
     if rule is not None and not re.match(rule[0], text):
-        raise _problem(f"{shown(text)} is no {kind}; leave the tag out", node.start_mark)
+        raise _problem(f"{shown(text)} is not a valid {kind}; remove the tag", node.start_mark)
     if node.tag in _NUMBERS and len(text) > sys.int_info.default_max_str_digits:
         raise _problem(f"a number of {len(text)} digits is too large", node.start_mark)
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise _problem(f"{shown(text)} holds half a character", node.start_mark)
+        raise _problem(f"{shown(text)} has an unpaired surrogate", node.start_mark)
 
 
 def _not_plain(node: yaml.Node) -> yaml.MarkedYAMLError:
     kind = node.tag.replace(_TAGS, "!!")
-    return _problem(f"{shown(kind)} is not read; write plain text or numbers", node.start_mark)
+    return _problem(f"{shown(kind)} is not supported; write strings or numbers", node.start_mark)
 
 
 def _problem(problem: str, mark: Any) -> yaml.MarkedYAMLError:

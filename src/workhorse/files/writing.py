@@ -1,4 +1,4 @@
-"""Writing files, each whole or not at all, by one process at a time, and why one could not be."""
+"""Atomic writes of files and folders, file locks, and errors about failed writes."""
 
 import contextlib
 import errno
@@ -16,16 +16,16 @@ from workhorse.errors import WorkhorseError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 TAKES_NO_MORE = {*DISK_FULL, errno.EFBIG}
-"""What a file may meet while it grows; the last is of a limit on its own size."""
+"""Error numbers of a write that cannot grow a file: full disk, quota, or file size limit."""
 TEMPORARY = ".workhorse-tmp-"
-"""How the name of a file or folder begins that is being written; 16 hexadecimal digits follow."""
+"""Prefix of the name of a file or folder while it is written; 16 hexadecimal digits follow."""
 _TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 STALE = 60
-"""Seconds after which a temporary name that nobody has locked is deleted."""
+"""Seconds after which a temporary file or folder without a lock is deleted."""
 
 
 class CannotWriteError(WorkhorseError):
-    """A place that could not be written, why, and what to do."""
+    """A file or folder cannot be written: its path, the reason and the remedy."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.reason = reason
@@ -34,12 +34,12 @@ class CannotWriteError(WorkhorseError):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the place, and what to do, where the system refuses to write.
+    """Turn an OSError of the block into an error that names the path and the remedy.
 
-    One inside another names the outer place: a temporary one means nothing to a user.
+    If blocks are nested, the error names the outer path: a temporary path would not help the user.
 
     Raises:
-        CannotWriteError: it does.
+        CannotWriteError: the system refuses to write.
     """
     try:
         yield
@@ -51,37 +51,37 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def refusal(error: OSError) -> tuple[str, str]:
-    """Why the system refused to write, and what to do."""
-    if error.errno is None:  # NumPy's error of a file that took only a part has no number
-        return f"the disk took only a part ({error})", "make room there"
-    remedy = "choose another place, or allow writing there"
+    """The reason why the system refused to write, and the remedy."""
+    if error.errno is None:  # NumPy's error for an incomplete write has no errno
+        return f"only a part was written ({error})", "free some disk space"
+    remedy = "choose another path, or give yourself write permission"
     if error.errno in DISK_FULL:
-        remedy = "make room there"
+        remedy = "free some disk space"
     elif error.errno == errno.EIO:
-        remedy = "check the disk, or choose another place"
+        remedy = "check the disk, or choose another path"
     elif error.errno == errno.EFBIG:
-        remedy = "raise the limit on a file's size (ulimit -f), or choose another place"
+        remedy = "raise the limit on file sizes (ulimit -f), or choose another path"
     return error.strerror or str(error), remedy
 
 
 @contextlib.contextmanager
 def one_process_at_a_time(place: Path, patience: float = math.inf) -> Iterator[None]:
-    """Let one process or thread work at a file or folder: the others wait.
+    """Hold an exclusive lock on a file or folder; other processes and threads wait for it.
 
     Args:
         place: a file that this user may write, or a folder.
-        patience: seconds after which one that waits goes on all the same, as where the system has
-            no `flock` (Windows).
+        patience: the seconds to wait. After that the block runs without the lock, as on systems
+            without `flock` (Windows).
 
     Raises:
-        OSError: the place cannot be opened or locked.
+        OSError: the file or folder cannot be opened or locked.
     """
     try:
         import fcntl
     except ImportError:
         yield
         return
-    # Network folders lock only what is open for writing.
+    # Network file systems only lock files that are open for writing.
     descriptor = os.open(place, os.O_RDONLY if place.is_dir() else os.O_RDWR)
     end = time.monotonic() + patience
     try:
@@ -98,21 +98,22 @@ def one_process_at_a_time(place: Path, patience: float = math.inf) -> Iterator[N
 
 @contextlib.contextmanager
 def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Write a file or folder under a new name beside its place; it is whole there, or absent.
+    """Write a file or folder atomically: under a temporary name beside `path`, then renamed.
 
-    The new name is random, so nobody else's file is touched, and of several processes that write to
-    one place each writes its own. If the block succeeds, everything is synced and renamed: a file
-    replaces the one at `path`, a folder an empty one. If the block fails, what it wrote is deleted.
+    The temporary name is random, so no other file is touched, and several processes that write to
+    the same path do not disturb each other. If the block succeeds, everything is synced and
+    renamed: a file replaces the file at `path`, a folder replaces an empty folder. If the block
+    fails, its output is deleted.
 
-    A process that is killed leaves its temporary name behind. The next `replacing` in the same
-    folder deletes it, if it is older than `STALE` seconds and no process holds its lock.
+    A killed process leaves its temporary file or folder. The next `replacing` in the same folder
+    deletes it if it is older than `STALE` seconds and no process holds its lock.
 
     Args:
-        path: the place; its folder is made if need be for a folder.
-        folder: yield an empty folder instead of an empty file.
+        path: the final path. For a folder, its parent folders are created if needed.
+        folder: True yields an empty folder, False an empty file.
 
     Raises:
-        CannotWriteError: the disk is full or refuses, or a folder there is not empty.
+        CannotWriteError: the write fails, or `path` is a folder that is not empty.
     """
     with writing(path):
         if folder:
@@ -125,7 +126,7 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
             else:
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             with contextlib.ExitStack() as held:
-                with contextlib.suppress(OSError):  # the file system has no locks
+                with contextlib.suppress(OSError):  # file systems without locks
                     held.enter_context(one_process_at_a_time(temporary, patience=0.1))
                 yield temporary
                 for inside in temporary.rglob("*") if folder else ():
@@ -140,20 +141,20 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether `replacing` has a file or folder under this name, and so holds its lock."""
+    """True if the name is a temporary one of `replacing`, which then holds its lock."""
     return path.name.startswith(TEMPORARY)
 
 
 def _temporary(path: Path) -> Path:
-    """A new name beside a path."""
+    """A new random temporary path beside a path."""
     return path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
 
 
 def _delete_stale(folder: Path) -> None:
-    """Delete what processes that were killed have left in a folder, as far as that can be done."""
+    """Delete the temporary files of killed processes in a folder; errors are ignored."""
     try:
         import fcntl
-    except ImportError:  # without locks nobody knows what is in use
+    except ImportError:  # without locks it is unknown whether a file is in use
         return
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{TEMPORARY}*"):
@@ -178,12 +179,12 @@ def _delete(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or folder so that no part of it ever has its name.
+    """Delete a file or folder atomically: rename it first, so that no partial folder is visible.
 
-    What cannot be deleted stays under a temporary name, which a later `replacing` deletes.
+    If the deletion fails, the rest keeps a temporary name and a later `replacing` deletes it.
 
     Raises:
-        OSError: it still has its name.
+        OSError: the rename failed.
     """
     doomed = path.rename(_temporary(path))
     with contextlib.suppress(OSError):
@@ -191,10 +192,10 @@ def discard(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
-    """Write a file under another name, sync it, rename it: it is whole, or what was there stays.
+    """Write a file atomically: on failure, an existing file stays unchanged.
 
     Raises:
-        CannotWriteError: the disk is full or refuses, or a device has that name.
+        CannotWriteError: the write fails, or the path is a device.
     """
     with writing(path):
         _refuse_device(path)
@@ -204,15 +205,15 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 def _refuse_device(path: Path) -> None:
     if path.is_char_device() or path.is_block_device():
-        raise CannotWriteError(path, "it is a device, and would be replaced; name a file")
+        raise CannotWriteError(path, "it is a device, which would be replaced; give a file")
 
 
 def check_place(path: Path) -> None:
-    """Refuse, before the work for it is done, a place where a file cannot be.
+    """Check that a file can be written at a path, before the work for it is done.
 
     Raises:
-        CannotWriteError: it is a folder or a device, its own folder is missing, or a file may not
-            be made there.
+        CannotWriteError: the path is a folder or a device, its parent folder is missing, or files
+            cannot be created there.
     """
     _refuse_device(path)
     with writing(path):
@@ -223,9 +224,9 @@ def check_place(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of entries, is on the disk."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows keeps folders in order by itself and cannot open them
+        return  # Windows cannot open folders, and keeps them consistent by itself
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -25,7 +25,7 @@ CONFIGS = {
     "config is not UTF-8": Case(content(CONFIG, b'{"a": "\xff"}'), "is not UTF-8"),
     "config says it twice": Case(
         content(CONFIG, '{"model_type": "llama", "model_type": "gpt2"}'),
-        "'model_type' stands twice",
+        "'model_type' occurs twice",
     ),
     "config nests lists": Case(content(CONFIG, '{"a": ' + "[" * 100_000), "nested deeper"),
     "config nests just enough": Case(
@@ -39,8 +39,8 @@ CONFIGS = {
     ),
     "config of 10 GB": Case(sparse(CONFIG, 10 * 2**30), "is larger than"),
     "a digit too many": Case(content(CONFIG, '{"a": ' + "9" * 10_000 + "}"), "not valid JSON"),
-    "not a number": Case(content(CONFIG, '{"rms_norm_eps": NaN}'), "NaN is no number"),
-    "infinite": Case(content(CONFIG, '{"rope_theta": 1e999}'), "too large for a number"),
+    "not a number": Case(content(CONFIG, '{"rms_norm_eps": NaN}'), "NaN is not a JSON number"),
+    "infinite": Case(content(CONFIG, '{"rope_theta": 1e999}'), "too large for a float"),
     "config is a pipe": Case(pipe(CONFIG), "is a special file"),
     "config is a folder": Case(directory(CONFIG), "is a folder"),
     "config is a device": Case(link(CONFIG, "/dev/zero"), "link out of its folder"),

@@ -34,10 +34,11 @@ def _start(folder, length):
 
 _ONE = {"a": entry([1], 0, 4)}
 HEADERS = {
-    "a header of 2^63 bytes": Case(header("{}", length=2**63), "says its header has"),
-    "a header beyond the file": Case(header("{}", length=1000), "says its header has"),
+    "a header of 2^63 bytes": Case(header("{}", length=2**63), "bytes, fewer than its header of"),
+    "a header beyond the file": Case(header("{}", length=1000), "bytes, fewer than its header of"),
     "a header of a gigabyte": Case(
-        several(sparse(WEIGHTS, 2**31), lambda folder: _start(folder, 2**30)), "not a model's"
+        several(sparse(WEIGHTS, 2**31), lambda folder: _start(folder, 2**30)),
+        "larger than the limit of",
     ),
     "a header of a million lists": Case(
         header('{"a": [' + "[]," * 1_200_000 + "[]]}"), "more than 850000 values"
@@ -46,41 +47,43 @@ HEADERS = {
         header({f"t{i}": entry([1, 0], 0, 0) for i in range(110_000)}), "more than 850000 values"
     ),
     "a header of nearly too many tensors": Case(
-        header({f"t{i}": entry([0], 1, 1) for i in range(100_000)}), "leaves bytes unused"
+        header({f"t{i}": entry([0], 1, 1) for i in range(100_000)}), "follows unused bytes"
     ),
     "a header that nests": Case(header('{"a": ' + "[" * 100_000), "nested deeper"),
     "a header that says it twice": Case(
-        header('{"a": {"dtype": "F32", "dtype": "F16"}}'), "'dtype' stands twice"
+        header('{"a": {"dtype": "F32", "dtype": "F16"}}'), "'dtype' occurs twice"
     ),
     "a header of code": Case(header("__import__('os').system('true')"), "not valid JSON"),
     "an empty file": Case(content(WEIGHTS, ""), "ends within its header"),
-    "a shape below zero": Case(header({"a": entry([-1, -1], 0, 4)}, bytes(4)), "no tensor has"),
+    "a shape below zero": Case(header({"a": entry([-1, -1], 0, 4)}, bytes(4)), "has invalid shape"),
     "a shape that overflows": Case(
         header({"a": entry([2**32, 2**32], 0, 0)}, b""), "needs 73786976294838206464 bytes"
     ),
     "a shape of many digits": Case(
-        header({"a": entry([10**4000], 0, 4)}, bytes(4)), "no tensor has"
+        header({"a": entry([10**4000], 0, 4)}, bytes(4)), "has invalid shape"
     ),
     "a shape of many axes": Case(
-        header({"a": entry([2**62] * 100_000, 0, 4)}, bytes(4)), "no tensor has"
+        header({"a": entry([2**62] * 100_000, 0, 4)}, bytes(4)), "has invalid shape"
     ),
-    "a shape of fractions": Case(header({"a": entry([1.5], 0, 4)}, bytes(4)), "no tensor has"),
-    "offsets backwards": Case(header({"a": entry([1], 4, 0)}, bytes(4)), "data_offsets give -4"),
+    "a shape of fractions": Case(header({"a": entry([1.5], 0, 4)}, bytes(4)), "has invalid shape"),
+    "offsets backwards": Case(header({"a": entry([1], 4, 0)}, bytes(4)), "data_offsets span -4"),
     "offsets beyond": Case(header({"a": entry([1], 2**62, 2**62 + 4)}, bytes(4)), "unused"),
     "tensors that overlap": Case(
         header({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, bytes(8)), "overlaps"
     ),
     "bytes between tensors": Case(
-        header({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12)), "leaves bytes unused"
+        header({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12)), "follows unused bytes"
     ),
-    "cut short": Case(header({"a": entry([1000], 0, 4000)}, bytes(3999)), "is cut short"),
-    "something hidden behind": Case(header(_ONE, bytes(1000)), "has bytes of no tensor"),
+    "cut short": Case(header({"a": entry([1000], 0, 4000)}, bytes(3999)), "is truncated"),
+    "something hidden behind": Case(
+        header(_ONE, bytes(1000)), "has extra bytes after the last tensor"
+    ),
     "an unknown dtype": Case(header({"a": entry([1], 0, 4, "OBJECT")}, bytes(4)), "'OBJECT'"),
     "a name of a megabyte": Case(
-        header({"a" * 1_000_000: entry([1], 0, 4)}, bytes(4)), "a name that no tensor has"
+        header({"a" * 1_000_000: entry([1], 0, 4)}, bytes(4)), "has an invalid name"
     ),
     "a name with a zero byte": Case(
-        header({"a\x00b": entry([1], 0, 4)}, bytes(4)), "a name that no tensor has"
+        header({"a\x00b": entry([1], 0, 4)}, bytes(4)), "has an invalid name"
     ),
     "no bytes of a huge shape": Case(
         weights(lm_head__weight=torch.zeros(2**40, 0)), "lm_head.weight"
@@ -97,11 +100,19 @@ FILES = {
     "weights are in a cache that is none": Case(
         link(WEIGHTS, "../../blobs/" + "a" * 40), "is missing"
     ),
-    "index goes up": Case(index(instead("../outside/model.safetensors")), "is no file name"),
-    "index goes to the root": Case(index(instead("/outside/model.safetensors")), "is no file name"),
-    "index goes down": Case(index(instead("a/b.safetensors")), "is no file name"),
-    "index goes the other way": Case(index(instead("..\\x.safetensors")), "is no file name"),
-    "index with a zero byte": Case(index(instead("a\x00.safetensors")), "is no file name"),
+    "index goes up": Case(
+        index(instead("../outside/model.safetensors")), "is not the name of a file"
+    ),
+    "index goes to the root": Case(
+        index(instead("/outside/model.safetensors")), "is not the name of a file"
+    ),
+    "index goes down": Case(index(instead("a/b.safetensors")), "is not the name of a file"),
+    "index goes the other way": Case(
+        index(instead("..\\x.safetensors")), "is not the name of a file"
+    ),
+    "index with a zero byte": Case(
+        index(instead("a\x00.safetensors")), "is not the name of a file"
+    ),
     "index names a pickle": Case(index(instead("x.bin")), "is not a safetensors file"),
     "index names a number": Case(index(instead(5)), "is not a safetensors file"),  # pyright: ignore
     "index names a missing file": Case(index(instead("x.safetensors")), "is missing"),

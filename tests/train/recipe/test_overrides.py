@@ -202,7 +202,7 @@ def test_a_value_is_written_as_a_setting_reads_it(value: str) -> None:
 
 @pytest.mark.parametrize("value", ["[*", "[it's", '["', "[$HOME"])
 def test_the_advised_quotes_make_a_setting_of_the_text(value: str) -> None:
-    with pytest.raises(ConfigError, match="if it is a text, quote it: ") as refused:
+    with pytest.raises(ConfigError, match="if it is a string, quote it: ") as refused:
         apply_overrides({}, [f"data.glob={value}"])
     (setting,) = shlex.split(str(refused.value).partition("quote it: ")[2])
     assert apply_overrides({}, [setting]) == {"data": {"glob": value}}

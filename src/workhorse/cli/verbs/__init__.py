@@ -1,1 +1,1 @@
-"""The verbs of the command line, a file each."""
+"""The verbs of the command line, one file each."""

@@ -1,4 +1,4 @@
-"""`workhorse chat`: talk with a model, in the terminal or through a pipe."""
+"""`workhorse chat`: chat with a model, in the terminal or through a pipe."""
 
 import contextlib
 import sys
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from workhorse.generate.conversation import Conversation
 
 HELP = """\
-/reset     begin a new conversation
-/help      show this
-/quit      end (so does /exit, or Ctrl-D)
-Ctrl-C ends a reply. Anything else is a message to the model."""
+/reset     start a new conversation
+/help      show this help
+/quit      end the chat (also /exit or Ctrl-D)
+Ctrl-C stops a reply. Anything else is a message to the model."""
 
 
 @click.command("chat")
@@ -53,7 +53,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Talk with MODEL: one line is one message, /help lists the commands, Ctrl-D ends.
+    """Chat with MODEL: one line is one message, /help lists the commands, Ctrl-D ends the chat.
 
     With --json each reply is a line of JSON. MODEL is a run directory, a Hugging Face directory or
     hub id, a GGUF file, a folder that `convert` wrote, or a preset's name (random weights).
@@ -69,7 +69,7 @@ def command(
     conversation = loaded.chat(config, system=system, template=template, draft=guesser)
     if not loaded.trained_to_chat:
         warn(
-            f"{loaded.name} was never trained to chat; it continues a written dialogue of 'User:' "
+            f"{loaded.name} was not trained to chat; the prompt is a plain dialogue with 'User:' "
             "and 'Assistant:'"
         )
     announce(loaded)
@@ -85,11 +85,11 @@ def command(
 
 
 def _lines(as_json: bool) -> Iterator[str]:
-    """The lines that the user types or that come through a pipe."""
+    """Yield the lines that the user types or that come from a pipe."""
     if not sys.stdin.isatty():
         yield from (line.removeprefix("\ufeff").strip() for line in sys.stdin)
         return
-    with contextlib.suppress(ImportError):  # where there is one: history, and editing of the line
+    with contextlib.suppress(ImportError):  # if available: line editing and history
         import readline  # noqa: F401
     while True:
         try:
@@ -102,14 +102,14 @@ def _lines(as_json: bool) -> Iterator[str]:
 
 
 def _answer(conversation: "Conversation", line: str, as_json: bool) -> None:
-    """Reply to a line. At a terminal, an error with one message does not end the conversation."""
+    """Reply to a line. On a terminal, an error in one message does not end the conversation."""
     known = conversation.forgotten
     try:
         _reply(conversation, line, as_json)
     except WorkhorseError as error:
         if not sys.stdin.isatty():
             raise
-        print(f"workhorse: {error}", file=sys.stderr)  # the next message may fit
+        print(f"workhorse: {error}", file=sys.stderr)  # the next message may fit the context
     if conversation.forgotten > known:
         warn(
             f"the context is full; the model no longer sees the first {conversation.forgotten} "
@@ -118,7 +118,7 @@ def _answer(conversation: "Conversation", line: str, as_json: bool) -> None:
 
 
 def _reply(conversation: "Conversation", line: str, as_json: bool) -> None:
-    """Show the reply as it is generated, or as a line of JSON; at a terminal ^C ends the reply."""
+    """Print the reply as it is generated, or as JSON. On a terminal, Ctrl-C stops the reply."""
     started = time.perf_counter()
     deltas, reason = [], None
     try:

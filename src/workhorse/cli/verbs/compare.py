@@ -1,4 +1,4 @@
-"""`workhorse compare`: a study in, an answer with its uncertainty out."""
+"""`workhorse compare`: run a study that compares designs with confidence intervals."""
 
 import shlex
 from functools import partial
@@ -19,12 +19,12 @@ from workhorse.cli.output import ExitCode, counted, print_result, warn
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Trials at once, each in a process of its own with its share of the threads.",
+    help="Number of parallel trials, each in its own process with its share of the threads.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Run the study as its quick section changes it, in little time."
+    "--quick", is_flag=True, help="Run a shorter version, with the changes of the quick section."
 )
-@click.option("--dry-run", is_flag=True, help="Show trials, sizes and time; train nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the trials, sizes and time; train nothing.")
 @partial(runtime_options, default="the recipe's")
 @json_option
 def command(
@@ -39,14 +39,14 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Train the variants of STUDY, a YAML file, at an equal budget, and say which is better.
+    """Train the variants of STUDY, a YAML file, at an equal budget and compare their losses.
 
-    Each variant is trained on every seed of the study. The same command goes on with a study that
-    was stopped or killed; an interrupt, SIGTERM or SIGHUP stops it after the current step.
+    Each variant is trained with every seed of the study. An interrupt, SIGTERM or SIGHUP stops the
+    study after the current step. The same command resumes a study that was stopped or killed.
     """
     from workhorse.config.base import read_yaml
 
-    read_yaml(study)  # first, so that a file that is none does not wait for torch
+    read_yaml(study)  # first: an invalid file fails before torch is imported
     from workhorse import compare as library
     from workhorse.native.allocator import keep_freed_memory
 
@@ -88,7 +88,7 @@ def _summary(found: Any) -> str:
     if found.results is None:
         return (
             f"{found.folder}: {found.done} of {counted(found.trials, 'trial')} done, stopped by "
-            f"{found.stopped_by} and saved\nthe same command goes on"
+            f"{found.stopped_by} and saved\nrun the same command to resume"
         )
     from workhorse.compare.report import verdicts
 
@@ -98,7 +98,7 @@ def _summary(found: Any) -> str:
 
 
 def _account(found: dict[str, Any], out: Path) -> str:
-    """A line for each variant, and the time of all."""
+    """A line for each variant and trial, and the total time."""
     from workhorse.cli.train_progress import duration
 
     wide = max(len(name) for name in found["variants"])
@@ -112,6 +112,6 @@ def _account(found: dict[str, Any], out: Path) -> str:
     lines += [f"  {trial['trial']}{' (done)' * trial['done']}" for trial in found["trials"]]
     lines.append(
         f"{counted(left, 'trial')} in {out}{f' ({done} done)' if done else ''}, "
-        f"{duration(found['seconds'])} of steps; validation and checkpoints come on top"
+        f"{duration(found['seconds'])} of steps, plus validation and checkpoints"
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`workhorse convert`: a model from one format into another."""
+"""`workhorse convert`: convert a model to another format."""
 
 from pathlib import Path
 
@@ -15,34 +15,34 @@ from workhorse.cli.output import print_result, warn
     "--to",
     "to",
     type=click.Choice(["hf", "workhorse", "gguf"]),
-    help="A Hugging Face directory, our own format, or a GGUF file; may be left out if DST ends"
-    " in .gguf.",
+    help="Format of DST: a Hugging Face directory, Workhorse's own format, or a GGUF file."
+    "  [default: gguf if DST ends in .gguf]",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_k"]),
     default="auto",
     show_default=True,
-    help="Type of the written weights; q8_0, q4_0 and q4_k are for GGUF.",
+    help="Type of the written weights; q8_0, q4_0 and q4_k only for GGUF.",
 )
 @click.option(
     "--n-kv-heads",
     type=click.IntRange(min=1),
-    help="Merge the heads of keys and values into this many, each the mean of its group. The result"
-    " is another model, which needs further training.",
+    help="Average the key and value heads in groups, down to this number of heads. The result is"
+    " a different model, which needs further training.",
 )
 @json_option
 def command(
     *, source: str, target: Path, to: str | None, dtype: str, n_kv_heads: int | None, as_json: bool
 ) -> None:
-    """Write the model SRC as DST, in another format.
+    """Convert the model SRC to another format and write it to DST.
 
     SRC is a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder that this
-    verb wrote. `--to hf` writes the model as a class of transformers; one that no class can hold is
-    refused with the reason (`workhorse models show` tells it beforehand).
+    verb wrote. `--to hf` writes a model that a class of transformers can load. If no class fits,
+    the error gives the reason; `workhorse models show` also shows it.
     """
     if to is None and target.suffix != ".gguf":
-        raise click.UsageError("give --to hf, workhorse or gguf: the format of DST")
+        raise click.UsageError("the format of DST is not known; give --to hf, workhorse or gguf")
 
     from workhorse.model.convert import convert
 

@@ -1,4 +1,4 @@
-"""`workhorse data`: prepare a recipe's data, or look at what a model will see."""
+"""`workhorse data`: prepare a recipe's data, or inspect its training rows."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 out_option = click.option(
     "--out",
     type=PATH,
-    help="Run directory that keeps the data, unless the recipe has data.cache_dir."
+    help="Run directory that stores the data, unless the recipe sets data.cache_dir."
     "  [default: runs/NAME]",
 )
 
 
 @click.group("data")
 def command() -> None:
-    """Prepare a recipe's data, or look at what a model will see."""
+    """Prepare a recipe's data, or inspect its training rows."""
 
 
 @command.command("prepare")
@@ -35,10 +35,10 @@ def command() -> None:
 def prepare_command(
     recipe: Path, overrides: tuple[str, ...], out: Path | None, as_json: bool
 ) -> None:
-    """Train RECIPE's tokenizer and write its token shards; reuse what is there already.
+    """Train RECIPE's tokenizer and write its token shards; reuse existing ones.
 
-    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used. `train`
-    finds what was prepared. A preparation that was interrupted goes on where it stopped.
+    RECIPE is a YAML file, or a run directory to use its recipe and data. `train` uses the prepared
+    data. An interrupted preparation resumes where it stopped.
     """
     from workhorse.data import describe
 
@@ -56,21 +56,21 @@ def prepare_command(
     type=click.Choice(["train", "validation"]),
     default="train",
     show_default=True,
-    help="Whose rows to show.",
+    help="Split to show.",
 )
 @click.option(
     "--step",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="The step (of training), or the batch (of a validation), whose rows to show.",
+    help="Training step, or validation batch, to show.",
 )
 @click.option(
     "--rows",
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="Rows to show.",
+    help="Number of rows to show.",
 )
 @json_option
 def inspect_command(
@@ -83,11 +83,11 @@ def inspect_command(
     rows: int,
     as_json: bool,
 ) -> None:
-    """Show what a model trained on RECIPE will see: counts, then decoded rows.
+    """Show the training data of RECIPE: counts, then decoded rows.
 
-    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used. Data that is
-    not prepared yet is prepared first, as by `data prepare`: the tokenizer is trained, and it and
-    the tokens are written into the run directory.
+    RECIPE is a YAML file, or a run directory to use its recipe and data. If the data is not
+    prepared yet, `data prepare` runs first: the tokenizer is trained, and the tokenizer and the
+    tokens are written into the run directory.
     """
     from workhorse.data import Batches, describe, view_rows
 
@@ -141,13 +141,13 @@ def _validation_batch(dataset: "Dataset", index: int, sizes: dict[str, Any]) -> 
     batches = ValidationBatches(dataset.validation, **sizes)
     if index >= len(batches):
         raise WorkhorseError(
-            f"--step {index} is past the validation's last batch; choose at most {len(batches) - 1}"
+            f"--step {index} is past the last validation batch; choose 0 to {len(batches) - 1}"
         )
     return batches[index]
 
 
 def _counts(result: dict[str, Any]) -> str:
-    """The data set as a table."""
+    """Format the data set's counts as a table."""
     table: list[tuple[str, ...]] = [
         ("", "documents", "bytes", "tokens", "bytes/token", "unknown", "weight")
     ]
@@ -163,7 +163,7 @@ def _counts(result: dict[str, Any]) -> str:
     for name, *cells in table:
         numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         lines.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())
-    kept = f"{result['folder']} ({result['dtype']}, {result['vocab_size']:,} kinds of token)"
+    kept = f"{result['folder']} ({result['dtype']}, vocabulary of {result['vocab_size']:,})"
     return "\n".join([*lines, f"in {kept}"])
 
 
@@ -171,10 +171,10 @@ def _page(result: dict[str, Any], views: tuple["RowView", ...]) -> str:
     epochs = ", ".join(f"{source} {rows:,}" for source, rows in result["rows_per_epoch"].items())
     lines = [
         f"packing {result['packing']}: rows of {result['seq_len']} tokens, "
-        f"{result['batch_size']} in a step; rows in an epoch: {epochs}",
+        f"{result['batch_size']} per step; rows per epoch: {epochs}",
     ]
     for row, view in enumerate(views):
-        notes = f"{view.padding} of padding, {view.ignored} predict nothing"
+        notes = f"{view.padding} padding, {view.ignored} without a target"
         where = f"{result['split']} step {result['step']} row {row}"
         lines += ["", f"── {where}: {view.source}, {notes}"]
         for segment in view.segments:

@@ -1,4 +1,4 @@
-"""`workhorse evaluate`: how well a model predicts text, or how it scores on tasks."""
+"""`workhorse evaluate`: measure a model's loss on text, or score it on tasks."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OF_TEXT = ("data", "context", "stride", "compare_gzip")
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
-"""Flags that apply to only one of the two uses."""
+"""Flags that apply to only one of the two modes, text or tasks."""
 PER_TASK = ("versions", "n-shot")
 
 
@@ -33,56 +33,56 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--data",
     metavar="FILE_OR_DIR",
-    help="A text, .jsonl or .parquet file; a folder of texts; - for stdin; or stdlib, the held-out"
-    " part of the built-in corpus.  [default: the validation split of the run]",
+    help="A text, .jsonl or .parquet file; a folder of text files; - for stdin; or stdlib, the"
+    " held-out split of the built-in corpus.  [default: the validation split of the run]",
 )
 @click.option(
     "--context",
     type=int,
-    help="Tokens of a window, to see how the loss depends on them; beyond the trained"
-    " length, how positions extrapolate.  [default: the model's longest]",
+    help="Tokens per window. More than the trained length measures length extrapolation."
+    "  [default: the model's maximum]",
 )
 @click.option(
     "--stride",
     type=int,
-    help="Tokens that each window of the context predicts; with fewer, each sees more"
-    " of what came before, and it takes longer.  [default: the context]",
+    help="Tokens predicted per window. With a smaller stride each token has more context, and"
+    " evaluation takes longer.  [default: the context]",
 )
 @click.option(
     "--compare-gzip",
     is_flag=True,
-    help="Also the figures of gzip -9 and xz -9 on the same bytes.",
+    help="Also show the bits per byte of gzip -9 and xz -9 on the same text.",
 )
 @click.option(
     "--tasks",
     metavar="NAME,...",
-    help="Score the model on tasks of the lm-evaluation-harness, which needs the extra eval:"
-    " names, groups, patterns, or YAML files.",
+    help="Score the model on tasks of the lm-evaluation-harness (needs the extra eval): names,"
+    " groups, patterns, or YAML files.",
 )
 @click.option(
     "--include-path",
     metavar="DIR",
-    help="With --tasks: a folder of more tasks, each a YAML file.",
+    help="With --tasks: a folder of additional tasks, each a YAML file.",
 )
 @click.option(
     "--fewshot",
     type=int,
-    help="With --tasks: examples before each question.  [default: as the task says]",
+    help="With --tasks: number of examples before each question.  [default: the task's own]",
 )
 @click.option(
     "--limit",
     type=float,
-    help="With --tasks: at most this many questions of each; below 1, that share of them.",
+    help="With --tasks: most questions per task; below 1, the fraction of questions.",
 )
 @click.option(
     "--apply-chat-template",
     is_flag=True,
-    help="With --tasks: put the questions through the model's chat template.",
+    help="With --tasks: format the questions with the model's chat template.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(1, MOST_ROWS),
-    help="Windows or questions at once.  [default: by the device]",
+    help="Windows or questions per batch.  [default: depends on the device]",
 )
 @json_option
 def command(
@@ -94,11 +94,11 @@ def command(
     tasks: str | None,
     **options: Any,
 ) -> None:
-    """Measure how well MODEL predicts text, or score it on tasks.
+    """Measure the loss of MODEL on text, or score it on tasks.
 
     MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, a folder that
-    `convert` wrote, or a preset's name (random weights). On text it measures loss, perplexity and
-    bits per byte, every token predicted once.
+    `convert` wrote, or a preset's name (random weights). Text gives loss, perplexity and bits per
+    byte; every token is predicted once.
     """
     from workhorse.native.allocator import keep_freed_memory
 
@@ -118,13 +118,13 @@ def command(
 
 
 def _check_pairs(options: Mapping[str, Any], with_tasks: bool) -> None:
-    """Refuse a flag that would have no effect."""
+    """Raise an error for a flag that would have no effect."""
     unread, needed = (OF_TEXT, "--data") if with_tasks else (OF_TASKS, "--tasks")
     for name in unread:
         if options[name] is not None and options[name] is not False:
             flag = f"--{name.replace('_', '-')}"
-            conflict = "cannot go with --tasks" if flag == "--data" else f"belongs to {needed}"
-            raise click.UsageError(f"{flag} {conflict}; leave it out")
+            conflict = "conflicts with --tasks" if flag == "--data" else f"only applies to {needed}"
+            raise click.UsageError(f"{flag} {conflict}; remove it")
 
 
 def _measure(
@@ -136,7 +136,7 @@ def _measure(
     compare_gzip: bool,
     batch_size: int | None,
 ) -> dict[str, Any]:
-    """The figures of a text."""
+    """Evaluate the model on text and return the figures."""
     from workhorse.evaluate import compressed_bits_per_byte, evaluate
 
     total = sum(len(document.text.encode()) for document in _documents(model, data))
@@ -167,7 +167,7 @@ def _score(
     apply_chat_template: bool,
     batch_size: int | None,
 ) -> dict[str, Any]:
-    """The harness's results; the tasks are looked up before the model is loaded."""
+    """Return the harness's results. Tasks are looked up first, before the model is loaded."""
     from workhorse.evaluate import load_tasks
 
     tasks = load_tasks(names, include_path)
@@ -181,19 +181,19 @@ def _score(
 
 
 def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
-    """The documents that `--data` names, read from the start."""
+    """Yield the documents of `--data`, or of the run's validation split, from the start."""
     from workhorse.data import read_documents, source_of
     from workhorse.errors import WorkhorseError
 
     if data is not None:
-        source = source_of(data)  # all of a file or folder, the held-out modules of the stdlib
+        source = source_of(data)  # a file or folder in full, or the held-out part of the stdlib
         yield from read_documents(source, "validation" if source.has_validation else "train")
         return
     if model.data is None:
-        raise WorkhorseError(f"{model.name} has no data of its own; give --data FILE_OR_DIR")
+        raise WorkhorseError(f"{model.name} is not a run with data; give --data FILE_OR_DIR")
     if not any(source.has_validation for source in model.data.sources.values()):
         raise WorkhorseError(
-            f"{model.name} has no validation split; give --data FILE_OR_DIR, texts to evaluate on"
+            f"{model.name} has no validation split; give the text with --data FILE_OR_DIR"
         )
     for source in model.data.sources.values():
         yield from read_documents(source, "validation")
@@ -213,19 +213,19 @@ def _page(result: dict[str, Any]) -> str:
     )
     if result["unpredicted"]:
         lines.append(
-            f"nothing stands before {counted(result['unpredicted'], 'first token')}: not in the"
-            " loss, and log2(vocabulary) bits each"
+            f"{counted(result['unpredicted'], 'first token')} without context: not in the loss,"
+            " and counted as log2(vocabulary) bits each"
         )
     if result["unknown"]:
         lines.append(
-            f"the tokenizer does not know {counted(result['unknown'], 'token')}, so the figures"
-            " flatter it"
+            f"{counted(result['unknown'], 'unknown token')}: the tokenizer does not know the"
+            " characters, so the figures are too low"
         )
     return "\n".join(lines)
 
 
 def _table(result: Mapping[str, Any]) -> str:
-    """The scores of tasks and groups, a line for each metric."""
+    """Format the scores of tasks and groups, one line per metric."""
     from io import StringIO
 
     from rich.console import Console
@@ -245,9 +245,9 @@ def _table(result: Mapping[str, Any]) -> str:
     Console(file=text, width=max(100, shutil.get_terminal_size().columns)).print(table)
     cut = result["config"]["shortened_requests"]
     if cut:
-        text.write(f"the context was too short for {counted(cut, 'request')}, cut at the start\n")
+        text.write(f"{counted(cut, 'request')} longer than the context, cut at the start\n")
     return text.getvalue().rstrip()
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else ""  # the harness has "N/A" for no error
+    return f"{value:.4f}" if isinstance(value, float) else ""  # the harness writes "N/A" if unknown

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from workhorse.model.model import Model
 
 SHOWN_PROMPT = 40
-"""Characters of a prompt in a heading."""
+"""Most characters of a prompt in a heading."""
 
 
 @click.command("generate")
@@ -44,36 +44,43 @@ SHOWN_PROMPT = 40
     "prompts",
     multiple=True,
     metavar="TEXT",
-    help="Text to continue; - reads it from stdin. Repeatable.",
+    help="Prompt to continue; - reads it from stdin. Repeatable.",
 )
 @click.option(
     "--prompt-file",
     type=PATH,
     metavar="FILE",
-    help="A text file, taken as one prompt; or a .jsonl file, with a `prompt` in each line.",
+    help="A text file with one prompt, or a .jsonl file with a `prompt` in each line.",
 )
 @sampling_options
 @draft_options
 @click.option(
-    "--n-samples", "--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]"
+    "--n-samples", "--samples", "n_samples", type=int, help="Completions per prompt.  [default: 1]"
 )
-@click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
 @click.option(
     "--logprobs",
     type=int,
-    help="With --json: log-probabilities of each token and of the N likeliest at its position.",
+    help="With --json: log-probability of each token, and of the N most likely tokens there.",
 )
 @click.option(
     "--beams",
     type=int,
-    help="Beam search: find the likeliest text with this many hypotheses.",
+    help="Beam search with this number of hypotheses, for the most likely completion.",
 )
-@click.option("--length-penalty", type=float, help="With --beams: higher favours longer texts.")
-@click.option("--early-stopping", is_flag=True, default=None, help="With --beams: end sooner.")
+@click.option("--length-penalty", type=float, help="With --beams: higher favours longer output.")
 @click.option(
-    "--batch-size", type=click.IntRange(1, MOST_ROWS), help="Texts decoded at once.  [default: 32]"
+    "--early-stopping",
+    is_flag=True,
+    default=None,
+    help="With --beams: stop at the first finished hypotheses, even if better ones could follow.",
 )
-@click.option("--stream", "as_stream", is_flag=True, help="Show the text as it is generated.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1, MOST_ROWS),
+    help="Completions decoded at once.  [default: 32]",
+)
+@click.option("--stream", "as_stream", is_flag=True, help="Print the output as it is generated.")
 @json_option
 def command(
     *,
@@ -91,11 +98,11 @@ def command(
     """Continue a prompt with MODEL.
 
     MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, a folder that
-    `convert` wrote, or a preset's name (random weights). The new text, without the prompt, goes to
-    stdout, and how it ended to stderr.
+    `convert` wrote, or a preset's name (random weights). The completion, without the prompt, goes
+    to stdout; the speed and the reason for stopping go to stderr.
     """
     if options["logprobs"] is not None and not as_json:
-        raise click.UsageError("--logprobs are part of the --json result; add --json")
+        raise click.UsageError("--logprobs only appear in the JSON result; add --json")
     texts = read_prompts(prompts, prompt_file)
     if as_stream:
         _check_one_text(
@@ -105,7 +112,7 @@ def command(
     config = generation_config(**options, stop_tokens=() if ignore_eos else None)
     if as_stream and config.beams > 1:
         raise click.UsageError(
-            "--beams knows its text only at the end; leave out --stream, or --beams"
+            "--beams and --stream conflict: beam search has no output before its end; remove one"
         )
     config = with_seed(config)
     loaded = open_model(model, running)
@@ -113,9 +120,9 @@ def command(
     guesser = None
     if draft is not None:
         guesser = open_model(draft, running, with_text=False)
-    if running.execution == "compiled":  # so that compiling does not count in the tokens a second
+    if running.execution == "compiled":  # warm up: tokens/s must not include the compilation
         with status() as show:
-            show("preparing steps; compiling them takes tens of seconds, once on a machine")
+            show("compiling; takes tens of seconds the first time on a machine")
             loaded.generate_batch(texts[:1], config.replace(max_new_tokens=2), draft=guesser)
     if as_stream:
         _stream(loaded, texts[0], config, guesser)
@@ -131,12 +138,12 @@ def command(
 
 
 def _check_one_text(prompts: int, flags: Mapping[str, Any]) -> None:
-    """Refuse to stream if flags or prompts ask for more than one text."""
+    """Raise an error if flags or prompts ask to stream more than one completion."""
     extra = [flag for flag, value in flags.items() if value not in (None, False)]
-    remedies = [f"leave out {', '.join(extra)}"] if extra else []
+    remedies = [f"remove {', '.join(extra)}"] if extra else []
     remedies += [f"give one prompt, not {prompts}"] if prompts > 1 else []
     if remedies:
-        raise click.UsageError(f"--stream shows one text; {' and '.join(remedies)}")
+        raise click.UsageError(f"--stream prints one completion; {' and '.join(remedies)}")
 
 
 def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Model | None") -> None:
@@ -154,16 +161,16 @@ def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Mod
 def _explain(
     ends: Sequence[tuple[str, int]], rates: dict[str, Any], config: "GenerationConfig"
 ) -> None:
-    """Tell on stderr how the texts ended: the reason and the number of tokens."""
+    """Print on stderr the number of tokens, the speed and the reasons for stopping."""
     tokens = sum(n for _, n in ends)
     reasons = ", ".join(sorted({reason for reason, _ in ends}))
     rate = rates["tokens_per_second"]
     fast = "" if rate is None else f", {rate:.1f} tokens/s"
-    after = f" after {rates['prompt_seconds']:.2f} s of reading the prompt"
+    after = f" after {rates['prompt_seconds']:.2f} s for the prompt"
     seed = f", seed {config.seed}" if config.samples else ""
-    print(f"{tokens} tokens{fast}{after}, ended by {reasons}{seed}", file=sys.stderr)
+    print(f"{tokens} tokens{fast}{after}, stopped by {reasons}{seed}", file=sys.stderr)
     if any(reason == "length" and n < config.max_new_tokens for reason, n in ends):
-        print("note: the context is full; --truncate left goes past it", file=sys.stderr)
+        print("note: the context is full; continue past it with --truncate left", file=sys.stderr)
 
 
 def _result(
@@ -173,7 +180,7 @@ def _result(
     config: "GenerationConfig",
     model: "Model",
 ) -> dict[str, Any]:
-    """All completions, and totals; the fields of a single completion are also at the top level."""
+    """All completions and totals. The fields of a single completion are also at the top level."""
     listed = [
         {
             "prompt": prompts[index // config.n_samples],
@@ -195,16 +202,16 @@ def _result(
 
 
 def _guessed(completion: "Completion") -> dict[str, int | None]:
-    """Figures of speculative decoding."""
+    """Figures of speculative decoding; empty without it."""
     if completion.proposed is None:
         return {}
     return {"proposed": completion.proposed, "accepted": completion.accepted}
 
 
 def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dict[str, Any]] | None:
-    """Each token's log-probability and text.
+    """Each token's log-probability and string.
 
-    The text is null if it is a part of a character, or if the tokenizer has no such id (the
+    The string is null if it is only a part of a character, or if the tokenizer has no such id (the
     embedding is padded).
     """
     if completion.logprobs is None:
@@ -225,7 +232,7 @@ def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dic
 
 
 def _page(completions: Sequence[dict[str, Any]]) -> str:
-    """The texts for a person: a single one unchanged, several under headings."""
+    """Format completions for humans: a single one unchanged, several under headings."""
     if len(completions) == 1:
         return completions[0]["text"]
     return "\n\n".join(

@@ -1,4 +1,4 @@
-"""`workhorse models`: the presets, published models that can be built by name; what a model is."""
+"""`workhorse models`: list the presets, or show a model's config and size."""
 
 import sys
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "len
 
 @click.group("models")
 def command() -> None:
-    """List the presets (published models that can be built by name), or show what a model is."""
+    """List the presets (published models that can be built by name), or show one model."""
 
 
 @command.command("list")
@@ -24,9 +24,9 @@ def command() -> None:
 def list_presets(text: str, as_json: bool) -> None:
     """List the presets with TEXT in their names, or all, with parameter counts and shapes.
 
-    Parameters are the total and, after a slash where they differ, those active on one token: a
-    mixture of experts has more than it uses at a time. Heads are those of queries and, after a
-    slash where they differ, of keys and values; length is that of the longest text, in tokens.
+    params: the total and, for a mixture of experts, after a slash the parameters active per token.
+    heads: query heads and, if different, after a slash the key and value heads. length: maximum
+    sequence length in tokens.
     """
     from workhorse.models import find_preset, search
     from workhorse.models.describe import summary
@@ -46,7 +46,7 @@ def show_model(model: str, as_json: bool) -> None:
     """Show MODEL: its config as YAML, parameters by component, its source, its tokenizer.
 
     MODEL is a preset, a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder
-    that `convert` wrote. Everything but the config is a comment: the output is a config file.
+    that `convert` wrote. The output is a valid config file: everything else is in comments.
     """
     from workhorse.model.model import describe
     from workhorse.models.describe import page

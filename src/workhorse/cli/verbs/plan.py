@@ -1,4 +1,4 @@
-"""`workhorse plan`: what a model and its training need, before either is allocated."""
+"""`workhorse plan`: the requirements of a model and its training, without allocating either."""
 
 from pathlib import Path
 from typing import Any
@@ -19,35 +19,35 @@ MOST_DEVICES = 10**6
 @click.option(
     "--devices",
     type=click.IntRange(min=1, max=MOST_DEVICES),
-    help="How many.  [default: as many as settings of parallel make]",
+    help="Number of devices.  [default: the product of the settings of parallel]",
 )
 @click.option(
     "--memory",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="Memory of each device.  [default: what it has, or what is free here]",
+    help="Memory of each device.  [default: the device's memory, or this machine's free memory]",
 )
 @click.option(
     "--utilization",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    help="Part of a device's peak that training reaches.  [default: simulated, or 0.4]",
+    help="Fraction of a device's peak that training reaches.  [default: simulated, or 0.4]",
 )
 @click.option(
-    "--price", type=click.FloatRange(min=0), help="Of a device for an hour, to give the cost."
+    "--price", type=click.FloatRange(min=0), help="Price of a device per hour, to show the cost."
 )
 @click.option(
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
     metavar="FLOPS",
-    help="What to spend best.  [default: the arithmetic of the planned training]",
+    help="FLOPs to spend optimally.  [default: the FLOPs of the planned training]",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=1),
-    help="Tokens of a text that is served.  [default: the model's longest]",
+    help="Tokens of a served sequence.  [default: the model's maximum]",
 )
-@click.option("--measure", is_flag=True, help="Measure this machine's peak, to give the time.")
-@click.option("--page", type=PATH, help="Also write a page with pictures, which needs no network.")
+@click.option("--measure", is_flag=True, help="Measure this machine's peak, to show the time.")
+@click.option("--page", type=PATH, help="Also write a self-contained HTML page with charts.")
 @json_option
 def command(
     *,
@@ -57,13 +57,13 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Show what SOURCE needs to be trained and served: arithmetic, memory, time, cost.
+    """Estimate the requirements of SOURCE for training and serving: FLOPs, memory, time, cost.
 
-    SOURCE is a recipe, `depth-N` for one of the dial, a run directory, a preset, a Hugging Face
-    directory or hub id, or a GGUF file. Nothing of the model is allocated. Settings after it are
-    those of `train`; those of `parallel` divide the work among devices: data, shard, tensor,
-    pipeline, expert, context. --devices shards the weights if none of them is given; otherwise
-    each is kept, and data fills up.
+    SOURCE is a recipe, `depth-N` (a built-in recipe with N layers), a run directory, a preset, a
+    Hugging Face directory or hub id, or a GGUF file. The model is not allocated. Settings after
+    SOURCE are the same as for `train`. The settings of `parallel` divide the work among devices:
+    data, shard, tensor, pipeline, expert, context. With --devices and no such setting, the weights
+    are sharded; otherwise the settings are kept and data parallelism uses the remaining devices.
     """
     from workhorse.plan import plan
     from workhorse.plan.page import lines

@@ -1,4 +1,4 @@
-"""`workhorse scaling`: scaling laws of finished runs, and what they predict."""
+"""`workhorse scaling`: scaling laws of finished runs, and their predictions."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ from workhorse.cli.output import print_result, status
     type=PATH,
     multiple=True,
     metavar="RECIPE",
-    help="A recipe, depth-N, or the folder of a run, whose loss to predict; may be repeated.",
+    help="Recipe, depth-N or run directory to predict the loss of. Repeatable.",
 )
 @json_option
 def command(*, runs: tuple[Path, ...], predict: tuple[Path, ...], as_json: bool) -> None:
-    """Fit scaling laws to finished runs of one text, and predict the loss of further ones.
+    """Fit scaling laws to finished runs on the same text, and predict the loss of other runs.
 
-    The laws are those of 2203.15556 and 2001.08361, in parameters and tokens, and a power law of
-    compute for runs that divide their FLOPs alike. Intervals are of 95 %, if the form holds.
+    The laws are from arXiv 2203.15556 and 2001.08361, in parameters and tokens, and a power law in
+    compute, for runs that split their FLOPs between size and tokens in the same way. The 95 %
+    intervals assume that the law's form is right.
     """
     from workhorse.scaling import fit_laws, recipe_at
 
@@ -49,9 +50,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
         ]
         if best := law["optimum"]:
             lines.append(
-                f"  {best['flops']:.3g} FLOPs are best spent on {best['parameters']:,.0f}"
+                f"  optimal for {best['flops']:.3g} FLOPs: {best['parameters']:,.0f}"
                 f" parameters and {best['tokens']:,.0f} tokens"
-                f" ({best['tokens'] / best['parameters']:.1f} tokens a parameter)"
+                f" ({best['tokens'] / best['parameters']:.1f} tokens per parameter)"
             )
     lines += ["", *(f"{name}: {why}" for name, why in found["left_out"].items())]
     return lines

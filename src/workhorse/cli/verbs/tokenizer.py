@@ -1,4 +1,4 @@
-"""`workhorse tokenizer`: train a tokenizer, measure one, show how it splits a text."""
+"""`workhorse tokenizer`: train, measure or inspect a tokenizer."""
 
 import sys
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer, TokenizerConfig
 
 FLAGS = {"kind": "--algorithm", "vocab_size": "--vocab-size"}
-"""Keys of a tokenizer's config that have their own option."""
+"""Keys of a tokenizer's config that have an option of their own."""
 MAX_DIGITS = 18
-"""Digits of a token id; more would not fit 64 bits."""
+"""Most digits of a token id; more would not fit into 64 bits."""
 
 files_argument = click.argument("files", nargs=-1, type=PATH)
 
 
 @click.group("tokenizer")
 def command() -> None:
-    """Train a tokenizer, measure one, or show how it splits a text.
+    """Train a tokenizer, measure one, or show how it splits a string.
 
-    DIR is a folder with a tokenizer: what train wrote, a run directory, a Hugging Face directory.
-    FILES are texts, .jsonl(.gz, .zst) or .parquet files, folders of texts, - for stdin, or stdlib,
-    the built-in corpus: train reads its training part, report the held-out part.
+    DIR is a folder with a tokenizer: the output of train, a run directory or a Hugging Face
+    directory. FILES are text, .jsonl(.gz, .zst) or .parquet files, folders of text files, - for
+    stdin, or stdlib, the built-in corpus: train reads its training split, report the held-out one.
     """
 
 
@@ -44,7 +44,7 @@ def command() -> None:
 @click.option(
     "--vocab-size",
     type=int,
-    help="Number of tokens, special ones included; optional for characters.",
+    help="Number of tokens, including special tokens; optional for characters.",
 )
 @click.option(
     "--set",
@@ -57,7 +57,7 @@ def command() -> None:
     "--out",
     required=True,
     type=PATH,
-    help="Folder for tokenizer.json; a tokenizer that is already there is replaced.",
+    help="Folder for tokenizer.json; replaces a tokenizer in it.",
 )
 @json_option
 def train_command(
@@ -75,7 +75,7 @@ def train_command(
 
     config = _config(algorithm, vocab_size, settings)
     if not files and algorithm != "bytes":
-        raise WorkhorseError(f"no FILES to train {algorithm} on; name some, or - for stdin")
+        raise WorkhorseError(f"no FILES to train {algorithm} on; give files, or - for stdin")
     check_output_folder(out)
     replaced = (out / "tokenizer.json").exists()
     with progress("reading", unit="bytes") as report:
@@ -83,8 +83,8 @@ def train_command(
     tokenizer.save(out)
     if missing := missing_tokens(config, tokenizer):
         warn(
-            f"{tokenizer.vocab_size:,} tokens, {missing:,} fewer than asked for: "
-            "the texts hold too little to fill more"
+            f"the vocabulary has {tokenizer.vocab_size:,} tokens, {missing:,} fewer than requested:"
+            " the training text is too small for more"
         )
     result = {
         "out": out,
@@ -96,7 +96,7 @@ def train_command(
         "fingerprint": tokenizer.fingerprint,
     }
     text = f"{out}: {algorithm}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:16]}"
-    instead = ", in place of the tokenizer that was there" if replaced else ""
+    instead = "; replaced the previous tokenizer" if replaced else ""
     print_result(result, as_json, text=f"{text}{instead}")
 
 
@@ -105,13 +105,13 @@ def train_command(
 @files_argument
 @json_option
 def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> None:
-    """Measure the tokenizer in DIR on FILES, preferably ones that it was not trained on."""
+    """Measure the tokenizer in DIR on FILES, preferably files that it was not trained on."""
     from workhorse.errors import WorkhorseError
     from workhorse.tokenizers import load_tokenizer, tokenizer_report
 
     loaded = load_tokenizer(tokenizer)
     if not files:
-        raise WorkhorseError("no FILES to measure on; name some, or - for stdin")
+        raise WorkhorseError("no FILES to measure on; give files, or - for stdin")
     with progress("measuring", unit="bytes") as report:
         result = tokenizer_report(loaded, _texts(files, "validation"), progress=report).to_dict()
     print_result(result, as_json, text=_page(result))
@@ -121,13 +121,15 @@ def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> N
 @click.argument("tokenizer", metavar="DIR", type=PATH)
 @click.argument("text", default="-")
 @click.option(
-    "--allow-special", is_flag=True, help="Read names of special tokens in TEXT as those tokens."
+    "--allow-special", is_flag=True, help="Encode names of special tokens in TEXT as those tokens."
 )
-@click.option("--whole", is_flag=True, help="Add the tokens that begin and end the model's texts.")
+@click.option(
+    "--whole", is_flag=True, help="Add the model's begin and end tokens, such as bos and eos."
+)
 @click.option(
     "--drop-leading-space",
     is_flag=True,
-    help="Drop the space that TEXT begins with if the class does so in transformers (LLaMA's).",
+    help="Drop a leading space of TEXT if the tokenizer's class in transformers does (LLaMA).",
 )
 @json_option
 def encode_command(
@@ -139,9 +141,10 @@ def encode_command(
     drop_leading_space: bool,
     as_json: bool,
 ) -> None:
-    """Show the tokens of TEXT, or of stdin: the id of each and the piece that it stands for.
+    """Show the tokens of TEXT, or of stdin: each token's id and its piece of the text.
 
-    Special tokens are marked with a star. A piece inside a character is shown as its bytes.
+    Special tokens are marked with a star. A piece that is only a part of a character is shown as
+    its bytes.
     """
     from workhorse.tokenizers import load_tokenizer
 
@@ -155,13 +158,13 @@ def encode_command(
 @command.command("decode")
 @click.argument("tokenizer", metavar="DIR", type=PATH)
 @click.argument("ids", nargs=-1, type=int)
-@click.option("--skip-special", is_flag=True, help="Leave special tokens out.")
+@click.option("--skip-special", is_flag=True, help="Omit special tokens.")
 @click.option("--pieces", is_flag=True, help="Show each token, as encode does.")
 @json_option
 def decode_command(
     *, tokenizer: Path, ids: tuple[int, ...], skip_special: bool, pieces: bool, as_json: bool
 ) -> None:
-    """Print the text of IDS, or of the numbers on stdin."""
+    """Print the text of the token ids IDS, or of those on stdin."""
     from workhorse.tokenizers import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
@@ -178,7 +181,7 @@ def decode_command(
 def _print_pieces(
     tokenizer: "Tokenizer", ids: list[int], as_json: bool, n_bytes: int | None = None
 ) -> None:
-    """The tokens, and the number of bytes they stand for if that is not known from a text."""
+    """Print the tokens and the number of bytes; `n_bytes` None counts the bytes of the tokens."""
     pieces = tokenizer.pieces(ids)
     result = {
         "ids": ids,
@@ -210,9 +213,9 @@ def _numbers(text: str) -> list[int]:
 
     words = text.replace(",", " ").strip(" \n[]").split()
     if wrong := [word for word in words if not (word.isascii() and word.isdigit())]:
-        raise WorkhorseError(f"{wrong[0][:40]!r} is not a token id; give whole numbers")
+        raise WorkhorseError(f"{wrong[0][:40]!r} is not a token id; give integers of 0 or more")
     if too_long := [word for word in words if len(word) > MAX_DIGITS]:
-        raise WorkhorseError(f"{too_long[0][:40]}… is in no vocabulary; give smaller ids")
+        raise WorkhorseError(f"{too_long[0][:40]}… is too large for a token id; give smaller ids")
     return [int(word) for word in words]
 
 
@@ -223,19 +226,22 @@ def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -
 
     for setting in settings:
         if (key := setting.partition("=")[0]) in FLAGS:
-            raise WorkhorseError(f"--set {key}= would say {FLAGS[key]} again; use {FLAGS[key]}")
+            raise WorkhorseError(f"--set {key}= is the same as {FLAGS[key]}; use {FLAGS[key]}")
     fields: dict[str, Any] = {"kind": algorithm}
     if vocab_size is not None:
         if algorithm == "bytes":
-            raise WorkhorseError("--vocab-size does not go with bytes: they are 256; leave it out")
+            raise WorkhorseError(
+                "--vocab-size does not apply to bytes, which always has 256 tokens plus special "
+                "ones; remove it"
+            )
         fields["vocab_size"] = vocab_size
     elif algorithm not in ("bytes", "characters"):
-        raise WorkhorseError(f"{algorithm} needs --vocab-size; 4096 suits a small corpus")
+        raise WorkhorseError(f"{algorithm} needs --vocab-size, such as 4096 for a small corpus")
     return tokenizer_config(apply_overrides(fields, settings))
 
 
 def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
-    """The texts of all files, one after another; of the built-in corpus, one split."""
+    """Yield the text of each document of all files; of the built-in corpus, one split."""
     from workhorse.data import check_source_files, read_documents, source_of
 
     sources = [source_of(path) for path in files]
@@ -247,7 +253,7 @@ def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
 
 
 def _page(result: dict[str, Any]) -> str:
-    changed = f"no, it changes {result['changed_texts']:,} of {counted(result['texts'], 'text')}"
+    changed = f"{result['changed_texts']:,} of {counted(result['texts'], 'document')} change"
     lines = [
         f"bytes per token   {result['bytes_per_token']:.3f}",
         f"tokens per word   {result['tokens_per_word']:.3f}",

@@ -1,4 +1,4 @@
-"""`workhorse train`: a recipe in, a run directory out."""
+"""`workhorse train`: train a model from a recipe into a run directory."""
 
 import shlex
 import sys
@@ -14,14 +14,14 @@ from workhorse.cli.output import ExitCode, counted, print_result
 from workhorse.parallel.processes import environment
 
 MOST_WORKERS = 4096
-"""Of one machine."""
+"""Most worker processes on one machine."""
 
 GIVEN = "workhorse.arguments"
-"""Of the verb, in the context of a command line."""
+"""Key of the verb's arguments in the metadata of click's context."""
 
 
 class _Train(click.Command):
-    """For an unknown option that is a recipe's key, tells how to write the setting."""
+    """A command whose error for an unknown option suggests the recipe's setting of that name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -37,7 +37,7 @@ class _Train(click.Command):
 
 
 def _as_settings(option: str, given: list[str]) -> str:
-    """`--steps 10` as `train.steps=10`; empty if a recipe has no such key."""
+    """Rewrite `--steps 10` as `train.steps=10`; empty if a recipe has no such key."""
     from workhorse.train.recipe.overrides import listed, places_of
 
     at = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
@@ -53,28 +53,28 @@ def _as_settings(option: str, given: list[str]) -> str:
 @click.argument("recipe", type=PATH)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--out", type=PATH, help="Run directory.  [default: runs/NAME]")
-@click.option("--resume", is_flag=True, help="Go on from the newest whole checkpoint.")
+@click.option("--resume", is_flag=True, help="Resume from the newest complete checkpoint.")
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Show size, memory and time, and what --resume would change; write nothing.",
+    help="Show size, memory and time, and the changes by --resume; write nothing.",
 )
 @click.option(
     "--show-recipe",
     is_flag=True,
-    help="With --dry-run: also the recipe, with all defaults and the whole model written out.",
+    help="With --dry-run: also show the recipe with all defaults and the whole model written out.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(min=1, max=MOST_WORKERS),
-    help="Processes on this machine; they share every batch, as parallel.data says.",
+    help="Number of processes on this machine; they split every batch (parallel.data).",
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="With --workers: how often to start them again and resume where one failed.",
+    help="With --workers: number of times to restart all workers and resume after a failure.",
 )
 @partial(runtime_options, default="the recipe's")
 @json_option
@@ -93,29 +93,29 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Train a model by RECIPE: a YAML file, depth-N, or a run directory, whose own recipe is used.
+    """Train a model from RECIPE: a YAML file, depth-N, or a run directory to use its recipe.
 
-    depth-1 to depth-64 are recipes of one family, sized by their number of layers. `workhorse
-    recipe` lists the keys of a recipe.
+    depth-1 to depth-64 are built-in recipes of one family, sized by the number of layers.
+    `workhorse recipe` lists the keys of a recipe.
 
-    Settings after it replace the recipe's, as in `train.steps=500 model.d_model=256`; --device,
-    --dtype and --threads, where given, replace those of its `train` section. An interrupt, SIGTERM
-    or SIGHUP ends the run after the current step, with a checkpoint; --resume goes on, and may
-    change settings that do not make it another run.
+    Settings after RECIPE override it, as in `train.steps=500 model.d_model=256`. --device, --dtype
+    and --threads override the same keys of its `train` section. An interrupt, SIGTERM or SIGHUP
+    stops the run after the current step and saves a checkpoint. --resume continues the run;
+    `workhorse recipe` shows the settings that may then change.
     """
     if show_recipe and not dry_run:
-        raise click.UsageError("--show-recipe belongs to --dry-run; leave it out")
+        raise click.UsageError("--show-recipe only applies to --dry-run; remove it")
     if recipe.is_dir():
         recipe, out = _own_recipe(recipe, out, resume)
     notices: list[str] = []
     changes = [*overrides, *train_settings(device=device, dtype=dtype, threads=threads)]
     if max_restarts and (workers or 1) == 1:
-        raise click.UsageError("--max-restarts restarts several workers; give --workers")
+        raise click.UsageError("--max-restarts needs --workers of 2 or more; add --workers")
     workers = workers or (environment.count() if environment.count() > 1 else None)
     goes_on = resume or environment.attempt() > 0
     settings = _read(recipe, changes, out, resume=goes_on, workers=workers, tell=notices.append)
     if again := environment.attempt():
-        notices.append(f"all processes were started again, since one had failed (restart {again})")
+        notices.append(f"restart {again} of all processes, because one had failed")
     if workers is not None:
         changes.append(f"parallel.data={settings.parallel.data}")
     if dry_run:
@@ -124,7 +124,8 @@ def command(
         from workhorse.parallel.processes.launch import launch
 
         if not resume:
-            _check_free(out or _default(settings.name))  # or they would take it up when restarted
+            # Checked before the launch: a restarted worker would resume a run it did not start.
+            _check_free(out or _default(settings.name))
         context = click.get_current_context()
         context.exit(launch(["train", *context.meta[GIVEN]], workers or 1, max_restarts))
     else:
@@ -134,14 +135,14 @@ def command(
 
 
 def _check_free(run: Path) -> None:
-    """Refuse a run directory that is taken."""
+    """Raise an error if the run directory already contains a run."""
     from workhorse.checkpoints import RunDirectory
 
     RunDirectory(run).check_free()
 
 
 def _has_begun(run: Path) -> bool:
-    """Whether processes before these have made a run directory, and not somebody else before."""
+    """True if the run directory was made by an earlier attempt of this launch, not before it."""
     from workhorse.checkpoints import RunDirectory
 
     made = RunDirectory(run)
@@ -149,14 +150,14 @@ def _has_begun(run: Path) -> bool:
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
-    """The recipe of a run directory, and the folder to train in."""
+    """The path of a run directory's recipe, and the folder to train in."""
     from workhorse.errors import WorkhorseError
 
     recipe = recipe_of_run(folder)
     if not resume and out is None:
         raise WorkhorseError(
-            f"{folder} is a run; continue it with --resume, or start another from its recipe with "
-            "--out"
+            f"{folder} is already a run; continue it with --resume, or start a new run from its "
+            "recipe with --out"
         )
     return recipe, out or folder
 
@@ -170,9 +171,10 @@ def _read(
     workers: int | None,
     tell: Callable[[str], object],
 ) -> Any:
-    """A recipe with overrides, for so many workers if that is given.
+    """Read a recipe with overrides applied.
 
-    To resume a run, the model that it started from is not needed.
+    `workers` is written into `parallel.data` unless it is None. A resumed run does not need the
+    model that it was initialized from.
     """
     from workhorse.config.dial import read_recipe
     from workhorse.errors import WorkhorseError
@@ -183,7 +185,7 @@ def _read(
             f"{file} is a preset, not a recipe; write a recipe with model: {{preset: {file}}}, "
             "or give depth-N"
         )
-    written = read_recipe(file)  # first, so that a file that is none does not wait for torch
+    written = read_recipe(file)  # first: an invalid file fails before torch is imported
     from workhorse.checkpoints import RunDirectory
     from workhorse.train import Recipe, on_workers, override_recipe, resumed_recipe, with_init
 
@@ -221,7 +223,7 @@ def _train(
         try:
             with keep_freed_memory(device):
                 begin()
-        except LostError:  # the first process, or the one that has gone, says why
+        except LostError:  # rank 0, or the process that exited, reports the reason
             click.get_current_context().exit(ExitCode.USAGE)
         return
     with show_training(settings.train.steps) as show:
@@ -287,7 +289,7 @@ def _dry_run(
 
 
 def _figures(found: dict[str, Any]) -> list[str]:
-    """Parameters, memory, tokens, export and time."""
+    """Lines with parameters, memory, tokens, export and time."""
     from workhorse.cli.train_progress import duration
     from workhorse.devices.memory import size
     from workhorse.plan.page import step_lines
@@ -304,13 +306,13 @@ def _figures(found: dict[str, Any]) -> list[str]:
         each = f" for each of {found['processes']} processes" if found["processes"] > 1 else ""
         parts.append(f"{fits}: {size(memory['room'])} are free on {found['device']}{each}")
     basis = {
-        "steps": "from a few steps on random tokens; validation and samples come on top",
-        "matrix product": "at the rate of the quickest matrix product, so at least that",
+        "steps": "measured with a few steps on random tokens, plus validation and samples",
+        "matrix product": "estimated from the peak matmul speed, so this is a lower bound",
     }[found["seconds_from"]]
     left = " left" if found.get("step") else ""
     minutes = found["recipe"]["train"]["minutes"]
     steps = f"at most {counted(found['steps'], 'step')} in train.minutes={minutes}"
-    of_minutes = [f"steps       {steps}, less what validation takes; train determines the number"]
+    of_minutes = [f"steps       {steps}; validation reduces it, and train determines the count"]
     return [
         f"parameters  {parameters['total']:,} ({roles})",
         f"memory      {most}, {found['micro_batch_size']:,} rows at once",

@@ -230,7 +230,7 @@ def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) ->
 def test_rows_that_cannot_be_decoded_together(rows, model) -> None:
     for prompts in (["a", "b"], []):
         with pytest.raises(
-            WorkhorseError, match=r"^batch_size=.* is not a positive integer; give 1"
+            WorkhorseError, match=r"^batch_size=.* is out of range; give an integer of 1 or more"
         ):
             model().generate_batch(prompts, batch_size=rows)
     assert len(model().generate_batch(["a", "b"], batch_size=numpy.int64(1), seed=1)) == 2

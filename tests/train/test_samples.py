@@ -31,7 +31,7 @@ def test_a_sample_begins_as_training_did(  # noqa: PLR0917
 ) -> None:
     data = DataConfig(corpus="stdlib", bos=bos, eos=eos)
     config = SamplesConfig(prompts=("", "a"))
-    sampler = Sampler(decoder, tokenizer, config, beginning(tokenizer, data))
+    sampler = Sampler(tokenizer, config, beginning(tokenizer, data), decoder.max_seq_len)
     assert sampler.tokens == [empty, text]
 
 
@@ -40,5 +40,5 @@ def test_where_nothing_begins_a_text_an_empty_prompt_is_refused(
 ) -> None:
     begin = beginning(tokenizer, DataConfig(corpus="stdlib", eos=False))
     with pytest.raises(WorkhorseError, match="empty prompt, but training puts neither"):
-        Sampler(decoder, tokenizer, SamplesConfig(prompts=("a", "")), begin)
-    assert Sampler(decoder, tokenizer, SamplesConfig(prompts=("a",)), begin).tokens == [[97]]
+        Sampler(tokenizer, SamplesConfig(prompts=("a", "")), begin, decoder.max_seq_len)
+    assert Sampler(tokenizer, SamplesConfig(prompts=("a",)), begin, 32).tokens == [[97]]

@@ -1,6 +1,5 @@
 """Parts shared by `generate` and `chat`: sampling flags, reading prompts, reporting speed."""
 
-import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -190,13 +189,6 @@ def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
         metavar="MODEL",
         help="With --speculate: a smaller model with the same vocabulary that guesses the tokens.",
     )(verb)
-
-
-def with_seed(config: "GenerationConfig") -> "GenerationConfig":
-    """The config with a seed, so that it can be reported: draw one if none is given."""
-    if config.samples and config.seed is None:
-        return config.replace(seed=secrets.randbits(32))
-    return config
 
 
 def with_sampling(

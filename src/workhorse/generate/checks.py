@@ -180,12 +180,6 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
         raise WorkhorseError(f"{rule}, not {shown(tokens)}; {remedy}") from None
 
 
-def check_batch_size(rows: object) -> None:
-    """Raise a WorkhorseError if a batch size is not an integer of 1 or more."""
-    if isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1:
-        raise WorkhorseError(f"batch_size={shown(rows)} is not a positive integer; give 1 or more")
-
-
 def whole(name: str, value: object, least: int) -> int:
     """Convert a size to a Python int.
 

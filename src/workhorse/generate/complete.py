@@ -1,18 +1,17 @@
 """`generate` and `stream`: completions of a list of prompts."""
 
-import secrets
 from collections.abc import Iterator, Sequence
 
 from workhorse.errors import WorkhorseError
 from workhorse.generate.beam import beam_search
 from workhorse.generate.checks import (
     TextOfTokens,
-    check_batch_size,
     check_draft,
     check_models,
     check_prompts,
     checked_config,
     prompt_list,
+    whole,
 )
 from workhorse.generate.config import Completion, Delta, GenerationConfig
 from workhorse.generate.engine import Engine
@@ -47,11 +46,11 @@ def generate(
         The completions in the order of the prompts; the samples of a prompt are adjacent.
 
     Raises:
-        WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits are not
-            finite.
+        WorkhorseError: see `check_prompts` and `check_draft`; or `batch_size` is less than 1, or
+            logits are not finite.
     """
-    config = checked_config(config)
-    check_batch_size(batch_size)
+    config = checked_config(config).with_seed()
+    batch_size = whole("batch_size", batch_size, 1)
     check_models(decoder, draft, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
     prompts = prompt_list(prompts)
@@ -64,22 +63,16 @@ def generate(
                     best for best, *_ in beam_search(decoder, part, config, tokenizer=tokenizer)
                 ]
         return completions
-    seed = _seed(config)
     results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
     for delta in _deltas(
-        decoder,
-        checked,
-        config.replace(seed=seed) if config.samples else config,
-        tokenizer=tokenizer,
-        draft=draft,
-        batch_size=int(batch_size),
+        decoder, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
     ):
         results[delta.index].append(delta)
     return [
         _completion(
             deltas,
             prompt_tokens=len(prompts[index // config.n_samples]),
-            seed=seed + index % config.n_samples if config.samples else None,
+            seed=(config.seed or 0) + index % config.n_samples if config.samples else None,
             speculated=config.speculate > 0,
             decoded=tokenizer is not None,
         )
@@ -105,8 +98,8 @@ def stream(
         WorkhorseError: see `generate`, raised at the call; or the config asks for beam search,
             which cannot emit tokens one by one.
     """
-    config = checked_config(config)
-    check_batch_size(batch_size)
+    config = checked_config(config).with_seed()
+    batch_size = whole("batch_size", batch_size, 1)
     check_models(decoder, draft, tokenizer)
     if config.beams > 1:
         raise WorkhorseError(
@@ -116,12 +109,7 @@ def stream(
     checked = check_prompts(decoder, prompt_list(prompts), config, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
     return _deltas(
-        decoder,
-        checked,
-        config.replace(seed=_seed(config)) if config.samples else config,
-        tokenizer=tokenizer,
-        draft=draft,
-        batch_size=int(batch_size),
+        decoder, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
     )
 
 
@@ -182,8 +170,3 @@ def _completion(
 def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
     step = max(1, size)
     return (prompts[start : start + step] for start in range(0, len(prompts), step))
-
-
-def _seed(config: GenerationConfig) -> int:
-    """The config's seed, or a new one from the system's entropy. Completions report it."""
-    return secrets.randbits(32) if config.seed is None else config.seed

@@ -1,5 +1,6 @@
 """Options and results of a generation."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
@@ -118,6 +119,12 @@ class GenerationConfig(Config):
     def samples(self) -> bool:
         """True if tokens are drawn at random: neither beam search nor greedy decoding."""
         return self.beams == 1 and self.temperature > 0
+
+    def with_seed(self) -> Self:
+        """Return the config with a seed: if it samples without one, one from the system."""
+        if self.samples and self.seed is None:
+            return self.replace(seed=secrets.randbits(32))
+        return self
 
 
 _ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")

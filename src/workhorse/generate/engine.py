@@ -8,7 +8,6 @@ depend on other requests. One exception: logits computed in batches of different
 up to rounding, so a choice can differ if two tokens are that close (see `GenerationConfig.exact`).
 """
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -163,19 +162,18 @@ class Engine:
                 in an engine with guesses, or for more samples or tokens than ever fit.
         """
         self._repair()
-        config = checked_config(config)
+        config = checked_config(config).with_seed()
         processors = check_functions("processors", processors)
         stop_conditions = check_functions("stop_conditions", stop_conditions)
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
         self._check(config, len(fitting))
-        seed = secrets.randbits(32) if config.seed is None else config.seed
         indices = range(self._added, self._added + config.n_samples)
         requests = [
             Request(
                 index,
                 fitting,
                 config,
-                seed + sample,
+                (config.seed or 0) + sample,
                 self.decoder.max_seq_len,
                 tokenizer=self.tokenizer,
                 processors=processors,

@@ -17,6 +17,7 @@ from workhorse.checkpoints import (
     load_weights,
     weights_of,
 )
+from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.config.base import ConfigError
 from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices.names import name_of, training_dtype, use_threads
@@ -35,7 +36,6 @@ from workhorse.train.minutes import settle
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile, open_tracker
 from workhorse.train.resume import Resumption, check_same_run, seed_everything
-from workhorse.train.saver import Store
 from workhorse.train.speed import Peak
 from workhorse.train.step.build import build_step, measured_peak, training_operators
 from workhorse.train.step.step import TrainingStep
@@ -51,7 +51,7 @@ def assemble(
     run: RunDirectory,
     device: torch.device,
     on_event: Listener,
-    store: Store,
+    store: CheckpointStore,
     *,
     at: Resumption,
     settings: Sequence[str] = (),
@@ -371,22 +371,18 @@ def _sampler(
         return None
     execution = "reference" if recipe.train.execution == "reference" else "auto"
     trained = step.objective.decoder
-    sampler = Sampler(trained, tokenizer, samples, beginning(tokenizer, recipe.data))
+    begin = beginning(tokenizer, recipe.data)
+    sampler = Sampler(tokenizer, samples, begin, trained.max_seq_len)
     if not world.in_step:
-        sampler.decoder = decoding_body(reference, execution, wait=True).decoder
-        return sampler
+        return partial(sampler, decoding_body(reference, execution, wait=True).decoder)
     if max(parallel.context, parallel.tensor, parallel.pipeline, parallel.expert) > 1:
-        return teams.of_texts()(sampler)
+        return teams.of_texts()(partial(sampler, trained))
     from workhorse.parallel.division.sharding import whole_weights  # importing takes a second
 
     def sample() -> list[dict[str, str]]:
         with whole_weights(step.objective):
             whole = with_parameters_of(reference, trained)
-            sampler.decoder = decoding_body(whole, execution, wait=True).decoder
-            try:
-                return sampler()
-            finally:
-                sampler.decoder = trained  # the gathered weights are freed next
+            return sampler(decoding_body(whole, execution, wait=True).decoder)
 
     return sample
 

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from signal import Signals
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
-from workhorse.data import Batch
+from workhorse.checkpoints.runs.store import CheckpointStore
+from workhorse.data import Batch, Batches
 from workhorse.devices.memory import peak_memory
 from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import Slices, whole
@@ -29,7 +30,7 @@ from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.resume import random_state, set_random_state
-from workhorse.train.saver import Saver, Store
+from workhorse.train.saver import Saver
 from workhorse.train.speed import Peak
 from workhorse.train.step.step import StepResult, TrainingStep
 from workhorse.train.validation import Validation
@@ -89,12 +90,6 @@ class DivergedError(WorkhorseError):
     """Loss or gradient was not finite for too many steps in a row."""
 
 
-class BatchSource(Protocol):
-    """Source of batches: the batch of a step depends only on the step."""
-
-    def __getitem__(self, step: int) -> Batch: ...
-
-
 @dataclass
 class Counters:
     """Progress of a run. `rows` is its position in the data."""
@@ -152,10 +147,10 @@ class Loop:
     config: TrainConfig
     step: TrainingStep
     weights: TensorsOf
-    batches: BatchSource
+    batches: Batches
     validate: Callable[[int | None], Validation] | None
     sample: Callable[[], list[dict[str, str]]] | None
-    store: Store
+    store: CheckpointStore
     metrics: MetricsFile
     on_event: Callable[[Event], None]
     constants: dict[str, Any]

@@ -12,9 +12,9 @@ from itertools import count
 from statistics import median
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.data import Batches
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.processes.world import World
-from workhorse.train.loop import BatchSource
 from workhorse.train.recipe.recipe import FORWARD_PASS, Recipe, TrainConfig
 from workhorse.train.report.metrics import read_metrics
 from workhorse.train.step.step import TrainingStep
@@ -27,7 +27,7 @@ Tell = Callable[[str], object]
 def settle(
     train: TrainConfig,
     step: TrainingStep,
-    batches: BatchSource,
+    batches: Batches,
     world: World,
     *,
     held_out: float,
@@ -64,7 +64,7 @@ def after_timing(minutes: float) -> float:
 
 def time_steps(
     step: TrainingStep,
-    batches: BatchSource,
+    batches: Batches,
     world: World,
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,

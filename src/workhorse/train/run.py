@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.data.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import TAKES_NO_MORE, refusal
@@ -25,7 +26,6 @@ from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.page import write_report
 from workhorse.train.resume import Resumption, before_jump, plan_resumption
-from workhorse.train.saver import Store
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def train(
     resume: bool = False,
     settings: Sequence[str] = (),
     on_event: Callable[[Event], None] = lambda event: None,
-    store: Store | None = None,
+    store: CheckpointStore | None = None,
     signals: StopSignals | None = None,
 ) -> TrainResult:
     """Train a recipe's model, or continue training it.
@@ -116,7 +116,7 @@ def _train(
     *,
     settings: Sequence[str],
     on_event: Callable[[Event], None],
-    store: Store | None,
+    store: CheckpointStore | None,
     signals: StopSignals,
 ) -> TrainResult:
     resume = bool(group.most(resume))  # all ranks resume if one does

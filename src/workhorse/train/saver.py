@@ -4,12 +4,11 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from workhorse.checkpoints import Checkpoint
-from workhorse.checkpoints.runs.store import Tensors
+from workhorse.checkpoints.runs.store import CheckpointStore, Tensors
 from workhorse.devices.memory import free_memory
 from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import Slice, Slices, whole
@@ -18,47 +17,6 @@ from workhorse.parallel.processes.world import World
 
 COPIES = 2
 """Free memory that copies of a checkpoint's tensors require, as a multiple of their size."""
-
-
-class Store(Protocol):
-    """Storage of checkpoints.
-
-    Rank 0 calls `begin`, then every rank calls `fill`, then rank 0 calls `commit`. These three
-    raise WorkhorseError if the disk cannot be written.
-
-    Attributes:
-        remarks: warnings for the user about saved checkpoints; the caller removes them.
-    """
-
-    remarks: list[str]
-
-    def begin(self, step: int, tensors: Tensors) -> None:
-        """Create the files without their contents, under a temporary name."""
-        ...
-
-    def fill(self, step: int, tensors: Tensors) -> None:
-        """Write this rank's slices of the tensors into the files."""
-        ...
-
-    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write the state, rename the checkpoint to its final name, prune; return its folder."""
-        ...
-
-    def give_up(self) -> None:
-        """Remove an unfinished checkpoint; never raises."""
-        ...
-
-    def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest intact checkpoint or None.
-
-        Args:
-            on_skip: called with one line for each newer, damaged checkpoint.
-        """
-        ...
-
-    def prune(self, step: int) -> None:
-        """Remove the oldest checkpoints up to `step` that exceed the number to keep."""
-        ...
 
 
 class Saver:
@@ -79,7 +37,7 @@ class Saver:
 
     def __init__(
         self,
-        store: Store,
+        store: CheckpointStore,
         saved: Callable[[int, Path], None],
         world: World,
         own: Callable[[Mapping[str, Tensor]], Slices] = whole,

@@ -25,10 +25,10 @@ class Sampler:
     It uses its own random generators, so it does not affect training.
 
     Args:
-        decoder: the model in training.
-        tokenizer: the tokenizer of the decoder.
+        tokenizer: the tokenizer of the model.
         config: the prompts and the sampling options.
         begin: encodes the beginning of a document as in training.
+        context: the maximum length of a sequence, in tokens.
 
     Raises:
         WorkhorseError: a prompt has no tokens, because it is empty and documents start without a
@@ -36,9 +36,8 @@ class Sampler:
     """
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer, config: SamplesConfig, begin: Beginning
+        self, tokenizer: Tokenizer, config: SamplesConfig, begin: Beginning, context: int
     ) -> None:
-        self.decoder = decoder
         self.tokenizer = tokenizer
         self.prompts = config.prompts
         self.tokens = [begin.encode(tokenizer, prompt) for prompt in config.prompts]
@@ -48,15 +47,15 @@ class Sampler:
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
         )
         for prompt, tokens in zip(self.prompts, self.tokens, strict=True):
-            if len(tokens) > decoder.max_seq_len:  # fail before training, not hours later
+            if len(tokens) > context:  # fail before training, not hours later
                 raise WorkhorseError(
                     f"the sample prompt {shorten(prompt, 40)!r} has {len(tokens)} tokens, but the "
-                    f"context is {decoder.max_seq_len}; shorten it in train.samples.prompts"
+                    f"context is {context}; shorten it in train.samples.prompts"
                 )
 
-    def __call__(self) -> list[dict[str, str]]:
+    def __call__(self, decoder: Decoder) -> list[dict[str, str]]:
         """Return `prompt` and completion (`text`) for each prompt."""
-        completions = generate(self.decoder, self.tokens, self.generation, tokenizer=self.tokenizer)
+        completions = generate(decoder, self.tokens, self.generation, tokenizer=self.tokenizer)
         return [
             {"prompt": prompt, "text": completion.text}
             for prompt, completion in zip(self.prompts, completions, strict=True)

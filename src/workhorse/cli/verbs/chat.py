@@ -17,7 +17,6 @@ from workhorse.cli.sampling import (
     sampling_options,
     speed,
     with_sampling,
-    with_seed,
 )
 from workhorse.errors import WorkhorseError
 
@@ -58,7 +57,7 @@ def command(
     With --json each reply is a line of JSON. MODEL is a run directory, a Hugging Face directory or
     hub id, a GGUF file, a folder that `convert` wrote, or a preset's name (random weights).
     """
-    config = with_seed(generation_config(**options))
+    config = generation_config(**options).with_seed()
     if config.samples:
         print(f"seed {config.seed}", file=sys.stderr)
     loaded = open_model(model, running)

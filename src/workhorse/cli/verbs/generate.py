@@ -26,7 +26,6 @@ from workhorse.cli.sampling import (
     sampling_options,
     speed,
     with_sampling,
-    with_seed,
 )
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def command(
         raise click.UsageError(
             "--beams and --stream conflict: beam search has no output before its end; remove one"
         )
-    config = with_seed(config)
+    config = config.with_seed()
     loaded = open_model(model, running)
     config = with_sampling(config, loaded, options)
     guesser = None

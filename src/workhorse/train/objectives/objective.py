@@ -5,7 +5,7 @@ log-probabilities of a batch's targets, also if model or sequences are split amo
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from workhorse.config.base import Config
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
+from workhorse.nn.logprobs import count_of
 from workhorse.nn.shapes import Hidden
 
 if TYPE_CHECKING:
@@ -22,16 +23,6 @@ if TYPE_CHECKING:
 Denominator = Literal["tokens", "sequences", "groups"]
 """The denominator of a batch's mean loss: the number of predictions (or the sum of their weights),
 of rows with a prediction, or of groups of rows."""
-
-
-class Rows(Protocol):
-    """A batch or some rows of a batch. Only the data and the objective access its contents."""
-
-    def __len__(self) -> int: ...
-
-    def rows(self, start: int, stop: int) -> Self: ...
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self: ...
 
 
 class Outcome(NamedTuple):
@@ -137,12 +128,11 @@ class ModelObjective(Objective):
         self.team = team
 
     def count(self, batch: Batch) -> Tensor:
-        counted = batch.targets != IGNORE
         if self.denominator == "groups" and batch.group is not None:
             return torch.tensor(len(batch.group.unique()))
         if self.denominator != "tokens":
-            return counted.any(dim=1).sum()
-        return counted.sum() if batch.weights is None else (batch.weights * counted).sum()
+            return (batch.targets != IGNORE).any(dim=1).sum()
+        return count_of(batch.targets, batch.weights)
 
     def score(self, batch: Batch, **options: Any) -> Any:
         """Run the decoder and `logprobs` on a batch.

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workhorse.data import Batch
 from workhorse.devices.transfer import ToHost
 from workhorse.optim.gradients import norm_by_rows, norm_over_parts, shrink_on_device, total_norm
 from workhorse.optim.groups import Optimizer
 from workhorse.parallel.division.stages import Turn, one_forward_one_backward
-from workhorse.train.objectives.objective import Objective, Rows
+from workhorse.train.objectives.objective import Objective
 from workhorse.train.step.reduction import Reduction
 
 
@@ -161,7 +162,7 @@ class TrainingStep:
         self._terms: dict[str, Tensor] = {}
         """Means of the figures that `backward` found in addition to the loss."""
 
-    def backward(self, batch: Rows, step: int = 0) -> tuple[Tensor, float]:
+    def backward(self, batch: Batch, step: int = 0) -> tuple[Tensor, float]:
         """Compute the gradient of the batch's mean loss and store it on the parameters.
 
         The sum over micro-batches is divided by the count of the whole batch, so the gradient does
@@ -184,7 +185,7 @@ class TrainingStep:
         self._terms = {name: total / (counted or 1) for name, total in sums.items()}
         return self._terms.pop("loss"), counted
 
-    def _passes(self, batch: Rows, counted: float, begin: int, end: int) -> dict[str, Tensor]:
+    def _passes(self, batch: Batch, counted: float, begin: int, end: int) -> dict[str, Tensor]:
         """Accumulate the gradient of rows `begin` to `end` of the batch.
 
         Losses are divided by the batch's count.

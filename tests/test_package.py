@@ -20,6 +20,7 @@ EXTRAS = {
     for name, requirements in PROJECT["optional-dependencies"].items()
     if name != "dev"
 }
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
 SOURCE = "".join(path.read_text("utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
 
 
@@ -41,6 +42,21 @@ def test_the_package_uses_what_an_extra_installs(name: str):
 def test_every_extra_that_a_message_names_exists():
     assert "workhorse[" not in SOURCE  # which no index has
     assert set(re.findall(r"to_install\(['\"](\w+)", SOURCE)) <= set(EXTRAS)
+
+
+def test_the_newest_release_of_the_changelog_is_the_version():
+    unreleased, *releases = re.findall(r"^## (.+)$", CHANGELOG, re.MULTILINE)
+    assert unreleased == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(workhorse.__version__)} - \d{{4}}-\d\d-\d\d", releases[0])
+    assert PROJECT["dynamic"] == ["version"]
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]
+    assert hatch["version"]["path"] == "src/workhorse/__init__.py"
+
+
+def test_an_entry_of_the_changelog_is_one_short_line():
+    for line in CHANGELOG.splitlines():
+        assert not line.startswith(" ")
+        assert len(line) <= 160, line
 
 
 def test_grids_names_tests_that_exist():

@@ -49,9 +49,9 @@ class Engine:
         draft: a smaller decoder with the same vocabulary, which guesses tokens for requests that
             ask for guesses. Without one, guesses are looked up in the prompt and the completion.
         max_sequences: the maximum number of completions that advance together; others wait.
-        max_tokens: the maximum number of tokens of all sequences in the cache; None: enough for
-            `max_sequences` full contexts. If requests need more, the newest are preempted and
-            processed again later.
+        max_tokens: the maximum number of tokens of all sequences in the cache, plus a block of 32
+            per sequence; None: enough for `max_sequences` full contexts. If requests need more, the
+            newest are preempted and processed again later.
         token_budget: the maximum number of tokens per step, at least `max_sequences` times
             `1 + speculate`. A smaller budget makes long prompts delay other requests less. None:
             4096, or that minimum if it is larger.

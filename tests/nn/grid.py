@@ -1,8 +1,8 @@
 """A list of small decoders that covers every option of `nn`, and a strategy that draws more.
 
-`FACTORS` (in `grid_factors.py`) names what can vary; every factor has kinds and every kind has
-variants. `COVERING` holds each pair of kinds of two factors at least once, and each variant at
-least once. `test_grid.py` asserts that no field of any config class escapes it.
+`FACTORS` (in `grid_factors.py`) lists the factors that can vary. Every factor has kinds, and every
+kind has variants. `COVERING` contains each pair of kinds of two factors at least once, and each
+variant at least once. `test_grid.py` asserts that it covers every field of every config class.
 """
 
 import functools
@@ -20,11 +20,11 @@ from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.positions.rope import DynamicNtkScalingConfig, LongRopeScalingConfig, RopeConfig
 
-Choice = dict[str, tuple[str, int]]  # factor -> (kind, which of its variants)
+Choice = dict[str, tuple[str, int]]  # factor -> (kind, index of its variant)
 
 
 def assemble(choice: Choice, wider: int = 1) -> DecoderConfig:
-    """The config of one choice of kinds and variants; `wider` multiplies model and heads."""
+    """The config for one choice of kinds and variants; `wider` multiplies d_model and heads."""
     parts = {
         factor: kinds[choice[factor][0]][choice[factor][1] % len(kinds[choice[factor][0]])]
         for factor, kinds in FACTORS.items()
@@ -35,7 +35,7 @@ def assemble(choice: Choice, wider: int = 1) -> DecoderConfig:
     attention = {**parts["heads"], **parts["qk_norm"], **parts["scores"], **parts["extras"]}
     attention |= {key: wider * size for key, size in attention.items() if key.endswith("_dim")}
     latent = choice["heads"][0] == "latent"
-    if latent:  # what else the other factors say is for other attention
+    if latent:  # latent attention lacks the other options
         known = LatentAttentionConfig.model_fields
         attention = {field: value for field, value in attention.items() if field in known}
     position = rope() if latent and parts["position"]["kind"] != "rope" else parts["position"]
@@ -77,7 +77,7 @@ def assemble(choice: Choice, wider: int = 1) -> DecoderConfig:
 
 
 def fit_position(position: Variant, head_dim: int, reach: Variant) -> Variant:
-    """A position that suits that head: whole pairs, a divisor for each, no rounding both ways."""
+    """Adapt a position to the head: whole pairs, one divisor per pair, causal if rounded."""
     if position["kind"] == "alibi" and not reach.get("causal", True):
         return {**position, "bfloat16": False}
     if position["kind"] != "rope":
@@ -95,7 +95,7 @@ def fit_position(position: Variant, head_dim: int, reach: Variant) -> Variant:
 
 
 def pairwise() -> Iterator[Choice]:
-    """Choices that hold every pair of kinds, and then every variant; greedy, always the same."""
+    """Choices that contain every pair of kinds and every variant; greedy and deterministic."""
     turns = {
         (factor, kind): itertools.count() for factor, kinds in FACTORS.items() for kind in kinds
     }
@@ -150,9 +150,10 @@ configs: st.SearchStrategy[DecoderConfig] = st.fixed_dictionaries(
 
 
 def make(config: DecoderConfig, kernel: str = "auto", seed: int = 0) -> Decoder:
-    """A decoder in evaluation mode whose weights are large enough for every part to matter.
+    """A decoder in evaluation mode, with weights that are large enough for every part to matter.
 
-    Without norms they are smaller: a squared activation would make rounding errors as large.
+    Without norms the weights are smaller, because a squared activation would amplify rounding
+    errors too much.
     """
     decoder = config.build(kernel).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -173,15 +174,15 @@ def random_tokens(config: DecoderConfig, rows: int, seq: int, seed: int = 0) -> 
 
 
 def mixes_experts(config: DecoderConfig) -> bool:
-    """Whether some products have shapes that depend on the tokens.
+    """True if the shapes of some matmuls depend on the tokens.
 
-    What a token gives is then the same to rounding, but not to the bit, whatever the others are.
+    Other tokens then change the results of a token by rounding errors.
     """
     return any(isinstance(block.feed_forward, MoEConfig) for block in config.blocks.values())
 
 
 def refused(config: DecoderConfig, kernel: str) -> bool:
-    """Whether that kernel cannot express that config, said independently of the kernels."""
+    """True if a kernel does not support a config; independent of the kernels' own `refusal`."""
     attentions = [block.attention for block in config.blocks.values()]
     match kernel:
         case "sdpa":
@@ -194,7 +195,7 @@ def refused(config: DecoderConfig, kernel: str) -> bool:
 
 
 def fixed_length(config: DecoderConfig) -> int | None:
-    """The length up to which no angle depends on the length of the text; None: any length."""
+    """The length up to which no angle depends on the sequence length; None: any length."""
     stretches = [
         block.attention.position.scaling.original_max_seq_len
         for block in config.blocks.values()
@@ -207,7 +208,7 @@ def fixed_length(config: DecoderConfig) -> int | None:
 
 
 def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest difference, relative to the largest reference value where that is above 1."""
+    """The largest difference, relative to the largest reference value if that is above 1."""
     return ((ours - reference).abs().max() / reference.abs().max().clamp(min=1.0)).item()
 
 

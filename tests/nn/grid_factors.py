@@ -1,10 +1,10 @@
-"""What can vary in a decoder, as data: factors, the kinds of each, the variants of each kind."""
+"""Options of a decoder as data: factors, kinds of each factor, variants of each kind."""
 
 from typing import Any
 
 Variant = dict[str, Any]
 
-ORIGINAL_LENGTH = 8  # of scaled rotations, shorter than the texts of most tests
+ORIGINAL_LENGTH = 8  # of scaled rotations; shorter than the sequences of most tests
 
 
 def rope(scaling: Variant | None = None, **fields: Any) -> Variant:

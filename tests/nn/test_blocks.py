@@ -1,4 +1,4 @@
-"""Every wiring, embedding and head against its formula, with stand-ins for the parts."""
+"""Every wiring, embedding and head, compared with its formula."""
 
 import math
 
@@ -182,7 +182,9 @@ def test_a_tied_head_shares_one_parameter() -> None:
     tied(tokens).sum().backward()
     used_as_input = tied.embedding.tokens.weight.grad[tokens.unique()]
     assert (used_as_input.abs().sum(-1) > 0).all()
-    assert (tied.embedding.tokens.weight.grad.abs().sum(-1) > 0).all()  # and all as outputs
+    assert (
+        tied.embedding.tokens.weight.grad.abs().sum(-1) > 0
+    ).all()  # all rows are used as outputs
 
 
 def test_a_tied_head_of_a_narrow_embedding_projects_back() -> None:

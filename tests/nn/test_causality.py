@@ -1,6 +1,6 @@
-"""No output depends on a later token: over the grid and beyond it (claim C1).
+"""No output depends on a later token, for the grid and random configs (claim C1).
 
-Bit by bit, or, for mixtures of experts, by a gradient of exactly zero.
+Outputs are compared bitwise; mixtures of experts must have a gradient of exactly zero.
 """
 
 import pytest
@@ -28,7 +28,7 @@ SAME_BITS = [config for config in CAUSAL if not mixes_experts(config)]
 
 
 def changed_after(tokens: Tensor, last: int, vocab_size: int) -> Tensor:
-    """Every token after column `last` replaced by another one."""
+    """Replace every token after column `last` by another one."""
     changed = tokens.clone()
     changed[:, last + 1 :] = (changed[:, last + 1 :] + 1 + last % (vocab_size - 1)) % vocab_size
     return changed
@@ -67,7 +67,7 @@ def assert_no_gradient_reaches_back(decoder: Decoder, tokens: Tensor) -> None:
 
 @every_causal_config
 def test_no_gradient_reaches_a_later_token(config: DecoderConfig) -> None:
-    """The same through the derivative, which sees dependencies too small to change a bit."""
+    """The derivative also shows dependencies that are too small to change a bit."""
     assert_no_gradient_reaches_back(make(config, "auto"), random_tokens(config, 1, SEQ))
 
 
@@ -80,7 +80,7 @@ def test_no_output_of_any_combination_depends_on_a_later_token(config: DecoderCo
 
 
 def test_bidirectional_attention_sees_the_future() -> None:
-    """What the tests above would miss if they could not fail."""
+    """The tests above can fail: bidirectional attention would not pass them."""
     config = next(c for c in COVERING if c not in CAUSAL and not mixes_experts(c))
     decoder = make(config)
     tokens = random_tokens(config, 1, SEQ)

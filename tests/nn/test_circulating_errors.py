@@ -1,6 +1,6 @@
-"""Errors that circulate in tutorials, one test for the right side of each.
+"""Errors that circulate in tutorials: one test per error, which shows the correct behaviour.
 
-That each test fails when its error is put in is shown by `tests/campaigns/test_mutations.py`.
+`tests/campaigns/test_mutations.py` shows that each test fails if its error is introduced.
 """
 
 import math
@@ -54,7 +54,7 @@ def inputs_of_kernel(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def test_01_layer_norm_is_over_the_features() -> None:
-    """Over the sequence it would mix tokens, later ones included."""
+    """A norm over the sequence would mix tokens, including later ones."""
     norm = LayerNormConfig().build(D_MODEL)
     x = 3 * torch.randn(2, SEQ, D_MODEL) + 1
     y = norm(x)
@@ -91,7 +91,7 @@ def test_03_scores_are_divided_by_the_root_of_the_heads_width(kernel: str) -> No
 
 
 def test_04_the_variance_is_biased_and_eps_is_inside_the_root() -> None:
-    """Few features and a large eps, so that every wrong form is far off."""
+    """Few features and a large eps, so that every wrong formula gives a large difference."""
     norm = LayerNormConfig(eps=0.5).build(3)
     x = torch.tensor([[[1.0, 2.0, 4.0]]])
     mean, variance = 7 / 3, 14 / 9
@@ -162,7 +162,7 @@ def test_09_rope_turns_the_pairs_that_the_config_names(pairing: str) -> None:
 
 
 def test_10_micro_batches_give_the_full_batchs_gradient() -> None:
-    """Rows with 8, 1 and 3 valid targets: a mean of means would weigh them alike."""
+    """Rows with 8, 1 and 3 valid targets: a mean of means would weight the rows equally."""
     tokens = random_tokens(config(), 3, SEQ)
     targets = tokens.roll(-1, dims=1)
     targets[1, 1:] = IGNORE
@@ -215,7 +215,7 @@ def test_12_two_layer_norms_hold_four_times_d_model_numbers() -> None:
 
 
 def test_12_a_feed_forward_saves_2f_plus_1_numbers_for_each_number_of_its_input() -> None:
-    """Its input, and d_ff numbers before and after the activation."""
+    """It saves its input, and d_ff elements before and after the activation."""
     expansion = 3
     module = MlpConfig(d_ff=expansion * D_MODEL).build(D_MODEL)
     saved = saved_elements(module, lambda: module(torch.randn(2, SEQ, D_MODEL).requires_grad_()))
@@ -223,7 +223,7 @@ def test_12_a_feed_forward_saves_2f_plus_1_numbers_for_each_number_of_its_input(
 
 
 def saved_elements(module: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Elements that autograd keeps for the backward pass, weights aside, each storage once."""
+    """Number of elements that autograd keeps, without weights; each storage counts once."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []
@@ -231,7 +231,7 @@ def saved_elements(module: torch.nn.Module, forward: Callable[[], Tensor]) -> in
     def pack(tensor: Tensor) -> Tensor:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in weights:
-            alive.append(tensor)  # else its storage could be used again and counted once
+            alive.append(tensor)  # or its storage could be reused and counted once
             kept[pointer] = tensor.untyped_storage().nbytes() // tensor.element_size()
         return tensor
 
@@ -242,7 +242,7 @@ def saved_elements(module: torch.nn.Module, forward: Callable[[], Tensor]) -> in
 
 @pytest.mark.parametrize("n_heads", [1, 2, 4, 8])
 def test_14_a_head_is_as_wide_as_d_model_over_heads(n_heads: int) -> None:
-    """And works by itself at any length: nothing is read from an outer scope."""
+    """It also works by itself for any sequence length, without state from outside."""
     for attention in (Attention(D_MODEL, n_heads), AttentionConfig(n_heads=n_heads).build(D_MODEL)):
         assert attention.head_dim == attention.value_dim == D_MODEL // n_heads
         assert attention.q_proj.weight.shape == (D_MODEL, D_MODEL)

@@ -1,6 +1,6 @@
-"""Claims of the literature that a small experiment decides; the figures are in docs/claims.md.
+"""Claims of the literature that a small experiment can check; the results are in docs/claims.md.
 
-C1, that no output depends on a later token, is `test_causality.py`.
+Claim C1 (no output depends on a later token) is in `test_causality.py`.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def config(
 
 
 def permuted(decoder: Decoder, tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of the tokens in that order, and the logits put in that order."""
+    """Logits of the reordered tokens, and the reordered logits of the tokens."""
     return decoder(tokens[:, order]), decoder(tokens)[:, order]
 
 
@@ -73,7 +73,7 @@ def test_c2_positions_break_the_equivariance() -> None:
 def test_c2_one_causal_layer_is_blind_to_the_order_of_its_prefix_and_two_are_not(
     n_layers: int, blind: bool
 ) -> None:
-    """The last token's logits, over orders of the tokens before it."""
+    """Compare the last token's logits after reordering the tokens before it."""
     decoder = make(config(n_layers))
     tokens = random_tokens(decoder.config, 2, SEQ)
     order = torch.cat([torch.randperm(SEQ - 1), torch.tensor([SEQ - 1])])
@@ -94,7 +94,7 @@ def sizes(decoder: Decoder) -> list[float]:
 
 @torch.no_grad()
 def test_c3_norms_keep_activations_bounded_through_100_layers() -> None:
-    """Matrices of variance 2 / fan_in and no scaling with depth, so that the norm alone decides."""
+    """Matrices have variance 2 / fan_in and no scaling with depth, so only the norm matters."""
     init = {"kind": "he", "embedding_std": 1.0, "residual": "plain"}
     through = {
         (order, kind): sizes(
@@ -105,7 +105,7 @@ def test_c3_norms_keep_activations_bounded_through_100_layers() -> None:
     }
     for kind in ("layer_norm", "rms_norm"):
         assert max(through["post_norm", kind]) == pytest.approx(1.0, abs=0.01)
-        assert max(through["pre_norm", kind]) < 30  # like the root of the number of layers
+        assert max(through["pre_norm", kind]) < 30  # grows with the root of the layer count
     for order in ("pre_norm", "post_norm"):
         assert any(size > 1e12 for size in through[order, "none"][:60])
 
@@ -115,7 +115,7 @@ def test_c3_norms_keep_activations_bounded_through_100_layers() -> None:
 def test_c4_dividing_by_the_root_of_the_heads_width_keeps_the_scores_variance_at_1(
     head_dim: int,
 ) -> None:
-    """Queries and keys of variance 1, as the claim supposes: matrices of variance 1 / fan_in."""
+    """The claim assumes queries and keys of variance 1: matrices of variance 1 / fan_in."""
     d_model = 256
     attention = AttentionConfig(n_heads=2, head_dim=head_dim).build(d_model, 0, "eager")
     for projection in (attention.q_proj, attention.k_proj):
@@ -143,7 +143,7 @@ def test_c13_the_number_of_heads_does_not_change_the_parameter_count() -> None:
 
 
 class NoResidual(PreNorm):
-    """`attention(norm(x))`, then `feed_forward(norm(x))`: the stream is replaced, not added to."""
+    """`attention(norm(x))`, then `feed_forward(norm(x))`: no residual connections."""
 
     def forward(self, x, context, cache=None):
         x = self.attention_branch(self.attention(self.attention_norm(x), context, cache))
@@ -151,14 +151,14 @@ class NoResidual(PreNorm):
 
 
 def loss_after_a_short_training(*, residual: bool, n_layers: int, steps: int = 40) -> float:
-    """Nats per token, the mean of the last five steps, where each token decides the next one."""
+    """Mean loss of the last five steps, in nats per token; each token determines the next one."""
     torch.manual_seed(0)
     decoder = config(n_layers, d_model=16).build()
     if not residual:
         for layer in range(n_layers):
             decoder.layers[layer] = NoResidual(decoder.config.blocks["main"], 16, layer)
         for parameter in decoder.layers.parameters():
-            if parameter.ndim == 2:  # keeps the size of what passes, the fairest start
+            if parameter.ndim == 2:  # preserves the activations' scale
                 nn.init.xavier_normal_(parameter)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
     following = torch.randperm(31)
@@ -178,11 +178,11 @@ def test_c15_residual_connections_make_deep_stacks_trainable() -> None:
     chance = math.log(31)
     assert loss_after_a_short_training(residual=True, n_layers=12) < 0.5 * chance
     assert loss_after_a_short_training(residual=False, n_layers=12) > 0.95 * chance
-    assert loss_after_a_short_training(residual=False, n_layers=1) < 0.5 * chance  # depth decides
+    assert loss_after_a_short_training(residual=False, n_layers=1) < 0.5 * chance  # depth matters
 
 
 def half_of(block: nn.Module, config: BlockConfig, device: int) -> nn.Module:
-    """What one of two devices has of a block: half of its heads and of its hidden features."""
+    """The shard of a block on one of two devices: half of the heads and of the hidden features."""
     part = config.replace(
         attention=config.attention.replace(n_heads=2, head_dim=8),
         feed_forward=config.feed_forward.replace(d_ff=config.feed_forward.d_ff // 2),
@@ -197,7 +197,7 @@ def half_of(block: nn.Module, config: BlockConfig, device: int) -> nn.Module:
 
 
 def sub_layers(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention and feed-forward give for their input; each device's is a summand."""
+    """Outputs of attention and feed-forward; the outputs of all devices must be added."""
     context = Context(*x.shape[:2], x.device)
     return block.attention(x, context), block.feed_forward(x)
 
@@ -217,7 +217,7 @@ def test_c8_a_parallel_block_needs_one_sum_over_devices_and_a_sequential_one_two
     halves = [half_of(sequential, block, device) for device in (0, 1)]
     mixed = [sub_layers(half, sequential.attention_norm(x))[0] for half in halves]
     norm = sequential.feed_forward_norm
-    after = x + sum(mixed)  # the first sum, which the norm of the feed-forward needs whole
+    after = x + sum(mixed)  # the first sum: the norm needs the complete sum
     second_sum = sum(half.feed_forward(norm(after)) for half in halves)
     assert torch.allclose(after + second_sum, sequential(x), atol=1e-5)
     without = sum(half.feed_forward(norm(x + own)) for half, own in zip(halves, mixed, strict=True))
@@ -250,10 +250,10 @@ def test_c9_fused_attention_keeps_as_much_as_the_text_is_long_and_eager_its_squa
 
 
 def test_c16_scores_of_rotated_queries_and_keys_decay_with_distance() -> None:
-    """The mean of `|S_i|` of 2104.09864 §3.4.3, which bounds the score of any query and key."""
+    """The mean of `|S_i|` (2104.09864 §3.4.3) bounds the score of any query and key."""
     distances = torch.arange(2048)
     cos, sin = RopeConfig().angles(distances[None], head_dim=128, length=2048)
-    partial = torch.complex(cos, sin)[0, 0].cumsum(-1)  # S_i of every distance
+    partial = torch.complex(cos, sin)[0, 0].cumsum(-1)  # S_i for every distance
     bound = partial.abs().mean(-1) / (128 / 2)
     by_octave = [bound[1 << n : 2 << n].mean().item() for n in range(11)]
     assert by_octave == sorted(by_octave, reverse=True)

@@ -1,4 +1,4 @@
-"""Short convolutions: what they compute, and where a text begins."""
+"""Short convolutions: their formula, and the start of a sequence."""
 
 import pytest
 import torch
@@ -43,5 +43,5 @@ def test_its_weights_take_steps_of_vectors_and_never_decay() -> None:
 def test_a_sub_layer_named_twice_and_a_width_that_no_text_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="width: 1000000 is too large"):
         decoder(width=1_000_000)
-    with pytest.raises(ConfigError, match="names a sub-layer twice; leave one out"):
+    with pytest.raises(ConfigError, match="names a sub-layer twice; remove one"):
         decoder(before=["attention", "attention"])

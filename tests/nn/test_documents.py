@@ -1,4 +1,4 @@
-"""Packed documents: each behaves as if it were alone."""
+"""Packed documents: each document gives the same results as in a separate row."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_packed_documents_equal_each_alone_in_any_combination(config: DecoderCon
 
 
 def test_a_number_that_comes_back_is_another_document() -> None:
-    """Else a token would see a later one: both stand at position 0 of 'the same' document."""
+    """Otherwise a token would see a later one: both would have position 0 of the same document."""
     config = next(config for config in COVERING if not mixes_experts(config))
     decoder = make(config)
     tokens = random_tokens(config, 1, 9)
@@ -68,7 +68,7 @@ def test_positions_count_from_0_in_each_document() -> None:
 def test_documents_and_a_cache_exclude_each_other() -> None:
     decoder = make(COVERING[0])
     tokens = random_tokens(COVERING[0], 1, 4)
-    with pytest.raises(WorkhorseError, match=r"^packed documents cannot be cached; decode each in"):
+    with pytest.raises(WorkhorseError, match=r"^documents cannot be used with a cache; give each"):
         decoder(tokens, documents=torch.zeros_like(tokens), cache=decoder.new_cache(1, 8))
 
 
@@ -77,6 +77,6 @@ def test_one_number_for_each_token(given_as: str) -> None:
     numbers = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(
         WorkhorseError,
-        match=rf"^{given_as} has shape \(2, 3\) for tokens of shape \(2, 4\); give one number",
+        match=rf"^{given_as} has shape \(2, 3\) for tokens of shape \(2, 4\); give one elemen",
     ):
         Context(2, 4, torch.device("cpu"), **{given_as: numbers})

@@ -1,6 +1,6 @@
-"""Wrong configs and calls: the text of each error, one line with fact, value and remedy.
+"""Messages for invalid configs and calls: one line with fact, value and remedy.
 
-Errors of one part are beside its tests: those of attention, caches, positions, documents and norms.
+Errors of a single part (attention, caches, positions, documents, norms) are tested with that part.
 """
 
 from typing import Any
@@ -41,19 +41,19 @@ def rope(**scaling: object) -> dict[str, object]:
 BAD = [
     ({"vocab_sise": 3}, "unknown key 'vocab_sise'; did you mean 'vocab_size'?"),
     ({"n_layers": 0}, "n_layers: 0 is too small; give a whole number from 1 to 100000"),
-    ({"blocks": {}}, "blocks: there is no block; name at least one"),
+    ({"blocks": {}}, "blocks: no block is defined; define at least one"),
     (
         {"blocks": {"a": BLOCK, "b": BLOCK}},
-        "pattern: missing with 2 blocks; list names in order",
+        "pattern: required with 2 blocks; list their names in order",
     ),
     (
         {"pattern": ["main"] * 3},
-        "pattern: 3 names for n_layers=2; leave some out",
+        "pattern: 3 names are more than n_layers=2; remove some",
     ),
     ({"pattern": ["mian"]}, "pattern: no block 'mian'; did you mean 'main'?"),
     (
         {"blocks": {"a": BLOCK, "b": BLOCK}, "pattern": ["a"]},
-        "blocks.b: no layer uses this block; leave it out",
+        "blocks.b: no layer uses this block; remove it",
     ),
     (
         {"d_model": 9},
@@ -61,7 +61,7 @@ BAD = [
     ),
     (
         {"d_model": 6, **attention(position={"kind": "rope"})},
-        "blocks.main.attention: fraction=1.0 of head_dim=3 turns 3 features, which cannot be",
+        "blocks.main.attention: fraction=1.0 of head_dim=3 rotates 3 features, which cannot be",
     ),
     (
         attention(n_heads=12, n_kv_heads=5),
@@ -77,22 +77,22 @@ BAD = [
     ),
     (
         attention(position="learned"),
-        "blocks.main.attention.position: unknown kind 'learned'; positions of this kind stand in "
+        "blocks.main.attention.position: unknown kind 'learned'; set this kind of position in "
         "model.embedding.position",
     ),
     (
         attention(position={"kind": "sinusoidal"}),
-        "blocks.main.attention.position: unknown kind 'sinusoidal'; positions of this kind "
-        "stand in model.embedding.position",
+        "blocks.main.attention.position: unknown kind 'sinusoidal'; set this kind of "
+        "position in model.embedding.position",
     ),
     (
         {"embedding": {"position": {"kind": "rope"}}},
-        "embedding.position: unknown kind 'rope'; positions of this kind stand in "
+        "embedding.position: unknown kind 'rope'; set this kind of position in "
         "model.blocks.NAME.attention.position",
     ),
     (
         {"position": "learned"},
-        "unknown key 'position'; learned or sinusoidal positions stand in model.embedding.position",
+        "unknown key 'position'; set learned or sinusoidal positions in model.embedding.position",
     ),
     (
         {"blocks": {"main": {**BLOCK, "kind": "prenorm"}}},
@@ -138,7 +138,7 @@ BAD = [
     ),
     (
         attention(position={"kind": "alibi", "bfloat16": True}, causal=False),
-        "blocks.main.attention: position.bfloat16=true needs causal=true: it biases by the",
+        "blocks.main.attention: position.bfloat16=true needs causal=true: its bias depends only on",
     ),
     (
         attention(kind="latent_atention"),
@@ -146,7 +146,7 @@ BAD = [
     ),
     (
         attention(kind="latent_attention", kv_rank=4, nope_dim=4, rope_dim=3, value_dim=4),
-        "blocks.main.attention: fraction=1.0 of head_dim=3 turns 3 features, which cannot be",
+        "blocks.main.attention: fraction=1.0 of head_dim=3 rotates 3 features, which cannot be",
     ),
     (
         attention(kind="latent_attention", kv_rank=0, nope_dim=4, rope_dim=2, value_dim=4),
@@ -181,7 +181,7 @@ def test_a_text_longer_than_the_learned_positions() -> None:
     ).build()
     decoder(torch.zeros(1, 8, dtype=torch.int64))
     tokens = torch.zeros(1, 9, dtype=torch.int64)
-    message = "^a text of 9 tokens does not fit max_seq_len=8 positions; shorten it$"
+    message = "^a sequence of 9 tokens does not fit max_seq_len=8; shorten it$"
     with pytest.raises(WorkhorseError, match=message):
         decoder(tokens)
     with pytest.raises(WorkhorseError, match=message):
@@ -189,7 +189,7 @@ def test_a_text_longer_than_the_learned_positions() -> None:
     cache = decoder.new_cache(1, 20)
     with pytest.raises(WorkhorseError, match=message):
         decoder(tokens, cache=cache)
-    assert cache.length == 0  # as it was
+    assert cache.length == 0  # unchanged
     packed = torch.tensor([[0] * 5 + [1] * 4])
     assert decoder(tokens, documents=packed).shape == (1, 9, 11)  # each document fits
 
@@ -219,7 +219,7 @@ def test_a_cache_of_another_batch() -> None:
     cache = decoder.new_cache(2, 8)
     with pytest.raises(
         WorkhorseError,
-        match=r"^the cache has 2 rows and the tokens 3; make one cache for each batch$",
+        match=r"^the cache has 2 rows, but tokens have 3; create a cache for this batch size$",
     ):
         decoder(torch.zeros(3, 1, dtype=torch.int64), cache=cache)
 
@@ -241,7 +241,7 @@ def test_a_context_without_tokens_leaves_the_cache_alone() -> None:
 
 def test_tokens_of_another_shape() -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
-    with pytest.raises(WorkhorseError, match=r"^tokens have the shape \(3,\); give \(batch, seq\)"):
+    with pytest.raises(WorkhorseError, match=r"^tokens have shape \(3,\) instead of \(batch, s"):
         decoder(torch.tensor([1, 2, 3]))
 
 
@@ -250,7 +250,7 @@ def test_a_layer_by_itself_given_another_shape(options: dict[str, object]) -> No
     block = DecoderConfig.from_dict({**DATA, **attention(**options)}).build().layers[0]
     for shape in ((3, 8), (8,)):
         for layer in (block, block.attention):
-            with pytest.raises(WorkhorseError, match=r"; give \(batch, seq, d_model\), a single"):
+            with pytest.raises(WorkhorseError, match=r"instead of \(batch, seq, d_model\); give"):
                 layer(torch.randn(shape))
 
 
@@ -262,7 +262,7 @@ def test_an_attention_by_itself_given_another_width(kind: str) -> None:
     for other in (width // 2, width + 1):
         with pytest.raises(
             WorkhorseError,
-            match=rf"^x has the shape \(1, 3, {other}\) and the layer d_model={width}; give that",
+            match=rf"^x has shape \(1, 3, {other}\), but the layer has d_model={width}; give x th",
         ):
             block.attention(torch.randn(1, 3, other))
 
@@ -270,19 +270,19 @@ def test_an_attention_by_itself_given_another_width(kind: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([[1]], r"are a tensor \(batch, seq\), not \[\[1\]\]; give torch\.tensor\(\[ids\]\)$"),
-        (None, r"are a tensor \(batch, seq\), not None; give"),
-        (torch.rand(1, 2), r"are of torch\.float32; give ids, of torch\.int64 or int32$"),
-        (torch.ones(1, 2, dtype=torch.bool), r"are of torch\.bool; give ids"),
-        (torch.ones(1, 2, dtype=torch.uint8), r"are of torch\.uint8; give ids"),
+        ([[1]], r"=\[\[1\]\] is not a tensor \(batch, seq\); give torch\.tensor\(\[ids\]\)$"),
+        (None, r"=None is not a tensor \(batch, seq\); give"),
+        (torch.rand(1, 2), r" have dtype torch\.float32; give ids in torch\.int64 or int32$"),
+        (torch.ones(1, 2, dtype=torch.bool), r" have dtype torch\.bool; give ids"),
+        (torch.ones(1, 2, dtype=torch.uint8), r" have dtype torch\.uint8; give ids"),
     ],
 )
 def test_what_is_no_tensor_of_tokens(tokens: Any, message: str) -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
     cache = decoder.new_cache(1, 8)
-    with pytest.raises(WorkhorseError, match=rf"^tokens {message}"):
+    with pytest.raises(WorkhorseError, match=rf"^tokens{message}"):
         decoder(tokens, cache=cache)
-    assert cache.length == 0  # as it was
+    assert cache.length == 0  # unchanged
     assert decoder(torch.ones(1, 2, dtype=torch.int32)).shape == (1, 2, 11)
 
 
@@ -305,7 +305,7 @@ def test_a_cache_that_no_memory_holds(capacity: int) -> None:
 @pytest.mark.parametrize("token", [-1, 11])
 def test_tokens_that_the_vocabulary_lacks(token: int) -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
-    with pytest.raises(WorkhorseError, match=r"; the vocabulary of 11 has 0 to 10$"):
+    with pytest.raises(WorkhorseError, match=r"; vocab_size=11 allows ids from 0 to 10$"):
         decoder(torch.tensor([[1, token]]))
 
 
@@ -319,14 +319,17 @@ def test_tokens_that_the_vocabulary_lacks(token: int) -> None:
         (lambda decoder, tokens: decoder.new_cache(10**30, 4), "a cache of 10+ rows does not fit"),
         (
             lambda decoder, tokens: decoder(tokens, positions=0),
-            "positions=0 is no tensor; give one",
+            "positions=0 is not a tensor; give one",
         ),
         (
             lambda decoder, tokens: decoder(tokens, documents=0),
-            "documents=0 is no tensor; give one",
+            "documents=0 is not a tensor; give one",
         ),
-        (lambda decoder, tokens: decoder(tokens, cache=0), "cache=0 is no Cache; give what new_c"),
-        (lambda decoder, tokens: decoder.layers[0].attention(0), "x=0 is no tensor; give one of"),
+        (lambda decoder, tokens: decoder(tokens, cache=0), "cache=0 is not a Cache; create one wi"),
+        (
+            lambda decoder, tokens: decoder.layers[0].attention(0),
+            "x=0 is not a tensor; give one of",
+        ),
     ],
 )
 def test_things_of_another_kind(call: Any, message: str) -> None:

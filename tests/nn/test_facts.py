@@ -26,7 +26,7 @@ from workhorse.transforms.record import become, replace_modules
 
 
 class CentredRMSNorm(RMSNormMultipliedFirst):
-    """RMSNorm of what remains after the mean was subtracted: a new norm, as one would add it."""
+    """RMSNorm after subtraction of the mean: an example of a new norm."""
 
     facts = NormFacts(centred=True, rounds_gain=False)
 
@@ -36,7 +36,7 @@ class CentredRMSNorm(RMSNormMultipliedFirst):
 
 
 class Undeclared(RMSNorm):
-    """A norm of somebody else, who declares nothing and changes `forward`."""
+    """A third-party norm that overrides `forward` and does not declare `facts`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
@@ -89,9 +89,9 @@ def test_its_weights_are_counted_as_those_of_norms() -> None:
 
 
 class SharedKeyAttention(SelfAttention):
-    """Heads that share one key, whose queries are multiplied by its matrix: a new attention.
+    """An example of a new attention: all heads share one key projection.
 
-    It keeps the inputs of that matrix in the cache, and multiplies its weight itself.
+    It absorbs this projection's weight into the queries, and caches the inputs instead of keys.
     """
 
     multiplied_here = ("k_proj",)
@@ -131,7 +131,7 @@ def with_new_attention() -> Decoder:
 
 @torch.no_grad()
 def test_a_new_attention_decodes_in_every_body():
-    """Its class is all that is added."""
+    """Adding the class is enough."""
     reference = with_new_attention()
     tokens = torch.randint(64, (1, 12))
     expected = reference(tokens)[0, [3, 11]]

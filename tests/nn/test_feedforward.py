@@ -1,4 +1,4 @@
-"""Feed-forward layers and activations against transformers and float64."""
+"""Feed-forward layers and activations compared with transformers and float64."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_activations_equal_the_reference(name: str) -> None:
     theirs = activations.ACT2FN[THEIR_NAMES[name]].float()
     ours = make_activation(name)
     x = torch.linspace(-8, 8, 401)
-    tolerance = 2e-2 if name == "xielu" else 1e-6  # theirs keeps its weights in bfloat16
+    tolerance = 2e-2 if name == "xielu" else 1e-6  # transformers stores the weights in bfloat16
     assert torch.allclose(ours(x), theirs(x).float(), atol=tolerance, rtol=1e-2)
 
 

@@ -1,6 +1,6 @@
-"""A GPT-2 and a LLaMA written from their formulas in float64 numpy, against ours.
+"""GPT-2 and LLaMA written from their formulas in float64 numpy, compared with `nn`.
 
-Nothing here is shared with `nn`: explicit loops over heads and positions, one row at a time.
+They share no code with `nn`: explicit loops over heads and positions, one row at a time.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The covering list covers; every config of it round-trips and builds a plain state dict."""
+"""`COVERING` covers all options; each config round-trips and has a plain state dict."""
 
 import itertools
 from collections import defaultdict
@@ -23,7 +23,7 @@ def config_classes(annotation: Any) -> set[type[Config]]:
 
 
 def visit(value: Any, seen: dict[tuple[str, str], set[str]]) -> None:
-    """Note the value of every field of every config inside `value`."""
+    """Record the value of every field of every config inside `value`."""
     match value:
         case Config():
             for field in type(value).model_fields:
@@ -47,7 +47,7 @@ def test_every_field_of_every_config_takes_two_values() -> None:
         for field in kind.model_fields
         if field != "kind"
     }
-    assert len(fields) > 90  # the walk found them
+    assert len(fields) > 90  # the search found the fields
     assert [field for field in sorted(fields) if len(seen[field]) < 2] == []
 
 
@@ -101,7 +101,7 @@ def test_any_combination_round_trips(config: DecoderConfig) -> None:
 
 @every_config
 def test_a_state_dict_holds_parameters_only(config: DecoderConfig) -> None:
-    """No mask, no table of angles, nothing as long as the context: weights and nothing else."""
+    """Only weights: no masks, tables of angles or other tensors of the context's length."""
     decoder = config.build(device="meta")
     assert list(decoder.buffers()) == []
     assert set(decoder.state_dict()) == {
@@ -129,16 +129,16 @@ def test_building_on_meta_allocates_nothing_and_has_the_same_parameters(
 
 @every_config
 def test_every_parameter_gets_a_gradient(config: DecoderConfig) -> None:
-    """A parameter that the loss does not depend on is a part that was built and not used."""
+    """If the loss does not depend on a parameter, a part was built but not used."""
     decoder = make(config, "auto")
     tokens = random_tokens(config, 3, 12)
     decoder(tokens).square().sum().backward()
     idle = [
         name
         for name, parameter in decoder.named_parameters()
-        if parameter.requires_grad  # a router's bias on choices is not learned by gradient
+        if parameter.requires_grad  # a router's selection_bias gets no gradient
         and (parameter.grad is None or not parameter.grad.abs().sum() > 0)
     ]
-    # A bias on every key moves all scores of a query alike, which a softmax does not see.
+    # A bias on all keys shifts all scores of a query equally, which the softmax removes.
     invisible = [key for key in idle if key.endswith("k_proj.bias")]
     assert [key for key in idle if key not in invisible] == []

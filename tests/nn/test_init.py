@@ -1,4 +1,4 @@
-"""How fresh weights are drawn: the spread of every kind of matrix under every scheme."""
+"""Initial weights: the standard deviation of every kind of matrix under every scheme."""
 
 import math
 import subprocess
@@ -84,7 +84,7 @@ def test_every_kind_of_matrix_has_its_spread(kind: str, residual: str) -> None:
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_every_expert_is_drawn_as_a_matrix_of_its_own(kind: str) -> None:
-    """With the fan-in and fan-out of one expert, and its way back to the stream scaled."""
+    """It uses the fan-in and fan-out of one expert, and scales the residual projection."""
     options = {"std": 0.05} if kind == "normal" else {}
     mixture = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": D_FF, "bias": True}
     block = build({"kind": kind}).config.to_dict()["blocks"]["main"] | {"feed_forward": mixture}
@@ -99,7 +99,7 @@ def test_every_expert_is_drawn_as_a_matrix_of_its_own(kind: str) -> None:
 
 
 def test_the_way_down_to_a_latent_is_not_a_way_to_the_stream() -> None:
-    """Its name ends like that of the feed-forward's last projection."""
+    """Its name has the same ending as the feed-forward's `down_proj`, which is scaled."""
     attention = {"kind": "latent_attention", "n_heads": 4, "q_rank": 64, "kv_rank": 64}
     attention |= {"nope_dim": 16, "rope_dim": 16, "value_dim": 32}
     block = build({"kind": "normal"}).config.to_dict()["blocks"]["main"] | {"attention": attention}
@@ -113,7 +113,7 @@ def test_the_way_down_to_a_latent_is_not_a_way_to_the_stream() -> None:
 
 @pytest.mark.parametrize(("kind", "normal"), [("normal", True), ("xavier", False), ("he", True)])
 def test_the_shape_of_the_distribution(kind: str, normal: bool) -> None:
-    """Xavier's is uniform: nothing past sqrt(3) deviations; a normal one has 8 % there."""
+    """Xavier is uniform: no values beyond sqrt(3) deviations; a normal has 8 % there."""
     weight = build({"kind": kind}).layers[0].attention.q_proj.weight
     outside = (weight.abs() > 1.75 * weight.std()).float().mean().item()
     assert (outside > 0.05) is normal
@@ -142,7 +142,7 @@ def test_zero_residuals_start_as_the_identity() -> None:
 
 @pytest.mark.parametrize("config", COVERING, ids=map(name, range(len(COVERING))))
 def test_no_weight_is_left_as_memory_happened_to_be(config: DecoderConfig) -> None:
-    """Weights are allocated empty; the same seed draws every one of them alike, twice."""
+    """Weights start uninitialised; the same seed must draw every weight equally, twice."""
     drawn = []
     for filling in (0.123, -7.0):
         decoder = config.build(device="meta").to_empty(device="cpu")
@@ -177,7 +177,7 @@ print("sympy" in sys.modules)
 
 
 def test_a_decoder_on_meta_needs_no_compiler() -> None:
-    """Its import takes 75 MB and a second of every model that is loaded."""
+    """Importing the compiler would cost every loaded model 75 MB and a second."""
     command = [sys.executable, "-c", IMPORTS]
     assert subprocess.check_output(command, text=True).strip() == "False"
 

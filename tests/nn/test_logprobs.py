@@ -1,4 +1,4 @@
-"""Log-probabilities, losses and their gradients: those of PyTorch's functions on all logits."""
+"""Log-probabilities, losses and gradients equal PyTorch's functions on the full logits."""
 
 import copy
 from pathlib import Path
@@ -53,7 +53,7 @@ def build(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def reference(logits: Tensor, wanted: Tensor) -> list[Tensor]:
-    """What `Logprobs` holds, by PyTorch."""
+    """The fields of `Logprobs`, computed by PyTorch."""
     every = logits.log_softmax(dim=-1)
     counted = wanted != IGNORE
     target = every.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
@@ -62,14 +62,14 @@ def reference(logits: Tensor, wanted: Tensor) -> list[Tensor]:
 
 
 def plain_loss(logits: Tensor, wanted: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Summed, by PyTorch."""
+    """The summed loss, computed by PyTorch."""
     flat = logits.flatten(0, 1)
     z = (flat.logsumexp(dim=-1).square() * (wanted.flatten() != IGNORE)).sum()
     return F.cross_entropy(flat, wanted.flatten(), reduction="sum") + z_loss * z
 
 
 def with_gradients(found: list[Tensor], x: Tensor, head: nn.Module) -> list[Tensor]:
-    """Of a sum in which each token of each term has another weight, negative ones too."""
+    """Add gradients of a weighted sum; each token's term has a different weight, some negative."""
     joined = torch.cat([one.flatten() for one in found])
     above = torch.linspace(-1, 2, len(joined), dtype=joined.dtype)
     return [*found, *torch.autograd.grad(joined, (x, *head.parameters()), above)]
@@ -81,7 +81,7 @@ def with_gradients(found: list[Tensor], x: Tensor, head: nn.Module) -> list[Tens
 def test_they_and_their_gradients_are_those_of_all_logits(
     monkeypatch: pytest.MonkeyPatch, kind: str, max_logits: int, way: str
 ) -> None:
-    """In float64, in one part and in many; linear or, where somebody listens, by the head."""
+    """In float64, in one part and in many; with a hook, the head is called instead."""
     monkeypatch.setitem(products.BLOCK, "cpu", 2 * VOCAB)
     head = build(kind)
     x = torch.randn(BATCH, SEQ, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -96,7 +96,7 @@ def test_they_and_their_gradients_are_those_of_all_logits(
 
 @pytest.mark.parametrize("way", ["linear", "called"])
 def test_a_token_that_cannot_be_has_probability_0(way: str) -> None:
-    """A bias may be -inf; no result and no gradient is nan, and gradcheck agrees."""
+    """A bias may be -inf: results and gradients are not NaN, and gradcheck passes."""
     head = build("biased")
     with torch.no_grad():
         head.proj.bias[3] = -torch.inf
@@ -112,7 +112,7 @@ def test_a_token_that_cannot_be_has_probability_0(way: str) -> None:
 
 
 class Shard(Vocabulary):
-    """The shard of a process, beside the logits of the others, which are given."""
+    """The vocabulary shard of one rank; the logits of all ranks are given."""
 
     def __init__(self, rank: int, shards: list[Tensor], wanted: Tensor) -> None:
         self.wanted = wanted
@@ -129,7 +129,7 @@ class Shard(Vocabulary):
         return self.all.amax(dim=1, keepdim=True)
 
     def add(self, of_rows: Tensor) -> Tensor:
-        """By the definition of what is summed up."""
+        """Compute the sums from their definitions."""
         powers = (self.all - self.all.amax(dim=1, keepdim=True)).exp()
         spread = (powers * powers.log()).sum(dim=1, keepdim=True)
         chosen = self.all.gather(1, self.wanted.clamp(min=0)[:, None])
@@ -142,7 +142,7 @@ class Shard(Vocabulary):
 def test_each_shard_of_a_vocabulary_gives_the_terms_of_all_and_its_part_of_the_gradient(
     n_shards: int,
 ) -> None:
-    """In one process; `tests/parallel` has the collectives."""
+    """Runs in one process; `tests/parallel` tests the collectives."""
     logits = torch.randn(BATCH * SEQ, VOCAB, dtype=torch.float64)
     wanted = targets().flatten()
     by = torch.randn(len(wanted), 4, dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_the_loss_is_float32_from_bfloat16_logits() -> None:
 
 
 def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of them do; the result is the float32 one within bfloat16's rounding."""
+    """Only blocks are converted; the result equals float32 within bfloat16's rounding."""
     monkeypatch.setitem(products.BLOCK, "cpu", 2 * VOCAB)
     head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
     torch.nn.init.normal_(head.proj.weight)
@@ -365,7 +365,7 @@ def test_what_is_frozen_costs_no_product(
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor of each type has that an operation makes."""
+    """Records the element count of the largest tensor of each dtype that operations create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ class Largest(TorchDispatchMode):
 def test_a_batchs_logits_never_exist_at_once_and_blocks_alone_in_float32(
     monkeypatch: pytest.MonkeyPatch, way: type[TokenLogprobs]
 ) -> None:
-    """Forwards and backwards."""
+    """In the forward and the backward pass."""
     vocab, width, tokens, block, at_once = 256, 4, 192, 8 * 256, 16 * 256
     monkeypatch.setitem(products.BLOCK, "cpu", block)
     head = HeadConfig().build(vocab, width, width).bfloat16()
@@ -393,12 +393,12 @@ def test_a_batchs_logits_never_exist_at_once_and_blocks_alone_in_float32(
     with Largest() as largest:
         way(max_logits=at_once)(x, wanted, head)[0].sum().backward()
     assert largest.numbers[torch.bfloat16] == at_once < tokens * vocab
-    assert largest.numbers[torch.float32] == block > vocab * width  # which sums of gradients have
+    assert largest.numbers[torch.float32] == block > vocab * width  # the size of gradient sums
 
 
 @pytest.mark.parametrize("way", ["compile", "trace"])
 def test_no_part_is_left_out_of_what_others_record(way: str) -> None:
-    """Of their tensors without data they make a program for tensors with data."""
+    """Compilers and tracers use tensors without data, but their programs run on real data."""
 
     def doubled(x: Tensor) -> Tensor:
         return torch.cat([2 * part for (part,) in parts_of(2, x)])

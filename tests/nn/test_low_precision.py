@@ -1,4 +1,4 @@
-"""What a config says of rounding: where bfloat16 is left for float32, and where not."""
+"""Rounding options of configs: where float32 replaces bfloat16."""
 
 import torch
 

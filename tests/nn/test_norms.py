@@ -1,4 +1,4 @@
-"""Norms against their formulas in float64."""
+"""Norms compared with their formulas in float64."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_a_fresh_norm_has_weight_1(config: LayerNormConfig | RMSNormConfig) -> N
 
 
 def test_where_the_weight_is_multiplied_decides_the_rounding_in_bfloat16() -> None:
-    """LLaMA rounds the normed number, then the product; OLMo 2 and Gemma the product alone."""
+    """LLaMA rounds the normalised value, then the product; OLMo 2 and Gemma only the product."""
     x = numbers(64, WIDTH, dtype=torch.bfloat16)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)

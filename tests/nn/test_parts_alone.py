@@ -1,4 +1,4 @@
-"""A part of the model works by itself, as in a notebook: no decoder, no context."""
+"""Parts of the model work without a decoder or a context, as in a notebook."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_a_kernel_by_name_gives_its_weights_to_a_hook() -> None:
 
 def test_an_entry_of_a_cache_needs_the_caches_context(decoder: Decoder) -> None:
     cache = decoder.new_cache(2, 8)
-    with pytest.raises(WorkhorseError, match=r"needs the cache's context; give Context\("):
+    with pytest.raises(WorkhorseError, match=r"needs its cache's context; give Context\("):
         decoder.layers[0].attention(
             torch.zeros(2, 5, decoder.config.d_model), None, cache.entries[0]
         )

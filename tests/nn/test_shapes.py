@@ -1,7 +1,7 @@
-"""Every call into `nn` keeps the shapes and types of its signature, over the whole grid.
+"""Every call into `nn` has the shapes and types of its signature, over the whole grid.
 
-It runs in a process of its own: the check must be installed before `nn` is imported, and it would
-slow every other test down.
+This runs in a separate process: the check must be installed before `nn` is imported, and it would
+slow down all other tests.
 """
 
 import os

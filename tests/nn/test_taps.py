@@ -1,4 +1,4 @@
-"""Every tensor of interest is the output of a module of its own, called once a forward pass."""
+"""Every tensor of interest is the output of a separate module, called once per forward pass."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Wirings of a block: where norms and residuals sit, around any attention and any feed-forward."""
+"""Block wirings: the placement of norms and residuals around any attention and feed-forward."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ Room = TypeVar("Room")
 
 
 def _kind_of_attention(given: Any) -> str | None:
-    """Attention without a `kind` is `attention`."""
+    """The kind of an attention config; a config without a `kind` is `attention`."""
     if isinstance(given, Mapping):
         return cast(Mapping[str, str], given).get("kind", "attention")
     return getattr(given, "kind", None)
@@ -42,50 +42,50 @@ FeedForwardConfig = Annotated[
 
 
 class WiringConfig(Config):
-    """What every wiring has: two sub-layers, a kind of norm, and what happens to their outputs."""
+    """Fields of every wiring: two sub-layers, a norm, and changes to the sub-layers' outputs."""
 
     attention: AnyAttentionConfig
-    """The sub-layer that mixes positions; without a `kind` it is `attention`."""
+    """The sub-layer that mixes positions; `kind` defaults to `attention`."""
     feed_forward: FeedForwardConfig
-    """The sub-layer that treats each position by itself."""
+    """The sub-layer that processes each position separately."""
     norm: NormConfig
     """The kind of every norm in the block; each has its own weights."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on each sub-layer's output, before it is added."""
+    """Dropout on each sub-layer's output, before the residual addition."""
     residual_multiplier: float = 1.0
-    """Factor on each sub-layer's output, before it is added (Granite)."""
+    """Factor on each sub-layer's output, before the residual addition (Granite)."""
     convolution: ShortConvolutionConfig | None = None
-    """Short convolutions of the sub-layers' inputs; left out: none."""
+    """Short convolutions of the sub-layers' inputs, or None."""
 
     @property
     def mixture(self) -> MoEConfig | None:
-        """The feed-forward, if it is a mixture of experts."""
+        """The feed-forward config if it is a mixture of experts, otherwise None."""
         return self.feed_forward if isinstance(self.feed_forward, MoEConfig) else None
 
     @property
     def grouped(self) -> AttentionConfig | None:
-        """The attention, if it has heads of keys and values, as latent attention has not."""
+        """The attention config if it has key and value heads; None for latent attention."""
         return self.attention if isinstance(self.attention, AttentionConfig) else None
 
     @property
     def rope(self) -> RopeConfig | None:
-        """The rotation by position of queries and keys, if they are rotated."""
+        """The rotary position config of the attention, or None."""
         position = self.attention.position
         return position if isinstance(position, RopeConfig) else None
 
     @abstractmethod
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "Block":
-        """The block of layer number `layer`, from 0."""
+        """Build the block of layer `layer`, counted from 0."""
 
 
 class Block(nn.Module, ABC):
-    """One layer of a decoder: attention mixes positions, the feed-forward treats each by itself.
+    """A decoder layer: attention mixes positions, the feed-forward processes each separately.
 
     Args:
-        config: its parts.
+        config: the config of the block's parts.
         d_model: width of the residual stream.
-        layer: its index, from 0, which some attention scales by.
-        kernel: how attention is computed.
+        layer: index of the layer, from 0; `scale_by_layer` attention uses it.
+        kernel: name of the attention kernel.
     """
 
     def __init__(
@@ -106,30 +106,30 @@ class Block(nn.Module, ABC):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        """The residual stream after this layer."""
+        """Return the residual stream after this layer."""
 
     def attend(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
-        """The attention of `x`, or of what its convolution makes of it."""
+        """Apply the short convolution, if there is one, and the attention."""
         entry = cache.inputs.get("attention") if cache else None
         return self.attention(self.attention_convolution(x, context, entry), context, cache)
 
     def feed(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
-        """The feed-forward of `x`, or of what its convolution makes of it."""
+        """Apply the short convolution, if there is one, and the feed-forward."""
         entry = cache.inputs.get("feed_forward") if cache else None
         return self.feed_forward(self.feed_forward_convolution(x, context, entry))
 
     def rooms(self, cache: Layers[Room]) -> list[Room]:
-        """This layer's rooms in a cache: the attention's, then those of its convolutions.
+        """Create this layer's entries or stores in a cache: attention first, then convolutions.
 
         Raises:
-            ConfigError: attention that is not causal cannot be cached.
+            ConfigError: the attention is not causal, so it cannot be cached.
             WorkhorseError: the kernel cannot decode.
         """
         short = [cache.layer(part.width) for part in self._convolutions().values()]
         return [self.attention.cache_entry(cache), *short]
 
     def entry(self, entries: Iterator[CacheEntry]) -> CacheEntry:
-        """This layer's entry, from as many as it has `rooms`."""
+        """Take the next entries, one for each of this layer's `rooms`, as one entry."""
         attention = next(entries)
         inputs = {name: next(entries) for name in self._convolutions()}
         return LayerEntry(attention, inputs) if inputs else attention
@@ -149,8 +149,8 @@ class PreNormConfig(WiringConfig):
     norm_residual: bool = False
     """Take the residual from the normalised input (an option of BLOOM)."""
     norm_attention: bool = True
-    """False leaves out the norm before the attention: in the first layer of ModernBERT-decoder the
-    embedding's output is normalised already."""
+    """False omits the norm before the attention. The first layer of ModernBERT-decoder does so,
+    because the embedding's output is already normalised."""
 
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
         kind = NormedResidual if self.norm_residual else PreNorm
@@ -265,7 +265,7 @@ class SandwichNorm(PreNorm):
 
 
 class ParallelConfig(WiringConfig):
-    """`x + attention(norm(x)) + feed_forward(norm(x))`, both from one input.
+    """`x + attention(norm(x)) + feed_forward(norm(x))`, both from the same input.
 
     One shared norm in GPT-J, PaLM (2204.02311 §2) and Falcon-7B; two in GPT-NeoX and Falcon-40B.
     """
@@ -323,7 +323,7 @@ BlockConfig = Annotated[
 
 
 def make_branch(dropout: float, multiplier: float) -> nn.Module:
-    """What happens to a sub-layer's output before it joins the residual stream."""
+    """Build the module between a sub-layer and the residual addition: dropout and multiplier."""
     if multiplier == 1.0:
         return nn.Dropout(dropout) if dropout else nn.Identity()
     return nn.Sequential(nn.Dropout(dropout), Multiplier(multiplier))

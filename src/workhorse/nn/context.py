@@ -1,7 +1,7 @@
-"""What the layers of one forward pass share: positions, rotations, masks.
+"""The state shared by the layers of one forward pass: positions, rotations, masks.
 
-Made by the decoder at each call; nothing of it lives on a module. What is costly is computed at
-first use and kept for the layers that follow, under a key of what it depends on.
+The decoder creates it at each call; modules do not store it. Rotations and masks are computed when
+the first layer needs them and reused by later layers. Their key contains everything they depend on.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,20 +22,20 @@ class Context:
     """The shared part of one forward pass over `batch × seq` tokens.
 
     Args:
-        batch: rows.
-        seq: tokens a row.
-        device: where the tokens are.
-        positions: where each token stands, rising along a row (along a document, with `documents`);
-            -1 marks padding. With a cache they count on from what a row holds, without gaps. Left
-            out: 0, 1, 2 …, after what the cache holds.
-        documents: a number for each token. A run of equal numbers is a document: it sees nothing
-            outside itself, and its positions start at 0.
-        cache: what earlier tokens left; this call takes the new ones in.
-        max_positions: how many positions there are, where that is limited.
+        batch: number of rows.
+        seq: number of tokens per row.
+        device: device of the tokens.
+        positions: position of each token, increasing along a row (along a document, with
+            `documents`); -1 marks padding. With a cache, they continue from the row's cached
+            tokens, without gaps. Default: 0, 1, 2 …, after the cached tokens.
+        documents: document id of each token. A run of equal ids is a document: its tokens see only
+            each other, and its positions start at 0.
+        cache: cache of the earlier tokens; this call adds the new ones.
+        max_positions: number of available positions, or None for no limit.
 
     Raises:
-        WorkhorseError: shapes that do not fit, no tokens, more tokens than positions, or documents
-            with a cache. The cache is then as it was.
+        WorkhorseError: shapes do not match, there are no tokens, there are more tokens than
+            positions, or documents are used with a cache. The cache is then unchanged.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Context:
         plain = positions is None and documents is None
         self.uniform = plain and (cache is None or cache.uniform)
         self.length = seq if cache is None else cache.length + seq
-        # Positions of our own making stay below the length; others are looked up on the device. The
-        # parts of a packed pass check theirs.
+        # Default positions stay below the length; given ones must be read from the device. The
+        # parts of a packed pass check their own positions.
         packed = cache is not None and bool(cache.parts)
         if max_positions is not None and not packed:
             self._check_positions(max_positions, given=positions is not None)
@@ -84,15 +84,15 @@ class Context:
         ]
 
     def by_part(self, mix: Callable[..., Tensor], *xs: Tensor, cache: CacheEntry | None) -> Tensor:
-        """`mix(*xs, context, cache)`, where `mix` lets the tokens of a sequence see each other.
+        """Compute `mix(*xs, context, cache)`, separately for each part of a packed pass.
 
-        The parts of a packed pass (see `CacheView.parts`) are computed one after the other.
+        Operations that let tokens of a sequence see each other need this; see `CacheView.parts`.
 
         Args:
-            mix: takes tensors (batch, seq, ...), a context and a cache entry; returns (batch, seq,
-                ...).
-            xs: its tensors.
-            cache: the layer's entry.
+            mix: function of tensors (batch, seq, ...), a context and a cache entry; returns a
+                tensor (batch, seq, ...).
+            xs: the tensors.
+            cache: the layer's cache entry.
         """
         if not self.parts or cache is None:
             return mix(*xs, self, cache)
@@ -108,7 +108,7 @@ class Context:
     def rotation(
         self, name: str, rope: RopeConfig, head_dim: int, dtype: torch.dtype
     ) -> tuple[Angles, Angles]:
-        """Cosines and sines of that rotation for this pass; equal rotations have equal names."""
+        """Cosines and sines of `rope` for this pass; equal configs must have equal names."""
 
         def make() -> tuple[Angles, Angles]:
             alike = self.uniform or not rope.depends_on_length
@@ -119,7 +119,7 @@ class Context:
         return self._once((name, head_dim, dtype), make)
 
     def mask(self, pattern: AttentionPattern, kernel: Kernel, dtype: torch.dtype) -> Any:
-        """The pattern over this pass's queries and keys, as that kernel wants it."""
+        """The mask of a pattern for this pass, in the form that the kernel expects."""
 
         def make() -> Any:
             place = self.place if self.cache is None else self.cache.place(pattern.reach)
@@ -129,7 +129,7 @@ class Context:
         return self._once((pattern, type(kernel), dtype), make)
 
     def slots_before(self, reach: int) -> tuple[Slots, Slots]:
-        """What the cache says of it; see `CacheView.slots_before`."""
+        """`CacheView.slots_before`, computed once per pass."""
         cache = self.cache
         assert cache is not None
         return self._once(("slots_before", reach), lambda: cache.slots_before(reach))
@@ -140,7 +140,7 @@ class Context:
         return self._made[key]
 
     def _lengths(self) -> Lengths:
-        """Tokens of each row so far, or of each token's document; padding does not count."""
+        """Number of tokens so far in each row, or in each token's document, without padding."""
         if self.cache is not None:
             return self.cache.text_lengths()
         documents = self.place.documents
@@ -154,31 +154,30 @@ class Context:
         used = self.length if self.uniform else int(self.positions.max()) + 1
         if used > limit:
             raise WorkhorseError(
-                f"a text of {used} tokens does not fit max_seq_len={limit} positions; shorten it"
+                f"a sequence of {used} tokens does not fit max_seq_len={limit}; shorten it"
             )
 
 
 def context_alone(x: Hidden, d_model: int, entry: CacheEntry | None = None) -> Context:
-    """The context of a layer that is called by itself, as in a notebook.
+    """Create the context of a layer that is called by itself, as in a notebook.
 
     Raises:
-        WorkhorseError: `x` has another number of dimensions or width; or with an entry of a cache,
-            whose context alone knows what the cache holds.
+        WorkhorseError: `x` does not have the shape (batch, seq, d_model), or a cache entry is
+            given, which needs the context of its cache.
     """
     _check_tensor("x", x, "(batch, seq, d_model)")
     if x.dim() != 3:  # noqa: PLR2004
         raise WorkhorseError(
-            f"x has the shape {tuple(x.shape)}; give (batch, seq, d_model), "
-            "a single text as x[None]"
+            f"x has shape {tuple(x.shape)} instead of (batch, seq, d_model); "
+            "give a single sequence as x[None]"
         )
     if x.shape[2] != d_model:
         raise WorkhorseError(
-            f"x has the shape {tuple(x.shape)} and the layer d_model={d_model}; give that width"
+            f"x has shape {tuple(x.shape)}, but the layer has d_model={d_model}; give x that width"
         )
     if entry is not None:
         raise WorkhorseError(
-            "an entry of a cache needs the cache's context; give Context(batch, seq, device, "
-            "cache=cache) too"
+            "a cache entry needs its cache's context; give Context(batch, seq, device, cache=cache)"
         )
     return Context(x.shape[0], x.shape[1], x.device)
 
@@ -198,39 +197,41 @@ def _check(
         if given.shape != shape:
             raise WorkhorseError(
                 f"{name} has shape {tuple(given.shape)} for tokens of shape {shape}; "
-                "give one number for each token"
+                "give one element per token"
             )
     _check_cache(cache)
     if cache is not None and len(cache.lengths) != shape[0]:
         raise WorkhorseError(
-            f"the cache has {len(cache.lengths)} rows and the tokens {shape[0]}; "
-            "make one cache for each batch"
+            f"the cache has {len(cache.lengths)} rows, but tokens have {shape[0]}; "
+            "create a cache for this batch size"
         )
     if documents is not None and cache is not None:
-        raise WorkhorseError("packed documents cannot be cached; decode each in a row of its own")
+        raise WorkhorseError(
+            "documents cannot be used with a cache; give each document a separate row"
+        )
 
 
 def _check_tensor(name: str, given: object, shape: str) -> None:
     if not isinstance(given, Tensor):
-        raise WorkhorseError(f"{name}={shown(given)} is no tensor; give one of {shape}")
+        raise WorkhorseError(f"{name}={shown(given)} is not a tensor; give one of shape {shape}")
 
 
 def _check_cache(cache: object) -> None:
     if cache is not None and not isinstance(cache, CacheView):
-        raise WorkhorseError(f"cache={shown(cache)} is no Cache; give what new_cache made")
+        raise WorkhorseError(f"cache={shown(cache)} is not a Cache; create one with new_cache")
 
 
 class Runs(NamedTuple):
-    """Runs of equal numbers in each row."""
+    """Runs of equal document ids in each row."""
 
     numbers: Tokens
-    """Of the run that each token belongs to."""
+    """Number of each token's run, from 1 in each row."""
     starts: Tokens
-    """Where that run begins."""
+    """Index of the first token of each token's run."""
 
 
 def number_runs(documents: Tokens) -> Runs:
-    """The runs of equal document numbers."""
+    """Number the runs of equal document ids."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -238,11 +239,11 @@ def number_runs(documents: Tokens) -> Runs:
 
 
 def lengths_of_documents(positions: Positions, numbers: Tokens) -> Lengths:
-    """Tokens in the document of each token.
+    """Number of tokens in each token's document.
 
     Args:
-        positions: in the document.
-        numbers: of the documents in each row, from 1.
+        positions: position of each token in its document.
+        numbers: number of each token's document, from 1 in each row.
     """
     ends = positions + 1
     longest = ends.new_zeros(ends.shape[0], ends.shape[1] + 1)

@@ -1,4 +1,4 @@
-"""Short convolutions: each feature of a sub-layer's input also takes a little of its past."""
+"""Short convolutions: each feature of a sub-layer's input is mixed with its last few values."""
 
 from typing import Literal
 
@@ -16,32 +16,33 @@ SubLayer = Literal["attention", "feed_forward"]
 
 
 class ShortConvolutionConfig(Config):
-    """`x[t] + Σ weight[i] · x[t - i]` over `width` tokens, each feature by itself.
+    """`x[t] + Σ weight[i] · x[t - i]` over `width` tokens, for each feature separately.
 
-    A layer then sees the last few tokens without spending attention on them. Papers: Canon layers
+    A layer then sees the last few tokens without using attention for them. Papers: Canon layers
     (Physics of Language Models 4.1, 2512.17351), with this residual form; Primer, 2109.08668 §4.
     The weights start at 0.
     """
 
     width: int = Field(default=4, ge=2, le=256)
-    """Tokens that it sees, its own included. Each costs a pass over the input."""
+    """Number of tokens that are combined, including the current one. Each costs a pass over the
+    input."""
     before: tuple[SubLayer, ...] = Field(default=("attention", "feed_forward"), min_length=1)
-    """The sub-layers whose input, after its norm, is convolved."""
+    """The sub-layers that get a convolution on their input, after the input's norm."""
 
     def model_post_init(self, _context: object) -> None:
         if len(set(self.before)) < len(self.before):
-            raise ConfigError("names a sub-layer twice; leave one out", "before")
+            raise ConfigError("names a sub-layer twice; remove one", "before")
 
     def build(self, d_model: int) -> "ShortConvolution":
         return ShortConvolution(d_model, self.width)
 
 
 class ShortConvolution(nn.Module):
-    """`x[t] + Σ weight[i] · x[t - i]` for i from 0 to `width - 1`, in each text by itself.
+    """`x[t] + Σ weight[i] · x[t - i]` for i from 0 to `width - 1`, within each sequence.
 
     Args:
         d_model: width of the input.
-        width: tokens that it sees, its own included.
+        width: number of tokens that are combined, including the current one.
     """
 
     def __init__(self, d_model: int, width: int) -> None:
@@ -61,7 +62,7 @@ class ShortConvolution(nn.Module):
         return context.by_part(self.mix, x, cache=cache)
 
     def mix(self, x: Hidden, context: Context, cache: CacheEntry | None) -> Hidden:
-        """The convolution of each row."""
+        """Convolve each row."""
         past = _past(x, self.width, context) if cache is None else _stored(x, context, cache, self)
         y = x + self.weight[0] * x
         for weight, earlier in zip(self.weight[1:], past, strict=True):
@@ -73,7 +74,7 @@ class ShortConvolution(nn.Module):
 
 
 def _past(x: Hidden, width: int, context: Context) -> list[Hidden]:
-    """The inputs 1 … `width - 1` tokens back; zero before a text begins."""
+    """The inputs 1 … `width - 1` tokens back; zero before the start of a sequence."""
     shifted = [F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] for back in range(1, width)]
     if context.uniform:
         return shifted
@@ -82,7 +83,7 @@ def _past(x: Hidden, width: int, context: Context) -> list[Hidden]:
 
 
 def _stored(x: Hidden, context: Context, cache: CacheEntry, conv: ShortConvolution) -> list[Hidden]:
-    """The same for texts whose beginning is in a cache, which takes in the new inputs."""
+    """The same from a cache that holds the earlier inputs; the new inputs are added to it."""
     new = x[:, None]  # (batch, one head, seq, d_model)
     held, _ = cache.update(new, new[..., :0])
     slots, exists = context.slots_before(conv.width)  # (batch, seq, width - 1)

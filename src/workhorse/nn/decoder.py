@@ -35,27 +35,27 @@ Room = TypeVar("Room")
 class DecoderConfig(Config):
     """A whole decoder-only transformer.
 
-    `blocks` names the kinds of layer and `pattern` gives their order: names tiled over `n_layers`,
-    or one for every layer. With one kind of layer the pattern may be left out.
+    `blocks` names the kinds of layer. `pattern` gives their order: one name per layer, or fewer
+    names that are repeated to fill `n_layers`. With one kind of layer, it may be omitted.
     """
 
     elsewhere = OF_PARTS
     vocab_size: int = Field(gt=0)
-    """Number of distinct tokens, and so of logits."""
+    """Number of distinct tokens, which is also the number of logits per position."""
     d_model: int = Field(gt=0)
     """Width of the residual stream."""
     n_layers: int = Field(gt=0, le=100_000)
     """Depth: the number of blocks."""
     max_seq_len: int = Field(gt=0)
-    """Longest text, in tokens: the size of a learned position table, and the limit that training
-    and generation keep to."""
+    """Maximum sequence length, in tokens: the size of a learned position table, and the limit in
+    training and generation."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     """How tokens become vectors."""
     blocks: dict[str, BlockConfig]
-    """The kinds of layer, by names of your choice."""
+    """The kinds of layer, each under a name of your choice."""
     pattern: tuple[str, ...] = ()
-    """Names of blocks, tiled over the layers: `[local, local, global]` stands for layers 0, 1 and
-    2, then for 3, 4 and 5, and so on. May be left out if there is one block."""
+    """Names of blocks, repeated over the layers: `[local, local, global]` applies to layers 0, 1
+    and 2, then to 3, 4 and 5, and so on. May be omitted if there is one block."""
     final_norm: NormConfig = NoNormConfig()
     """The norm on the residual stream before the head."""
     head: HeadConfig = HeadConfig()
@@ -65,40 +65,41 @@ class DecoderConfig(Config):
 
     def model_post_init(self, _context: object) -> None:
         if not self.blocks:
-            raise ConfigError("there is no block; name at least one", "blocks")
+            raise ConfigError("no block is defined; define at least one", "blocks")
         if not self.pattern and len(self.blocks) > 1:
             raise ConfigError(
-                f"missing with {len(self.blocks)} blocks; list names in order", "pattern"
+                f"required with {len(self.blocks)} blocks; list their names in order", "pattern"
             )
         if len(self.pattern) > self.n_layers:
             raise ConfigError(
-                f"{len(self.pattern)} names for n_layers={self.n_layers}; leave some out", "pattern"
+                f"{len(self.pattern)} names are more than n_layers={self.n_layers}; remove some",
+                "pattern",
             )
         for name in self.pattern:
             if name not in self.blocks:
                 raise ConfigError(f"no block {name!r}; {nearest(name, self.blocks)}", "pattern")
         if self.head.tied and self.init.head == "zero":
             raise ConfigError(
-                "zero would be the start of the embedding that the head is tied to; untie it",
+                "zero would also zero the tied embedding; set head.tied=false",
                 "init.head",
             )
         for name, block in self.blocks.items():
             if name not in self.layer_names():
-                raise ConfigError("no layer uses this block; leave it out", f"blocks.{name}")
+                raise ConfigError("no layer uses this block; remove it", f"blocks.{name}")
             try:
                 block.attention.key_dim(self.d_model)
             except ConfigError as error:
                 raise ConfigError(error.reason, f"blocks.{name}.attention") from None
 
     def layer_names(self) -> list[str]:
-        """The name of each layer's block."""
+        """Names of the layers' blocks, in order."""
         names = self.pattern or tuple(self.blocks)
         return [names[layer % len(names)] for layer in range(self.n_layers)]
 
     def steady_length(self) -> int:
-        """How long a text may grow, in tokens, before the rotations of earlier tokens change.
+        """Maximum sequence length, in tokens, before the rotations of earlier tokens change.
 
-        `max_seq_len`, or less with a rope scaling that depends on the length of the text.
+        `max_seq_len`, or less with a rope scaling that depends on the sequence length.
         """
         ropes = (block.rope for block in self.blocks.values())
         limits = [rope.steady_length for rope in ropes if rope is not None]
@@ -111,15 +112,16 @@ class DecoderConfig(Config):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> "Decoder":
-        """A decoder with fresh weights.
+        """Build a decoder with fresh weights.
 
         Args:
-            kernel: how attention is computed, in every layer.
-            device: where; PyTorch's default device if not given. On `meta` nothing is allocated.
-            dtype: of the weights.
+            kernel: name of the attention kernel of every layer.
+            device: device of the weights; default: PyTorch's default device. On `meta`, nothing is
+                allocated.
+            dtype: dtype of the weights.
 
         Raises:
-            WorkhorseError: the kernel cannot express this config.
+            WorkhorseError: the kernel does not support this config.
         """
         device = torch.get_default_device() if device is None else torch.device(device)
         with torch.device(device), undrawn(dtype):
@@ -127,18 +129,18 @@ class DecoderConfig(Config):
         return decoder if device.type == "meta" else decoder.initialize()
 
     def draw(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """The fresh weights that `build` would make there, by name, a module's at a time."""
+        """Yield the fresh weights that `build` would create on `device`, one module at a time."""
         with torch.device("meta"), undrawn(torch.float32, discard_on=device):
             decoder = Decoder(self)
         return initial_weights(decoder, self.init, self.n_layers, device)
 
 
 class Decoder(nn.Module):
-    """Tokens to logits.
+    """Maps tokens to logits.
 
     Args:
-        config: what to build.
-        kernel: how attention is computed.
+        config: the config of the decoder.
+        kernel: name of the attention kernel.
     """
 
     def __init__(self, config: DecoderConfig, kernel: KernelName = "auto") -> None:
@@ -162,13 +164,13 @@ class Decoder(nn.Module):
     def invariant_batch(self) -> int:
         """The largest batch for which a decode step is batch-invariant (bitwise).
 
-        1 if the shape of a batch decides in which order numbers are added.
+        1 if the order of floating-point additions depends on the shape of the batch.
         """
         return 1
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     def forward(
@@ -211,7 +213,7 @@ class Decoder(nn.Module):
         return self.final_norm(x)
 
     def unembed(self, x: Hidden) -> Logits:
-        """Hidden states to logits; pass only the positions whose logits are needed."""
+        """Map hidden states to logits; pass only the positions whose logits are needed."""
         return self.head(x)
 
     def next_logits(
@@ -221,48 +223,49 @@ class Decoder(nn.Module):
         return self.unembed(self.hidden(tokens, positions=positions, cache=cache)[:, -1:])[:, 0]
 
     def new_cache(self, batch: int, capacity: int, slack: int = 0) -> Cache:
-        """An empty cache for `batch` texts of up to `capacity` tokens each.
+        """Create an empty cache for `batch` sequences of up to `capacity` tokens each.
 
         Args:
-            batch: rows.
-            capacity: tokens a row can hold.
-            slack: how many of the newest tokens `Cache.truncate` can take back.
+            batch: number of rows.
+            capacity: maximum number of tokens per row.
+            slack: number of newest tokens that `Cache.truncate` can always remove.
 
         Raises:
-            WorkhorseError: an empty cache, one that does not fit into memory, or attention that is
-                not causal.
+            WorkhorseError: the cache would have no slots or does not fit into memory, or the
+                attention is not causal.
         """
         cache = Cache(batch, capacity, self.device, slack)
         cache.entries = self.rooms(cache)
         return cache
 
     def rooms(self, cache: Layers[Room]) -> list[Room]:
-        """The rooms of all layers in a cache; see `Block.rooms`."""
+        """Create the entries or stores of all layers in a cache; see `Block.rooms`."""
         return [room for layer in self._blocks() for room in layer.rooms(cache)]
 
     def next_logits_packed(
         self, tokens: Tokens, index: Sequence[int], cache: PackedView
     ) -> NextLogits:
-        """Logits of the tokens after some of the tokens of a packed pass, `(len(index), vocab)`.
+        """Logits of the next token at some positions of a packed pass, `(len(index), vocab)`.
 
         Args:
             tokens: (1, seq), the tokens of all parts.
-            index: tokens to compute logits of, as indices into the sequence dimension.
-            cache: the parts.
+            index: indices of these positions in the sequence dimension.
+            cache: view of all parts.
         """
         x = self.hidden(tokens, cache=cache)
         return self.unembed(x[:, torch.tensor(index, device=x.device)])[0]
 
     def new_paged_cache(self, tokens: int, sequences: int, slack: int = 0) -> PagedCache:
-        """An empty cache for sequences that come and go.
+        """Create an empty cache for sequences that are added and removed independently.
 
         Args:
-            tokens: the maximum number of tokens of all sequences together.
-            sequences: the maximum number of sequences at a time.
-            slack: how many of a sequence's newest tokens can be taken back, `PagedCache.truncate`.
+            tokens: maximum number of tokens of all sequences together.
+            sequences: maximum number of sequences at a time.
+            slack: number of a sequence's newest tokens that `PagedCache.truncate` can always
+                remove.
 
         Raises:
-            WorkhorseError: an empty cache, or attention that is not causal.
+            WorkhorseError: the cache would have no slots, or the attention is not causal.
         """
         cache = PagedCache(tokens, sequences, self.device, self.max_seq_len, slack)
         cache.stores = self.rooms(cache)
@@ -274,7 +277,7 @@ class Decoder(nn.Module):
         return self
 
     def tie_weights(self) -> None:
-        """Let the head share the embedding's matrix if the config says so."""
+        """Make the head share the embedding's matrix if the config ties them."""
         if self.config.head.tied:
             self.head.proj.weight = self.embedding.tokens.weight
 
@@ -284,7 +287,7 @@ class Decoder(nn.Module):
 
 @contextmanager
 def evaluation_mode(decoder: Decoder) -> Generator[None]:
-    """Dropout off, and back to how it was."""
+    """Switch the decoder to evaluation mode (no dropout), then restore its mode."""
     if not decoder.training:
         yield
         return

@@ -1,4 +1,4 @@
-"""Small elementwise parts."""
+"""Small elementwise modules."""
 
 import torch
 from jaxtyping import Float
@@ -8,14 +8,14 @@ Numbers = Float[Tensor, "*shape"]
 
 
 class Unchanged(nn.Module):
-    """Returns its first input: the identity in place of a part that takes several."""
+    """Returns its first input: an identity that accepts several inputs."""
 
     def forward(self, x: Numbers, *_: object) -> Numbers:
         return x
 
 
 class Sum(nn.Module):
-    """`x + y`: a module, so that a hook sees what stands in the residual stream."""
+    """`x + y` as a module, so that a hook can see the residual stream."""
 
     def forward(self, x: Numbers, y: Numbers) -> Numbers:
         return x + y
@@ -33,7 +33,7 @@ class Multiplier(nn.Module):
 
 
 class RoundedMultiplier(Multiplier):
-    """`x · multiplier`, the multiplier first rounded to the dtype of `x`."""
+    """`x · multiplier`, with the multiplier first rounded to the dtype of `x`."""
 
     def forward(self, x: Numbers) -> Numbers:
         return x * torch.full((), self.multiplier, dtype=x.dtype, device=x.device)

@@ -22,25 +22,26 @@ class EmbeddingConfig(Config):
 
     elsewhere = OF_THE_ATTENTION
     position: EmbeddingPositionConfig = NoPositionConfig()
-    """Positions that are added to the token vectors; rotations and ALiBi belong to the
-    attention."""
+    """Positions added to the token vectors; rotations and ALiBi are options of the attention."""
     width: int | None = Field(default=None, gt=0)
-    """Width of the table if narrower than d_model; a projection widens its rows (OPT-350m)."""
+    """Width of the table if it is not d_model; a projection maps its rows to d_model (OPT-350m)."""
     multiplier: float = 1.0
-    """Factor on the token's vector (Gemma and the 2017 transformer: sqrt(d_model))."""
+    """Factor on the token vectors (Gemma and the 2017 transformer: sqrt(d_model))."""
     round_multiplier: bool = False
     """Round the multiplier to the table's dtype first (Gemma): in bfloat16 sqrt(3072) is 55.5."""
     norm: NormConfig = NoNormConfig()
-    """A norm on the token's vector (BLOOM)."""
+    """A norm on the token vectors (BLOOM)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the sum of token and position."""
 
     def model_post_init(self, _context: object) -> None:
         if self.round_multiplier and self.multiplier == 1:
-            raise ConfigError("round_multiplier=true needs a multiplier; give one, or leave it out")
+            raise ConfigError(
+                "round_multiplier=true has no effect with multiplier=1; set multiplier"
+            )
 
     def multiply(self) -> nn.Module:
-        """A fresh module."""
+        """A new module that applies the multiplier."""
         if self.multiplier == 1:
             return nn.Identity()
         kind = RoundedMultiplier if self.round_multiplier else Multiplier
@@ -54,41 +55,41 @@ TYPES_OF_IDS = {torch.int64, torch.int32}
 
 
 def batch_and_seq(tokens: object) -> tuple[int, int]:
-    """The batch size and length of a batch of tokens.
+    """The batch size and sequence length of a batch of tokens.
 
     Raises:
-        WorkhorseError: it is not a tensor of ids, or not two-dimensional.
+        WorkhorseError: `tokens` is not a two-dimensional tensor of ids.
     """
     if not isinstance(tokens, Tensor):
         raise WorkhorseError(
-            f"tokens are a tensor (batch, seq), not {shown(tokens)}; give torch.tensor([ids])"
+            f"tokens={shown(tokens)} is not a tensor (batch, seq); give torch.tensor([ids])"
         )
     if tokens.dtype not in TYPES_OF_IDS:
-        raise WorkhorseError(f"tokens are of {tokens.dtype}; give ids, of torch.int64 or int32")
+        raise WorkhorseError(f"tokens have dtype {tokens.dtype}; give ids in torch.int64 or int32")
     if tokens.dim() != 2:  # noqa: PLR2004
         raise WorkhorseError(
-            f"tokens have the shape {tuple(tokens.shape)}; give (batch, seq), "
-            "a single text as tokens[None]"
+            f"tokens have shape {tuple(tokens.shape)} instead of (batch, seq); "
+            "give a single sequence as tokens[None]"
         )
     return tokens.shape[0], tokens.shape[1]
 
 
 def look_up(table: nn.Embedding, tokens: Tokens) -> Hidden:
-    """The rows of the tokens; for an id outside the table, the error gives the valid range."""
+    """The table's rows of the tokens; the error for an id outside the table names its range."""
     try:
         return table(tokens)
     except IndexError:
         raise WorkhorseError(
-            f"token ids go from {int(tokens.min())} to {int(tokens.max())}; "
-            f"the vocabulary of {table.num_embeddings} has 0 to {table.num_embeddings - 1}"
+            f"token ids range from {int(tokens.min())} to {int(tokens.max())}; "
+            f"vocab_size={table.num_embeddings} allows ids from 0 to {table.num_embeddings - 1}"
         ) from None
 
 
 class Embedding(nn.Module):
-    """`(batch, seq)` tokens to `(batch, seq, d_model)`.
+    """Maps tokens `(batch, seq)` to vectors `(batch, seq, d_model)`.
 
     Attributes:
-        width: of the table, which a tied head shares.
+        width: width of the table, which a tied head shares.
     """
 
     def __init__(
@@ -139,24 +140,24 @@ class HeadConfig(Config):
     cap: float | None = Field(default=None, gt=0)
     """Soft-cap the logits at plus and minus this: `cap · tanh(logits / cap)` (Gemma 2)."""
     transform: HeadTransformConfig | None = None
-    """A dense layer, an activation and a norm before the logits; left out: none of them."""
+    """A dense layer, an activation and a norm before the logits, or None."""
 
     def build(self, vocab_size: int, d_model: int, width: int) -> "Head":
         return Head(self, vocab_size, d_model, width)
 
 
 class Head(nn.Module):
-    """`(batch, seq, d_model)` to `(batch, seq, vocab)`.
+    """Maps vectors `(batch, seq, d_model)` to logits `(batch, seq, vocab)`.
 
     Attributes:
-        linear: True if losses may compute the class's `forward` by its parts. A subclass with a
-            `forward` of its own has to say so again.
+        linear: True if losses may compute `forward` from the head's parts. A subclass that
+            overrides `forward` must declare it again.
 
     Args:
-        config: its options.
+        config: options of the head.
         vocab_size: number of logits.
         d_model: width of the input.
-        width: of the embedding; if it is not d_model, the input is first projected to it.
+        width: width of the embedding; if it is not d_model, the input is first projected to it.
     """
 
     linear = True

@@ -1,4 +1,4 @@
-"""Feed-forward sub-layers, applied to each position by itself."""
+"""Feed-forward sub-layers, applied to each position separately."""
 
 import math
 from abc import abstractmethod
@@ -31,7 +31,7 @@ class MlpConfig(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the hidden activations."""
     inner_norm: PresentNormConfig | None = None
-    """A norm before the down projection (Magneto, 2210.06423 §2); left out: none."""
+    """A norm before the down projection (Magneto, 2210.06423 §2), or None."""
 
     def build(self, d_model: int) -> "Mlp":
         return Mlp(
@@ -45,7 +45,7 @@ class MlpConfig(Config):
 
 
 class Mlp(nn.Module):
-    """`down_proj(norm(act(up_proj(x))))`, `d_model -> d_ff -> d_model`; the norm may be none."""
+    """`down_proj(norm(act(up_proj(x))))`, `d_model -> d_ff -> d_model`; the norm is optional."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GatedConfig(Config):
 
     @abstractmethod
     def combine(self) -> nn.Module:
-        """A new module that is called with the gate and the other branch."""
+        """A new module that combines the gate and the other branch."""
 
     def build(self, d_model: int) -> nn.Module:
         return GatedMlp(
@@ -99,7 +99,7 @@ class GatedMlpConfig(GatedConfig):
     activation: ActivationName = "silu"
     """Activation of the gate, which then multiplies the other branch."""
     inner_norm: PresentNormConfig | None = None
-    """A norm before the down projection (Magneto, 2210.06423 §2; BitNet); left out: none."""
+    """A norm before the down projection (Magneto, 2210.06423 §2; BitNet), or None."""
 
     def combine(self) -> nn.Module:
         return Gated(self.activation)
@@ -119,7 +119,7 @@ class ClampedSwigluConfig(Config):
     """`g * sigmoid(alpha g) * (u + 1)` with the gate `g` and the other branch `u` clamped."""
 
     limit: float = Field(default=7.0, gt=0)
-    """The gate is clamped to at most this, the other branch to plus or minus this."""
+    """Upper bound of the gate; the other branch is clamped to plus or minus this value."""
     alpha: float = 1.702
     """Steepness of the gate's sigmoid."""
 
@@ -141,10 +141,10 @@ class GatedMlp(nn.Module):
     Args:
         d_model: width of the input and output.
         d_ff: width of both branches.
-        activation: combines the branches; SwiGLU by default.
-        bias: on the three projections.
-        dropout: on the combined branches.
-        inner_norm: on the input of the down projection, or None.
+        activation: module that combines the branches; default: SwiGLU.
+        bias: True to add biases to the three projections.
+        dropout: dropout on the combined branches.
+        inner_norm: norm on the input of the down projection, or None.
     """
 
     def __init__(
@@ -224,11 +224,13 @@ class XIELU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        # log(expm1(x)) is the inverse of softplus.
         nn.init.constant_(self.alpha_p, math.log(math.expm1(self.INITIAL_ALPHA)))
         nn.init.constant_(self.alpha_n, math.log(math.expm1(self.INITIAL_ALPHA - self.BETA)))
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         above = F.softplus(self.alpha_p) * x.square()
+        # Clamped, because an infinite expm1 for large x would make the gradient NaN.
         below = (self.BETA + F.softplus(self.alpha_n)) * (torch.expm1(x.clamp(max=self.EPS)) - x)
         return torch.where(x > 0, above, below) + self.BETA * x
 
@@ -245,5 +247,5 @@ _ACTIVATIONS: dict[ActivationName, Callable[[], nn.Module]] = {
 
 
 def make_activation(name: ActivationName) -> nn.Module:
-    """A new module: some activations have their own weights."""
+    """Create a new activation module; some activations have weights, so none are shared."""
     return _ACTIVATIONS[name]()

@@ -28,25 +28,25 @@ class HasOwnStart(Protocol):
 
 
 class SchemeConfig(Config):
-    """What all schemes share: embeddings are normal, biases start at 0, norms at 1."""
+    """Fields of every scheme. Embeddings are normal, biases start at 0, norms at 1."""
 
     embedding_std: float = Field(default=0.02, ge=0)
     """Standard deviation of token vectors and learned positions."""
     residual: Literal["plain", "scaled", "zero"] = "scaled"
-    """Projections into the residual stream: `plain` treats them like the others; `scaled`
+    """Projections into the residual stream: `plain` treats them like other matrices; `scaled`
     multiplies them by `1/sqrt(2 n_layers)`, so that the stream's variance does not grow with depth
     (GPT-2); `zero` makes every layer start as the identity."""
     head: Literal["plain", "zero"] = "plain"
-    """The head: by the scheme or, if it is not tied, zero."""
+    """The head: `plain` follows the scheme; `zero` starts at 0 and needs an untied head."""
 
     @abstractmethod
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
-        """Fill a matrix, `(out, in)`."""
+        """Fill a matrix of shape `(out, in)`."""
 
     def draw_linear(
         self, name: str, weight: Tensor, n_layers: int, generator: torch.Generator | None
     ) -> None:
-        """Fill the matrix of the linear module of that name."""
+        """Fill the matrix of the linear module called `name`."""
         residual = name.rpartition(".")[2] in RESIDUAL_PROJECTIONS
         if (residual and self.residual == "zero") or (name == HEAD and self.head == "zero"):
             nn.init.zeros_(weight)
@@ -104,12 +104,12 @@ InitConfig = Annotated[
 
 @contextmanager
 def undrawn(dtype: torch.dtype, discard_on: torch.device | None = None) -> Generator[None]:
-    """Make modules with uninitialised weights of that dtype.
+    """Create modules with uninitialised weights of the given dtype.
 
     Args:
-        dtype: of the weights.
-        discard_on: where as many random numbers are drawn for modules on the meta device as for
-            modules on this one, each tensor's by itself.
+        dtype: dtype of the weights.
+        discard_on: device whose random generator advances as if modules on the meta device were
+            created on it. Values are drawn for one tensor at a time and discarded. None: no draws.
     """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -121,7 +121,7 @@ def undrawn(dtype: torch.dtype, discard_on: torch.device | None = None) -> Gener
 
 
 ON_META = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
-"""Drawing on meta tensors does nothing, but imports PyTorch's compiler: it is skipped."""
+"""Functions skipped on meta tensors, where they do nothing but import PyTorch's compiler."""
 
 
 class _SkipDraws(TorchFunctionMode):
@@ -155,10 +155,10 @@ def initialize(
     """Initialise every weight of a decoder, in the order of its modules.
 
     Args:
-        decoder: initialised in place.
-        scheme: how weights are drawn.
+        decoder: decoder to initialise in place.
+        scheme: initialisation scheme.
         n_layers: depth, which sets the scale of residual projections.
-        generator: random numbers, on the weights' device; the global generator by default.
+        generator: random generator on the weights' device; default: the global generator.
     """
     for name, module, own in _owners(decoder):
         _start(name, module, own, scheme=scheme, n_layers=n_layers, generator=generator)
@@ -168,18 +168,18 @@ def initialize(
 def initial_weights(
     decoder: nn.Module, scheme: SchemeConfig, n_layers: int, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `initialize` gives each weight of a decoder, which need not fit into memory at once.
+    """Yield the weights that `initialize` would give a decoder, without holding all in memory.
 
-    The weights of one module are allocated at a time, and drawn from the global generator.
+    The weights are allocated one module at a time, and drawn from the global generator.
 
     Args:
-        decoder: on the meta device; it stays there.
-        scheme: how weights are drawn.
+        decoder: decoder on the meta device; it stays there.
+        scheme: initialisation scheme.
         n_layers: depth, which sets the scale of residual projections.
-        device: where they are drawn.
+        device: device to create the weights on.
 
     Yields:
-        the name and the values of each.
+        the name and the values of each weight.
     """
     for name, module, own in _owners(decoder):
         for key, empty in own.items():
@@ -192,8 +192,8 @@ def initial_weights(
 
 
 def _owners(decoder: nn.Module) -> Iterator[tuple[str, nn.Module, Weights]]:
-    """The modules with the weights that belong to each; a tied matrix is the embedding's."""
-    seen: set[Tensor] = set()  # in the order of modules, in which the embedding comes first
+    """The modules and the weights that each owns; a tied matrix belongs to the embedding."""
+    seen: set[Tensor] = set()  # the embedding comes first, so it owns a tied matrix
     modules = cast(Iterable[tuple[str, nn.Module]], decoder.named_modules())
     for name, module in modules:
         weights = module.named_parameters(recurse=False)
@@ -212,7 +212,7 @@ def _start(
     n_layers: int,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Initialise the weights that belong to one module."""
+    """Initialise the weights that one module owns."""
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=scheme.embedding_std, generator=generator)
     elif isinstance(module, nn.Linear | GroupedLinear):

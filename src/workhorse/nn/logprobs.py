@@ -1,9 +1,9 @@
-"""Log-probabilities of targets with their gradients: what every loss and score is a sum over.
+"""Log-probabilities of targets and their gradients, which all losses and scores are computed from.
 
-`score` is the operation: of rows of logits it gives each target's log-probability and the log of
-the sum of exponentials, optionally the entropy, and turns the logits into the gradient of a
-weighted sum of these. It has a native and a compiled form. `TokenLogprobs` applies it to a head's
-logits, a part of the batch at a time, so that the logits of all positions never exist.
+`score` computes the target's log-probability, the logsumexp and optionally the entropy of each row
+of logits. It can also replace the logits by the gradient of a weighted sum of these terms. There
+are native and compiled forms of it. `TokenLogprobs` applies it to the logits of a head, one part
+of the batch at a time, so that the logits of all positions are never in memory together.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,29 +32,30 @@ from workhorse.nn.shapes import Hidden, Logits, Tokens
 from workhorse.nn.watched import watched
 
 IGNORE = -100
-"""The target of a position that does not count."""
+"""The target id of positions that are ignored."""
 MAX_LOGITS = 2**29
-"""That exist at once, in the type of the weights: 1 GiB in bfloat16. Each part of a batch reads
-and writes the gradient of the head's weight, so a GPU wants few parts."""
+"""Maximum number of logits in memory, in the dtype of the weights: 1 GiB in bfloat16. Each part of
+a batch reads and writes the gradient of the head's weight, so few parts are faster on a GPU."""
 MAX_LOGITS_ON_CPU = 2**26
 MOST_WIDE = 2**27
-"""Logits of a head that is not linear, in float32: 512 MiB."""
+"""Maximum number of float32 logits in memory for a head that is not linear: 512 MiB."""
 FAR = -1e4
-"""Added to the largest logit, has probability 0 in every type, and times 0 it is 0."""
+"""Lower bound of `logit - largest logit` in the entropy. Its probability is 0 in every dtype; it is
+finite, because 0 times -inf would be NaN."""
 
 Scalar = Float[Tensor, ""]
 Losses = Float[Tensor, " terms"]
-"""Summed over targets, nats: the cross-entropy, and the z-loss, 0 where it has no weight."""
+"""Cross-entropy and z-loss, each summed over the targets, in nats."""
 Matrix = Float[Tensor, "vocab width"]
 Terms = Float[Tensor, "tokens 3"]
-"""Of each token its target's log-probability, the log of the sum of exponentials, and the entropy
-if it is wanted; all 0 where the target is `IGNORE`."""
+"""For each token: the target's log-probability, the logsumexp, and the entropy (0 if it was not
+requested). All are 0 if the target is `IGNORE`."""
 Coefficients = Float[Tensor, "tokens 4"]
-"""By which a loss multiplies the log-probability, the log of the sum, its square, the entropy."""
+"""Factors of a loss on the log-probability, the logsumexp, its square and the entropy."""
 
 
 class Shaping(NamedTuple):
-    """What a linear head does to its logits."""
+    """Changes that a linear head makes to the logits of its projection."""
 
     multiplier: float = 1.0
     cap: float | None = None
@@ -64,34 +65,34 @@ PLAIN = Shaping()
 
 
 class Logprobs(NamedTuple):
-    """Of each position, in nats and in float32 at least; 0 where the target is `IGNORE`."""
+    """Values for each position, in nats, in float32 or wider; 0 if the target is `IGNORE`."""
 
     target: Float[Tensor, "batch seq"]
     """The log-probability of the target."""
     logsumexp: Float[Tensor, "batch seq"]
     """The log of the sum of the exponentials of all logits."""
     entropy: Float[Tensor, "batch seq"] | None = None
-    """Of the distribution."""
+    """The entropy of the predicted distribution, or None if it was not requested."""
 
 
 class Vocabulary:
-    """The tokens that logits are of: here, all of them."""
+    """The part of the vocabulary that this rank has logits for: here, the whole vocabulary."""
 
     def most(self, own: int) -> int:
-        """The most that any process has, where this one has so many: all cut the same blocks."""
+        """The maximum of `own` (logits per row) over all ranks, so that all use equal blocks."""
         return own
 
     def places(self, targets: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
-        """Which targets have a logit here, and where it is in its row; (tokens, 1)."""
+        """True for targets that have a logit here, and the logit's column; both (tokens, 1)."""
         here = (targets != IGNORE)[:, None]
         return here, targets[:, None].where(here, 0)
 
     def largest(self, of_rows: Tensor) -> Tensor:
-        """Of all logits of each row, from those here."""
+        """Maximum over all logits of each row, from the maxima of the logits here."""
         return of_rows
 
     def add(self, of_rows: Tensor) -> Tensor:
-        """Sums over all logits of each row, from those over the logits here."""
+        """Sums over all logits of each row, from the sums over the logits here."""
         return of_rows
 
 
@@ -107,16 +108,17 @@ def score(
     entropy: bool = False,
     vocabulary: Vocabulary = WHOLE,
 ) -> Terms:
-    """The terms of rows of logits.
+    """Compute the terms of rows of logits.
 
     Args:
-        logits: of a head's projection. With coefficients they become the gradient of the sum of all
-            terms times theirs; without, the terms have a gradient of autograd.
-        targets: ids, or `IGNORE`.
-        coefficients: of the terms.
-        shaping: what the head does to the logits after its projection.
-        entropy: whether it is wanted.
-        vocabulary: the tokens that these logits are of.
+        logits: output of a head's projection. With coefficients, they are overwritten by the
+            gradient of the sum of all terms times their coefficients. Without, autograd can
+            differentiate the terms.
+        targets: target ids, or `IGNORE`.
+        coefficients: factors on the terms, or None.
+        shaping: changes that the head makes to the logits of its projection.
+        entropy: True to compute the entropy.
+        vocabulary: the part of the vocabulary that these logits are for.
     """
     counted = (targets != IGNORE)[:, None]
     here, place = vocabulary.places(targets)
@@ -136,11 +138,11 @@ def score(
         return terms
     by = coefficients.where(counted, 0)
     slope = by[:, 1:2] + 2 * by[:, 2:3] * logsumexp - by[:, :1]
-    if entropy:  # its derivative by a logit is -p (log p + entropy)
+    if entropy:  # the derivative of the entropy by a logit is -p (log p + entropy)
         slope = slope - by[:, 3:] * (below.clamp(min=FAR) - total.log() + spread)
     gradient = powers.mul_(slope / total)
     of_target = by[:, :1].where(here, 0)
-    if torch.compiler.is_compiling():  # it would not fuse a scatter with the rest
+    if torch.compiler.is_compiling():  # the compiler would not fuse a scatter with the rest
         columns = torch.arange(logits.shape[1], device=logits.device)
         gradient = gradient + of_target * (columns == place)
     else:
@@ -151,29 +153,29 @@ def score(
 
 
 def log_probabilities(logits: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch vocab"]:
-    """The log-probability of every token, in the type of the logits; -inf for a logit of -inf."""
+    """The log-probability of every token, in the dtype of the logits; -inf for a logit of -inf."""
     return logits.log_softmax(dim=-1)
 
 
 def normaliser(logits: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch 1"]:
-    """The log of the sum of the exponentials of logits: what turns them into log-probabilities."""
+    """The logsumexp of the logits. Subtracting it from logits gives log-probabilities."""
     return logits.logsumexp(dim=-1, keepdim=True)
 
 
 class TokenLogprobs(nn.Module):
-    """Log-probabilities of targets; logits are computed again for their gradient.
+    """Log-probabilities of targets; the backward pass computes the logits again.
 
-    No more than `max_logits` logits exist at once, in the type of x, and blocks of them in float32,
-    all of them where the head is not linear. What is frozen gets no gradient and costs nothing.
+    At most `max_logits` logits are in memory, in the dtype of x. They are converted to float32 in
+    blocks, or all at once if the head is not linear. Gradients of frozen tensors are skipped.
 
     Args:
-        max_logits: the most that exist at once; None: `default_max_logits`, and no more than
-            `MOST_WIDE` where the head is not linear. Gradients of parts of the batch add up in
-            float32.
-        entropy: whether to give the entropy, too.
+        max_logits: maximum number of logits in memory. None: `default_max_logits`, and not more
+            than `MOST_WIDE` if the head is not linear. Gradients of parts of the batch are summed
+            in float32.
+        entropy: True to return the entropy also.
 
     Attributes:
-        vocabulary: the tokens of the head.
+        vocabulary: the part of the vocabulary that this rank's head has logits for.
     """
 
     vocabulary: Vocabulary = WHOLE
@@ -186,13 +188,13 @@ class TokenLogprobs(nn.Module):
     def forward(
         self, x: Hidden, targets: Tokens, head: Head, matrix: Matrix | None = None
     ) -> Logprobs:
-        """The log-probabilities of the targets.
+        """Compute the log-probabilities of the targets.
 
         Args:
-            x: (batch, seq, d_model) what the head reads.
-            targets: (batch, seq) ids, or `IGNORE`.
-            head: that makes logits of it.
-            matrix: what the method of that name gave before x was computed; may be left out.
+            x: (batch, seq, d_model) input of the head.
+            targets: (batch, seq) target ids, or `IGNORE`.
+            head: head that computes the logits.
+            matrix: result of the method `matrix`, called before x was computed; optional.
         """
         terms = self.terms(x, targets.flatten(), head, matrix).view(*targets.shape, 3)
         target, logsumexp, entropy = terms.unbind(dim=-1)
@@ -201,7 +203,7 @@ class TokenLogprobs(nn.Module):
     def terms(
         self, x: Hidden, targets: Int[Tensor, " tokens"], head: Head, matrix: Matrix | None = None
     ) -> Terms:
-        """As `forward`, together."""
+        """The values of `forward` in one tensor."""
         if is_linear(head):
             matrix = self.matrix(head) if matrix is None else matrix
             apply = cast(Callable[..., Tensor], _LinearTerms.apply)
@@ -219,15 +221,18 @@ class TokenLogprobs(nn.Module):
         )
 
     def matrix(self, head: Head) -> Matrix:
-        """The matrix of a head as it is used here; asked for before the pass that makes x."""
+        """The weight of a head's projection.
+
+        Call it before the pass that computes x: its gradient then comes last, as subclasses need.
+        """
         return head.proj.weight
 
     def read(self, x: Hidden, head: Head) -> Float[Tensor, "batch seq width"]:
-        """What the projection of a head reads."""
+        """The input of a head's projection."""
         return head.project(head.transform(x))
 
     def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product of two matrices, as `Multiply`, without gradients."""
+        """Multiply two matrices without autograd; see `Multiply`."""
         return product(a, b, bias)
 
     def score(
@@ -237,7 +242,7 @@ class TokenLogprobs(nn.Module):
         coefficients: Coefficients | None,
         shaping: Shaping,
     ) -> Terms:
-        """As the function of that name, without a gradient of autograd."""
+        """As the function `score`, in blocks of rows and without autograd."""
         found = logits.new_empty(len(logits), 3, dtype=wide(logits.dtype))
         size = rows_of_block(logits, self.vocabulary.most(logits.shape[1]))
         others = () if coefficients is None else (coefficients,)
@@ -264,7 +269,10 @@ class TokenLogprobs(nn.Module):
         coefficients: Coefficients | None = None,
         wanted: Sequence[bool] = (False, False, False),
     ) -> tuple[Terms, Gradients]:
-        """The terms of all targets, and the gradients of x, matrix and bias that are wanted."""
+        """The terms of all targets, and the gradients of x, matrix and bias selected by `wanted`.
+
+        With coefficients, the gradients are computed together with the terms.
+        """
         found = x.new_empty(len(x), 3, dtype=wide(x.dtype))
         gradients = ProductGradients(len(x), wanted, self.multiply)
         most = self.max_logits or default_max_logits(x.device)
@@ -285,11 +293,11 @@ class TokenLogprobs(nn.Module):
 
 
 class HeadLoss(TokenLogprobs):
-    """The next-token loss of a head, whose gradient is made with it: no logits are computed twice.
+    """The next-token loss of a head; its forward pass also computes the gradient.
 
-    The logits, in the type of x, turn into their gradient where they stand, a block at a time in
-    float32, and are multiplied out at once (the idea of Liger's fused loss, 2410.10989 §3.2). There
-    is no second derivative.
+    No logits are computed twice. The logits, in the dtype of x, are overwritten by their gradient,
+    one block at a time in float32, and multiplied into the gradients of x and the weights
+    immediately (the idea of Liger's fused loss, 2410.10989 §3.2). There is no second derivative.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -305,16 +313,16 @@ class HeadLoss(TokenLogprobs):
         """The summed losses, and the sum of the weights.
 
         Args:
-            x: (batch, seq, d_model) what the head reads.
+            x: (batch, seq, d_model) input of the head.
             targets: (batch, seq) the token after each position, or `IGNORE`.
-            head: that makes logits of it.
+            head: head that computes the logits.
             z_loss: see `next_token_loss`.
-            matrix: what the method of that name gave before x was computed; may be left out.
-            weights: (batch, seq) of the targets; None: 1 for each.
+            matrix: result of the method `matrix`, called before x was computed; optional.
+            weights: (batch, seq) weights of the targets; None: 1 for each.
 
         Returns:
-            The two terms apart, which have one gradient, that of their sum; and the sum of the
-            weights: without any, how many targets count.
+            The cross-entropy and the z-loss, which can only be differentiated as their sum; and the
+            sum of the weights (without weights, the number of targets that are not ignored).
         """
         count = count_of(targets, weights)
         expected = targets.flatten()
@@ -329,9 +337,9 @@ class HeadLoss(TokenLogprobs):
         return apply(x, matrix, head.proj.bias, *others), count
 
     def fuses(self, x: Hidden, head: Head) -> bool:
-        """Whether the gradient is made with the loss.
+        """True if the forward pass also computes the gradient.
 
-        Not under autocast to float16, where the loss must be scaled before.
+        False under autocast: in float16, the loss must be scaled before its gradient is computed.
         """
         return is_linear(head) and not autocast_dtype(x)
 
@@ -342,14 +350,14 @@ def next_token_loss(
     z_loss: float = 0.0,
     weights: Float[Tensor, "batch seq"] | None = None,
 ) -> tuple[Scalar, Tensor]:
-    """The summed loss in nats, and how many targets count.
+    """The summed loss in nats, and the number of targets that are not ignored.
 
     Args:
         logits: (batch, seq, vocab).
         targets: (batch, seq) the token after each position, or `IGNORE`.
         z_loss: weight of `log²(sum(exp(logits)))`, which keeps the logits from drifting
             (PaLM, 2204.02311 §5).
-        weights: (batch, seq) of the targets; the count is their sum. None: 1 for each.
+        weights: (batch, seq) weights of the targets; the number is then their sum. None: all 1.
     """
     of_each = None if weights is None else weights.flatten()
     losses = losses_of(score(logits.flatten(0, 1), targets.flatten()), z_loss, of_each)
@@ -357,7 +365,7 @@ def next_token_loss(
 
 
 def losses_of(terms: Terms, z_loss: float, weights: Float[Tensor, " tokens"] | None) -> Losses:
-    """The cross-entropy and the z-loss, summed over tokens in float64: in any order the same."""
+    """Cross-entropy and z-loss, summed in float64 so that the order of tokens does not matter."""
     target, logsumexp, _ = terms.double().unbind(dim=1)
     each = torch.stack((-target, z_loss * logsumexp.square()))
     if weights is not None:  # an infinite loss of weight 0 is 0, not NaN
@@ -366,13 +374,13 @@ def losses_of(terms: Terms, z_loss: float, weights: Float[Tensor, " tokens"] | N
 
 
 def count_of(targets: Tokens, weights: Float[Tensor, "batch seq"] | None) -> Tensor:
-    """How many targets count, or the sum of their weights."""
+    """The number of targets that are not ignored, or the sum of their weights."""
     counted = targets != IGNORE
     return counted.sum() if weights is None else weights.masked_fill(~counted, 0).sum()
 
 
 def is_linear(head: Head) -> bool:
-    """True if a head is one matmul and a `Shaping`, and no hook must see its parts."""
+    """True if a head is only a matmul and a `Shaping`, and none of its parts has a hook."""
     parts = (head, head.proj, head.multiply, head.cap)
     defining = next(kind for kind in type(head).__mro__ if "forward" in vars(kind))
     return (
@@ -385,7 +393,7 @@ def is_linear(head: Head) -> bool:
 
 
 def shaping_of(head: Head) -> Shaping:
-    """What a head does to the logits of its projection."""
+    """The changes that a head makes to the logits of its projection."""
     scale, cap = head.multiply, head.cap
     return Shaping(
         scale.multiplier if isinstance(scale, Multiplier) else 1.0,
@@ -394,7 +402,7 @@ def shaping_of(head: Head) -> Shaping:
 
 
 def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
-    """The logits as the head gives them, in float32 at least; they may be the tensor given."""
+    """Apply a `Shaping` to logits, in float32 or wider; may return the given tensor itself."""
     shaped = widened(logits)
     if shaping.multiplier != 1:
         shaped = shaped * shaping.multiplier
@@ -404,7 +412,7 @@ def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
 
 
 def unshape_gradient(gradient: Tensor, shaped: Tensor, shaping: Shaping) -> None:
-    """Turn the gradient of `shape_logits` into that of what it was given, in place."""
+    """Turn the gradient of `shape_logits`' output into its input's gradient, in place."""
     if shaping.cap is not None:
         gradient *= 1 - (shaped / shaping.cap).square()
     if shaping.multiplier != 1:
@@ -412,12 +420,12 @@ def unshape_gradient(gradient: Tensor, shaped: Tensor, shaping: Shaping) -> None
 
 
 def default_max_logits(device: torch.device) -> int:
-    """How many logits exist at once on a device if `max_logits` is None."""
+    """The maximum number of logits in memory on a device if `max_logits` is None."""
     return MAX_LOGITS_ON_CPU if device.type == "cpu" else MAX_LOGITS
 
 
 class _LinearTerms(torch.autograd.Function):
-    """Terms, and in the backward pass the logits again, which become the gradient."""
+    """The terms of a linear head; the backward pass computes the logits again."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
@@ -455,7 +463,7 @@ class _LinearTerms(torch.autograd.Function):
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The losses of `HeadLoss`; their gradient is made in the forward pass."""
+    """The losses of `HeadLoss`; their gradient is computed in the forward pass."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
@@ -484,12 +492,12 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError("the loss cannot be differentiated twice; leave create_graph out")
+            raise RuntimeError("the loss has no second derivative; remove create_graph=True")
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
-                "the loss gave its gradients away in its first backward pass; compute it again"
+                "the first backward pass freed the gradients of the loss; compute the loss again"
             )
-        of_sum = above[0][0]  # of both terms, which are always added up
+        of_sum = above[0][0]  # both losses have this gradient, because callers always add them
         scaled = [None if gradient is None else gradient.mul_(of_sum) for gradient in gradients]
         return (*scaled, *[None] * 6)

@@ -1,4 +1,4 @@
-"""Normalisation over the feature axis, the last one."""
+"""Normalisation over the last axis, the features."""
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -28,9 +28,10 @@ class LayerNormConfig(Config):
     offset: bool = False
     """Store the weight as its difference from 1 (Nemotron), so that weight decay pulls it to 1."""
     precision: Literal["native", "float32", "low"] = "native"
-    """`float32` computes in float32 whatever the input (OLMo); `low` in the autocast dtype (MPT),
-    which is faster and was seen to cause rare loss spikes. Where input and weights are bfloat16, as
-    in bfloat16 training, all three do what `low` does: sums in float32, a result in bfloat16."""
+    """`float32` computes in float32 for every input dtype (OLMo). `low` computes in the autocast
+    dtype (MPT); this is faster but was observed to cause rare loss spikes. If input and weights are
+    bfloat16, as in bfloat16 training, all three act like `low`: sums in float32, output in
+    bfloat16."""
 
     def build(self, width: int) -> "LayerNorm":
         kinds = {"native": LayerNorm, "float32": Float32LayerNorm, "low": LowPrecisionLayerNorm}
@@ -44,21 +45,21 @@ class LayerNormConfig(Config):
 
 
 class NormFacts(NamedTuple):
-    """What other parts need to know of a norm to compute it: native operators, divided layers."""
+    """Properties of a norm that native operators and sharded layers need to compute it."""
 
     centred: bool
-    """Whether it subtracts the mean."""
+    """True if it subtracts the mean."""
     rounds_normal: bool = False
-    """Whether it rounds to the input's type before it multiplies by the weight."""
+    """True if it rounds to the input's dtype before it multiplies by the weight."""
     rounds_gain: bool = True
-    """Whether a weight with its offset is rounded to the input's type."""
+    """True if the sum of weight and offset is rounded to the input's dtype."""
 
 
 class Norm(nn.Module):
     """`normalised(x) * (offset + weight) + bias` over the last axis.
 
-    A class that computes this as its `facts` say declares them; a subclass that does not is
-    executed as it stands.
+    A class declares `facts` if they describe its computation exactly; native operators may then
+    compute it. A subclass that does not declare them is always called.
     """
 
     facts: ClassVar[NormFacts]
@@ -69,7 +70,7 @@ class Norm(nn.Module):
 
 
 def norm_facts(module: nn.Module) -> NormFacts | None:
-    """The facts that the class of a norm declares; None for other modules."""
+    """The facts that the class of a norm declares itself; None for other modules."""
     return vars(type(module)).get("facts")
 
 

@@ -1,4 +1,4 @@
-"""Matmuls and their gradients, some of the rows at a time."""
+"""Matmuls and their gradients, computed in parts of their rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from workhorse.devices.tape import recording
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast computes in on a tensor's device; None: it is off."""
+    """The autocast dtype on a tensor's device, or None if autocast is off."""
     device = x.device.type
     on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
@@ -24,35 +24,35 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 BLOCK = {"cpu": 2**20}
-"""Logits that are in float32 at once: on a CPU what its cache holds."""
+"""Number of logits converted to float32 at a time, by device: on a CPU they fit its cache."""
 LARGE_BLOCK = 2**24
-"""The same on every other device."""
+"""Number of logits converted to float32 at a time on other devices."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of x, of the matrix and of the bias."""
+"""Gradients of x, of the matrix and of the bias; None if not needed."""
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Multiplies two matrices and adds the third argument, unless it is None, to each row."""
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32 at least; it may be the tensor given."""
+    """Convert a tensor to float32 or wider; may return the given tensor itself."""
     return x.to(wide(x.dtype))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Float32, or float64 where a type has as much."""
+    """float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rows_at_once(max_logits: int, vocab: int) -> int:
-    """How many rows of logits are no more than so many numbers, and one at least."""
+    """The largest number of rows with at most `max_logits` logits together, at least 1."""
     return max(1, max_logits // vocab)
 
 
 def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of tensors, so many at a time.
+    """Parts of `size` rows of the given tensors.
 
-    While a step is recorded, what lies between the third part and the last is left out: it would
-    do what the third does, which is the first that meets a sum in float32.
+    While a step is recorded, parts between the third and the last are skipped. They would repeat
+    the third, which is the first part that is added to a float32 sum.
     """
     begins = range(0, max(1, len(tensors[0])), size)
     if recording():
@@ -61,22 +61,22 @@ def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of logits, few enough to be in float32 at once, with what belongs to them."""
+    """Parts of rows of logits that fit one float32 block, with the same rows of `others`."""
     return parts_of(rows_of_block(logits, logits.shape[1]), logits, *others)
 
 
 def rows_of_block(logits: Tensor, vocab: int) -> int:
-    """The number of rows of logits that are in float32 at once, with so many in a row."""
+    """The number of rows, of `vocab` logits each, that are converted to float32 at a time."""
     return rows_at_once(BLOCK.get(logits.device.type, LARGE_BLOCK), vocab)
 
 
 class ProductGradients:
-    """Gradients of `x Wᵀ + bias`, from the gradient of the product in parts of its rows.
+    """Gradients of `x Wᵀ + bias`, from the gradient of this output in parts of its rows.
 
     Args:
-        rows: of x.
-        wanted: of x, the weight and the bias; of what is not, nothing is computed.
-        multiply: gives the product of two matrices.
+        rows: number of rows of x.
+        wanted: True for each of x, weight and bias that needs a gradient; others are skipped.
+        multiply: function that multiplies two matrices.
     """
 
     def __init__(self, rows: int, wanted: Sequence[bool], multiply: Multiply) -> None:
@@ -89,7 +89,7 @@ class ProductGradients:
         self._of_bias: Tensor | None = None
 
     def add(self, above: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Take the gradient of the next rows of the product, whose rows of x these are."""
+        """Add the next rows: `above` is the gradient of the output, `x` holds the same rows."""
         for_x, for_weight, for_bias = self._wanted
         if for_x:
             self._add_of_x(self._multiply(above, weight, None))
@@ -99,7 +99,7 @@ class ProductGradients:
             self._of_bias = _sum(self._of_bias, above.sum(dim=0, dtype=wide(above.dtype)))
 
     def result(self, weight: Tensor, bias: Tensor | None) -> Gradients:
-        """Of x, of the weight and of the bias, each in the type of its own."""
+        """The gradients of x, weight and bias; the last two in the dtype of their tensor."""
         return (
             self._of_x,
             None if self._of_weight is None else self._of_weight.to(weight.dtype),
@@ -117,13 +117,13 @@ class ProductGradients:
 
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    """In float32 at least from the second part on."""
+    """Add a part to a total, which is in float32 or wider from the second part on."""
     if total is None:
         return part
     total = widened(total)
     if total.dtype == part.dtype:
         return total.add_(part)
-    for rows, more in blocks(total, part):  # of all that it casts, a CPU makes a copy
+    for rows, more in blocks(total, part):  # in blocks, because a CPU copies what it casts
         rows.add_(more)
     return total
 

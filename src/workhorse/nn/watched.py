@@ -1,9 +1,10 @@
-"""Whether modules are what code that computes them by other means takes them for.
+"""Detection of hooks on modules and of replaced parts.
 
-They have no hooks, for which they must be called, and no part of them was replaced.
+Code that computes modules by other means, such as native operators, must not bypass hooks: they
+run only if a module is called. It must also notice when a part of a module was replaced.
 """
 
-# PyTorch has no public question for it.
+# PyTorch has no public API for this.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import operator
@@ -16,19 +17,19 @@ from torch.utils.hooks import RemovableHandle
 
 
 def watched(*parts: nn.Module) -> bool:
-    """Whether any of these modules has a hook, or there is a global one.
+    """True if any of these modules has a hook, or there is a global hook.
 
-    Code that computes several modules at once, and so calls none of them, asks this first.
+    Code that computes several modules at once, without calling them, checks this first.
     """
     return bool(modules._has_any_global_hook()) or any(_hooks_of(parts))
 
 
 class Watch:
-    """`watched` of the same modules again and again: they are looked at only after a new hook.
+    """Repeated `watched` checks of the same modules, which are read only after a new hook.
 
     Args:
-        parts: the modules.
-        from_now: True to ignore the hooks that they have now.
+        parts: modules to check.
+        from_now: True to ignore their current hooks.
     """
 
     def __init__(self, parts: Iterable[nn.Module], *, from_now: bool = False) -> None:
@@ -38,8 +39,8 @@ class Watch:
 
     @property
     def sees_hooks(self) -> bool:
-        """Whether any of them has a hook, or there is a global one."""
-        made = RemovableHandle.next_id  # of all hooks that were ever registered, on any module
+        """True if any of the modules has a hook, or there is a global hook."""
+        made = RemovableHandle.next_id  # counts all hooks ever registered, on any module
         if made == self._unwatched_at:
             return False
         if modules._has_any_global_hook() or any(
@@ -51,7 +52,7 @@ class Watch:
 
 
 class Held:
-    """A module's modules, parameters and buffers, to notice when they change."""
+    """The submodules, parameters and buffers of a module, kept to detect replacements."""
 
     def __init__(self, root: nn.Module) -> None:
         every = [
@@ -65,7 +66,7 @@ class Held:
 
     @property
     def unchanged(self) -> bool:
-        """Whether they are still the same objects."""
+        """True if the module still has the same objects."""
         same_number = sum(map(len, self._members)) == len(self._held) and not any(self._empty)
         return same_number and all(map(operator.is_, self._now(), self._held))
 

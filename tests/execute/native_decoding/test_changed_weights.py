@@ -142,7 +142,7 @@ def test_a_weight_of_another_shape_is_refused() -> None:
 @torch.no_grad()
 def test_tokens_are_ids(dtype: torch.dtype) -> None:
     decoder = quick(built())
-    with pytest.raises(WorkhorseError, match=f"tokens are of {dtype}; give ids"):
+    with pytest.raises(WorkhorseError, match=f"tokens have dtype {dtype}; give ids"):
         decoder.next_logits(torch.ones(1, 1, dtype=dtype), cache=paged(decoder, 1, 8))
 
 

@@ -264,7 +264,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
     decoder = quick(built())
     for token in (61, -1):
         tokens = torch.tensor([[1, 2, 3, token]])
-        with pytest.raises(WorkhorseError, match=f"token ids go from {token} to {token}"):
+        with pytest.raises(WorkhorseError, match=f"token ids range from {token} to {token}"):
             along(decoder, tokens[:, :3], tokens[:, 3:])
 
 

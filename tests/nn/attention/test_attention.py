@@ -1,4 +1,4 @@
-"""The options of attention, each against its definition."""
+"""Options of attention, each compared with its definition."""
 
 import math
 from typing import Any
@@ -74,7 +74,7 @@ def test_scores_are_divided_by_the_root_of_the_heads_width(
 
 
 def test_attention_stands_alone_with_the_same_scale() -> None:
-    """Built by hand in a notebook, of any length, on the default device."""
+    """Built by hand in a notebook, for any sequence length, on the default device."""
     attention = Attention(D_MODEL, 4)
     assert attention.head_dim == 4
     assert attention.kernel.scoring.scale == 0.5
@@ -191,13 +191,13 @@ BAD = [
     ),
     (
         {"causal": False, "window": 3},
-        "causal=false cannot have a window or chunk; leave them out",
+        "causal=false does not support window or chunk; remove them",
     ),
-    ({"causal": False, "chunk": 3}, "causal=false cannot have a window or chunk; leave them out"),
-    ({"window": 3, "chunk": 4}, "window=3 and chunk=4 exclude each other"),
+    ({"causal": False, "chunk": 3}, "causal=false does not support window or chunk; remove them"),
+    ({"window": 3, "chunk": 4}, "window=3 and chunk=4 exclude each other; remove one"),
     (
         {"qk_norm": {"norm": {"kind": "rms_norm"}, "after_rope": True}},
-        "qk_norm.after_rope=true needs a rope position; leave it out",
+        "qk_norm.after_rope=true needs a rope position; remove it",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Every kernel means the same; what a kernel cannot express it refuses."""
+"""All kernels give the same results; a kernel rejects options that it does not support."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ def test_sdpa_gives_the_eager_numbers(config: DecoderConfig) -> None:
 
 @every_config
 def test_uncompiled_flex_gives_the_eager_numbers(config: DecoderConfig) -> None:
-    """One kind of input for each config, in turn, and one layer of each kind: it is slow."""
+    """One kind of input per config, in turn, and one layer of each kind, because this is slow."""
     if not refused(config, "flex-uncompiled"):
         shallow = config.replace(n_layers=len(config.blocks), pattern=tuple(config.blocks))
         assert_equals_eager(shallow, "flex-uncompiled", [INPUTS[COVERING.index(config) % 3]])
@@ -156,7 +156,7 @@ def test_a_row_that_may_attend_to_nothing_has_finite_gradients(
 
 @pytest.mark.parametrize("kind", KERNELS)
 def test_one_query_behind_many_keys_sees_them_all(kind: type[Kernel]) -> None:
-    """`is_causal` is aligned to the top left: with it, one query would see the first key only."""
+    """`is_causal` is aligned to the top left: with it, one query would see only the first key."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
     keys = torch.arange(7)[None]
@@ -211,7 +211,7 @@ def one_layer(kernel: str, **attention: object) -> Decoder:
 
 
 def test_eager_exposes_the_weights() -> None:
-    """What an attention map shows: the output of the module `weights`, rows summing to 1."""
+    """The module `weights` outputs the attention map; its rows sum to 1."""
     decoder = one_layer("eager")
     maps: list[torch.Tensor] = []
     for module in decoder.modules():
@@ -237,7 +237,7 @@ def test_dropout_acts_on_the_weights_in_training_only(kernel: str) -> None:
     assert torch.allclose(attention.eval()(q, k, v, mask), torch.ones(1, 2, 8, 4))
     dropped = attention.train()(q, k, v, mask)
     assert (dropped - 1).abs().max() > 0.1
-    assert abs(dropped.mean().item() - 1) < 0.4  # what is kept is scaled up
+    assert abs(dropped.mean().item() - 1) < 0.4  # kept weights are scaled up
 
 
 def test_flex_has_no_backward_on_a_cpu() -> None:
@@ -258,10 +258,11 @@ def test_compiled_flex_has_no_sinks_on_a_cpu() -> None:
 
 
 def test_flex_does_not_decode() -> None:
-    """It would be compiled anew for every length."""
+    """It would be compiled again for every length."""
     with pytest.raises(
         WorkhorseError,
-        match=r"^kernel=flex is compiled for one length; decode with kernel=sdpa or eager$",
+        match=r"^kernel=flex is compiled for one length and cannot decode; use kernel=sdpa or "
+        r"eager$",
     ):
         one_layer("flex").new_cache(1, 8)
 

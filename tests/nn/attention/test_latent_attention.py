@@ -1,4 +1,4 @@
-"""Latent attention against its formula in float64, and what its cache holds."""
+"""Latent attention compared with its formula in float64, and the contents of its cache."""
 
 import math
 
@@ -40,7 +40,7 @@ def decoder(**fields: object) -> Decoder:
 
 
 def turned(x: Tensor, theta: float = 10_000.0) -> Tensor:
-    """(seq, rope_dim), pairs (i, i + half) turned by the position."""
+    """Rotate the pairs (i, i + half) of (seq, rope_dim) features by the position."""
     half = x.shape[-1] // 2
     angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half).double()
     a, b = x[:, :half], x[:, half:]
@@ -97,7 +97,7 @@ def test_attending_to_latents_is_attending_to_what_they_unfold_to(
 
 
 def test_the_cache_keeps_one_latent_and_one_rotary_key_a_token() -> None:
-    """kv_rank + rope_dim numbers, where keys and values unfolded take heads times their widths."""
+    """kv_rank + rope_dim elements per token; projected keys and values take heads · widths."""
     model = decoder()
     capacity = 31
     cache = model.new_cache(2, capacity)
@@ -107,7 +107,7 @@ def test_the_cache_keeps_one_latent_and_one_rotary_key_a_token() -> None:
         assert entry.k is not None
         assert entry.v is not None
         numbers = entry.k.numel() + entry.v.numel()
-        assert numbers == 2 * (capacity + 1) * (RANK + ROPE)  # one slot more than it can hold
+        assert numbers == 2 * (capacity + 1) * (RANK + ROPE)  # one slot more than the capacity
         assert numbers < 2 * (capacity + 1) * HEADS * (NOPE + ROPE + VALUE) / 3
 
 

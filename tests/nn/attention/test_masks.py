@@ -1,4 +1,4 @@
-"""What a query may see, against the definition written out for every pair."""
+"""Masks, compared with the definition written out for every pair."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_reach(pattern: AttentionPattern, reach: int | None) -> None:
 
 @given(patterns, st.integers(1, 10))
 def test_nothing_within_the_reach_is_lost(pattern: AttentionPattern, length: int) -> None:
-    """Over positions 0 … length - 1 the pattern without idle limits is the same pattern."""
+    """For positions 0 … length - 1, `within` removes only limits that have no effect."""
     at = torch.arange(length)[None]
     shorter = pattern.within(length)
     assert torch.equal(visible(pattern, Placement(at, at)), visible(shorter, Placement(at, at)))

@@ -19,12 +19,12 @@ every_causal_config = pytest.mark.parametrize(
 
 
 def seq_of(config: DecoderConfig) -> int:
-    """Texts stay within the length up to which angles do not depend on the length."""
+    """Sequences stay within the length up to which angles do not depend on the length."""
     return min(SEQ, fixed_length(config) or SEQ)
 
 
 def decode(decoder: Decoder, tokens: Tensor, split: list[int], cache: Cache) -> Tensor:
-    """Logits of the tokens, given in pieces of those lengths (cut at the text's end)."""
+    """Logits of the tokens, passed in pieces of these lengths (cut at the end of the sequence)."""
     logits, start = [], 0
     for length in split:
         piece = tokens[:, start : start + length]
@@ -107,7 +107,7 @@ def test_padding_changes_nothing_without_a_cache(config: DecoderConfig) -> None:
 @every_causal_config
 @torch.no_grad()
 def test_selected_rows_go_on_as_the_rows_they_were(config: DecoderConfig) -> None:
-    """Rows reordered, repeated and left out, as beam search and finished texts need it."""
+    """Rows reordered, repeated and dropped, as beam search and finished sequences need it."""
     decoder = make(config)
     seq = seq_of(config)
     tokens = random_tokens(config, 3, seq)
@@ -154,13 +154,13 @@ def test_a_rolling_cache_wraps_many_times(
     cache = decoder.new_cache(2, 40)
     cached = decode(decoder, tokens, split, cache)
     assert error(cached, decoder(tokens)) <= TOLERANCE
-    kept = max(limit.values())  # memory of a window does not grow with the text
+    kept = max(limit.values())  # a window's memory does not grow with the sequence
     assert [entry.k.shape[2] for entry in cache.entries] == [kept + 1, 41]  # one spare slot each
 
 
 @torch.no_grad()
 def test_a_ragged_rolling_cache_wraps_many_times() -> None:
-    """Rows of different lengths wrap at different moments; one stops and stays as padding."""
+    """Rows of different lengths wrap at different steps; one finishes and remains as padding."""
     config = windowed(window=4)
     decoder = make(config)
     tokens = random_tokens(config, 3, 30)
@@ -182,10 +182,10 @@ def test_a_ragged_rolling_cache_wraps_many_times() -> None:
 
 @torch.no_grad()
 def test_past_the_original_length_cached_keys_keep_their_angles() -> None:
-    """So dynamic NTK and LongRoPE cannot equal the full forward there.
+    """Beyond the original length, dynamic NTK and LongRoPE cannot equal the full forward pass.
 
-    Keys that were turned for a short text are not turned again; `test_families.py` compares that
-    with the reference.
+    Keys that were rotated for a short sequence are not rotated again. `test_families.py` compares
+    this with the reference.
     """
     for config in CAUSAL:
         limit = fixed_length(config)
@@ -203,14 +203,14 @@ def test_past_the_original_length_cached_keys_keep_their_angles() -> None:
 @every_causal_config
 @torch.no_grad()
 def test_forgotten_tokens_leave_nothing_behind(config: DecoderConfig) -> None:
-    """Rows take back different numbers of tokens, go on otherwise, and do so again."""
+    """Rows remove different numbers of tokens and continue with other tokens, twice."""
     decoder = make(config)
     seq = seq_of(config)
     tokens, others = random_tokens(config, 2, seq), random_tokens(config, 2, seq)
     others[:, :-4] = tokens[:, :-4]
     others[:, -4:] = (others[:, -4:] + 1) % config.vocab_size
     cache = decoder.new_cache(2, SEQ, slack=4)
-    for kept in ([seq - 4, seq - 4], [seq - 4, seq - 2]):  # alike, then ragged
+    for kept in ([seq - 4, seq - 4], [seq - 4, seq - 2]):  # equal lengths, then ragged
         decoder(others[:, cache.length :], cache=cache)
         cache.truncate([seq - 4, seq - 4])
         decoder(tokens[:, seq - 4 : -1], cache=cache)
@@ -234,10 +234,10 @@ def test_a_window_goes_back_by_its_slack_and_no_further(slack: int) -> None:
     decoder(tokens[:, :3], cache=cache)
     cache.truncate([1])  # nothing was overwritten yet
     decoder(tokens[:, 1:20], cache=cache)
-    least = 20 - slack - 1  # one more than asked for: a token sees one less than the window holds
-    with pytest.raises(WorkhorseError, match=r"^a window has moved past what it saw after \d+ tok"):
+    least = 20 - slack - 1  # one more than requested: a token sees one less than the window holds
+    with pytest.raises(WorkhorseError, match=r"^cannot truncate to \d+ tokens: a window has overw"):
         cache.truncate([least - 1])
-    assert cache.length == 20  # and nothing happened
+    assert cache.length == 20  # the cache is unchanged
     cache.truncate([least])
     logits = decoder(tokens[:, least:], cache=cache)
     assert error(logits, decoder(tokens)[:, least:]) <= TOLERANCE
@@ -253,13 +253,13 @@ def test_more_tokens_than_there_is_room_for() -> None:
     decoder(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
     with pytest.raises(WorkhorseError, match=r"^5 \+ 2 tokens do not fit a cache of 6; make one"):
         decoder(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
-    assert cache.length == 5  # the refused tokens left nothing behind
+    assert cache.length == 5  # the rejected tokens were not stored
     decoder(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
 
 
 @torch.no_grad()
 def test_padding_takes_no_room() -> None:
-    """A row begins anew beside one that is nearly full."""
+    """A row starts again beside a row that is nearly full."""
     config = windowed(window=4)
     decoder = make(config)
     tokens = random_tokens(config, 2, 8)
@@ -310,7 +310,7 @@ def test_learned_positions_run_out_in_one_row_of_a_ragged_batch() -> None:
     decoder(tokens, positions=left_padded(tokens, [6, 3])[1], cache=cache)
     for _ in range(2):
         decoder(tokens[:, :1], cache=cache)
-    with pytest.raises(WorkhorseError, match="text of 9 tokens does not fit max_seq_len=8"):
+    with pytest.raises(WorkhorseError, match="sequence of 9 tokens does not fit max_seq_len=8"):
         decoder(tokens[:, :1], cache=cache)
 
 
@@ -337,7 +337,7 @@ def test_each_row_keeps_no_more_than_it_holds_itself() -> None:
     padded, positions = left_padded(random_tokens(config, 2, 6), [6, 3])
     decoder(padded, positions=positions, cache=cache)
     with pytest.raises(
-        WorkhorseError, match=r"^lengths=\[6, 4\] are not what rows of \[6, 3\] tok"
+        WorkhorseError, match=r"^lengths=\[6, 4\] are out of range for rows of \[6, 3\] tok"
     ):
         cache.truncate([6, 4])
     cache.truncate([6, 3])

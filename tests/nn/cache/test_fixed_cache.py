@@ -1,4 +1,4 @@
-"""A step over a fixed view of a cache is the step over the cache itself."""
+"""A step with a `FixedCache` equals the step with the paged cache it views."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ every_config_of_fixed_angles = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of three tokens, so that a short text has several."""
+    """Blocks of three tokens, so that a short sequence has several."""
     for module in ("contiguous", "paged", "paged_view"):
         monkeypatch.setattr(f"workhorse.nn.cache.{module}.BLOCK", 3)
 
 
 def fixed_step(decoder: Decoder, tokens: Tensor, view: PagedView) -> Tensor:
-    """Logits after some more tokens of each row, (batch, seq)."""
+    """Logits after some more tokens (batch, seq)."""
     rows, seq = tokens.shape
     view.reserve([seq] * rows)
     logits = decoder(tokens, cache=FixedCache(layout_of(view), tensors_of(view)))
@@ -69,7 +69,7 @@ def test_guesses_are_checked_and_taken_back(config: DecoderConfig) -> None:
     slack = 3
     cache = paged(decoder, 2, 16, slack)
     decoder(tokens[:, :3], cache=cache)
-    for start in (3, 6, 9, 12):  # after three that are right comes one that is not
+    for start in (3, 6, 9, 12):  # three correct tokens, then a wrong one
         guess = torch.cat((tokens[:, start : start + 3], wrong[:, start + 3 : start + 4]), dim=1)
         logits = fixed_step(decoder, guess, cache)
         whole = decoder(torch.cat((tokens[:, :start], guess), dim=1))

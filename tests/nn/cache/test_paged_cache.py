@@ -1,4 +1,4 @@
-"""Sequences in blocks: whatever happens to the others, each one's logits are those it has alone."""
+"""Paged cache: changes to other sequences never affect the logits of a sequence."""
 
 import random
 
@@ -19,7 +19,7 @@ ONE_TABLE = next(
     for config in CAUSAL
     if not any(b.attention.reach().reach or b.convolution for b in config.blocks.values())
 )
-"""Its layers share the tables of each sequence."""
+"""A config with layers that all share the tables of each sequence."""
 every_config_of_fixed_angles = pytest.mark.parametrize(
     "config",
     [config for config in CAUSAL if fixed_length(config) is None],
@@ -35,7 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(decoder: Decoder, cache: PagedCache, new: dict[CachedSequence, Tensor]) -> list[Tensor]:
-    """Let sequences consume tokens, ends aligned; the last logits of each."""
+    """Last logits of each sequence after consuming tokens, padded on the left."""
     if not new:
         return []
     longest = max(map(len, new.values()))
@@ -53,7 +53,7 @@ def read(decoder: Decoder, cache: PagedCache, new: dict[CachedSequence, Tensor])
 def read_packed(
     decoder: Decoder, cache: PagedCache, new: dict[CachedSequence, Tensor]
 ) -> list[Tensor]:
-    """The same without padding: batches of sequences with equally many tokens, in one row."""
+    """The same without padding: sequences with equal token counts form batches, packed in a row."""
     batches: dict[int, list[CachedSequence]] = {}
     for sequence, some in new.items():
         batches.setdefault(len(some), []).append(sequence)
@@ -69,7 +69,7 @@ def read_packed(
 
 
 class Sequences:
-    """Sequences of a cache, what each holds, and one way after another to change them."""
+    """The sequences of a cache, their tokens, and random operations that change them."""
 
     def __init__(self, decoder: Decoder, pick: random.Random) -> None:
         self.decoder = decoder
@@ -116,7 +116,7 @@ class Sequences:
 @every_config_of_fixed_angles
 @torch.no_grad()
 def test_sequences_that_come_fork_go_back_and_leave(config: DecoderConfig) -> None:
-    """At random, padded and packed, with windows that release blocks and prompts in pieces."""
+    """Random operations, padded and packed, with windows that release blocks and split prompts."""
     pick = random.Random(COVERING.index(config))
     sequences = Sequences(make(config), pick)
     for _ in range(60):
@@ -148,7 +148,7 @@ def test_a_fork_shares_blocks_until_it_writes() -> None:
 
 @torch.no_grad()
 def test_what_a_broken_text_left_reaches_no_other() -> None:
-    """Blocks are used again, and a number times zero is not zero if it is none."""
+    """Blocks are reused, and NaN times zero is not zero."""
     decoder = make(ONE_TABLE, kernel="eager")
     cache = decoder.new_paged_cache(tokens=12, sequences=2)
     broken = cache.new_sequence()
@@ -224,12 +224,12 @@ def test_a_window_that_moved_on_is_not_read_again() -> None:
     one = cache.new_sequence()
     for token in random_tokens(config, 1, SEQ)[0]:
         read(decoder, cache, {one: token[None]})
-    with pytest.raises(WorkhorseError, match="a window has moved past what it saw after 5 tokens"):
+    with pytest.raises(WorkhorseError, match="cannot truncate to 5 tokens: a window has released"):
         cache.truncate(one, 5)
     assert one.length == SEQ
     other = cache.new_sequence()
     read(decoder, cache, {other: torch.arange(4)})
-    with pytest.raises(WorkhorseError, match="a window has moved past what it saw after 5 tokens"):
+    with pytest.raises(WorkhorseError, match="cannot truncate to 5 tokens: a window has released"):
         PagedView(cache, [other, one]).truncate([1, 5])
     assert (other.length, one.length) == (4, SEQ)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts against a loop over tokens, their routers against formulas, their errors."""
+"""Mixtures of experts compared with a loop over tokens, routers with formulas; their errors."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ D_MODEL = 16
 
 
 def build(**fields: object) -> nn.Module:
-    """A mixture of six experts, two at work, with weights large enough to matter."""
+    """A mixture of six experts with top_k=2, with weights large enough to matter."""
     config = {"n_experts": 6, "top_k": 2, "d_ff": 8, **fields}
     return randomised(MoEConfig.from_dict(config).build(D_MODEL))
 
@@ -34,7 +34,7 @@ def build_router(n_experts: int = 6, top_k: int = 2, **fields: object) -> Router
 
 
 def expert_of(mixture: nn.Module, number: int) -> GatedMlp:
-    """One expert as a feed-forward of its own."""
+    """One expert as a separate feed-forward."""
     experts = mixture.experts
     bias = experts.gate_proj.bias is not None
     d_ff, d_model = experts.gate_proj.weight.shape[1:]
@@ -52,7 +52,7 @@ def expert_of(mixture: nn.Module, number: int) -> GatedMlp:
         {"bias": True, "activation": "gelu"},
         {"weigh": "input", "router": {"score": "sigmoid"}},
         {"clamped": {"limit": 0.5}, "bias": True},
-        {"d_ff": 7},  # rows that are not whole 16 bytes: not for the grouped kernel
+        {"d_ff": 7},  # rows are not multiples of 16 bytes: no grouped kernel
         {"n_experts": 40, "top_k": 3},  # more experts than tokens
     ],
 )
@@ -87,7 +87,7 @@ def test_a_shared_expert_is_added() -> None:
 def test_the_grouped_kernel_and_single_products_agree(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, with groups that have no rows at the beginning, between and last."""
+    """Forward and backward, with empty groups at the start, in the middle and at the end."""
     linear = randomised(GroupedLinear(5, 16, 8, bias=True).to(dtype))
     groups = group_sorted(torch.tensor([1, 1, 1, 3, 3]), 5)
     assert groups.ends.tolist() == [0, 3, 3, 5, 5]
@@ -127,7 +127,7 @@ def test_under_autocast_experts_work_in_low_precision_and_routers_do_not() -> No
 
 
 def test_scores_of_a_softmax_and_weights_that_add_up_to_one() -> None:
-    """Normalised over the chosen, a softmax over all is a softmax over the chosen logits."""
+    """A softmax over all, normalised over the chosen, is a softmax over the chosen logits."""
     x = torch.randn(20, D_MODEL)
     router = build_router(normalize=True, bias=True)
     logits = x @ router.proj.weight.T + router.proj.bias
@@ -211,7 +211,7 @@ def test_groups_are_ranked_by_their_best_or_their_best_two(
 
 
 def test_a_sparse_mixer_weighs_among_near_rivals() -> None:
-    """Logits 10, 9.9, 9, 1 with a tenth of slack: 10 among the first three, 9.9 with 9."""
+    """Logits 10, 9.9, 9 and 1, tolerance 0.1: 10 competes with 9.9 and 9, then 9.9 with 9."""
     router = build_router(4, 2, score="sparsemixer", jitter=0.05)
     router.proj.weight.data.zero_()
     router.proj.weight.data[:, 0] = torch.tensor([9.0, 1.0, 10.0, 9.9])
@@ -225,7 +225,7 @@ def test_a_sparse_mixer_weighs_among_near_rivals() -> None:
 
 
 def test_the_same_result_every_time() -> None:
-    """The order in which contributions are added is fixed, whatever the loads."""
+    """Contributions are added in a fixed order, for any load of the experts."""
     mixture = build(top_k=5)
     x = torch.randn(4, 64, D_MODEL)
     runs: list[tuple[Tensor, Tensor]] = []
@@ -239,45 +239,45 @@ def test_the_same_result_every_time() -> None:
 
 
 ROUTER_ERRORS: list[tuple[dict[str, object], str]] = [
-    ({"top_groups": 3, "n_groups": 2}, "top_groups=3 is more than n_groups=2; choose at most that"),
+    ({"top_groups": 3, "n_groups": 2}, "top_groups=3 is more than n_groups=2; lower it"),
     ({"n_groups": 4}, "n_experts=6 is not divisible by n_groups=4; choose a divisor"),
     (
         {"n_groups": 6, "top_groups": 1},
-        "top_k=2 is more than the 1 experts of top_groups=1; lower it or take more groups",
+        "top_k=2 is more than the 1 experts of top_groups=1; lower top_k",
     ),
     (
         {"n_groups": 6, "top_groups": 3, "group_score": "top2_sum"},
-        "group_score=top2_sum needs two experts a group; choose fewer groups, or max",
+        "group_score=top2_sum needs two experts per group; choose fewer groups",
     ),
     (
         {"group_score": "top2_sum"},
-        "group_score=top2_sum chooses nothing where every group is kept; take fewer top_groups",
+        "group_score=top2_sum has no effect if every group is kept; lower top_groups",
     ),
     (
         {"n_groups": 3, "top_groups": 3, "group_score": "top2_sum"},
-        "group_score=top2_sum chooses nothing where every group is kept; take fewer top_groups",
+        "group_score=top2_sum has no effect if every group is kept; lower top_groups",
     ),
     (
         {"score": "sparsemixer"},
-        "jitter=None does not go with score=sparsemixer; give jitter with sparsemixer, and with",
+        "jitter=None does not match score=sparsemixer; set jitter with sparsemixer and only with",
     ),
-    ({"bias_on": "logit"}, "bias_on=logit needs selection_bias=true; add it, or leave it out"),
-    ({"jitter": 0.1}, "jitter=0.1 does not go with score=softmax; give jitter with sparsemixer"),
+    ({"bias_on": "logit"}, "bias_on=logit needs selection_bias=true; set it"),
+    ({"jitter": 0.1}, "jitter=0.1 does not match score=softmax; set jitter with sparsemixer"),
     (
         {"score": "sparsemixer", "jitter": 0.1, "normalize": True},
-        "normalize does not go with score=sparsemixer; leave it out",
+        "normalize is not supported with score=sparsemixer; remove it",
     ),
     (
         {"score": "sparsemixer", "jitter": 0.1, "selection_bias": True},
-        "selection_bias does not go with score=sparsemixer; leave it out",
+        "selection_bias is not supported with score=sparsemixer; remove it",
     ),
 ]
 MIXTURE_ERRORS: list[tuple[dict[str, object], str]] = [
     ({"top_k": 7}, "top_k=7 is more than n_experts=6; lower it"),
-    ({"shared_gate": True}, "shared_gate=true needs a shared expert; add one, or leave it out"),
+    ({"shared_gate": True}, "shared_gate=true needs a shared expert; set shared"),
     (
         {"clamped": {}, "activation": "gelu"},
-        "activation=gelu and clamped exclude each other; leave one out",
+        "activation=gelu and clamped exclude each other; remove one",
     ),
 ]
 ERRORS = [({"router": router}, message) for router, message in ROUTER_ERRORS] + MIXTURE_ERRORS
@@ -298,9 +298,9 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.allclose(mixture.train()(x), mixture.eval()(x))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # at breaks of the compiled graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # occurs at graph breaks
 def test_it_compiles() -> None:
-    """Where the compiler cannot trace the grouped kernel, single products take its place."""
+    """If the compiler cannot trace the grouped kernel, separate matmuls replace it."""
     mixture = build(router={"score": "sigmoid", "selection_bias": True}, shared={"d_ff": 8})
     compiled: Callable[[Tensor], Tensor] = torch.compile(mixture, backend="aot_eager")
     x = torch.randn(2, 6, D_MODEL)

@@ -1,4 +1,4 @@
-"""Sinusoidal and learned positions, and ALiBi's slopes, against the papers."""
+"""Sinusoidal and learned positions, and ALiBi's slopes, compared with the papers."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_alibis_slopes_for_16_heads_are_the_papers() -> None:
 
 
 def test_alibis_slopes_for_12_heads_interleave() -> None:
-    """The 8 of the power of two below, then every second of the 16 above, as the authors' code."""
+    """The slopes of 8 heads, then every second slope of 16, as in the authors' code."""
     expected = [2.0**-head for head in range(1, 9)]
     expected += [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
     assert alibi_slopes(12) == pytest.approx(expected)

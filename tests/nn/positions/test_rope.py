@@ -1,4 +1,4 @@
-"""Rotations against complex numbers, and every scaling against transformers."""
+"""Rotations compared with complex numbers, and every scaling with transformers."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_the_pairings_differ() -> None:
     half = rotated(RopeConfig(pairing="half"), x, positions)
     interleaved = rotated(RopeConfig(pairing="interleaved"), x, positions)
     assert (half - interleaved).abs().max() > 0.1
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # what a conversion does to the features of each head
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # a checkpoint conversion reorders each head's features
     assert torch.allclose(
         rotated(RopeConfig(pairing="half"), x[..., order], positions), interleaved[..., order]
     )
@@ -147,7 +147,7 @@ def test_scalings_equal_the_reference(kind: str, options: dict[str, object], len
 
 
 def test_yarns_ramp_by_hand() -> None:
-    """Pairs turning more than 32 times over the original length stay; fewer than once: divided."""
+    """Pairs with more than 32 turns over the original length stay; under one turn: divided."""
     rope = RopeConfig(
         theta=10_000.0, scaling={"kind": "yarn", "factor": 4.0, "original_max_seq_len": 2048}
     )
@@ -185,17 +185,17 @@ LONGROPE = {"kind": "longrope", "factor": 4.0, "original_max_seq_len": 32}
 @pytest.mark.parametrize(
     ("options", "head_dim", "message"),
     [
-        ({}, 5, "fraction=1.0 of head_dim=5 turns 5 features, which cannot be paired; choose a"),
-        ({"fraction": 0.1}, 8, "fraction=0.1 of head_dim=8 turns 0 features, which cannot be"),
+        ({}, 5, "fraction=1.0 of head_dim=5 rotates 5 features, which cannot be paired; choose a"),
+        ({"fraction": 0.1}, 8, "fraction=0.1 of head_dim=8 rotates 0 features, which cannot be"),
         (
             {"scaling": {**LONGROPE, "kind": "yarn"}, "fraction": 0.65},
             8,
-            "fraction=0.65 of head_dim=8 turns 5 features, which cannot be paired; choose a",
+            "fraction=0.65 of head_dim=8 rotates 5 features, which cannot be paired; choose a",
         ),
         (
             {"scaling": {**LONGROPE, "short_factor": [1, 1], "long_factor": [1]}},
             4,
-            "longrope has 2 short and 1 long factors for 2 pairs; give one factor a pair",
+            "longrope has 2 short and 1 long factors for 2 pairs; give one factor per pair",
         ),
         (
             {"scaling": {"kind": "dynamic_ntk", "factor": 2, "original_max_seq_len": 8}},

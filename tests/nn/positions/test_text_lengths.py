@@ -1,4 +1,4 @@
-"""Rope scalings that depend on the length of the text: each text's own, whatever lies beside it."""
+"""Rope scalings that depend on the sequence length use each sequence's own length in a batch."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 both_scalings = pytest.mark.parametrize("scaling", SCALINGS)
 LENGTHS = [5, 30, 9, 1, 8]
-"""On both sides of the original length, and at it."""
+"""Lengths below, at and above the original length."""
 
 
 def make(scaling: str, **attention: object) -> Decoder:
@@ -54,7 +54,7 @@ def texts(lengths: list[int]) -> list[Tensor]:
 
 
 def side_by_side(rows: list[Tensor], starts: list[int], left: bool) -> tuple[Tensor, Tensor]:
-    """Rows padded to the longest, and positions from `starts` on."""
+    """Pad rows to the longest; their positions begin at `starts`."""
     seq = max(row.shape[1] for row in rows)
     tokens = torch.zeros(len(rows), seq, dtype=torch.int64)
     positions = torch.full_like(tokens, -1)
@@ -80,7 +80,7 @@ def test_padded_rows_are_what_they_are_alone(scaling: str, left: bool) -> None:
 @pytest.mark.parametrize("window", [None, 4])
 @torch.no_grad()
 def test_cached_rows_are_what_they_are_alone(scaling: str, window: int | None) -> None:
-    """Prompts in unequal pieces, steps, tokens taken back, and rows reordered."""
+    """Prompts in unequal pieces, decode steps, truncation, and reordered rows."""
     decoder, rows = make(scaling, window=window), texts([length + 6 for length in LENGTHS])
     together = decoder.new_cache(len(rows), 40, slack=2)
     alone = [decoder.new_cache(1, 40, slack=2) for _ in rows]

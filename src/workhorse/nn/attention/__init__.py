@@ -1,1 +1,1 @@
-"""Attention: grouped heads, latent keys and values, what may be seen, and the kernels."""
+"""Attention: grouped heads, latent keys and values, masks, and kernels."""

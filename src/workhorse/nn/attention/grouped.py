@@ -1,7 +1,7 @@
 """Self-attention: multi-head, grouped-query (2305.13245) and multi-query (1911.02150).
 
-`y = out_proj(norm(gate(softmax(q kᵀ · scale + mask) v)))`. Each option is a part that is built or
-left out; the forward pass is the same for all of them.
+`y = out_proj(norm(gate(softmax(q kᵀ · scale + mask) v)))`. Each option adds a module or omits
+it; the forward pass is the same for all options.
 """
 
 import math
@@ -39,15 +39,15 @@ AttentionPositionConfig = Annotated[
 
 
 class QueryScalingConfig(Config):
-    """Queries times `1 + scale · ln(1 + floor((position + offset) / length))` (Llama 4).
+    """Multiply queries by `1 + scale · ln(1 + floor((position + offset) / length))` (Llama 4).
 
-    The growth with position keeps attention sharp in long texts.
+    The growth with position keeps attention sharp in long sequences.
     """
 
     scale: float
     """The factor on the logarithm."""
     length: int = Field(gt=0)
-    """Tokens per step of the factor: `length` neighbouring positions share one."""
+    """Tokens per step of the factor: `length` consecutive positions have the same factor."""
     offset: int = Field(default=0, ge=0)
     """Added to every position, in tokens."""
 
@@ -58,36 +58,36 @@ class AttentionConfig(SelfAttentionConfig):
     elsewhere = OF_THE_EMBEDDING
     kind: Literal["attention"] = "attention"
     n_kv_heads: int | None = Field(default=None, gt=0)
-    """Heads of keys and values; left out: `n_heads`. 1 is multi-query."""
+    """Number of key and value heads. None: `n_heads`; 1 is multi-query attention."""
     head_dim: int | None = Field(default=None, gt=0)
-    """Width of a query and a key; left out: `d_model // n_heads`."""
+    """Width of a query and a key. None: `d_model // n_heads`."""
     value_dim: int | None = Field(default=None, gt=0)
-    """Width of a value; left out: that of a key."""
+    """Width of a value. None: the width of a key."""
     position: AttentionPositionConfig = NoPositionConfig()
-    """How attention knows a token's position: `rope`, `alibi` or `none`."""
+    """Position information in attention: `rope`, `alibi` or `none`."""
     scale: float | None = Field(default=None, gt=0)
-    """Factor on the scores; left out: `1/sqrt(head_dim)`, which keeps their variance near 1."""
+    """Factor on the scores. None: `1/sqrt(head_dim)`, which keeps their variance near 1."""
     scale_by_layer: bool = False
     """Divide the scale by the layer's number, counted from 1 (an option of GPT-2)."""
     query_scaling: QueryScalingConfig | None = None
-    """Scale queries by their position; left out: not at all."""
+    """Scaling of queries by their position, or None."""
     qkv_bias: bool = False
     """Biases on the projections to queries, keys and values."""
     out_bias: bool = False
     """A bias on the output projection."""
     qk_norm: QKNormConfig | None = None
-    """Norms on queries and keys; left out: none."""
+    """Norms on queries and keys, or None."""
     clip: float | None = Field(default=None, gt=0)
-    """Clamp queries, keys and values to plus or minus this (MPT, OLMo)."""
+    """Clamp queries, keys and values to plus or minus this value (MPT, OLMo)."""
     softcap: float | None = Field(default=None, gt=0)
     """Soft-cap the scores at plus and minus this: `softcap · tanh(score / softcap)` (Gemma 2)."""
     sinks: bool = False
-    """Attention sinks: one learned logit per head that takes weight and has no value (gpt-oss)."""
+    """Attention sinks: one learned logit per head, with a weight but no value (gpt-oss)."""
     output_gate: bool = False
     """Multiply the heads' outputs by a sigmoid gate of the input (AFMoE; 2505.06708)."""
     inner_norm: PresentNormConfig | None = None
     """A norm over the outputs of all heads together, before the output projection (Magneto,
-    2210.06423 §2; BitNet); left out: none."""
+    2210.06423 §2; BitNet), or None."""
 
     def model_post_init(self, _context: object) -> None:
         super().model_post_init(_context)
@@ -97,20 +97,20 @@ class AttentionConfig(SelfAttentionConfig):
                 "choose a divisor of n_heads"
             )
         if self.qk_norm and self.qk_norm.after_rope and not isinstance(self.position, RopeConfig):
-            raise ConfigError("qk_norm.after_rope=true needs a rope position; leave it out")
+            raise ConfigError("qk_norm.after_rope=true needs a rope position; remove it")
         if not self.causal and isinstance(self.position, AlibiConfig) and self.position.bfloat16:
             raise ConfigError(
-                "position.bfloat16=true needs causal=true: it biases by the key alone"
+                "position.bfloat16=true needs causal=true: its bias depends only on the key"
             )
 
     def key_dim(self, d_model: int) -> int:
         """Width of a head's queries and keys.
 
         Raises:
-            ConfigError: it is not a whole number, or the rotation does not fit it.
+            ConfigError: the width is not a whole number, or the rotation does not fit it.
         """
         if d_model < 1:
-            raise ConfigError(f"d_model={d_model} is not a width; choose 1 or more")
+            raise ConfigError(f"d_model={d_model} is not positive; choose 1 or more")
         if self.head_dim is None and d_model % self.n_heads:
             raise ConfigError(
                 f"d_model={d_model} is not divisible by n_heads={self.n_heads}; "
@@ -173,23 +173,23 @@ class Attention(SelfAttention):
 
     Args:
         d_model: width of the input and output.
-        n_heads: heads of queries.
-        n_kv_heads: heads of keys and values, shared by `n_heads / n_kv_heads` queries each.
-        head_dim: width of a query and a key; `d_model // n_heads` by default.
-        value_dim: width of a value; `head_dim` by default.
-        pattern: what a query may see.
-        kernel: how attention is computed: a name, or a built kernel with its scale and options.
-        rope: the rotation of queries and keys, or None.
+        n_heads: number of query heads.
+        n_kv_heads: number of key and value heads; `n_heads / n_kv_heads` query heads share each.
+        head_dim: width of a query and a key; default: `d_model // n_heads`.
+        value_dim: width of a value; default: `head_dim`.
+        pattern: attention pattern; default: causal.
+        kernel: name of a kernel, or a built kernel with its scale and options.
+        rope: rotation of queries and keys, or None.
         qk_norm: norms on queries and keys, or None.
         query_scaling: scaling of queries by position, or None.
         clip: bound that q, k and v are clamped to, or None.
-        qkv_bias: biases on the projections to q, k and v.
-        out_bias: a bias on the output projection.
-        output_gate: a sigmoid gate on the heads' outputs.
-        inner_norm: a norm over the outputs of all heads, after the gate, or None.
+        qkv_bias: True to add biases to the projections to q, k and v.
+        out_bias: True to add a bias to the output projection.
+        output_gate: True to add a sigmoid gate on the heads' outputs.
+        inner_norm: norm over the outputs of all heads, after the gate, or None.
 
     Raises:
-        ConfigError: `AttentionConfig` would refuse these heads and widths.
+        ConfigError: `AttentionConfig` rejects these heads and widths.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Attention(SelfAttention):
         return self.out_proj(self.inner_norm(self.gate(y, x)))
 
     def project(self, x: Hidden) -> tuple[SideBySide, SideBySide, SideBySide]:
-        """The queries, keys and values of all heads side by side, (batch, seq, heads · width)."""
+        """The concatenated queries, keys and values of all heads, (batch, seq, heads · width)."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def mix(
@@ -269,7 +269,7 @@ class Attention(SelfAttention):
         context: Context,
         cache: CacheEntry | None,
     ) -> HeadOutputs:
-        """What each position gathers from those it sees, given what `project` returns."""
+        """The concatenated outputs of all heads, from the tensors that `project` returns."""
         q = split_heads(self.q_clip(q), self.n_heads)  # (batch, heads, seq, head_dim)
         k = split_heads(self.k_clip(k), self.n_kv_heads)  # (batch, kv_heads, …)
         v = split_heads(self.v_clip(v), self.n_kv_heads)

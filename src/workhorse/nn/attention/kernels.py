@@ -1,8 +1,8 @@
-"""Attention kernels: three ways to compute `softmax(q kᵀ · scale + mask) v`, with one meaning.
+"""Attention kernels: three ways to compute `softmax(q kᵀ · scale + mask) v` with the same meaning.
 
-A kernel is chosen when a model is built and is no part of its config, so a checkpoint moves between
-machines. What a kernel cannot express it refuses (`refusal`), it never approximates. A query that
-may see nothing gives zeros in every kernel.
+A kernel is chosen when a model is built. It is not part of the config, so a checkpoint can move
+between machines. A kernel rejects options that it does not support (`refusal`); it never
+approximates them. In every kernel, a query that may see no key returns zeros.
 """
 
 import math
@@ -34,21 +34,22 @@ from workhorse.nn.attention.masks import (
 from workhorse.nn.shapes import AttentionOutput, Keys, Mask, Queries, ScoreBias, Values
 
 MIN_HEAD_DIM = 16
-"""The smallest head_dim that compiled FlexAttention takes on a GPU."""
+"""The smallest head_dim that compiled FlexAttention supports on a GPU."""
 
 KernelName = Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"]
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What happens to the scores of one attention, beyond its pattern.
+    """Options of the attention scores, besides the pattern.
 
     Attributes:
-        scale: multiplies `q kᵀ`.
-        softcap: `cap * tanh(score / cap)` before mask and bias (Gemma 2, 2408.00118), or None.
-        sinks: each head has one more learned logit in its softmax (gpt-oss), which takes weight
-            and gives nothing.
-        dropout: on the attention weights, in training.
+        scale: factor on `q kᵀ`.
+        softcap: the cap of `cap * tanh(score / cap)`, before mask and bias (Gemma 2, 2408.00118),
+            or None.
+        sinks: True if each head has one more learned logit in its softmax (gpt-oss). It gets a
+            weight but has no value.
+        dropout: dropout on the attention weights in training.
     """
 
     scale: float
@@ -58,17 +59,17 @@ class Scoring:
 
 
 class Kernel(nn.Module, ABC):
-    """Attention itself: queries, keys and values to outputs.
+    """Attention itself: computes outputs from queries, keys and values.
 
     Args:
-        scoring: what happens to the scores.
-        n_heads: how many heads; `sinks`, the kernel's only weight, has one entry for each.
+        scoring: options of the scores.
+        n_heads: number of heads; `sinks`, the kernel's only weight, has one element per head.
     """
 
     decodes = True
-    """Whether it serves a cache, whose length grows with every token."""
+    """True if it works with a cache, which makes the keys longer with every token."""
     reads_blocks = False
-    """Whether it takes keys and values `InBlocks`, or else side by side."""
+    """True if it reads keys and values `InBlocks`; False if it needs them in one tensor."""
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__()
@@ -82,22 +83,22 @@ class Kernel(nn.Module, ABC):
 
     @staticmethod
     def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
-        """Why this kernel cannot compute that attention, or None."""
+        """The reason why this kernel cannot compute an attention, or None if it can."""
         del pattern, scoring
         return None
 
     @staticmethod
     @abstractmethod
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
-        """What layers of one pattern share: the mask in this kernel's form."""
+        """The mask in this kernel's form; layers with the same pattern share it."""
 
     @abstractmethod
     def forward(self, q: Queries, k: Keys, v: Values, mask: Any) -> AttentionOutput:
-        """Attend; `mask` is what `render` gave."""
+        """Compute attention; `mask` is the result of `render`."""
 
 
 class Eager(Kernel):
-    """Writes the attention matrix: the reference. The module `weights` outputs the weights."""
+    """The reference: computes the whole attention matrix. The module `weights` outputs it."""
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__(scoring, n_heads)
@@ -124,14 +125,14 @@ class Eager(Kernel):
         scores = self.shape_scores(scores, allowed, bias)
         weights = scores.softmax(dim=-1)[..., : k.shape[2]]
         if allowed is not None:
-            weights = weights.masked_fill(~allowed, 0.0)  # a row that sees nothing: zeros
+            weights = weights.masked_fill(~allowed, 0.0)  # zeros for a query that sees no key
         return self.weights(weights.to(v.dtype)) @ v
 
     def shape_scores(self, scores: Tensor, allowed: Mask | None, bias: ScoreBias | None) -> Tensor:
-        """Cap, bias, mask, sinks.
+        """Apply the soft-cap, the bias, the mask and the sinks, in this order.
 
-        Hidden scores get the least finite number and not -inf, whose softmax over a whole row has
-        no gradient; their weights are exactly 0 all the same.
+        Hidden scores are set to the lowest finite value, not to -inf: the softmax of a row of only
+        -inf has no gradient. Their weights are exactly 0 nevertheless.
         """
         if self.scoring.softcap is not None:
             scores = self.scoring.softcap * torch.tanh(scores / self.scoring.softcap)
@@ -146,14 +147,14 @@ class Eager(Kernel):
 
 
 class Sdpa(Kernel):
-    """PyTorch's fused attention: FlashAttention (2205.14135) where the device has it."""
+    """PyTorch's fused attention: FlashAttention (2205.14135) if the device supports it."""
 
     @staticmethod
     def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
         del pattern
         if scoring.softcap is not None:
-            return "sdpa has no soft-cap on scores"
-        return "sdpa has no sink logits" if scoring.sinks else None
+            return "sdpa does not support softcap"
+        return "sdpa does not support sinks" if scoring.sinks else None
 
     @staticmethod
     def render(
@@ -161,8 +162,8 @@ class Sdpa(Kernel):
     ) -> tuple[Tensor | None, bool]:
         """The mask (bool, or float with ALiBi) and `is_causal`.
 
-        PyTorch aligns `is_causal` to the top left: right only where queries and keys are the same
-        tokens.
+        PyTorch aligns `is_causal` to the top left. This is correct only if queries and keys are the
+        same tokens.
         """
         hidden = hides_something(pattern, place)
         if pattern.alibi_slopes:
@@ -184,21 +185,21 @@ class Sdpa(Kernel):
             is_causal=is_causal,
             dropout_p=self.scoring.dropout if self.training else 0.0,
             scale=self.scoring.scale,
-            enable_gqa=bool(q.shape[1] != k.shape[1]),  # a compiler may count heads by symbols
+            enable_gqa=bool(q.shape[1] != k.shape[1]),  # a compiler's sizes may be symbolic
         )
 
 
 class Flex(Kernel):
     """FlexAttention: windows, documents, ALiBi and caps without a full mask (2412.05496).
 
-    It has no backward on CPU. `flex` compiles the kernel at its first call; `flex-uncompiled`, for
-    tests, runs the same functions without a compiler and writes the whole matrix.
+    It has no backward on CPU. `flex` compiles the kernel at its first call. `flex-uncompiled` is
+    for tests: it runs the same functions uncompiled and computes the whole attention matrix.
     """
 
     @staticmethod
     def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
         del pattern
-        return "flex has no attention dropout" if scoring.dropout else None
+        return "flex does not support attention dropout" if scoring.dropout else None
 
     @staticmethod
     def render(
@@ -208,7 +209,7 @@ class Flex(Kernel):
         del dtype
         queries, keys, documents = place.queries, place.keys, place.documents
         of_keys = documents if place.key_documents is None else place.key_documents
-        rows = queries.shape[0]  # 1 where all rows of the batch are alike
+        rows = queries.shape[0]  # 1 if all rows of the batch have the same positions
 
         def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             del h
@@ -260,14 +261,14 @@ class Flex(Kernel):
         return y * kept.unsqueeze(-1).to(y.dtype)
 
     def attend(self, q: Queries, v: Values) -> Callable[..., Any]:
-        """PyTorch's function, for such queries and values."""
+        """PyTorch's function for queries and values of these shapes."""
         del q, v
         return flex_attention
 
     def score_function(
         self, add_alibi: Callable[..., Tensor] | None
     ) -> Callable[..., Tensor] | None:
-        """Soft-cap first, bias after."""
+        """The function that changes a score: first the soft-cap, then ALiBi; None if neither."""
         cap = self.scoring.softcap
         if cap is None:
             return add_alibi
@@ -280,7 +281,7 @@ class Flex(Kernel):
 
 
 class CompiledFlex(Flex):
-    """FlexAttention compiled into one fused kernel, anew for every length of the text."""
+    """FlexAttention compiled into one fused kernel, separately for every sequence length."""
 
     decodes = False
 
@@ -288,15 +289,15 @@ class CompiledFlex(Flex):
         """PyTorch's function, compiled.
 
         Raises:
-            WorkhorseError: the device cannot compute sinks, or heads as narrow as these.
+            WorkhorseError: the device does not support sinks, or heads this narrow.
         """
         if self.sinks is not None and q.is_cpu:
             raise WorkhorseError("kernel=flex cannot compute sinks on a CPU; use kernel=eager")
         head_dim = min(q.shape[-1], v.shape[-1])
         if q.is_cuda and head_dim < MIN_HEAD_DIM:
             raise WorkhorseError(
-                f"kernel=flex needs a head_dim of at least {MIN_HEAD_DIM} on a GPU, and this is "
-                f"{head_dim}; use kernel=sdpa or eager"
+                f"kernel=flex on a GPU needs head_dim >= {MIN_HEAD_DIM}, not {head_dim}; "
+                "use kernel=sdpa or eager"
             )
         return _compiled_flex_attention()
 
@@ -318,10 +319,10 @@ _KERNELS: dict[str, type[Kernel]] = {
 def make_kernel(
     name: KernelName, pattern: AttentionPattern, scoring: Scoring, n_heads: int
 ) -> Kernel:
-    """The kernel of that name; `auto` is sdpa where it can express the attention, else eager.
+    """Create the kernel called `name`; `auto` is sdpa if it supports the attention, else eager.
 
     Raises:
-        WorkhorseError: the kernel cannot express this attention.
+        WorkhorseError: the name is unknown, or the kernel does not support this attention.
     """
     if name == "auto":
         name = "eager" if Sdpa.refusal(pattern, scoring) else "sdpa"

@@ -36,16 +36,16 @@ from workhorse.nn.shapes import (
 
 
 class LatentAttentionConfig(SelfAttentionConfig):
-    """Attention whose keys and values come from a latent of `kv_rank` numbers.
+    """Attention with keys and values that are projected from a latent of width `kv_rank`.
 
-    A head's query and key are `nope_dim` features without position and `rope_dim` that are rotated.
+    A head's query and key have `nope_dim` features without position, and `rope_dim` rotated ones.
     """
 
     kind: Literal["latent_attention"] = "latent_attention"
     q_rank: int | None = Field(default=None, gt=0)
-    """Width of the latent that queries are projected from; left out: they come from the input."""
+    """Width of the latent that queries are projected from. None: the input instead of a latent."""
     kv_rank: int = Field(gt=0)
-    """Width of the latent that keys and values are projected from; it is what the cache holds."""
+    """Width of the latent that keys and values are projected from. The cache stores this latent."""
     nope_dim: int = Field(gt=0)
     """Width of the part of a query and a key that has no position."""
     rope_dim: int = Field(gt=0)
@@ -55,19 +55,19 @@ class LatentAttentionConfig(SelfAttentionConfig):
     position: RopeConfig = RopeConfig()
     """The rotation of `rope_dim`."""
     norm: RMSNormConfig = RMSNormConfig()
-    """On the latents."""
+    """The norm on the latents."""
     scale: float | None = Field(default=None, gt=0)
-    """Factor on the scores; left out: `1/sqrt(nope_dim + rope_dim)`. DeepSeek multiplies that by
-    the square of YaRN's factor at `mscale_all_dim`."""
+    """Factor on the scores. None: `1/sqrt(nope_dim + rope_dim)`. DeepSeek multiplies this by the
+    square of YaRN's factor at `mscale_all_dim`."""
     qkv_bias: bool = False
-    """Biases on the projections to the latents and to the rotary key; those from the latents have
-    none."""
+    """Biases on the projections to the latents and to the rotary key. The projections from the
+    latents have no biases."""
     out_bias: bool = False
     """A bias on the output projection."""
 
     @property
     def n_kv_heads(self) -> int:
-        """Once projected up, every head has its own keys and values."""
+        """Number of key and value heads after the projection: one per query head."""
         return self.n_heads
 
     def key_dim(self, d_model: int) -> int:
@@ -93,15 +93,15 @@ class LatentAttentionConfig(SelfAttentionConfig):
 class LatentAttention(SelfAttention):
     """Attention over keys and values that are projected up from latents.
 
-    Without a cache it computes the keys and values. With one it stores `kv_rank + rope_dim` numbers
-    per token and attends to those: a head's scores `q · (W_k c)` are `(W_kᵀ q) · c`, and its output
-    `Σ a W_v c` is `W_v Σ a c`, so the matrices are absorbed into the queries and the outputs, and
-    all heads share one latent (2405.04434 §2.1.2).
+    Without a cache, it computes the keys and values. With a cache, it stores `kv_rank + rope_dim`
+    elements per token and attends to these. A head's scores `q · (W_k c)` equal `(W_kᵀ q) · c`, and
+    its output `Σ a W_v c` equals `W_v Σ a c`. The matrices are therefore absorbed into the queries
+    and the outputs, and all heads share one latent (2405.04434 §2.1.2).
 
     Args:
         d_model: width of the input and output.
-        config: heads, widths and parts.
-        kernel: how attention is computed.
+        config: config with the heads, widths and parts.
+        kernel: attention kernel.
     """
 
     multiplied_here = ("k_up_proj", "v_up_proj")
@@ -127,7 +127,7 @@ class LatentAttention(SelfAttention):
 
     @abstractmethod
     def queries(self, x: Hidden) -> HeadOutputs:
-        """The queries of all heads side by side."""
+        """The concatenated queries of all heads."""
 
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
@@ -146,14 +146,14 @@ class LatentAttention(SelfAttention):
         context: Context,
         cache: CacheEntry | None,
     ) -> HeadOutputs:
-        """What each position gathers from those it sees.
+        """The concatenated outputs of all heads.
 
         Args:
-            q: the queries of all heads, (batch, seq, heads · width).
-            latent: (batch, seq, kv_rank).
-            k_rope: the keys to rotate, (batch, seq, rope_dim).
-            context: of the pass.
-            cache: the layer's entry, if any.
+            q: concatenated queries of all heads, (batch, seq, heads · width).
+            latent: latents of keys and values, (batch, seq, kv_rank).
+            k_rope: keys to rotate, (batch, seq, rope_dim).
+            context: context of the pass.
+            cache: the layer's cache entry, or None.
         """
         q = split_heads(q, self.n_heads)
         q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]  # (batch, heads, seq, …)
@@ -180,7 +180,7 @@ class LatentAttention(SelfAttention):
     def attend_to_latents(
         self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
     ) -> AttentionOutput:
-        """The same with the latents themselves as keys and values shared by all heads."""
+        """As `attend`, but with the latents themselves as keys and values of all heads."""
         rank = latent.shape[-1]
         w_k = self.k_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, nope_dim, kv_rank)
         w_v = self.v_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, value_dim, kv_rank)
@@ -190,7 +190,7 @@ class LatentAttention(SelfAttention):
 
 
 class DirectQueries(LatentAttention):
-    """Latent attention whose queries are projected from the input."""
+    """Latent attention with queries projected from the input."""
 
     def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
         super().__init__(d_model, config, kernel)
@@ -201,7 +201,7 @@ class DirectQueries(LatentAttention):
 
 
 class LatentQueries(LatentAttention):
-    """Latent attention whose queries are projected from a latent too."""
+    """Latent attention with queries that are also projected from a latent."""
 
     def __init__(
         self, d_model: int, config: LatentAttentionConfig, kernel: Kernel, q_rank: int

@@ -1,4 +1,4 @@
-"""What a query may see: stated once (`AttentionPattern`), rendered for each kernel."""
+"""Attention masks: defined once (`AttentionPattern`), rendered for each kernel."""
 
 from dataclasses import dataclass, replace
 
@@ -11,14 +11,14 @@ from workhorse.nn.shapes import KeyPositions, Mask, Positions, ScoreBias, Tokens
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Which keys a query at position i may see, and how distance lowers their scores.
+    """The keys at positions j that a query at position i may see, and ALiBi's biases.
 
     Attributes:
-        causal: only keys at j <= i.
-        window: only keys at j > i - window.
-        chunk: only keys in the same chunk of `chunk` positions (Llama 4).
-        alibi_slopes: one per head; a score is lowered by `slope * |i - j|`. Empty for none.
-        alibi_scale: factor on those biases.
+        causal: True to see only keys at j <= i.
+        window: if given, only keys at j > i - window are visible.
+        chunk: if given, only keys in the same chunk of `chunk` positions are visible (Llama 4).
+        alibi_slopes: one slope per head; a score is lowered by `slope * |i - j|`. Empty: no ALiBi.
+        alibi_scale: factor on these biases.
         alibi_bfloat16: Falcon's rounding; see `AlibiConfig`.
     """
 
@@ -31,12 +31,12 @@ class AttentionPattern:
 
     @property
     def reach(self) -> int | None:
-        """How many of the latest positions a query can see, its own included; None: all."""
+        """Number of latest positions that a query can see, including its own; None: all."""
         limits = [limit for limit in (self.window, self.chunk) if limit is not None]
         return min(limits) if limits else None
 
     def within(self, length: int) -> "AttentionPattern":
-        """The same pattern over 0 … length - 1, without the limits that hide nothing there."""
+        """The same pattern for positions 0 … length - 1, without limits that hide nothing there."""
         window = self.window if self.window is not None and self.window < length else None
         chunk = self.chunk if self.chunk is not None and self.chunk < length else None
         return replace(self, window=window, chunk=chunk)
@@ -47,13 +47,14 @@ class Placement:
     """The positions of the queries and keys of one attention.
 
     Attributes:
-        queries: positions; -1 is padding.
+        queries: positions of the queries, -1 for padding.
         keys: positions of the keys, -1 for padding and empty slots.
-        documents: number of the document that each query belongs to, or None.
-        key_documents: the same of the keys; None: queries and keys are the same tokens.
-        aligned: queries and keys are the same tokens, at 0, 1, 2 … in every row, nothing padded.
-        last: each row has one query, at or after every key, and no key is padding.
-        in_blocks: whether the keys are those of blocks: slot n of a row's blocks holds position n.
+        documents: document id of each query, or None.
+        key_documents: document id of each key; None: queries and keys are the same tokens.
+        aligned: True if queries and keys are the same tokens, at positions 0, 1, 2 … in every row,
+            without padding.
+        last: True if each row has one query, at or after every key, and no key is padding.
+        in_blocks: True if the keys are in blocks: slot n of a row's blocks holds position n.
     """
 
     queries: Positions
@@ -77,7 +78,7 @@ def visible(pattern: AttentionPattern, place: Placement) -> Mask:
 
 
 def sees(pattern: AttentionPattern, i: Tensor, j: Tensor) -> Tensor:
-    """Whether a query at position i may see a key at j, elementwise, documents aside."""
+    """True if a query at position i may see a key at j, elementwise; ignores documents."""
     seen = (i >= 0) & (j >= 0)
     if pattern.causal:
         seen = seen & (j <= i)
@@ -89,7 +90,7 @@ def sees(pattern: AttentionPattern, i: Tensor, j: Tensor) -> Tensor:
 
 
 def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
-    """Whether a mask is needed beyond plain causality over aligned tokens."""
+    """True if more than a plain causal mask over aligned tokens is needed."""
     limited = pattern.window is not None or pattern.chunk is not None
     if place.documents is not None or limited:
         return True
@@ -101,8 +102,8 @@ def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
 def alibi_bias(pattern: AttentionPattern, place: Placement) -> ScoreBias:
     """ALiBi's biases in float32: `-slope * |i - j|`.
 
-    With Falcon's rounding it is `slope * j`: a constant apart in each row, which the softmax
-    removes, but rounded as it was when the checkpoint was trained.
+    With Falcon's rounding it is `slope * j`. In each row this differs by a constant, which the
+    softmax removes; it is rounded as in the checkpoint's training.
     """
     slopes = alibi_slope_column(pattern, place.keys.device)
     i = place.queries[:, None, :, None]

@@ -1,4 +1,4 @@
-"""What all self-attention shares: heads, norms and rotations of queries and keys, a cache entry."""
+"""The base of all self-attention: heads, query and key norms, rotations, cache entries."""
 
 from abc import ABC, abstractmethod
 from typing import Literal, TypeVar
@@ -31,17 +31,17 @@ class QKNormConfig(Config):
 
 
 def norm_then_rotate(x: Queries, norm: nn.Module, rotation: nn.Module, context: Context) -> Queries:
-    """The usual order, for queries and for keys alike."""
+    """Normalise, then rotate queries or keys: the usual order."""
     return rotation(norm(x), context)
 
 
 def rotate_then_norm(x: Queries, norm: nn.Module, rotation: nn.Module, context: Context) -> Queries:
-    """The order of HunYuan and Llama 4."""
+    """Rotate, then normalise queries or keys: the order of HunYuan and Llama 4."""
     return norm(rotation(x, context))
 
 
 def make_head_norm(config: QKNormConfig | None, heads: int, head_dim: int) -> nn.Module:
-    """A norm for `(batch, heads, seq, head_dim)`."""
+    """Create a norm for queries or keys `(batch, heads, seq, head_dim)`."""
     if config is None:
         return nn.Identity()
     match config.over:
@@ -79,14 +79,14 @@ Room = TypeVar("Room")
 
 
 class SelfAttentionConfig(Config):
-    """The heads and the positions they see."""
+    """Heads, and the positions that their queries see."""
 
     n_heads: int = Field(gt=0)
-    """Heads of queries."""
+    """Number of query heads."""
     causal: bool = True
     """False lets every position see every other, as in an encoder."""
     window: int | None = Field(default=None, gt=0)
-    """A query sees only the last `window` positions, its own included."""
+    """A query sees only the last `window` positions, including its own."""
     chunk: int | None = Field(default=None, gt=0)
     """A query sees only its own chunk of `chunk` positions."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -94,12 +94,14 @@ class SelfAttentionConfig(Config):
 
     def model_post_init(self, _context: object) -> None:
         if not self.causal and (self.window or self.chunk):
-            raise ConfigError("causal=false cannot have a window or chunk; leave them out")
+            raise ConfigError("causal=false does not support window or chunk; remove them")
         if self.window and self.chunk:
-            raise ConfigError(f"window={self.window} and chunk={self.chunk} exclude each other")
+            raise ConfigError(
+                f"window={self.window} and chunk={self.chunk} exclude each other; remove one"
+            )
 
     def reach(self) -> AttentionPattern:
-        """What a query may see."""
+        """The attention pattern, without ALiBi."""
         return AttentionPattern(causal=self.causal, window=self.window, chunk=self.chunk)
 
     @abstractmethod
@@ -107,12 +109,12 @@ class SelfAttentionConfig(Config):
         """Width of a head's queries and keys.
 
         Raises:
-            ConfigError: it is not a whole number, or the rotation does not fit it.
+            ConfigError: the width is not a whole number, or the rotation does not fit it.
         """
 
     @abstractmethod
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "SelfAttention":
-        """The attention of layer number `layer`, from 0."""
+        """Build the attention of layer `layer`, counted from 0."""
 
 
 class SelfAttention(nn.Module, ABC):
@@ -120,11 +122,11 @@ class SelfAttention(nn.Module, ABC):
 
     Attributes:
         d_model: width of the input and output.
-        n_heads: heads of queries.
-        head_dim: width of a query and a key when they are multiplied.
+        n_heads: number of query heads.
+        head_dim: width of a query and a key in the dot product.
         value_dim: width of a value.
-        pattern: what a query may see.
-        kernel: how attention is computed.
+        pattern: attention pattern.
+        kernel: attention kernel.
     """
 
     d_model: int
@@ -134,35 +136,35 @@ class SelfAttention(nn.Module, ABC):
     pattern: AttentionPattern
     kernel: Kernel
     multiplied_here: tuple[str, ...] = ()
-    """Names of the linear layers whose weights this module multiplies itself."""
+    """Names of the linear layers that are not called: this module multiplies by their weights."""
     attends_to_stored = True
-    """Whether the kernel is given keys and values as the cache holds them."""
+    """True if the kernel gets keys and values as the cache stores them."""
 
     @abstractmethod
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        """What each position gathers from those it sees.
+        """Compute attention.
 
         Args:
             x: the input.
-            context: what layers share during a call; left out: `x` is a whole text.
-            cache: keys and values of earlier tokens, with their context.
+            context: state shared by the layers during a call; default: `x` holds whole sequences.
+            cache: entry with keys and values of earlier tokens; needs the context of its cache.
         """
 
     def cache_entry(self, cache: Layers[Room]) -> Room:
-        """This layer's entry in a cache.
+        """Create this layer's entry or store in a cache.
 
         Raises:
-            ConfigError: attention that is not causal cannot be cached.
+            ConfigError: the attention is not causal, so it cannot be cached.
             WorkhorseError: the kernel cannot decode.
         """
         if not self.kernel.decodes:
             raise WorkhorseError(
-                "kernel=flex is compiled for one length; decode with kernel=sdpa or eager"
+                "kernel=flex is compiled for one length and cannot decode; use kernel=sdpa or eager"
             )
         if not self.pattern.causal:
-            raise ConfigError("causal=false cannot decode with a cache; run the whole text")
+            raise ConfigError("causal=false cannot decode with a cache; run the whole sequence")
         return cache.layer(self.pattern.reach, in_blocks=self.kernel.reads_blocks)
 
 
@@ -172,7 +174,7 @@ def split_heads(x: Hidden, heads: int) -> Queries:
 
 
 def make_rotation(rope: RopeConfig, head_dim: int) -> "Rotation":
-    """A rotation for queries or keys of that width."""
+    """Create a rotation for queries or keys of width `head_dim`."""
     kind = Rotation if rope.precision == "native" else Float32Rotation
     return kind(rope, head_dim)
 

@@ -31,8 +31,8 @@ class SlotPositions:
     Args:
         batch: number of rows.
         capacity: slots per row.
-        rolling: whether later positions overwrite the slots of positions out of reach.
-        device: of the positions.
+        rolling: True if later positions overwrite the slots of positions out of reach.
+        device: device of the positions.
 
     Each row has one extra slot at the end, for keys that are not kept: those of padding, and of
     tokens that would be overwritten within the same pass.
@@ -58,9 +58,9 @@ class SlotPositions:
         """Register the positions of one forward pass, before the layers write their keys.
 
         Args:
-            positions: (batch, seq) of the new tokens, -1 for padding.
-            start: columns consumed by earlier passes.
-            uniform: every row holds positions 0, 1, 2 … without padding.
+            positions: positions of the new tokens, (batch, seq), -1 for padding.
+            start: number of columns consumed by earlier passes.
+            uniform: True if every row holds positions 0, 1, 2 … without padding.
         """
         seq = positions.shape[1]
         last = positions.amax(dim=1, keepdim=True)
@@ -82,7 +82,7 @@ class SlotPositions:
         )
 
     def can_return_to(self, lengths: Int[Tensor, " batch"], reach: int) -> bool:
-        """Whether every key that the next token of rows of these lengths may see is still held."""
+        """True if all keys are still held that the next token after these lengths may see."""
         oldest = (lengths - reach + 1).clamp(min=0)[:, None]
         is_held = self.held.gather(1, oldest % self.capacity) == oldest
         return bool((is_held | (oldest >= lengths[:, None])).all())
@@ -109,7 +109,7 @@ class KeyValueEntry(CacheEntry):
         self.v: Tensor | None = None
 
     def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
-        """Store the new keys and values; returns all that the new tokens may attend to."""
+        """Store the new keys and values; return all keys and values that the new tokens may see."""
         if self.k is None or self.v is None:
             self.k, self.v = self._room_for(k), self._room_for(v)
         return self._update(self.k, k), self._update(self.v, v)
@@ -133,11 +133,11 @@ class KeyValueEntry(CacheEntry):
 
 
 class Cache(CacheView):
-    """The keys and values of a batch of texts; made by `Decoder.new_cache`.
+    """The keys and values of a batch of sequences; created by `Decoder.new_cache`.
 
     Attributes:
-        capacity: tokens a row can hold.
-        slack: how many of the newest tokens can always be taken back (`truncate`).
+        capacity: maximum number of tokens per row.
+        slack: number of newest tokens that `truncate` can always remove.
 
     Raises:
         WorkhorseError: a size is not a whole number in range, or does not fit into memory.
@@ -167,7 +167,7 @@ class Cache(CacheView):
         self.slot_positions: dict[int, SlotPositions] = {}
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> KeyValueEntry:
-        """An entry for a layer of this reach; `in_blocks` does not apply, keys are contiguous."""
+        """Create an entry for a layer with this reach; `in_blocks` is ignored."""
         del in_blocks
         return KeyValueEntry(self._slots(reach))
 
@@ -197,12 +197,12 @@ class Cache(CacheView):
         self.length, self.lengths = min(self.length + seq, self.capacity), lengths
 
     def check_room(self, seq: int, lengths: Int[Tensor, " batch"] | None = None) -> None:
-        """Refuse more tokens than there is room for.
+        """Raise an error if there is no room for more tokens.
 
         Args:
             seq: number of new columns.
-            lengths: of the rows including the new tokens, if columns hold padding, which takes no
-                room; read only if there would be too many columns.
+            lengths: row lengths including the new tokens. Give them if columns hold padding, which
+                takes no room. They are read only if there would be too many columns.
         """
         full = self.length + seq > self.capacity
         if full and (lengths is None or bool((lengths > self.capacity).any())):
@@ -212,7 +212,7 @@ class Cache(CacheView):
             )
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
+        """Keep the first `lengths[r]` tokens of each row r, or all if it holds fewer.
 
         Raises:
             WorkhorseError: a length is out of range, or a window no longer holds tokens that would
@@ -223,8 +223,8 @@ class Cache(CacheView):
         for slots in self.slot_positions.values():
             if slots.rolling and not slots.can_return_to(kept, slots.capacity - self.slack):
                 raise WorkhorseError(
-                    f"a window has moved past what it saw after {min(lengths)} tokens; "
-                    "read the text again, or make the cache with more slack"
+                    f"cannot truncate to {min(lengths)} tokens: a window has overwritten tokens "
+                    "visible there; make the cache with more slack"
                 )
         for slots in self.slot_positions.values():
             slots.truncate(kept, max(lengths))
@@ -232,9 +232,9 @@ class Cache(CacheView):
         self.length, self.lengths = max(lengths), kept
 
     def _check_lengths(self, lengths: Sequence[object]) -> None:
-        """Refuse lengths greater than those of the rows.
+        """Raise an error for lengths greater than those of the rows.
 
-        The lengths of ragged rows are read on a CPU only. On other devices that would synchronise
+        The lengths of ragged rows are read only on a CPU. On other devices that would synchronise
         every pass, so each length is checked against the longest row.
         """
         held = [self.length] * len(self.lengths)
@@ -245,8 +245,8 @@ class Cache(CacheView):
             type(n) is int and 0 <= n <= most for n, most in zip(lengths, held, strict=True)
         ):
             raise WorkhorseError(
-                f"lengths={shown(lengths)} are not what rows of {shown(held)} tokens can keep; "
-                "give each row a whole number from 0 to that"
+                f"lengths={shown(lengths)} are out of range for rows of {shown(held)} tokens; "
+                "give each row a whole number from 0 to its length"
             )
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
@@ -257,10 +257,10 @@ class Cache(CacheView):
 
 
 class Layout(NamedTuple):
-    """What defines a cache besides its tensors: one program serves all caches of a layout."""
+    """The structure of a cache without its tensors. Caches of one layout share a program."""
 
     layers: tuple[tuple[Reach, bool], ...]
-    """For each layer, its reach and whether its kernel reads blocks."""
+    """For each layer, its reach, and True if its kernel reads blocks."""
     slack: int
 
 
@@ -268,8 +268,8 @@ class CacheTensors(NamedTuple):
     """The tensors of a view. Tables are in the order in which the layers first use them."""
 
     lengths: Int[Tensor, " batch"]
-    """Tokens in each row."""
-    tables: list[Int[Tensor, "batch blocks_of_a_text"]]
+    """Number of tokens in each row."""
+    tables: list[Int[Tensor, "batch blocks_of_a_sequence"]]
     keys: list[Float[Tensor, "kv_heads blocks block width"]]
     values: list[Float[Tensor, "kv_heads blocks block width"]]
 
@@ -296,8 +296,8 @@ class FixedCache(CacheView):
     """A cache for one forward pass over at most `slack + 1` tokens of each row.
 
     Args:
-        layout: of the view whose tensors these are.
-        tensors: its tensors.
+        layout: layout of a view.
+        tensors: tensors of the same view.
     """
 
     def __init__(self, layout: Layout, tensors: CacheTensors) -> None:
@@ -329,7 +329,7 @@ class FixedCache(CacheView):
 class FixedPages:
     """The block tables of one reach. A pass reads all their slots; masks hide the empty ones."""
 
-    def __init__(self, table: Int[Tensor, "batch blocks_of_a_text"]) -> None:
+    def __init__(self, table: Int[Tensor, "batch blocks_of_a_sequence"]) -> None:
         self.table = table
         self.slots = table.shape[1] * BLOCK
 

@@ -1,4 +1,4 @@
-"""A paged cache: sequences come, fork and leave at any time, and share common prefixes.
+"""A paged cache: sequences are added, forked and removed at any time, and share prefixes.
 
 Keys and values are stored in blocks of `BLOCK` tokens, and a sequence has a block table
 (PagedAttention, 2309.06180). Several sequences may share a block; it is copied on write. Layers of
@@ -24,10 +24,10 @@ from workhorse.nn.shapes import Keys, NewKeys, NewValues
 BLOCK = 32
 """Tokens in a block."""
 EMPTY, SPILL = 0, 1
-"""Two reserved blocks of every pool. `EMPTY` is never written; tables refer to it where a sequence
-has no block. `SPILL` receives writes that are discarded; no table refers to it."""
+"""Two reserved blocks of every pool. `EMPTY` is never written; it fills table entries without a
+block. `SPILL` receives writes that are discarded; no table contains it."""
 Reach = int | None
-"""How many of the latest positions a query sees, including its own; None: all of them."""
+"""Number of latest positions that a query sees, including its own; None: all positions."""
 
 
 class InBlocks(NamedTuple):
@@ -36,14 +36,14 @@ class InBlocks(NamedTuple):
     blocks: Float[Tensor, "kv_heads blocks block width"]
     table: Int[Tensor, "batch blocks_of_a_sequence"]
     first: int
-    """Number of blocks at the beginning of the tables that no query sees."""
+    """Number of blocks at the start of the tables that no query sees."""
     slots: int
     """Number of slots after those blocks that a sequence may fill."""
     run: int | None = None
     """The first block of the only sequence, if its blocks are consecutive; otherwise None."""
 
     def gathered(self) -> Keys:
-        """One tensor, (batch, kv_heads, slots, width): a view of a run, otherwise a copy."""
+        """Gather the blocks into one tensor (batch, kv_heads, slots, width); a view if possible."""
         heads, _, block, width = self.blocks.shape
         if self.run is not None:
             start = (self.run + self.first) * block
@@ -55,11 +55,11 @@ class InBlocks(NamedTuple):
 
 
 class Pool:
-    """The blocks of the layers of one reach, with reference counts.
+    """The blocks of all layers with the same reach, with reference counts.
 
     A block can be labelled with the prefix whose last tokens it holds. A labelled block keeps its
-    keys and values after its last holder has released it, until the pool needs it for other tokens:
-    then the least recently used one is taken.
+    keys and values after its last holder has released it. The pool reuses such blocks only if there
+    are no others, the least recently used one first.
 
     Args:
         count: number of blocks, including the two reserved ones.
@@ -76,10 +76,10 @@ class Pool:
         self.reset()
 
     def reset(self) -> None:
-        """Release every block and forget every prefix."""
+        """Release all blocks and delete all labels."""
         self.holders = [0] * self.count
         self._unused = list(range(SPILL + 1, self.count))  # a heap, so that blocks are consecutive
-        self._kept: OrderedDict[int, None] = OrderedDict()  # labelled, without holders, by use
+        self._kept: OrderedDict[int, None] = OrderedDict()  # labelled, no holders, oldest first
         self._blocks: dict[bytes, int] = {}
         self._labels: dict[int, bytes] = {}
 
@@ -94,7 +94,7 @@ class Pool:
         return len(self._unused) + len(self._kept)
 
     def take(self) -> tuple[int, bool]:
-        """Take an available block; returns it, and whether it has been used before."""
+        """Take an available block; return it, and True if it has been used before."""
         if self._unused:
             block = heappop(self._unused)
         else:
@@ -106,14 +106,14 @@ class Pool:
         return block, again
 
     def share(self, block: int) -> int:
-        """Add a holder."""
+        """Add a holder to a block."""
         if block != EMPTY:
             self._kept.pop(block, None)
             self.holders[block] += 1
         return block
 
     def release(self, block: int) -> None:
-        """Remove a holder. A block without holders is available."""
+        """Remove a holder from a block. A block without holders is available."""
         if block == EMPTY:
             return
         self.holders[block] -= 1
@@ -125,13 +125,13 @@ class Pool:
             heappush(self._unused, block)
 
     def label(self, block: int, prefix: bytes) -> None:
-        """Label a block with the prefix it ends, unless the block or the prefix has a label."""
+        """Label a block with the prefix that it ends, unless either already has a label."""
         if block != EMPTY and block not in self._labels and prefix not in self._blocks:
             self._labels[block] = prefix
             self._blocks[prefix] = block
 
     def find(self, prefix: bytes) -> int | None:
-        """The block that ends a prefix."""
+        """The block that ends a prefix, or None."""
         return self._blocks.get(prefix)
 
 
@@ -142,7 +142,7 @@ class CachedSequence:
     Attributes:
         length: number of tokens in the cache.
         tables: its blocks in order, for each reach; `EMPTY` where a block was released.
-        changes: counts changes of the tables, so that a `PagedView` notices them.
+        changes: number of changes to the tables, by which a `PagedView` detects them.
     """
 
     length: int = 0
@@ -151,15 +151,15 @@ class CachedSequence:
 
 
 class PagedCache:
-    """Keys and values of many sequences; made by `Decoder.new_paged_cache`.
+    """Keys and values of many sequences; created by `Decoder.new_paged_cache`.
 
     Args:
-        tokens: the maximum number of tokens of all sequences together.
-        sequences: the maximum number of sequences that hold tokens at a time.
+        tokens: maximum number of tokens of all sequences together.
+        sequences: maximum number of sequences that hold tokens at a time.
         device: device of the tensors.
-        context: the maximum number of tokens of one sequence. A window at least as wide never
-            releases blocks.
-        slack: how many of a sequence's newest tokens can always be taken back.
+        context: maximum number of tokens of one sequence. A window at least as wide never releases
+            blocks.
+        slack: number of a sequence's newest tokens that `truncate` can always remove.
 
     Attributes:
         stores: stores of all layers, in the order of their `Block.rooms`.
@@ -175,7 +175,7 @@ class PagedCache:
                     f"{name}={size!r} is not a whole number above 0; give 1 or more"
                 )
         if type(slack) is not int or slack < 0:
-            raise WorkhorseError(f"slack={slack!r} is not a number of tokens; give 0 or more")
+            raise WorkhorseError(f"slack={slack!r} is not a whole number; give 0 or more")
         self.tokens = tokens
         self.sequences = sequences
         self.device = device
@@ -185,17 +185,17 @@ class PagedCache:
         self.pools: dict[Reach, Pool] = {}
 
     def layer(self, reach: Reach, *, in_blocks: bool = False) -> "Store":
-        """A store for a layer of this reach, whose kernel reads `InBlocks` or gathered tensors."""
+        """Create a store for a layer with this reach; see `Layers.layer`."""
         return Store(self.pool(reach), in_blocks)
 
     def pool(self, reach: Reach) -> Pool:
-        """The pool of the layers of this reach."""
+        """The pool of the layers with this reach; created if necessary."""
         if reach is not None and reach >= self.context:
             reach = None
         if reach not in self.pools:
             # The last block of a sequence is partly used.
             count = self._blocks_for(self.tokens, None) + self.sequences
-            if reach is not None:  # twice what open sequences need, for the prefixes of others
+            if reach is not None:  # twice the need of all sequences, to keep prefixes of others
                 count = min(count, 2 * self.sequences * self._blocks_for(self.tokens, reach))
             try:
                 self.pools[reach] = Pool(count + SPILL + 1, reach)
@@ -206,23 +206,23 @@ class PagedCache:
         return self.pools[reach]
 
     def new_sequence(self) -> CachedSequence:
-        """An empty sequence."""
+        """Create an empty sequence."""
         return CachedSequence(0, {reach: [] for reach in self.pools})
 
     def holds(self, *tokens: int) -> bool:
-        """True if sequences of these numbers of tokens fit into the empty cache together."""
+        """True if sequences with these lengths fit into the empty cache together."""
         return all(
             sum(self._blocks_for(count, reach) for count in tokens) <= pool.capacity
             for reach, pool in self.pools.items()
         )
 
     def has_blocks(self, needs: Sequence[int]) -> bool:
-        """True if each pool has this number of available blocks."""
+        """True if each pool has the needed number of available blocks."""
         pools = self.pools.values()
         return all(need <= pool.available for need, pool in zip(needs, pools, strict=True))
 
     def needs(self, sequence: CachedSequence, count: int) -> list[int]:
-        """How many blocks of each pool `extend` would take for `count` more tokens."""
+        """Number of blocks of each pool that `extend` would take for `count` more tokens."""
         end = sequence.length + count
         needs: list[int] = []
         for reach, table in sequence.tables.items():
@@ -273,14 +273,14 @@ class PagedCache:
         )
 
     def _must_copy(self, sequence: CachedSequence, reach: Reach) -> bool:
-        """True if the next token goes into a block that others hold too."""
+        """True if the next token belongs in a block that other sequences also hold."""
         last = sequence.tables[reach][-1:]
         return bool(sequence.length % BLOCK) and self.pools[reach].holders[last[0]] > 1
 
     def adopt(
         self, sequence: CachedSequence, length: int, tables: Mapping[Reach, Sequence[int]]
     ) -> None:
-        """Replace a sequence by the first `length` tokens of these tables, which it then shares."""
+        """Replace a sequence by the first `length` tokens of these tables; share their blocks."""
         self.clear(sequence)
         for reach, table in tables.items():
             oldest = self.oldest(length, reach)
@@ -293,8 +293,8 @@ class PagedCache:
         """Keep a sequence's first full blocks as prefixes that other sequences can share.
 
         Args:
-            sequence: holds the blocks.
-            prefixes: a key for each of these blocks, which identifies its tokens and all before.
+            sequence: the sequence that holds the blocks.
+            prefixes: one key per block, which identifies its tokens and all tokens before them.
         """
         for reach, table in sequence.tables.items():
             for block, prefix in zip(table, prefixes, strict=False):
@@ -303,12 +303,12 @@ class PagedCache:
     def adopt_prefix(
         self, sequence: CachedSequence, prefixes: Sequence[bytes], multiple: int = 1
     ) -> None:
-        """Give an empty sequence the longest of its prefixes that the cache still has.
+        """Give an empty sequence the longest of its prefixes that the cache still holds.
 
         Args:
             sequence: the empty sequence.
-            prefixes: the keys of its full blocks; see `label`.
-            multiple: the number of blocks must be a multiple of this.
+            prefixes: keys of its full blocks; see `label`.
+            multiple: the number of adopted blocks is a multiple of this.
         """
         found = {
             reach: [pool.find(prefix) for prefix in prefixes] for reach, pool in self.pools.items()
@@ -333,7 +333,7 @@ class PagedCache:
         self.truncate(sequence, 0)
 
     def reset(self) -> None:
-        """Release all blocks and forget all prefixes; sequences made before must not be used."""
+        """Release all blocks and delete all prefixes. Existing sequences become invalid."""
         for pool in self.pools.values():
             pool.reset()
 
@@ -352,18 +352,18 @@ class PagedCache:
         sequence.length = length
 
     def check_can_truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Refuse a length that `truncate` cannot go back to."""
+        """Raise an error for a length that `truncate` cannot restore."""
         if type(length) is not int or length < 0:
-            raise WorkhorseError(f"length={length!r} is not a number of tokens; give 0 or more")
+            raise WorkhorseError(f"length={length!r} is not a whole number; give 0 or more")
         for reach, table in sequence.tables.items():
             if EMPTY in table[self._first_seen(length, reach) : -(-length // BLOCK)]:
                 raise WorkhorseError(
-                    f"a window has moved past what it saw after {length} tokens; read the sequence "
-                    "again, or make the cache with more slack"
+                    f"cannot truncate to {length} tokens: a window has released tokens visible "
+                    "there; make the cache with more slack"
                 )
 
     def oldest(self, length: int, reach: Reach) -> int:
-        """The first block that a sequence of `length` tokens may see, even without `slack`."""
+        """The first block that a sequence may see after `length` tokens minus up to `slack`."""
         return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
 
     def _first_seen(self, length: int, reach: Reach) -> int:
@@ -373,18 +373,18 @@ class PagedCache:
     def _blocks_for(self, tokens: int, reach: Reach) -> int:
         """The maximum number of blocks that a sequence of `tokens` tokens holds at a time."""
         whole = -(-tokens // BLOCK)
-        # Those that a window shows before a long pass, and those that it shows after.
+        # The blocks that a window shows before a long pass, and those that it shows after it.
         return whole if reach is None else min(whole, 2 * -(-(reach + self.slack) // BLOCK) + 3)
 
     def _take(self, pool: Pool) -> int:
         block, again = pool.take()
-        if again:  # old values must not enter a sum, not even times zero: they may be NaN
+        if again:  # old values may be NaN, and 0 times NaN in a masked sum is NaN
             for tensor in self._stored(pool):
                 tensor[:, block].zero_()
         return block
 
     def _copy(self, pool: Pool, block: int) -> int:
-        """An unshared copy of a shared block."""
+        """Replace a holder's shared block by an unshared copy."""
         copy = self._take(pool)
         for tensor in self._stored(pool):
             tensor[:, copy] = tensor[:, block]
@@ -402,8 +402,8 @@ class Store:
     The tensors are allocated on first use, in the dtype that attention computes in.
 
     Args:
-        pool: counts the holders of each block.
-        in_blocks: whether the layer's kernel reads `InBlocks`.
+        pool: pool that counts the holders of each block.
+        in_blocks: True if the layer's kernel reads `InBlocks`.
     """
 
     def __init__(self, pool: Pool, in_blocks: bool) -> None:
@@ -421,7 +421,7 @@ class Store:
     def _allocate(self, new: Tensor) -> Tensor:
         shape = new.shape[1], self.pool.count, BLOCK, new.shape[3]
         try:
-            with torch.inference_mode(False):  # they may be written outside of that mode
+            with torch.inference_mode(False):  # so they can be written outside of that mode
                 return torch.zeros(shape, dtype=new.dtype, device=new.device)
         except RuntimeError:
             raise WorkhorseError(

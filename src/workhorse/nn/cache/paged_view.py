@@ -1,8 +1,8 @@
-"""Sequences of a `PagedCache`, as a forward pass sees them.
+"""Views of the sequences of a `PagedCache` for a forward pass.
 
 A `PagedView` is a batch: the same number of new tokens for each sequence. A `PackedView` is several
-batches in one pass, with all their tokens in one row: linear layers read their weights once, and
-only the parts that mix positions compute each batch by itself.
+batches in one pass, with all their tokens in one row. Linear layers then read their weights once;
+only the parts that mix positions compute each batch separately.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from workhorse.nn.shapes import NewKeys, NewValues, Positions
 
 
 class Pages:
-    """The tables, positions and slots to write that the layers of one reach share in a pass.
+    """The block tables, positions and write slots that layers of one reach share in a pass.
 
     Attributes:
-        place: the positions of queries and keys.
-        table: the block table of each row.
+        place: positions of queries and keys.
+        table: block table of each row.
         first: see `InBlocks`.
-        slots: see `InBlocks`; 0 if only new keys are seen.
-        appended: whether new keys are concatenated with the stored ones instead of read back: a
+        slots: see `InBlocks`; 0 if only new keys are visible.
+        appended: True if new keys are concatenated with the stored ones instead of read back. A
             window has room for at most `slack + 1` new tokens before it must release old ones.
         writes: the block and the slot of each new token.
     """
@@ -68,10 +68,10 @@ class Pages:
 
         Args:
             positions: (batch, seq), -1 for padding.
-            lengths: of the rows including the new tokens, (batch,).
-            longest: the largest of them.
-            before: the lengths before the new tokens.
-            uniform: all rows have the same length, without padding.
+            lengths: row lengths including the new tokens, (batch,).
+            longest: the largest of `lengths`.
+            before: row lengths before the new tokens.
+            uniform: True if all rows have the same length, without padding.
         """
         seq, cache = positions.shape[1], self._cache
         blocks = self.table.gather(1, (positions // BLOCK).clamp(min=0).expand(len(before), seq))
@@ -105,7 +105,7 @@ class Pages:
 
 
 class PagedEntry(CacheEntry):
-    """One layer's keys and values, for the sequences of a view."""
+    """The keys and values of one layer, for the sequences of a view."""
 
     def __init__(self, store: Store, pages: Pages) -> None:
         self._store = store
@@ -131,7 +131,8 @@ class PagedEntry(CacheEntry):
 class PagedView(CacheView):
     """A batch of sequences, one per row.
 
-    The sequences and the cache may be changed between passes; `reserve` and `begin` follow.
+    The sequences and the cache may be changed between passes; `reserve` and `begin` read their
+    current state.
     """
 
     def __init__(self, cache: PagedCache, sequences: Sequence[CachedSequence]) -> None:
@@ -139,7 +140,7 @@ class PagedView(CacheView):
         self.sequences = list(sequences)
         if not self.sequences or len(set(self.sequences)) < len(self.sequences):
             raise WorkhorseError(
-                "a view needs at least one sequence, and none of them twice; give others"
+                "a view needs at least one sequence and no duplicates; give each sequence once"
             )
         self.slack = cache.slack
         self.pages = {reach: Pages(cache, reach) for reach in cache.pools}
@@ -162,7 +163,7 @@ class PagedView(CacheView):
             pages.begin(positions, self.lengths, self.length, before, uniform=alike)
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Give each row r blocks for `counts[r]` more tokens.
+        """Allocate blocks for `counts[r]` more tokens of each row r.
 
         Raises:
             WorkhorseError: the cache has too few blocks.
@@ -172,9 +173,9 @@ class PagedView(CacheView):
         self._follow()
 
     def advance(self, seq: int) -> None:
-        """Count `seq` tokens of each sequence that a step has stored.
+        """Add `seq` to the length of each sequence, after a step has stored these tokens.
 
-        The step has updated the tensor `lengths`.
+        The step itself has updated the tensor `lengths`.
         """
         for sequence in self.sequences:
             sequence.length += seq
@@ -185,7 +186,7 @@ class PagedView(CacheView):
         return self.pages[reach if reach in self.pages else None].place
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
+        """Keep the first `lengths[r]` tokens of each row r, or all if it holds fewer.
 
         Raises:
             WorkhorseError: see `PagedCache.truncate`. The cache is then unchanged.
@@ -200,7 +201,7 @@ class PagedView(CacheView):
         self._follow()
 
     def _follow(self) -> None:
-        """Bring tables and lengths up to date with the sequences."""
+        """Update tables and lengths from the sequences."""
         changes = [sequence.changes for sequence in self.sequences]
         if changes != self._changes:
             self._changes = changes
@@ -214,20 +215,20 @@ class PagedView(CacheView):
 
 
 class PackedEntry(CacheEntry):
-    """One layer's entries in the parts of a packed pass."""
+    """The entries of one layer in the parts of a packed pass."""
 
     def __init__(self, parts: Sequence[CacheEntry]) -> None:
         self.parts = parts
 
     def update(self, k: NewKeys, v: NewValues) -> NoReturn:
-        raise AssertionError("the parts of a packed pass store keys and values, each its own")
+        raise AssertionError("each part of a packed pass stores its own keys and values")
 
 
 class PackedView(CacheView):
-    """Several batches in one row of tokens: those of the first batch, row by row, then the next.
+    """Several batches packed into one row of tokens: all rows of the first batch, then the next.
 
     Args:
-        parts: the batches, and the number of new tokens of each of their rows.
+        parts: the batches, each with the number of new tokens per row.
     """
 
     slack = 0
@@ -248,7 +249,7 @@ class PackedView(CacheView):
         return torch.cat([view.next_positions(new).flatten() for view, new in self.parts])[None]
 
     def begin(self, positions: Positions, *, uniform: bool) -> None:
-        """Nothing: each part begins with a context of its own."""
+        """Do nothing: each part begins in its own context."""
 
     def place(self, reach: Reach) -> NoReturn:
-        raise AssertionError("the parts of a packed pass have placements, each its own")
+        raise AssertionError("each part of a packed pass has its own placement")

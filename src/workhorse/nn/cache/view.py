@@ -1,8 +1,8 @@
 """The protocol between a forward pass and a cache. The caller owns the cache.
 
 A view represents the rows of one batch. Each attention layer has an entry, which stores new keys
-and values and returns all that may be attended to. Masks are computed from positions alone
-(`Placement`), so contiguous, paged and fixed-shape caches look the same to a model.
+and values and returns all visible ones. Masks are computed only from positions (`Placement`), so
+contiguous, paged and fixed-shape caches look the same to a model.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +29,10 @@ class CacheEntry(ABC):
 
     @abstractmethod
     def update(self, k: NewKeys, v: NewValues) -> tuple[Any, Any]:
-        """Store the new keys and values; returns all that the new tokens may attend to.
+        """Store the new keys and values; return all keys and values that the new tokens may see.
 
-        They are tensors `(batch, kv_heads, kv_seq, width)`, or `InBlocks` if the layer's kernel
-        reads those.
+        The results are tensors `(batch, kv_heads, kv_seq, width)`, or `InBlocks` if the layer's
+        kernel reads those.
         """
 
 
@@ -40,7 +40,7 @@ class LayerEntry(CacheEntry):
     """The entry of a layer that also has convolutions, which store their inputs as keys.
 
     Args:
-        attention: for keys and values.
+        attention: entry of the attention.
         inputs: see `CacheEntry`.
     """
 
@@ -57,13 +57,13 @@ class CacheView(ABC):
     """The rows of a batch in a cache.
 
     Attributes:
-        entries: of all layers, in the order of their `Block.rooms`.
-        length: columns consumed so far, counted in the longest row.
-        lengths: tokens in each row, int64 `(batch,)`.
-        uniform: whether all rows hold the positions 0, 1, 2 … to the same length, without padding.
-        slack: how many of the newest tokens can always be taken back.
-        parts: if the pass packs several batches into one row of tokens, their views and the number
-            of new tokens of each of their rows; otherwise empty.
+        entries: entries of all layers, in the order of their `Block.rooms`.
+        length: number of columns consumed so far, counted in the longest row.
+        lengths: number of tokens in each row, int64 `(batch,)`.
+        uniform: True if all rows hold the positions 0, 1, 2 … to the same length, without padding.
+        slack: number of newest tokens that can always be removed.
+        parts: if the pass packs several batches into one row of tokens, the view of each batch and
+            its number of new tokens per row; otherwise empty.
     """
 
     entries: list[Any]
@@ -78,16 +78,16 @@ class CacheView(ABC):
         return self.lengths[:, None] + torch.arange(seq, device=self.lengths.device)
 
     def text_lengths(self) -> Lengths:
-        """Tokens of the text that each new one belongs to, (batch, 1 or seq)."""
+        """Length of the sequence that each new token belongs to, (batch, 1 or seq)."""
         return self.lengths[:, None]
 
     def slots_before(self, reach: int) -> tuple[Slots, Slots]:
-        """Where a layer's entry of that reach holds the `reach - 1` tokens before each new one.
+        """The slots of the `reach - 1` tokens before each new token, in an entry with this reach.
 
         Returns:
-            slots: (batch, seq, reach - 1), the token just before first; any slot where there is
-                no such token.
-            exists: whether there is, a bool of that shape.
+            slots: (batch, seq, reach - 1), starting with the token just before; arbitrary if there
+                is no such token.
+            exists: bool of the same shape, True if there is such a token.
         """
         place = self.place(reach)
         queries, keys = place.queries, place.keys.expand(len(self.lengths), -1)
@@ -103,8 +103,8 @@ class CacheView(ABC):
         """Register the positions of one forward pass, before the layers store its keys.
 
         Args:
-            positions: (batch, seq), continuing those that a row holds; -1 is padding.
-            uniform: the positions are `next_positions`, without padding.
+            positions: (batch, seq), continuing the positions that a row holds; -1 is padding.
+            uniform: True if the positions are `next_positions`, without padding.
 
         Raises:
             WorkhorseError: there is no room for the tokens. The cache is then unchanged.
@@ -115,7 +115,7 @@ class CacheView(ABC):
         """The positions of the queries and keys of this pass.
 
         Args:
-            reach: how many of the latest positions a query of the layer sees; None: all of them.
+            reach: number of latest positions that a query of the layer sees; None: all.
         """
 
 
@@ -127,10 +127,10 @@ class Layers(Protocol[Room_co]):
     """A cache under construction, as a layer sees it."""
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> Room_co:
-        """An entry or a store for a layer of this reach.
+        """Create an entry or a store for a layer with this reach.
 
         Args:
             reach: see `CacheView.place`.
-            in_blocks: whether the layer's kernel reads `InBlocks`.
+            in_blocks: True if the layer's kernel reads `InBlocks`; else it reads one tensor.
         """
         ...

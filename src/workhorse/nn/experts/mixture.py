@@ -1,6 +1,6 @@
-"""A mixture of experts: many gated feed-forwards, of which a router chooses a few for each token.
+"""Mixture of experts: a router chooses a few of many gated feed-forwards for each token.
 
-No token is dropped, however loaded an expert is. Papers: 1701.06538; with shared experts,
+No token is dropped: experts have no capacity limit. Papers: 1701.06538; with shared experts,
 DeepSeekMoE, 2401.06066.
 """
 
@@ -28,7 +28,7 @@ from workhorse.nn.shapes import Hidden
 
 KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL_ALIGNMENT = 16
-"""The size in bytes of every row that the grouped kernel reads or writes is a multiple of this."""
+"""Alignment in bytes of every row that the grouped kernel reads or writes."""
 
 
 class Groups(NamedTuple):
@@ -37,11 +37,11 @@ class Groups(NamedTuple):
     of_row: Int[Tensor, " rows"]
     """The group of each row, in ascending order."""
     ends: Int[Tensor, " groups"]
-    """Where each group ends; an empty one ends where it begins. int32."""
+    """The end index of each group, int32; an empty group ends at its start."""
 
 
 def group_sorted(of_row: Int[Tensor, " rows"], groups: int) -> Groups:
-    """The groups of rows whose group numbers ascend; without waiting for the device."""
+    """The groups of rows that are sorted by group; does not synchronise with the device."""
     every = torch.arange(groups, device=of_row.device)
     return Groups(of_row, torch.searchsorted(of_row, every, right=True, out_int32=True))
 
@@ -50,12 +50,12 @@ class GroupedLinear(nn.Module):
     """`x[r] @ weight[g]ᵀ + bias[g]` for the group g of each row r.
 
     Args:
-        groups: how many maps.
-        in_features: width of a row.
-        out_features: width of a row of the output.
-        bias: whether each map has a bias.
+        groups: number of linear maps.
+        in_features: width of an input row.
+        out_features: width of an output row.
+        bias: True if each map has a bias.
 
-    Under autocast it computes in the autocast type, as `nn.Linear` does.
+    Under autocast it computes in the autocast dtype, as `nn.Linear` does.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GroupedLinear(nn.Module):
         return self.product(x, groups, self.weight, self.bias)
 
     def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with other weights."""
+        """As `forward`, with the given weights instead of its own."""
         dtype = autocast_dtype(x) or weight.dtype
         y = grouped_product(x.to(dtype), weight.to(dtype), groups.ends)
         return y if bias is None else y + bias[groups.of_row].to(dtype)
@@ -82,13 +82,13 @@ def grouped_product(
     weight: Float[Tensor, "groups out_features in_features"],
     ends: Int[Tensor, " groups"],
 ) -> Float[Tensor, "rows out_features"]:
-    """`x[r] @ weight[g]ᵀ`, group g being the rows up to `ends[g]`.
+    """`x[r] @ weight[g]ᵀ`; group g has the rows from the end of the group before to `ends[g]`.
 
-    It uses PyTorch's grouped kernel where that takes these shapes, otherwise one product per group.
-    In bfloat16 on Hopper and Blackwell the kernel does not wait for the device. On one CPU thread
-    in float32 it took 0.4 to 1.1 times as long as separate products, with 0.5 to 1,024 rows per
-    group: the fewer, the less. Its backward fails on an expanded gradient that was not
-    materialised, such as that of a plain sum.
+    It uses PyTorch's grouped kernel if the kernel supports these shapes, otherwise one matmul per
+    group. In bfloat16 on Hopper and Blackwell, the kernel does not synchronise with the device. On
+    one CPU thread in float32, it took 0.4 times (0.5 rows per group) to 1.1 times (1,024 rows) as
+    long as separate matmuls. Its backward fails on an expanded gradient that is not materialised,
+    such as the gradient of a plain sum.
     """
     if _kernel_takes(weight):
         return F.grouped_mm(x, weight.mT, offs=ends)
@@ -98,7 +98,7 @@ def grouped_product(
 
 
 def _kernel_takes(weight: Tensor) -> bool:
-    """Rows of whole 16 bytes, and bfloat16 where the compiler traces it."""
+    """True if rows are aligned and the dtype is supported (when compiling, only bfloat16)."""
     aligned = all(width * weight.itemsize % KERNEL_ALIGNMENT == 0 for width in weight.shape[1:])
     types = (torch.bfloat16,) if torch.compiler.is_compiling() else KERNEL_TYPES
     return aligned and weight.dtype in types
@@ -114,31 +114,32 @@ class MoEConfig(GatedConfig):
     n_experts: int = Field(gt=0)
     """Number of routed experts."""
     top_k: int = Field(gt=0)
-    """Routed experts that each token is sent to."""
+    """Number of routed experts per token."""
     activation: ActivationName = "silu"
     """Activation of an expert's gate."""
     clamped: ClampedSwigluConfig | None = None
-    """gpt-oss's clamped SwiGLU, in place of the activation."""
+    """gpt-oss's clamped SwiGLU instead of the activation, or None."""
     router: RouterConfig = RouterConfig()
     """How the experts of a token are chosen and weighted."""
     weigh: Literal["output", "input"] = "output"
-    """What the router's weight multiplies: an expert's output, or (Llama 4) its input."""
+    """The tensor that the router's weight multiplies: an expert's output or input (Llama 4)."""
     shared: GatedMlpConfig | None = None
-    """An expert applied to every token. Several are written as one of their total width."""
+    """An expert applied to every token. Write several shared experts as one with their total
+    width."""
     shared_gate: bool = False
-    """Multiply the shared expert's output by a sigmoid gate, one number per token (Qwen2-MoE)."""
+    """Multiply the shared expert's output by a sigmoid gate, one value per token (Qwen2-MoE)."""
     multiplier: float = Field(default=1.0, gt=0)
-    """Factor on the sum of all experts; 0.5 averages the routed and the shared (Cohere)."""
+    """Factor on the sum of all experts; 0.5 averages routed and shared experts (Cohere)."""
     output_norm: PresentNormConfig | None = None
-    """A norm on the sum of all experts (A.X-K1); left out: none."""
+    """A norm on the sum of all experts (A.X-K1), or None."""
 
     def model_post_init(self, _context: object) -> None:
         self.router.check(self.n_experts, self.top_k)
         if self.shared_gate and self.shared is None:
-            raise ConfigError("shared_gate=true needs a shared expert; add one, or leave it out")
+            raise ConfigError("shared_gate=true needs a shared expert; set shared")
         if self.clamped is not None and self.activation != "silu":
             raise ConfigError(
-                f"activation={self.activation} and clamped exclude each other; leave one out"
+                f"activation={self.activation} and clamped exclude each other; remove one"
             )
 
     def combine(self) -> nn.Module:
@@ -208,17 +209,17 @@ class GatedSharedMixture(SharedMixture):
 class Experts(nn.Module):
     """Gated feed-forwards with stacked weights, each applied to the tokens routed to it.
 
-    The token-expert pairs are sorted by expert, so that each projection is one grouped product.
-    Gathering and scattering sum nothing in an order that could vary: the result is deterministic.
+    The token-expert pairs are sorted by expert, so that each projection is one grouped matmul.
+    Gathering and scattering use no sums whose order could vary, so the result is deterministic.
 
     Args:
         d_model: width of a token's vector.
         d_ff: hidden width of an expert.
         n_experts: number of experts.
-        activation: called with the gate and the other branch.
-        bias: on the three projections of each expert.
-        dropout: on the combined branches.
-        weigh: what the router's weights multiply.
+        activation: module that combines the gate and the other branch.
+        bias: True to add biases to the three projections of each expert.
+        dropout: dropout on the combined branches.
+        weigh: the tensor that the router's weights multiply.
     """
 
     def __init__(
@@ -250,13 +251,13 @@ class Experts(nn.Module):
         weights = routing.weights.flatten()[order, None]
         rows = self.weigh_input(x[order // top_k], weights)  # (tokens · top_k, d_model)
         y = self.weigh_output(self.of_sorted(rows, experts), weights)
-        y = torch.empty_like(y).index_copy_(0, order, y)  # each pair back beside its token
+        y = torch.empty_like(y).index_copy_(0, order, y)  # back to token order
         return y.view(len(x), top_k, -1).sum(dim=1).to(x.dtype)
 
     def of_sorted(
         self, rows: Float[Tensor, "rows d_model"], experts: Int[Tensor, " rows"]
     ) -> Float[Tensor, "rows d_model"]:
-        """What each row's expert makes of it; the numbers of the experts ascend."""
+        """The output of each row's expert; the rows must be sorted by expert."""
         groups = group_sorted(experts, self.n_experts)
         hidden = self.activation(self.gate_proj(rows, groups), self.up_proj(rows, groups))
         return self.down_proj(self.dropout(hidden), groups)

@@ -1,4 +1,4 @@
-"""Routers: which experts of a mixture a token is sent to, and the weight of each."""
+"""Routers: the choice of experts for each token, and the weights of the chosen experts."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,87 +15,86 @@ from workhorse.nn.products import without_autocast
 
 TOP2 = 2
 ALWAYS_FLOAT32 = "selection_bias"
-"""Ending of the names of parameters that are float32 whatever the decoder's dtype."""
+"""Name suffix of parameters that are always float32, for any dtype of the decoder."""
 Scores = Float[Tensor, "tokens n_experts"]
 
 
 class Routing(NamedTuple):
-    """What a router decides."""
+    """The result of a router."""
 
     experts: Int[Tensor, "tokens top_k"]
     """The experts of each token."""
     weights: Float[Tensor, "tokens top_k"]
-    """The weight of each, float32."""
+    """The weight of each of these experts, float32."""
     scores: Scores
     """The scores of all experts, float32, for balancing the load."""
 
 
 class RouterConfig(Config):
-    """A linear map to one score per expert; the `top_k` best are chosen.
+    """A linear map to one score per expert; the `top_k` best experts are chosen.
 
-    A softmax over the chosen logits alone (Mixtral, gpt-oss, Granite) is `score: softmax` with
+    A softmax over only the chosen logits (Mixtral, gpt-oss, Granite) is `score: softmax` with
     `normalize`. The noise on inputs or logits that some families train with is not implemented.
     """
 
     score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    """`softmax` over all experts, or `sigmoid` of each by itself (DeepSeek-V3, 2412.19437 §2.1.2).
-    `sparsemixer` (PhiMoE; 2409.12136) weighs the best expert by a softmax over those whose logits
-    are close to its own, then the second best in the same way without the best, and so on. The best
-    are chosen in training too, where the paper samples."""
+    """`softmax` over all experts, or `sigmoid` of each logit (DeepSeek-V3, 2412.19437 §2.1.2).
+    `sparsemixer` (PhiMoE; 2409.12136) weighs the best expert by a softmax over the experts with
+    similar logits. It then removes this expert and does the same for the next best. In training,
+    the paper samples experts; here the best are chosen."""
     normalize: bool = False
     """Divide the weights of the chosen experts by their sum."""
     scale: float = Field(default=1.0, gt=0)
     """Factor on the weights (DeepSeek's `routed_scaling_factor`)."""
     n_groups: int = Field(default=1, gt=0)
-    """Groups of neighbouring experts."""
+    """Number of groups of consecutive experts."""
     top_groups: int = Field(default=1, gt=0)
     """Choose only among the experts of the `top_groups` best groups (DeepSeek-V2, 2405.04434
     §2.2.2)."""
     group_score: Literal["max", "top2_sum"] = "max"
-    """A group's score: that of its best expert (DeepSeek-V2) or the sum of its best two (V3). Only
-    where some groups are dropped."""
+    """Score of a group: the score of its best expert (DeepSeek-V2) or the sum of its best two (V3).
+    Used only if top_groups < n_groups."""
     selection_bias: bool = False
-    """A bias per expert that is added to its score for the choice but not in the weight. It has no
-    gradient and serves to balance the load (2408.15664)."""
+    """A bias per expert, added to its score for the choice but not for the weight. It has no
+    gradient; it balances the load (2408.15664)."""
     bias_on: Literal["score", "logit"] = "score"
-    """What `selection_bias` is added to: an expert's score, or its logit (Kolibri)."""
+    """The value that `selection_bias` is added to: an expert's score, or its logit (Kolibri)."""
     bias: bool = False
     """A bias on the logits (gpt-oss)."""
     jitter: float | None = Field(default=None, gt=0)
-    """sparsemixer: a logit is near the best if the difference is at most twice this, relative to
-    the larger of its size and the best."""
+    """Only for sparsemixer: a logit is similar to the best if their difference is at most
+    `2 · jitter` times the larger of the best logit and the logit's absolute value."""
 
     def model_post_init(self, _context: object) -> None:
         if (self.score == "sparsemixer") != (self.jitter is not None):
             raise ConfigError(
-                f"jitter={self.jitter} does not go with score={self.score}; "
-                "give jitter with sparsemixer, and with nothing else"
+                f"jitter={self.jitter} does not match score={self.score}; "
+                "set jitter with sparsemixer and only with it"
             )
         if self.score == "sparsemixer":
             self._check_sparsemixer()
         if self.bias_on == "logit" and not self.selection_bias:
-            raise ConfigError("bias_on=logit needs selection_bias=true; add it, or leave it out")
+            raise ConfigError("bias_on=logit needs selection_bias=true; set it")
         if self.top_groups > self.n_groups:
             raise ConfigError(
-                f"top_groups={self.top_groups} is more than n_groups={self.n_groups}; "
-                "choose at most that"
+                f"top_groups={self.top_groups} is more than n_groups={self.n_groups}; lower it"
             )
         if self.top_groups == self.n_groups and self.group_score != "max":
             raise ConfigError(
-                f"group_score={self.group_score} chooses nothing where every group is kept; "
-                "take fewer top_groups, or leave it out"
+                f"group_score={self.group_score} has no effect if every group is kept; "
+                "lower top_groups"
             )
 
     def _check_sparsemixer(self) -> None:
         for field in ("normalize", "scale", "n_groups", "group_score", "selection_bias"):
             if getattr(self, field) != type(self).model_fields[field].default:
-                raise ConfigError(f"{field} does not go with score=sparsemixer; leave it out")
+                raise ConfigError(f"{field} is not supported with score=sparsemixer; remove it")
 
     def check(self, n_experts: int, top_k: int) -> None:
-        """Refuse numbers of experts that cannot be grouped or chosen.
+        """Raise an error for expert counts that cannot be grouped or chosen.
 
         Raises:
-            ConfigError: more experts are chosen than there are, or groups differ in size.
+            ConfigError: more experts are chosen than available, or groups differ in size.
         """
         if top_k > n_experts:
             raise ConfigError(f"top_k={top_k} is more than n_experts={n_experts}; lower it")
@@ -108,11 +107,11 @@ class RouterConfig(Config):
         if top_k > size * self.top_groups:
             raise ConfigError(
                 f"top_k={top_k} is more than the {size * self.top_groups} experts of "
-                f"top_groups={self.top_groups}; lower it or take more groups"
+                f"top_groups={self.top_groups}; lower top_k"
             )
         if self.group_score == "top2_sum" and size < TOP2:
             raise ConfigError(
-                "group_score=top2_sum needs two experts a group; choose fewer groups, or max"
+                "group_score=top2_sum needs two experts per group; choose fewer groups"
             )
 
     def build(self, d_model: int, n_experts: int, top_k: int) -> "Router":
@@ -125,13 +124,13 @@ class RouterConfig(Config):
 
 
 class Router(nn.Module, ABC):
-    """Scores every expert for every token, and chooses.
+    """Scores every expert for every token, and chooses the best.
 
     Args:
         d_model: width of a token's vector.
         n_experts: number of experts.
-        top_k: experts per token.
-        config: how they are scored, chosen and weighted.
+        top_k: number of experts per token.
+        config: options for scores, choice and weights.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
@@ -142,11 +141,11 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
-        """The experts of each token and their weights."""
+        """Choose the experts of each token and compute their weights."""
 
 
 class TopKRouter(Router):
-    """The experts of the `top_k` largest logits, weighed by their scores."""
+    """Chooses the experts with the `top_k` largest logits, and weights them by their scores."""
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
         super().__init__(d_model, n_experts, top_k, config)
@@ -162,7 +161,7 @@ class TopKRouter(Router):
         return Routing(experts, weights, scores)
 
     def rank(self, logits: Scores, scores: Scores) -> Scores:
-        """The numbers that decide: logits, because a saturated sigmoid loses their order."""
+        """The values to rank experts by: logits, because a saturated sigmoid loses their order."""
         del scores
         return logits
 
@@ -201,7 +200,7 @@ class LogitRouter(AdjustedRouter):
 
 
 class BestGroups(nn.Module):
-    """-inf for every expert outside the best groups (2405.04434 §2.2.2)."""
+    """Sets scores of experts outside the best groups to -inf (2405.04434 §2.2.2)."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -218,9 +217,9 @@ class BestGroups(nn.Module):
 
 
 class SparseMixer(Router):
-    """PhiMoE's router: one expert after another, each weighted among those with close logits.
+    """PhiMoE's router: chooses one expert after another, each weighted among similar logits.
 
-    Paper: GRIN, 2409.12136 §2; the choice made in evaluation is used in training too.
+    Paper: GRIN, 2409.12136 §2. The choice for evaluation is also used in training.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
@@ -245,7 +244,7 @@ class SparseMixer(Router):
 
 
 class Float32Linear(nn.Linear):
-    """A linear map computed in float32 whatever the input and autocast (2101.03961 §2.4)."""
+    """A linear map that always computes in float32, even under autocast (2101.03961 §2.4)."""
 
     def forward(self, input: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch out"]:
         with without_autocast(input):

@@ -1,6 +1,6 @@
 """Positions that are added: to the embedding (learned, sinusoidal) or to scores (ALiBi).
 
-Positions that act inside attention have their own files: rotations in `rope`, biases in `alibi`.
+Rotations of queries and keys are in `rope`.
 """
 
 import math
@@ -16,22 +16,22 @@ from workhorse.nn.elementwise import Unchanged
 from workhorse.nn.shapes import Hidden, Positions
 
 OF_THE_EMBEDDING = {
-    f"position={kind}": "positions of this kind stand in model.embedding.position"
+    f"position={kind}": "set this kind of position in model.embedding.position"
     for kind in ("learned", "sinusoidal")
 }
 OF_THE_ATTENTION = {
-    f"position={kind}": "positions of this kind stand in model.blocks.NAME.attention.position"
+    f"position={kind}": "set this kind of position in model.blocks.NAME.attention.position"
     for kind in ("rope", "alibi")
 }
 OF_PARTS = {
-    "position": "learned or sinusoidal positions stand in model.embedding.position, rope or alibi "
+    "position": "set learned or sinusoidal positions in model.embedding.position, rope or alibi "
     "in model.blocks.NAME.attention.position"
 }
 """See `Config.elsewhere`."""
 
 
 class NoPositionConfig(Config):
-    """No position is added and nothing is rotated: the causal mask alone gives order (NoPE)."""
+    """No position is added and nothing is rotated: only the causal mask gives order (NoPE)."""
 
     kind: Literal["none"] = "none"
 
@@ -52,7 +52,7 @@ class LearnedPositionConfig(Config):
 
 
 class LearnedPositions(nn.Module):
-    """Adds row `offset + s` of a table to the token at position `s`; padding gets that of 0."""
+    """Adds row `offset + s` of a table to the token at position `s`; padding uses position 0."""
 
     def __init__(self, max_seq_len: int, d_model: int, *, offset: int = 0) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class SinusoidalPositionConfig(Config):
 
     kind: Literal["sinusoidal"] = "sinusoidal"
     theta: float = Field(default=10_000.0, gt=0)
-    """About how many times slower the slowest wave is than the fastest."""
+    """Approximate ratio of the fastest to the slowest frequency."""
     layout: Literal["interleaved", "halves"] = "interleaved"
     """`interleaved` alternates sines and cosines (the paper); `halves` puts all sines first
     (CTRL, XGLM)."""
@@ -127,7 +127,7 @@ class AlibiConfig(Config):
     scaled: bool = False
     """Multiply the bias by the attention scale, like the scores (Falcon)."""
     bfloat16: bool = False
-    """Round slopes and their products with key positions to bfloat16, even in float32 (Falcon)."""
+    """Round slopes and their products with key positions to bfloat16, in every dtype (Falcon)."""
 
     def slopes(self, n_heads: int) -> tuple[float, ...]:
         return alibi_slopes(n_heads, self.max_bias)
@@ -136,8 +136,8 @@ class AlibiConfig(Config):
 def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     """`2^(-max_bias h / n_heads)`, `h = 1 … n_heads`, for a power of two.
 
-    For other counts the slopes of the power of two below, then every second slope of the power of
-    two above, as the paper's code has it.
+    For other head counts: the slopes of the next lower power of two, then every second slope of the
+    next higher one, as in the paper's code.
     """
     below = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-max_bias * head / below) for head in range(1, below + 1)]

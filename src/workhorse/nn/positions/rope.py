@@ -21,13 +21,13 @@ Frequencies = Float[Tensor, " rotary_half"]
 
 
 class ScalingConfig(Config):
-    """How a rotation is stretched past the length it was trained for."""
+    """Scaling of a rotation for sequences longer than in training."""
 
     @abstractmethod
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
     ) -> Frequencies:
-        """Radians per position, for each pair, in a text of `length` tokens."""
+        """Radians per position, for each pair, in a sequence of `length` tokens."""
 
     @property
     def amplitude(self) -> float:
@@ -40,7 +40,7 @@ class LinearScalingConfig(ScalingConfig):
 
     kind: Literal["linear"] = "linear"
     factor: float = Field(gt=0)
-    """How many times longer texts may be."""
+    """Ratio of the extended to the original maximum sequence length."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -50,17 +50,17 @@ class LinearScalingConfig(ScalingConfig):
 
 
 class DynamicNtkScalingConfig(ScalingConfig):
-    """Past the original length, a larger theta that depends on the length of the text so far.
+    """Beyond the original length, theta grows with the current length of the sequence.
 
-    The angles of early tokens change as the text grows, so decoding with a cache cannot equal the
-    full forward; as in the reference, cached keys keep the angles they were stored with.
+    The angles of early tokens change as the sequence grows, so decoding with a cache cannot equal
+    the full forward pass. As in the reference, cached keys keep the angles they were stored with.
     """
 
     kind: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: float = Field(ge=1)
-    """How fast theta grows with the length."""
+    """Growth rate of theta with the length."""
     original_max_seq_len: int = Field(gt=0)
-    """The longest text, in tokens, whose angles stay as they were in training."""
+    """Length, in tokens, up to which sequences keep the angles of training."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -72,23 +72,24 @@ class DynamicNtkScalingConfig(ScalingConfig):
 
 
 class YarnScalingConfig(ScalingConfig):
-    """Slow pairs interpolated, fast pairs left alone, a ramp between. Paper: YaRN, 2309.00071."""
+    """Slow pairs interpolated, fast pairs unchanged, a ramp between. Paper: YaRN, 2309.00071."""
 
     kind: Literal["yarn"] = "yarn"
     factor: float = Field(ge=1)
-    """How many times longer texts may be."""
+    """Ratio of the extended to the original maximum sequence length."""
     original_max_seq_len: int = Field(gt=0)
-    """The longest text of the original training, in tokens."""
+    """Maximum sequence length of the original training, in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """Pairs that turn more often than this over the original length are left alone."""
+    """Pairs that turn more often than this over the original length are unchanged."""
     beta_slow: float = Field(default=1.0, gt=0)
     """Pairs that turn less often than this are fully interpolated."""
     mscale: float = 1.0
     """Factor on the logarithm in the amplitude; used only with `mscale_all_dim`."""
     mscale_all_dim: float | None = None
-    """DeepSeek divides by this one's amplitude and multiplies the softmax scale by its square."""
+    """If set, the amplitude of `mscale` is divided by the amplitude of this value. DeepSeek also
+    multiplies the softmax scale by the square of the divisor."""
     attention_factor: float | None = None
-    """Amplitude: the factor on cosines and sines; the paper's `0.1 ln(factor) + 1` by default."""
+    """Amplitude: the factor on cosines and sines. None: the paper's `0.1 ln(factor) + 1`."""
     truncate: bool = True
     """Round the ends of the ramp to whole pairs (gpt-oss does not)."""
 
@@ -102,6 +103,7 @@ class YarnScalingConfig(ScalingConfig):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
         pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
+        # 0.001 avoids a division by zero, as in the paper's code.
         ramp = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
         plain = inverse_powers(theta, rotary_dim, device)
         return plain / self.factor * ramp + plain * (1 - ramp)
@@ -132,17 +134,17 @@ class YarnScalingConfig(ScalingConfig):
 
 
 class Llama3ScalingConfig(ScalingConfig):
-    """Long waves interpolated, short ones left alone, blended between (Llama 3.1, 2407.21783)."""
+    """Slow pairs interpolated, fast pairs unchanged, a blend between (Llama 3.1, 2407.21783)."""
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(ge=1)
-    """How many times slower the long waves turn."""
+    """Factor by which slow pairs are slowed."""
     low_freq_factor: float = Field(gt=0)
     """Pairs that turn fewer times over the original length are slowed by the whole factor."""
     high_freq_factor: float = Field(gt=0)
-    """Pairs that turn more often over the original length are left alone."""
+    """Pairs that turn more often over the original length are unchanged."""
     original_max_seq_len: int = Field(gt=0)
-    """The longest text of the original training, in tokens."""
+    """Maximum sequence length of the original training, in tokens."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -165,21 +167,22 @@ class Llama3ScalingConfig(ScalingConfig):
 class LongRopeScalingConfig(ScalingConfig):
     """A divisor per pair found by search: one list up to the original length, another beyond it.
 
-    Like dynamic NTK it depends on the length of the text: crossing the original length changes all
-    angles at once, and cached keys keep theirs. Paper: LongRoPE, 2402.13753.
+    Like dynamic NTK, it depends on the sequence length. Crossing the original length changes all
+    angles at once, but cached keys keep their angles. Paper: LongRoPE, 2402.13753.
     """
 
     kind: Literal["longrope"] = "longrope"
     short_factor: tuple[float, ...]
-    """The divisor of each pair in texts up to the original length."""
+    """The divisor of each pair in sequences up to the original length."""
     long_factor: tuple[float, ...]
-    """The divisor of each pair in longer texts."""
+    """The divisor of each pair in longer sequences."""
     original_max_seq_len: int = Field(gt=1)
-    """The longest text of the original training, in tokens."""
+    """Maximum sequence length of the original training, in tokens."""
     factor: float = Field(ge=1)
-    """How far the context was extended; gives the amplitude unless `attention_factor` does."""
+    """Factor by which the context was extended; gives the amplitude unless `attention_factor` is
+    set."""
     attention_factor: float | None = None
-    """Amplitude; left out: `sqrt(1 + ln(factor) / ln(original_max_seq_len))`."""
+    """Amplitude. None: `sqrt(1 + ln(factor) / ln(original_max_seq_len))`."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -225,18 +228,18 @@ class RopeConfig(Config):
     number of features, the last is paired with the one after it, as in transformers."""
     pairing: Literal["half", "interleaved"] = "half"
     """Feature i is paired with i + rotary_dim/2 (`half`) or with its neighbour (`interleaved`). A
-    checkpoint is right with only one of them, and looks plausible with the other."""
+    checkpoint needs the pairing of its training; the other gives plausible but wrong outputs."""
     reverse: bool = False
     """Rotate in the opposite direction (nanochat)."""
     precision: Literal["native", "float32"] = "native"
-    """`float32` rotates queries and keys in float32 whatever their dtype (OLMo, Cohere)."""
+    """`float32` rotates queries and keys of every dtype in float32 (OLMo, Cohere)."""
     scaling: RopeScalingConfig | None = None
-    """How the rotation is stretched past the length it was trained for; left out: not at all."""
+    """Scaling of the rotation for sequences longer than in training, or None."""
 
     def rotary_dim(self, head_dim: int) -> int:
-        """The width that the frequencies are spread over.
+        """The width over which the frequencies are spread.
 
-        That many features of a head are rotated, or one more if the number is odd.
+        It is also the number of rotated features of a head, rounded up to an even number.
 
         Raises:
             ConfigError: the features cannot be paired, or a scaling has divisors for another width.
@@ -246,7 +249,7 @@ class RopeConfig(Config):
         odd_ramp = rotary_dim % 2 and isinstance(self.scaling, YarnScalingConfig)
         if rotary_dim == 0 or 2 * pairs > head_dim or odd_ramp:
             raise ConfigError(
-                f"fraction={self.fraction} of head_dim={head_dim} turns {rotary_dim} features, "
+                f"fraction={self.fraction} of head_dim={head_dim} rotates {rotary_dim} features, "
                 "which cannot be paired; choose a fraction that gives an even number"
             )
         match self.scaling:
@@ -254,7 +257,7 @@ class RopeConfig(Config):
                 if {len(short), len(long)} != {pairs}:
                     raise ConfigError(
                         f"longrope has {len(short)} short and {len(long)} long factors for "
-                        f"{pairs} pairs; give one factor a pair"
+                        f"{pairs} pairs; give one factor per pair"
                     )
             case DynamicNtkScalingConfig() if rotary_dim <= 2:  # noqa: PLR2004
                 raise ConfigError("dynamic_ntk needs at least two pairs; choose a wider head_dim")
@@ -264,7 +267,7 @@ class RopeConfig(Config):
 
     @property
     def steady_length(self) -> int | None:
-        """The longest text whose tokens keep their angles as it grows; None: there is no limit."""
+        """Length up to which tokens keep their angles as a sequence grows; None: no limit."""
         match self.scaling:
             case DynamicNtkScalingConfig() | LongRopeScalingConfig() as scaling:
                 return scaling.original_max_seq_len
@@ -273,7 +276,7 @@ class RopeConfig(Config):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the angle of a token changes as the text after it grows."""
+        """True if the angle of a token changes as the sequence grows."""
         return self.steady_length is not None
 
     def angles(
@@ -282,9 +285,9 @@ class RopeConfig(Config):
         """Cosines and sines in float32, `(batch or 1, 1, seq, pairs)` each.
 
         Args:
-            positions: the position of each token; padding may hold anything.
+            positions: position of each token; padding may have any position.
             head_dim: width of a head.
-            length: tokens in the text so far, per row or per token where they differ; used only by
+            length: current sequence length, given per row or per token if they differ; used only by
                 scalings that depend on it.
         """
         rotary_dim = self.rotary_dim(head_dim)
@@ -303,8 +306,8 @@ class RopeConfig(Config):
         rotary_dim: int,
         length: int | Lengths,
         device: torch.device,
-    ) -> Float[Tensor, "*texts rotary_half"]:
-        """For one text `(pairs)`; for several `(batch, 1, seq or 1, pairs)`, each as if alone."""
+    ) -> Float[Tensor, "*sequences rotary_half"]:
+        """Frequencies: `(pairs)` for one length, `(batch, 1, seq or 1, pairs)` for several."""
         if isinstance(length, int):
             return scaling.frequencies(self.theta, rotary_dim, length, device)
         lengths = length.clamp(min=self.steady_length or 0)

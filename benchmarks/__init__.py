@@ -1,1 +1,1 @@
-"""Measurements of Workhorse beside its peers; README.md lists those that run."""
+"""Benchmarks of Workhorse against its peers; README.md lists them."""

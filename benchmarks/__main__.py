@@ -1,9 +1,9 @@
-"""Every benchmark, one after the other, and the page that they fill.
+"""Run every benchmark in turn, and write the results page.
 
     python -m benchmarks [--quick] [--nanogpt CHECKOUT] [--data tinyshakespeare.txt]
 
-Each is a process of its own. What ends is kept at once; one that fails is named, and the others go
-on.
+Each benchmark is a separate process. Its result is saved as soon as it ends. If one fails, its name
+is printed and the others still run.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from benchmarks.harness.command import checkout_of_nanogpt
 
 
 def main() -> int:
-    """Run them; 1 if one failed."""
+    """Run all benchmarks; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(
-        "--nanogpt", type=checkout_of_nanogpt, metavar="CHECKOUT", help="for training"
+        "--nanogpt", type=checkout_of_nanogpt, metavar="CHECKOUT", help="a checkout, for training"
     )
-    parser.add_argument("--data", type=Path, metavar="FILE", help="a text to encode")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="a text file to encode")
     options = parser.parse_args()
     further = {
         "train": ["--nanogpt", str(options.nanogpt)] if options.nanogpt else [],

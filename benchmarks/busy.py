@@ -1,11 +1,11 @@
-"""Training and decoding beside programs that keep every core busy: what share of the speed is left.
+"""Speed of training and decoding while other programs keep every core busy.
 
     python -m benchmarks.busy [--plain] [--rounds 5]
 
-Each program is a busy process for each core, so that beside one of them half of the machine is
-left, and beside two a third. Rounds go alone, beside one, beside two, alone … The last column is
-two processes of the work itself at once. `--plain` leaves it to OpenMP how threads wait, and
-`GOMP_SPINCOUNT` in the environment says how often they look; see `workhorse.devices.waiting`.
+Each program is one busy process per core. With one program, half of the machine is left for the
+work; with two, a third. The rounds alternate between no program, one and two. The last columns are
+two processes of the same work at once. `--plain` leaves the way in which threads wait to OpenMP.
+`GOMP_SPINCOUNT` in the environment sets how long they spin; see `workhorse.devices.waiting`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SPIN = "from workhorse.devices.waiting import run_in_slices\nrun_in_slices(0)\nw
 
 
 def works(models: str) -> list[Work]:
-    """What is measured."""
+    """The workloads to measure."""
     trained = [("tiny", "float32"), ("tiny", "bfloat16"), ("baby", "bfloat16")]
     decoded = ("bfloat16", "int4")
     return [
@@ -39,7 +39,7 @@ def works(models: str) -> list[Work]:
 
 @contextmanager
 def beside(programs: int) -> Generator[None]:
-    """While so many programs keep every core busy, a process for each core."""
+    """Run programs in the background; each keeps every core busy with one process per core."""
     command = [sys.executable, "-c", SPIN]
     started = [subprocess.Popen(command) for _ in range(programs * default_threads())]
     try:
@@ -51,7 +51,7 @@ def beside(programs: int) -> Generator[None]:
 
 
 def two_at_once(contestant: Contestant, measure: str, rounds: int, threads: int) -> float:
-    """The median of both, each with all threads."""
+    """The median over both processes, each with all threads."""
 
     def take(worker: Worker) -> list[float]:
         return [worker.round()[measure] for _ in range(rounds)]
@@ -65,11 +65,11 @@ def two_at_once(contestant: Contestant, measure: str, rounds: int, threads: int)
 
 
 def main() -> None:
-    """Measure each, and print a row."""
+    """Measure each workload, and print a row for it."""
     options = with_models(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
-    options.add_argument("--plain", action="store_true", help="threads wait as OpenMP has them")
+    options.add_argument("--plain", action="store_true", help="threads wait as OpenMP decides")
     options.add_argument("--rounds", type=at_least_one, default=5)
-    options.add_argument("--only", nargs="+", metavar="WORK", help="these alone")
+    options.add_argument("--only", nargs="+", metavar="WORK", help="only these workloads")
     given = options.parse_args()
     every = works(str(given.models))
     names = [one.contestant.name for one in every]

@@ -1,10 +1,10 @@
-"""What design choices cost: the same work with one thing changed, beside the first row.
+"""Cost of design choices: the same work with one setting changed, compared with the first row.
 
     python -m benchmarks.choices [--work training attention decoding]
 
-What docs/claims.md asks about speed: training steps of a small decoder with one choice
-changed, in both types; forward and backward of one attention by each kernel, at growing lengths;
-new tokens after a long text, with fewer heads of keys and values.
+The measurements behind docs/claims.md: training steps of a small decoder with one choice changed,
+in both dtypes; forward and backward of one attention layer with each kernel, at growing lengths;
+new tokens after a long prompt, with fewer key and value heads.
 """
 
 import argparse
@@ -53,7 +53,7 @@ CHOICES: dict[str, list[str]] = {
     "parallel block": [f"{BLOCK}.kind=parallel"],
     "multi-query": [f"{BLOCK}.attention.n_kv_heads=1", f"{BLOCK}.feed_forward.d_ff=848"],
 }
-"""Settings of the base; fewer keys and values give their weights to the feed-forward."""
+"""Settings that change the base; parameters saved on keys and values go to the feed-forward."""
 ROUNDING = {
     "LayerNorm in bfloat16": [f"{NORM}={{kind: layer_norm, precision: low}}"],
     "LayerNorm in float32": [f"{NORM}={{kind: layer_norm, precision: float32}}"],
@@ -62,19 +62,19 @@ HEADS = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
 LENGTHS = (256, 512, 1024, 2048)
 ROWS, SEQ, STEPS = 8, 256, 2
 WIDTH, N_HEADS = 512, 8
-"""Of the attention that is timed alone."""
+"""Sizes of the attention layer that is timed separately."""
 PROMPT, NEW_TOKENS = 1900, 100
 WORK = ("training", "attention", "decoding")
 
 
 def config(settings: list[str]) -> DecoderConfig:
-    """The base with settings written over it."""
+    """The base config with settings applied."""
     kept = apply_overrides(BASE, settings, keep=lambda _place, section, _kind: section)
     return DecoderConfig.from_dict(kept)
 
 
 def training(*, settings: list[str], dtype: str, threads: int) -> Round:
-    """Rounds that give `tokens` a second of training steps, as `workhorse train` takes them."""
+    """Rounds of training steps, as in `workhorse train`; they return `tokens` per second."""
     from workhorse.train.recipe.recipe import TrainConfig
     from workhorse.train.step.build import build_step
 
@@ -94,9 +94,9 @@ def training(*, settings: list[str], dtype: str, threads: int) -> Round:
 
 
 def autocast(*, settings: list[str], threads: int) -> Round:
-    """Rounds that give `tokens` a second, forward and backward, of float32 weights in autocast.
+    """Rounds of forward and backward with float32 weights in autocast; `tokens` per second.
 
-    There a norm has a precision to choose; where weights are bfloat16, all compute the same.
+    Only there does a norm have a choice of precision; with bfloat16 weights all norms are equal.
     """
     torch.set_num_threads(threads)
     decoder, (tokens, targets) = config(settings).build(), _rows()
@@ -112,13 +112,13 @@ def autocast(*, settings: list[str], threads: int) -> Round:
 
 
 def _rows() -> tuple[Tensor, Tensor]:
-    """Random tokens and what follows each, `(ROWS, SEQ)`."""
+    """Random tokens and the next token of each, `(ROWS, SEQ)`."""
     tokens = torch.tensor(random_tokens(ROWS, SEQ + 1, BASE["vocab_size"]))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def attention(*, kernel: KernelName, length: int, threads: int) -> Round:
-    """Rounds that give `tokens` a second, forward and backward, of one attention in float32."""
+    """Rounds of forward and backward of one float32 attention layer; `tokens` per second."""
     torch.set_num_threads(threads)
     layer = AttentionConfig(n_heads=N_HEADS).build(WIDTH, 0, kernel)
     x = torch.randn(1, length, WIDTH, requires_grad=True)
@@ -134,7 +134,7 @@ def attention(*, kernel: KernelName, length: int, threads: int) -> Round:
 
 
 def decoding(*, n_kv_heads: int, threads: int) -> Round:
-    """Rounds that give new tokens a second (`decode`) of eight texts of `PROMPT` tokens."""
+    """Rounds of generating from eight prompts of `PROMPT` tokens; new tokens per second."""
     torch.set_num_threads(threads)
     decoder = config([f"{BLOCK}.attention.n_kv_heads={n_kv_heads}"]).build(dtype=torch.bfloat16)
     decoder.eval()
@@ -145,7 +145,7 @@ def decoding(*, n_kv_heads: int, threads: int) -> Round:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Those of the kinds of work that were asked for."""
+    """The cases of the selected kinds of work."""
     if "training" in options.work:
         for dtype in ("float32", "bfloat16"):
             rows = [
@@ -176,7 +176,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     made = parser(__doc__ or "")
     made.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
     return made

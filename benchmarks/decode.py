@@ -1,11 +1,11 @@
-"""Decoding one text: new tokens a second beside peers, and the share of the memory's speed.
+"""Decoding one sequence: new tokens per second beside peers, and share of memory bandwidth.
 
     python -m benchmarks.decode [--shapes 160m 1b] [--precisions float32 bfloat16 int8 int4]
 
-A prompt of 128 random tokens, then 64 new ones, greedy, of which the first is the prompt's doing
-and the others are timed. Weights are random and the same for everyone. A row of 8 or 4 bits is
-compared with llama.cpp's type of equal size, scales included. The limit is reading the weights of
-all products once a token; what attention reads of its cache comes on top and is not counted.
+A prompt of 128 random tokens, then 64 new ones, greedy. The prefill gives the first new token; the
+others are timed. All contestants have the same random weights. A row of 8 or 4 bits is compared
+with llama.cpp's type of equal size, including scales. The limit is reading the weights of all
+matmuls once per token. What attention reads from its cache is not counted.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from benchmarks.harness.contest import Case
 from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PRECISIONS
 
 TOO_LARGE = {("1b", "float32")}
-"""Left out unless asked for by name: 4.4 GB for each contestant, and nobody decodes so."""
+"""Skipped unless requested by name: 4.4 GB per contestant, and an unusual way to decode."""
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """One for each shape and precision."""
+    """One case for each shape and precision."""
     for shape in options.shapes:
         for precision in options.precisions or PRECISIONS:
             if options.precisions or (shape, precision) not in TOO_LARGE:
@@ -37,7 +37,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     made = with_models(with_device(parser(__doc__ or "")))
     made.add_argument("--shapes", nargs="+", choices=DECODING, default=list(DECODING))
     made.add_argument("--precisions", nargs="+", choices=PRECISIONS)

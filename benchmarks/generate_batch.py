@@ -1,10 +1,10 @@
-"""Decoding several texts at once: all rows' new tokens a second, beside peers.
+"""Decoding several sequences at once: new tokens per second of the whole batch, beside peers.
 
     python -m benchmarks.generate_batch [--batches 1 8 32] [--precisions bfloat16 int8]
 
-Each row has a prompt of its own of 128 random tokens and takes 64 new ones, of which all but the
-first are timed. The limit is reading the weights once a step, whatever the batch: a large batch is
-held back by its arithmetic long before.
+Each row has a different prompt of 128 random tokens and gets 64 new ones. All but the first are
+timed. The limit is reading the weights once per step, for any batch size. A large batch is limited
+by its arithmetic long before that.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PRECISIONS
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """One for each batch and precision."""
+    """One case for each batch and precision."""
     for precision in options.precisions:
         for batch in options.batches:
             yield case(
@@ -32,7 +32,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     made = with_models(with_device(parser(__doc__ or "")))
     made.add_argument("--shape", choices=DECODING, default="160m")
     made.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])

@@ -3,8 +3,8 @@
     python -m benchmarks.load
 
 Every round is a new process with its packages imported. The time ends when one byte of every page
-of every weight was looked at, since mapping a file alone reads nothing. `cached` has the file in
-the system's page cache; for `dropped` it is put out of it first, where the system allows.
+of every weight has been read, because mapping a file reads nothing. For `cached`, the file is in
+the system's page cache. For `dropped`, it is removed from the cache first, if the system allows it.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def transformers(shape: str, models: str, cached: bool, threads: int) -> Round:
     import torch
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-    # By name, so that it is imported by now: the Auto class imports a model when it loads one.
+    # By class, so that its module is imported before timing: the Auto class imports it on loading.
     kind = LlamaForCausalLM if STORED[shape].gated else GPT2LMHeadModel
 
     def weights(folder: Path) -> Iterable["Tensor"]:
@@ -52,7 +52,7 @@ def transformers(shape: str, models: str, cached: bool, threads: int) -> Round:
 
 
 def safetensors(shape: str, models: str, cached: bool, threads: int) -> Round:
-    """Rounds of `load_file`, which gives tensors and no model."""
+    """Rounds of `load_file`, which returns tensors, not a model."""
     from safetensors.torch import load_file
 
     def weights(folder: Path) -> Iterable["Tensor"]:
@@ -105,7 +105,7 @@ def _drop(file: Path) -> None:
 
 
 def copied(shape: str, models: str, cached: bool, threads: int) -> Round:
-    """The limit, `gbytes`: reading the file into memory that is there already, as GB/s."""
+    """The limit, `gbytes`: reading the file into memory that is already allocated, in GB/s."""
     from benchmarks.harness.models import huggingface_folder
 
     del threads
@@ -126,7 +126,7 @@ def copied(shape: str, models: str, cached: bool, threads: int) -> Round:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """With the file in the page cache for every shape, and without for one."""
+    """All shapes with the file in the page cache, and one shape without."""
     for shape in STORED.values():
         yield _case(shape, options, cached=True)
     yield _case(STORED["350m"], options, cached=False)
@@ -152,7 +152,7 @@ def _case(shape: Shape, options: argparse.Namespace, *, cached: bool) -> Case:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     return with_models(parser(__doc__ or ""))
 
 

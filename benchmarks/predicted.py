@@ -1,9 +1,9 @@
-"""Training by two processes of one thread each, beside what `plan`'s simulation says of it.
+"""Training by two processes of one thread each, compared with the simulation of `plan`.
 
     python -m benchmarks.predicted [--dtypes float32 bfloat16] [--rounds 3]
 
-One process is measured, and so is what two send each other; from these two figures the simulation
-predicts every way to divide the work, which is then measured. The batch stays the same.
+One process is measured, and also the link between two. From these figures the simulation predicts
+every kind of parallelism, which is then measured. The batch stays the same.
 """
 
 import argparse
@@ -33,20 +33,20 @@ SHAPE = "baby"
 CPU = torch.device("cpu")
 WAYS = ("data", "shard", "context", "tensor", "pipeline")
 LARGE, SMALL, REPEATS = 2**24, 2**4, 20
-"""Numbers that are gathered to measure a link, and how often."""
+"""Number of elements that are gathered to measure a link, and of repetitions."""
 UNLIMITED = 1e18
-"""Of memory, whose traffic is part of the rate that one process reaches."""
+"""Memory bandwidth: memory traffic is already part of the rate that one process reaches."""
 
 
 def in_process(work: Callable[[], float]) -> float:
-    """What a function gives in a process of its own, which may have others."""
+    """The result of a function in a separate process, which may start other processes."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(work).result()
 
 
 def tokens_per_second(dtype: str, ways: dict[str, int], rounds: int) -> float:
-    """The median of some rounds."""
+    """Tokens per second, the median of some rounds."""
     processes = 2 if ways else 1
     take = several.train(
         shape=SHAPE,
@@ -61,7 +61,7 @@ def tokens_per_second(dtype: str, ways: dict[str, int], rounds: int) -> float:
 
 
 def gather_seconds(numbers: int) -> float:
-    """Of an all-gather of so many float32 numbers of each of two processes, by gloo."""
+    """Seconds of an all-gather of float32 elements between two processes, with gloo."""
     place = f"file://{tempfile.mkdtemp()}/meeting"
     context = multiprocessing.get_context("spawn")
     other = context.Process(target=_gather, args=(1, place, numbers), daemon=True)
@@ -111,7 +111,7 @@ def main() -> None:
             memory = device_memory(config, train, CPU, parallel.replace(pipeline=1), updates=False)
             return step_time(config, train, parallel, cluster, memory).seconds
 
-        flops = predicted(1.0, {}) * alone / tokens  # time is arithmetic alone
+        flops = predicted(1.0, {}) * alone / tokens  # all time is attributed to arithmetic
         for way in WAYS:
             measured = in_process(partial(tokens_per_second, dtype, {way: 2}, given.rounds))
             simulated = tokens / predicted(flops, {way: 2})

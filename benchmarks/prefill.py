@@ -1,9 +1,9 @@
-"""Reading a prompt: its tokens a second beside peers, and the share of the matrix products' rate.
+"""Prefill: tokens per second of a prompt beside peers, and share of the matmul rate.
 
     python -m benchmarks.prefill [--shapes 160m 1b] [--precisions bfloat16]
 
-From 128 random tokens to the first new one. The limit is the rate of the layers' matrix products
-for as many tokens.
+The time from 128 random tokens to the first new one. The limit is the rate of the layers' matmuls
+for the same number of tokens.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from benchmarks.harness.shapes import DECODING, PRECISIONS
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """One for each shape and precision."""
+    """One case for each shape and precision."""
     for shape in options.shapes:
         for precision in options.precisions:
             yield case(
@@ -31,7 +31,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     made = with_models(with_device(parser(__doc__ or "")))
     made.add_argument("--shapes", nargs="+", choices=DECODING, default=list(DECODING))
     made.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16"])

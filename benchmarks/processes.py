@@ -1,13 +1,13 @@
-"""Training by two processes of one thread each, beside one: tokens a second, of everyone.
+"""Training by two processes of one thread each, compared with one: total tokens per second.
 
     python -m benchmarks.processes [--dtypes float32 bfloat16] [--scaling strong weak]
         [--kinds data shard]
 
-Strong scaling: the batch stays the same. Weak: each process has as many rows as the one. The plain
-loop trains the same decoder with PyTorch's operators, by DistributedDataParallel and by
-`fully_shard`; ours is with native operators. `exact` is `parallel.reduction: exact` of 8 parts, of
-which each of two processes passes four; so `shard` is there also in four passes that are not exact,
-and exact of two parts.
+Strong scaling: the batch stays the same. Weak scaling: each process has the batch of the single
+one. The plain loop trains the same decoder with PyTorch's operators, with DistributedDataParallel
+and `fully_shard`; Workhorse uses native operators. `exact` is `parallel.reduction: exact` with 8
+logical shards, so each of two processes takes four passes. For comparison, `shard` is also measured
+with four passes that are not exact, and exact with two logical shards.
 """
 
 import argparse
@@ -45,11 +45,11 @@ KINDS = {
     "data": (WHOLE, {"DistributedDataParallel": "ddp"}),
     "shard": (SHARDED, {"fully_shard": "fsdp"}),
 }
-"""What is measured in the same rounds, ours and plain loops; all at once take too much memory."""
+"""Ours and plain loops that run in the same rounds; all at once take too much memory."""
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Two for each kind of scaling and type."""
+    """Two cases for each kind of scaling and dtype."""
     for scaling in options.scaling:
         for dtype in options.dtypes:
             for kind in options.kinds:

@@ -1,9 +1,9 @@
-"""`RESULTS.md` and its plot, from the results that were kept.
+"""Write `RESULTS.md` and its plot from the stored results.
 
     python -m benchmarks.report
 
-`results/*.json` is what benchmarks wrote with `--save`; `results/*.md` is what was measured
-otherwise and written by hand, and is taken over as it stands.
+`results/*.json` are files that benchmarks wrote with `--save`. `results/*.md` are other
+measurements, written by hand; they are copied unchanged.
 """
 
 import json
@@ -25,7 +25,7 @@ TITLES = {
     "start": "Starting",
     "roofline": "What the machine can do at most",
 }
-"""The benchmarks in the order of the page."""
+"""The benchmarks in the order of their sections."""
 INTRODUCTION = """\
 # Results
 
@@ -43,7 +43,7 @@ PLOT = "results.svg"
 
 
 def main() -> None:
-    """Write the page and the plot beside the results' folder."""
+    """Write the page and the plot beside the folder of results."""
     results = load(RESULTS)
     page = RESULTS.parent / "RESULTS.md"
     drawn = plot(results, RESULTS.parent / PLOT)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def load(folder: Path) -> dict[str, list[Result]]:
-    """Each benchmark's cases, in the order of the page."""
+    """The cases of each benchmark, in the order of the page."""
     paths = {name: folder / f"{name}.json" for name in TITLES}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
@@ -60,12 +60,12 @@ def load(folder: Path) -> dict[str, list[Result]]:
 def render(
     results: dict[str, list[Result]], parts: Iterable[str] = (), plot: str | None = None
 ) -> str:
-    """The page.
+    """The page as Markdown.
 
     Args:
         results: cases by benchmark.
-        parts: sections that were written by hand.
-        plot: the picture's file, where there is one.
+        parts: sections written by hand.
+        plot: the file of the picture; None if there is none.
     """
     sections = [INTRODUCTION]
     if plot:
@@ -101,7 +101,7 @@ def _table(cases: Sequence[Result]) -> Iterable[str]:
 
 
 def _remarks(cases: Sequence[Result]) -> Iterable[str]:
-    """Limits, notes and who was missing, each once."""
+    """Limits, notes and missing contestants, without repetitions."""
     lines: list[str] = []
     for case in cases:
         if case["limit_median"] is not None:
@@ -118,7 +118,7 @@ def _remarks(cases: Sequence[Result]) -> Iterable[str]:
 
 
 def _origins(cases: Sequence[Result]) -> Iterable[str]:
-    """Which command on which machine gave which cases, and when."""
+    """The command, machine and date of each group of cases."""
     origins: dict[str, list[Result]] = {}
     for case in cases:
         machine = "; ".join(filter(None, case["machine"].values()))
@@ -132,7 +132,7 @@ def _origins(cases: Sequence[Result]) -> Iterable[str]:
 
 
 def number(value: float) -> str:
-    """Three figures or more, thousands apart."""
+    """A number with at least three significant digits and thousands separators."""
     for bound, digits in ((1, 3), (10, 2), (100, 1)):
         if value < bound:
             return f"{value:.{digits}f}"
@@ -140,7 +140,7 @@ def number(value: float) -> str:
 
 
 def against_best(results: dict[str, list[Result]]) -> list[tuple[str, str, float]]:
-    """(case, fastest peer, how many times as fast Workhorse is) wherever there is a peer."""
+    """(case, fastest peer, speed of Workhorse relative to it) for each case with a peer."""
     found = []
     for name in TITLES:
         for case in results.get(name, []):
@@ -149,14 +149,14 @@ def against_best(results: dict[str, list[Result]]) -> list[tuple[str, str, float
                 for entry in case["entries"]
                 if entry["ratio"] is not None and not entry["name"].startswith(OURS)
             ]
-            if peers and name != "start":  # its rows are no peers of one another
+            if peers and name != "start":  # the rows of `start` are not peers of one another
                 ratio, peer = min(peers)
                 found.append((f"{name}: {case['case']}", peer, ratio))
     return found
 
 
 def plot(results: dict[str, list[Result]], path: Path) -> bool:
-    """Draw a bar for each case; False where there is nothing to draw or matplotlib is missing."""
+    """Draw a bar for each case; False if there is nothing to draw or matplotlib is missing."""
     rows = against_best(results)
     if not rows:
         return False

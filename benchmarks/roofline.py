@@ -1,8 +1,8 @@
-"""What the machine can do at most: matrix products of every shape, and reading memory.
+"""Limits of the machine: the rates of matmuls of every shape, and of reading memory.
 
     python -m benchmarks.roofline [--dtypes float32 bfloat16]
 
-Everyone's figures elsewhere are fractions of these, measured in the same rounds as theirs.
+Other benchmarks state figures as fractions of these limits, which they measure in their own rounds.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks.harness.worker import Contestant
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """The memory, then each type's products."""
+    """Memory, then the matmuls of each dtype."""
     device = options.device
     yield _case("memory read", "gbytes", "GB/s", memory(device))
     for dtype in options.dtypes:
@@ -37,7 +37,7 @@ def _case(name: str, measure: str, unit: str, contestant: Contestant) -> Case:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     made = with_device(parser(__doc__ or ""))
     made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     return made

@@ -1,10 +1,10 @@
-"""What a batch and a request run through: files and functions that are executed, their lines.
+"""Code path of a training batch and of a request: executed files, functions and their lines.
 
     python -m benchmarks.routes [--execution auto] [--json]
 
 A batch is one training step after the first, from the rows of the data to the updated weights. A
-request is one text of a loaded model, from prompt to text. A function counts with all its lines,
-docstring included, if it is called; modules, classes and decorators around it do not.
+request is one generation of a loaded model, from prompt to completion. A function that is called
+counts with all its lines, including the docstring. Modules, classes and decorators do not count.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from workhorse.generate import GenerationConfig
 
 ROOT = Path(str(workhorse.__file__)).parent
 Lines = dict[str, dict[str, int]]
-"""Of each function, by file."""
+"""Number of lines of each function, by file."""
 MODEL = {
     "d_model": 64,
     "n_layers": 2,
@@ -72,7 +72,7 @@ def executed(call: Callable[[], object]) -> Lines:
 
 @cache
 def _functions(path: Path) -> dict[int, tuple[str, int]]:
-    """Name and number of lines of each function of a file, by where its code begins."""
+    """Name and number of lines of each function of a file, by its first line."""
     found: dict[int, tuple[str, int]] = {}
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -83,7 +83,7 @@ def _functions(path: Path) -> dict[int, tuple[str, int]]:
 
 
 def batch(execution: Execution) -> Lines:
-    """Of a training step, by default settings."""
+    """Functions of a training step with default settings."""
     from workhorse.data import Batches, DataConfig, prepare
     from workhorse.nn import DecoderConfig
     from workhorse.tokenizers import BytesConfig, train_tokenizer
@@ -109,7 +109,7 @@ def batch(execution: Execution) -> Lines:
 
 
 def request(execution: Execution) -> Lines:
-    """Of a text that a loaded model generates."""
+    """Functions of a request to a loaded model."""
     model = workhorse.load("gpt2", execution=execution, tell=lambda _: None)
     config = GenerationConfig(max_new_tokens=4, temperature=0)
     model.generate("some words", config)
@@ -117,13 +117,13 @@ def request(execution: Execution) -> Lines:
 
 
 def total(lines: Lines, within: str = "") -> int:
-    """The lines of all functions, or of those in one folder."""
+    """The number of lines of all functions, or of those in one folder."""
     files = (functions for path, functions in lines.items() if path.startswith(within))
     return sum(sum(functions.values()) for functions in files)
 
 
 def page(name: str, lines: Lines) -> str:
-    """A route as a table."""
+    """A code path as a table."""
     rows = [f"{sum(of.values()):>6}  {path}: {', '.join(sorted(of))}" for path, of in lines.items()]
     outside = total(lines) - total(lines, "nn/")
     files = sum(not path.startswith("nn/") for path in lines)
@@ -132,7 +132,7 @@ def page(name: str, lines: Lines) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--execution", choices=EXECUTIONS, default="auto")
     made.add_argument("--json", action="store_true", help="print functions and lines as JSON")

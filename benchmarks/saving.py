@@ -1,9 +1,9 @@
-"""What checkpoints cost the steps: the same training without, and written meanwhile or at once.
+"""Cost of checkpoints: the same training without them, and with them in the background or blocking.
 
     python -m benchmarks.saving [--rounds 3] [--steps 40] [--every 10] [--threads 2]
 
-Seconds of the loop, without the last checkpoint, which every run waits for. The contestants take
-turns; costs are compared round by round.
+Times are seconds of the loop, without the last checkpoint, which every run waits for. The
+contestants take turns, and costs are compared round by round.
 """
 
 import argparse
@@ -38,8 +38,8 @@ class Training:
     """A decoder that is trained on one batch.
 
     Args:
-        dtype: of the training.
-        folder: for checkpoints.
+        dtype: the dtype of the training.
+        folder: the folder for checkpoints.
     """
 
     def __init__(self, dtype: str, folder: Path) -> None:
@@ -63,7 +63,7 @@ class Training:
         self.done += 1
 
     def run(self, steps: int, every: int, copies: float) -> float:
-        """Seconds of so many steps, with a checkpoint after so many each; 0: none."""
+        """Seconds of `steps` steps, with a checkpoint after every `every` steps; 0 for none."""
         saver.COPIES = copies
         saves = Saver(self.store, lambda step, path: None, ALONE)
         began = time.perf_counter()
@@ -83,7 +83,7 @@ class Training:
 
 
 def measure(dtype: str, options: argparse.Namespace) -> None:
-    """Print the costs of one dtype."""
+    """Print the costs for one dtype."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         training = Training(dtype, Path(folder))
         takes: dict[str, Callable[[], float]] = {
@@ -106,7 +106,7 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--steps", type=at_least_one, default=40)

@@ -1,10 +1,10 @@
-"""Whole-process time to nanoGPT's validation loss on tiny Shakespeare, beside nanoGPT itself.
+"""Time of a whole process to nanoGPT's validation loss on tiny Shakespeare, beside nanoGPT.
 
     python -m benchmarks.shakespeare --data tinyshakespeare.txt --nanogpt CHECKOUT
 
 Ours is `workhorse train recipes/shakespeare-fast.yaml`; nanoGPT's is its published CPU recipe of
 2,000 steps. Both are timed from process start to exit, in turn. nanoGPT can be run for fewer steps
-(`--nanogpt-steps`); its time is then that of the steps times 2,000 / steps, its start counted once.
+(`--nanogpt-steps`). The time of its steps is then scaled to 2,000; its start is counted once.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.harness.command import at_least_one, checkout_of_nanogpt
 RECIPE = Path(__file__).parent.parent / "recipes" / "shakespeare-fast.yaml"
 NANOGPT_STEPS = 2000
 NANOGPT_LOSS = 1.886
-"""What nanoGPT's readme-sized CPU recipe reaches on the whole validation split."""
+"""Loss of the CPU recipe in nanoGPT's README on the whole validation split."""
 NANOGPT_FLAGS = [
     *("--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=100"),
     *("--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128"),

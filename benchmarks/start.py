@@ -1,9 +1,9 @@
-"""Starting: seconds from a command to its end, beside peers.
+"""Start-up: seconds from a command to its end, beside peers.
 
     python -m benchmarks.start
 
-Whole processes, the interpreter's own start among them. `import torch` is what a command pays that
-computes anything.
+Whole processes are timed, including the interpreter's start. `import torch` is the minimum for any
+command that computes something.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def process(command: list[str], threads: int) -> Round:
     beside = Path(sys.executable).parent / command[0]
     program = str(beside) if beside.exists() else shutil.which(command[0])
     if program is None:
-        raise MissingError(f"there is no command {command[0]}")
+        raise MissingError(f"the command {command[0]} is not installed")
     arguments = [program, *command[1:]]
     first = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if first.returncode:
@@ -48,7 +48,7 @@ def process(command: list[str], threads: int) -> Round:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """All commands in one."""
+    """One case with all commands."""
     del options
     contestants = tuple(
         Contestant(name, "benchmarks.start:process", {"command": list(command)})

@@ -1,10 +1,10 @@
-"""What this machine does, in two minutes: some rows of docs/performance.md, none compiled.
+"""Speed of this machine in two minutes: some rows of docs/performance.md, none compiled.
 
     python -m benchmarks.this_machine [--rounds 3]
 
-Ours alone, as the command line runs it, and what part that is of the most that the machine can do:
-the rate of a step's matrix products alone, or of reading memory. A lower instruction set is
-measured with `WORKHORSE_NATIVE`, `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
+Only Workhorse runs, as the command line runs it. Each figure is also given as a share of the
+machine's limit: the rate of a step's matmuls, or of reading memory. To measure a lower instruction
+set, use `WORKHORSE_NATIVE`, `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from workhorse.devices.waiting import share_cores
 
 
 def works(models: str) -> Iterator[Work]:
-    """What is measured; each gives one row of the table, or two."""
+    """The workloads; each makes one or two rows of the table."""
     yield from (training(shape, dtype) for shape in ("tiny", "baby") for dtype in DTYPES)
     yield decoding("160m", "bfloat16", models, prompt=True)
     yield from (decoding("160m", precision, models) for precision in ("int8", "int4"))
 
 
 class Measured:
-    """Medians of contestants, each alone and once.
+    """Medians of contestants; each contestant is measured once and by itself.
 
     Args:
-        rounds: of each.
-        threads: of each.
+        rounds: number of rounds of each contestant.
+        threads: number of threads of each contestant.
     """
 
     def __init__(self, rounds: int, threads: int) -> None:
@@ -53,7 +53,7 @@ class Measured:
 
 
 def row(measure: Measure, rate: float, limit: float) -> str:
-    """Of the table: `rate` in tokens a second, `limit` in its own unit."""
+    """A row of the table: `rate` in tokens per second, `limit` in its own unit."""
     share = rate * measure.limit.work / limit
     of = f"{limit:,.0f} {measure.limit.unit} of {measure.limit.name}"
     return f"| {measure.name} | {rate:,.0f} tokens/s, {share:.0%} | {of} |"

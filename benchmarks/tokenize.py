@@ -1,10 +1,10 @@
-"""Encoding a corpus: MB of text a second beside the `tokenizers` library, and peak memory.
+"""Encoding a corpus: MB per second beside the `tokenizers` library, and peak memory.
 
     python -m benchmarks.tokenize [--data tinyshakespeare.txt]
 
 Both read a file of JSON lines. Ours is the whole of `workhorse data prepare`: splitting, encoding,
-checksums, shards on the disk. The library's is one call with every text in memory, on all cores,
-and the ids taken from its result.
+checksums, and shards on disk. The library's is one call on all cores with every document in memory,
+including reading the ids from its result.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def ours(data: str, root: str, threads: int) -> Round:
 
 
 def library(data: str, root: str, threads: int) -> Round:
-    """Rounds of encoding texts that are in memory."""
+    """Rounds of encoding documents that are in memory."""
     from tokenizers import Tokenizer
 
     from benchmarks.harness.corpora import documents, tokenizer
@@ -61,7 +61,7 @@ def library(data: str, root: str, threads: int) -> Round:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """The standard library's modules, and the text given."""
+    """The standard library's modules, and the given file."""
     for data in ("modules", *([str(options.data.resolve())] if options.data else [])):
         same = {"data": data, "root": str(options.models)}
         contestants = (
@@ -72,7 +72,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     made = with_models(parser(__doc__ or ""))
     made.add_argument("--data", type=Path, metavar="FILE", help="a text file to measure too")
     return made

@@ -1,12 +1,12 @@
-"""Training steps: tokens a second beside peers, and the share of the machine's matrix products.
+"""Training steps: tokens per second beside peers, and share of the machine's matmul rate.
 
     python -m benchmarks.train [--shapes tiny baby gpt2] [--dtypes float32 bfloat16]
                                [--nanogpt CHECKOUT]
 
-The same sizes, batch, tokens, AdamW, clipping and mixed precision for everyone; see
-`harness/shapes.py` for what a token costs and `peers/` for where a peer's model differs. The limit
-is the rate of the same matrix products alone. "ready after" holds start, building, compiling and
-the first steps.
+All contestants have the same sizes, batch, tokens, AdamW, clipping and mixed precision. See
+`harness/shapes.py` for the cost of a token, and `peers/` for differences in a peer's model. The
+limit is the rate of the same matmuls. "ready after" includes start, building, compiling and the
+first steps.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.harness.worker import Contestant
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """One for each shape and type."""
+    """One case for each shape and dtype."""
     for shape in options.shapes:
         for dtype in options.dtypes:
             yield _case(TRAINING[shape], dtype, options.device, options.nanogpt)
@@ -40,9 +40,9 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
         ),
         Contestant("x-transformers", "benchmarks.peers.x_transformers:train", same),
     ]
-    if dtype == "float32":  # one variant: everyone's processes live at once, in 24 GB for gpt2
+    if dtype == "float32":  # only one variant: all processes coexist, in 24 GB for gpt2
         quicker = same | {"matmul_precision": "high"}
-        note = "`matmul_precision: high`: a float32 number multiplies as the sum of two of bfloat16"
+        note = "`matmul_precision: high`: a float32 value is multiplied as the sum of two bfloat16"
         contestants.append(Contestant("Workhorse, matmul high", ours, quicker, note))
     else:
         saving = same | {"mean_dtype": "bfloat16"}
@@ -53,7 +53,7 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
         ]
     skipped: tuple[str, ...] = ()
     if nanogpt is None:
-        skipped = ("nanoGPT: is no package; give --nanogpt CHECKOUT",)
+        skipped = ("nanoGPT: is not a package; give --nanogpt CHECKOUT",)
     else:
         own = same | {"checkout": str(nanogpt.resolve())}
         build = "benchmarks.peers.nanogpt:train"
@@ -67,7 +67,7 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
 
 
 def options() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command-line parser."""
     made = with_device(parser(__doc__ or ""))
     made.add_argument("--shapes", nargs="+", choices=TRAINING, default=list(TRAINING))
     made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))

@@ -1,4 +1,4 @@
-"""What every test relies on: no network, the same random state, a run directory to load."""
+"""Setup of every test: no network, a fixed random state, a run directory to load."""
 
 import gc
 import os
@@ -20,40 +20,41 @@ from workhorse.native.operators import LOADERS, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
-# The same examples on every run: a failure seen once is seen again.
+# The same examples on every run, so that failures are reproducible.
 hypothesis.settings.register_profile("workhorse", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("workhorse")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the native operators, if that was never done here, before any test runs.
+    """Compile the native operators before any test runs, if they were never compiled here.
 
-    They would be made in the background otherwise and be there from some test on. A shell ignores
-    SIGINT for what it runs in the background; some tests interrupt themselves.
+    Otherwise they would be compiled in the background and become available in the middle of the
+    tests. SIGINT is set to its default because a shell ignores it for background processes, and
+    some tests interrupt themselves.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A twentieth of the time went into looking through what is imported.
+    # Collect less often: scanning the imported objects took a twentieth of the time.
     gc.set_threshold(10_000, 20, 20)
     if not hasattr(config, "workerinput"):
         resolve(*LOADERS, wait=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import campaigns that would be deselected: that takes seconds in each process."""
+    """Skip the import of campaigns that would be deselected: it takes seconds in each process."""
     deselected = "not campaign" in config.option.markexpr
     return True if deselected and collection_path == Path(__file__).parent / "campaigns" else None
 
 
 @pytest.fixture(autouse=True)
 def _fixed_random_state() -> None:
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` writes out the stack each time
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats the stack each time
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
 def _handlers_of_signals() -> Iterator[None]:
-    """A test that starts processes leaves the handlers of what started them."""
+    """Restore the signal handlers that a test changed when it started processes."""
     signals = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(one) for one in signals]
     yield
@@ -63,7 +64,7 @@ def _handlers_of_signals() -> Iterator[None]:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """A bytes model of context 32, whose held-out data is the folder `texts` beside it."""
+    """A run of a bytes model of context 32; its validation data is the folder `texts` beside it."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in ("a", "b", "c"):
@@ -104,9 +105,9 @@ def run_folder(tmp_path: Path) -> Path:
     return run.path
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked `slow`
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests marked `slow`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `slow` tests; begin with what is marked `early`; skip `cuda` without a CUDA device."""
+    """Mark `slow` tests; run tests marked `early` first; skip `cuda` without a CUDA device."""
     mark_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch.cuda.is_available():
@@ -118,7 +119,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """Mark the cases that `grids.yaml` leaves to `make test-all`."""
+    """Mark the cases that `grids.yaml` reserves for `make test-all`."""
     grids: dict[str, int] = yaml.safe_load((Path(__file__).parent / "grids.yaml").read_text())
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:

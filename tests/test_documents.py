@@ -1,9 +1,9 @@
-"""Every command and block of the README and docs/ does what a reader expects of it.
+"""Every command and block of the README and docs/ works as the page says.
 
-Each page is gone through from top to bottom in a folder of its own, where a reader has the recipes,
-some texts and a model of somebody else; after the README there are the runs that it makes too.
-`documents.yaml` says what is written smaller than on the page, what is not run, and why. A block of
-no known kind fails.
+Each page is followed from top to bottom in a new folder with the files that a reader has: the
+recipes, some documents and a downloaded model. Pages after the README also have the runs that it
+makes. `documents.yaml` lists what is replaced by something smaller, what is not run, and why. A
+block of an unknown kind fails.
 """
 
 import io
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 PLAN: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "documents.yaml").read_text("utf-8"))
 PAGES: list[str] = PLAN["pages"]
 MESSAGES = "Hello\n/exit\n"
-"""What a reader types into `chat`."""
+"""The input that a reader types into `chat`."""
 
 
 class Block(NamedTuple):
@@ -54,7 +54,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def in_small(text: str, page: str) -> str:
-    """What the test writes in the place of a page's text."""
+    """A page's text with the test's smaller replacements."""
     for table in (page, "everywhere"):
         for old, new in PLAN["instead"].get(table, {}).items():
             text = text.replace(old, new)
@@ -62,12 +62,12 @@ def in_small(text: str, page: str) -> str:
 
 
 def entry(table: str, text: str) -> str | None:
-    """What the plan's table says about a line or block that begins so."""
+    """The plan's entry for a line or block that begins with one of the table's keys."""
     return next((said for start, said in PLAN[table].items() if text.startswith(start)), None)
 
 
 class Reader:
-    """Someone who does what a page says, block by block."""
+    """A reader who follows a page, block by block."""
 
     def __init__(self, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.page = page
@@ -102,7 +102,7 @@ class Reader:
         assert main(words[1:]) == 0, f"{where}: {line}\n{errors.getvalue()}"
 
     def read_yaml(self, block: Block) -> None:
-        """A file, a place of a recipe with what stands there, a recipe, or a part of one."""
+        """Read a file, a section of a recipe, a whole recipe, or a part of one."""
         fields = parse_yaml(block.text)
         title = re.match(r"# (\S+)\n", block.text)
         if title and title[1].endswith(".yaml"):
@@ -181,7 +181,7 @@ def with_runs(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_page_does_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
-    """`Reader.follow` fails at the first block that does not."""
+    """`Reader.follow` fails at the first block that does not work."""
     start: Path = request.getfixturevalue("fresh" if page == "docs/commands.md" else "with_runs")
     folder = tmp_path / "folder"
     shutil.copytree(start, folder)
@@ -200,7 +200,7 @@ def test_every_page_is_gone_through():
 def test_the_plan_has_nothing_that_no_page_needs():
     texts = {page: (ROOT / page).read_text("utf-8") for page in PAGES}
     everything = "".join(texts.values())
-    everything += in_small(everything, "everywhere")  # some words come from another replacement
+    everything += in_small(everything, "everywhere")  # replacements can contain other keys
     for page, table in PLAN["instead"].items():
         assert [old for old in table if old not in texts.get(page, everything)] == [], page
     for table in ("files", "shown", "not_run"):
@@ -208,7 +208,7 @@ def test_the_plan_has_nothing_that_no_page_needs():
 
 
 def inline_commands(page: str) -> Iterator[str]:
-    """Commands in the middle of a sentence."""
+    """Commands within a sentence."""
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
     yield from re.findall(r"`workhorse ([a-z][^`]*)`", text)
 

@@ -1,4 +1,4 @@
-"""Values as messages quote them."""
+"""Values are quoted safely in messages."""
 
 import numpy
 import pytest

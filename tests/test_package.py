@@ -1,4 +1,4 @@
-"""What pyproject.toml promises."""
+"""The promises of pyproject.toml hold."""
 
 import ast
 import re
@@ -33,14 +33,14 @@ def test_everything_public_is_found_by_completion_and_on_use():
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_the_package_uses_what_an_extra_installs(name: str):
-    """By import, or by a name that is imported when asked for (trackers)."""
+    """By an import, or by a name that is imported on first use (trackers)."""
     for package in EXTRAS[name]:
         module = package.replace("-", "_")
         assert re.search(rf'import {module}\b|from {module}\b|"{module}["\.]', SOURCE), package
 
 
 def test_every_extra_that_a_message_names_exists():
-    assert "workhorse[" not in SOURCE  # which no index has
+    assert "workhorse[" not in SOURCE  # the package is not on an index
     assert set(re.findall(r"to_install\(['\"](\w+)", SOURCE)) <= set(EXTRAS)
 
 
@@ -68,7 +68,7 @@ def test_grids_names_tests_that_exist():
 
 
 def test_the_text_that_a_mutation_replaces_stands_in_the_source_once():
-    """Else a change of the source would leave `campaigns/test_mutations.py` behind."""
+    """Otherwise a change of the source would break `campaigns/test_mutations.py` unnoticed."""
     for mutations in sorted((ROOT / "tests" / "campaigns").glob("*mutations.yaml")):
         for change in (
             change for one in parse_yaml(mutations.read_text("utf-8")) for change in one["changes"]
@@ -78,7 +78,7 @@ def test_the_text_that_a_mutation_replaces_stands_in_the_source_once():
 
 
 def test_facts_live_with_the_class():
-    """What others need to know of a module or config of `nn` is asked of it, not of its class."""
+    """Code asks a module or config of `nn` for its properties, not for its class."""
     looked = 0
     source = ROOT / "src" / "workhorse"
     for path in source.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The recipes that come with the project."""
+"""The recipes of this project."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loading, training and generating change nothing of the process that they run in."""
+"""Loading, training and generating leave the state of their process unchanged."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a device could do by itself: without an operator whose result the host has to see."""
+"""A mode that rejects operators whose result the host must see."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "at
 
 
 class WithoutHost(TorchDispatchMode):
-    """Refuses operators that need the host, also on a CPU."""
+    """Rejects operators that need the host, also on a CPU."""
 
     def __torch_dispatch__(
         self,

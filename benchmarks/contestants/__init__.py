@@ -1,1 +1,1 @@
-"""What is measured: our own work, the machine's limits, and what several benchmarks share."""
+"""Measured work: Workhorse itself, the machine's limits, and code that benchmarks share."""

@@ -1,4 +1,4 @@
-"""The cases that decoding, prompts and batches share: one model, its contestants, its limit."""
+"""Cases shared by decoding, prompts and batches: one model, its contestants, and its limit."""
 
 from benchmarks.contestants.limits import prompt_products, weights_read
 from benchmarks.harness.contest import Case
@@ -21,13 +21,13 @@ def case(
     """Ours, llama.cpp and transformers, greedy, after prompts of `PROMPT_TOKENS` random tokens.
 
     Args:
-        shape: of the model.
+        shape: the model's shape.
         precision: one of `PRECISIONS`.
         measure: `decode` or `prefill`.
-        batch: rows.
-        new_tokens: to each.
-        device: `cpu` or `cuda`; llama.cpp takes part on the CPU.
-        models: the folder where they are kept.
+        batch: number of sequences.
+        new_tokens: number of new tokens per sequence.
+        device: `cpu` or `cuda`; llama.cpp takes part only on the CPU.
+        models: the folder of stored models.
     """
     same = asked(shape.name, batch, new_tokens, models)
     own = same | {"precision": precision, "device": device}
@@ -44,7 +44,7 @@ def case(
         )
     if batch > 1:
         exact = own | {"compiled": False, "exact": True}
-        note = "not compiled, `exact`: texts whose bits do not depend on the batch"
+        note = "not compiled, `exact`: the bits of a sequence do not depend on the batch"
         contestants.append(Contestant("Workhorse, exact", OURS, exact, note))
     skipped: tuple[str, ...] = ()
     if device == "cpu":
@@ -68,7 +68,7 @@ def case(
 
 
 def asked(shape: str, batch: int, new_tokens: int, models: str) -> dict[str, object]:
-    """What all contestants are asked for."""
+    """The arguments that all contestants share."""
     return {
         "shape": shape,
         "batch": batch,
@@ -79,10 +79,10 @@ def asked(shape: str, batch: int, new_tokens: int, models: str) -> dict[str, obj
 
 
 def _llama_cpp(same: dict[str, object], precision: str) -> list[Contestant]:
-    """As it is, and for quantised weights also without repacking them.
+    """llama.cpp, and for quantised weights also llama.cpp without repacking them.
 
-    Repacking usually makes them faster, but on some processors it crashes; llama.cpp is then listed
-    as failed.
+    Repacking usually makes it faster, but crashes on some processors. llama.cpp is then listed as
+    failed.
     """
     theirs = PRECISIONS[precision]
     bits = f"{theirs}, {BITS[precision]:g} bits a weight"

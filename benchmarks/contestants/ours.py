@@ -1,4 +1,4 @@
-"""Workhorse itself, by its public functions."""
+"""Workhorse as a contestant, called through its public functions."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -41,10 +41,10 @@ LOAD_OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
 }
-"""How `workhorse.load` is asked for each precision."""
+"""Options of `workhorse.load` for each precision."""
 
 _PROCESS = ExitStack()
-"""What stays as it is until the process ends."""
+"""Contexts that stay open until the process ends."""
 
 
 def keep_memory(device: torch.device) -> None:
@@ -62,7 +62,7 @@ def train(
     matmul_precision: Literal["highest", "high"] = "highest",
     threads: int,
 ) -> Round:
-    """Rounds of training steps, as `workhorse train` takes them."""
+    """Rounds of training steps, as in `workhorse train`."""
     from workhorse.train.step.build import build_step
 
     sizes = TRAINING[shape]
@@ -83,7 +83,7 @@ def train(
 def train_config(
     sizes: Shape, dtype: str, *, mean_dtype: str = "float32", **settings: Any
 ) -> "TrainConfig":
-    """What everyone trains with; `settings` are further ones of a recipe's section `train`."""
+    """The training config of all contestants; `settings` are more keys of the section `train`."""
     from workhorse.train.recipe.recipe import TrainConfig
 
     optimizer = {
@@ -107,7 +107,7 @@ def train_config(
 
 
 def step_on(training: TrainingStep, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
-    """A whole step on the same rows each time."""
+    """A function that takes a whole step on the same rows each time."""
     given = Batch(tokens, targets, None, torch.zeros(len(tokens), dtype=torch.int64))
 
     def step() -> None:
@@ -166,7 +166,7 @@ def generate(
 
 
 def greedy(decoder: Decoder, prompts: list[list[int]], config: GenerationConfig) -> Round:
-    """Rounds of new tokens of all prompts together, after one that does not count."""
+    """Rounds of new tokens of all prompts together, after one round that does not count."""
 
     def take() -> dict[str, float]:
         clock = TokenClock(len(prompts), len(prompts[0]))

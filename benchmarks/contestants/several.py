@@ -1,7 +1,7 @@
-"""Contestants of several processes, which train one model: Workhorse, and a plain PyTorch loop.
+"""Contestants with several processes that train one model: Workhorse, and a plain PyTorch loop.
 
-The contestant's process is the first of them. It has the others, which it starts, take every round
-with it.
+The contestant's own process is rank 0. It starts the other ranks, and every round runs on all of
+them.
 """
 
 import datetime
@@ -33,9 +33,9 @@ from workhorse.train.step.build import build_step
 
 CPU = torch.device("cpu")
 PATIENCE = datetime.timedelta(hours=4)
-"""For which processes wait for their next round."""
+"""How long ranks wait for their next round."""
 WARM_UP = 8
-"""Steps before the first round: where sums are exact, it takes some until memory is reused."""
+"""Steps before the first round: with exact sums, memory is reused only after some steps."""
 Step = Callable[[], object]
 
 
@@ -50,17 +50,17 @@ def train(
     micro_batch_size: int | None = None,
     threads: int,
 ) -> Round:
-    """Rounds of training steps that several processes take together.
+    """Rounds of training steps on several processes.
 
     Args:
-        shape: of `TRAINING`.
-        dtype: of the products.
-        rows: of the batch of all.
-        processes: how many.
-        how: who trains; `ddp` on one process is the plain loop.
-        parallel: the section of a Workhorse recipe.
-        micro_batch_size: rows at once, for Workhorse; None: all of a process.
-        threads: of each process.
+        shape: a name in `TRAINING`.
+        dtype: the dtype of the matmuls.
+        rows: size of the global batch.
+        processes: number of processes.
+        how: the trainer; `ddp` on one process is the plain loop.
+        parallel: the section `parallel` of a Workhorse recipe.
+        micro_batch_size: rows per pass, for Workhorse; None for all rows of a process.
+        threads: number of threads of each process.
     """
     place = f"file://{tempfile.mkdtemp()}/meeting"
     job = Job(shape, dtype, rows, processes, how, parallel or {}, micro_batch_size, threads, place)
@@ -78,7 +78,7 @@ def train(
 
 @dataclass(frozen=True)
 class Job:
-    """What `train` is given, and the address at which processes meet."""
+    """Arguments of `train`, and the address at which the process group is initialised."""
 
     shape: str
     dtype: str
@@ -99,13 +99,13 @@ def _help(rank: int, job: Job) -> None:
 
 
 def _next_round() -> None:
-    """Wait until the first process begins a round."""
+    """Wait until rank 0 begins a round."""
     if dist.is_initialized():
         dist.broadcast(torch.zeros(1), src=0)
 
 
 def _steps(rank: int, job: Job) -> Step:
-    """The steps of a round, after the first ones."""
+    """A function that runs the steps of a round; the warm-up steps are done."""
     torch.set_num_threads(job.threads)
     keep_memory(CPU)
     if job.processes > 1:
@@ -143,7 +143,7 @@ def _ours(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
 
 
 def _plain(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
-    """The same decoder, as people train one with PyTorch."""
+    """The same decoder in an ordinary PyTorch training loop."""
     decoder = gpt(TRAINING[job.shape]).build().train()
     model: nn.Module = decoder
     if job.how == "fsdp":

@@ -1,4 +1,4 @@
-"""What all contestants in training share: AdamW's settings, the batch, the timing of a round."""
+"""Code shared by all training contestants: AdamW's settings, the batch, the timing of a round."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +15,13 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.99)
 GRAD_CLIP = 1.0
 WARM_UP = 3
-"""Steps before the first round; a second one may compile again."""
+"""Steps before the first round; the second step may compile again."""
 STEPS = {"tiny": 40, "baby": 3, "gpt2": 1}
-"""Of a round: about half a second to two."""
+"""Steps of a round, which takes about half a second to two seconds."""
 
 
 def batch(shape: str, device: str, threads: int) -> tuple[Tensor, Tensor]:
-    """Random tokens and targets `(batch, context)`, the same for everyone."""
+    """Random tokens and targets `(batch, context)`, the same for all contestants."""
     torch.set_num_threads(threads)
     sizes = TRAINING[shape]
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def batch(shape: str, device: str, threads: int) -> tuple[Tensor, Tensor]:
 
 
 def rounds(shape: str, step: Callable[[], object], device: str) -> Round:
-    """Rounds that give `tokens` a second, after the first steps."""
+    """Rounds that return `tokens` per second, after the warm-up steps."""
     sizes = TRAINING[shape]
     tokens = sizes.batch * sizes.context * STEPS[shape]
 
@@ -44,7 +44,7 @@ def rounds(shape: str, step: Callable[[], object], device: str) -> Round:
 
 
 def autocast(dtype: str, device: str) -> AbstractContextManager[object]:
-    """The usual mixed precision: weights in float32, products in `dtype`."""
+    """The usual mixed precision: weights in float32, matmuls in `dtype`."""
     if dtype == "float32":
         return nullcontext()
     return torch.autocast(torch.device(device).type, getattr(torch, dtype))
@@ -57,7 +57,7 @@ def plain_step(
     dtype: str,
     device: str,
 ) -> Callable[[], None]:
-    """A step as people write it with PyTorch."""
+    """A training step in plain PyTorch."""
 
     def step() -> None:
         with autocast(dtype, device):
@@ -72,7 +72,7 @@ def plain_step(
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's fastest."""
+    """PyTorch's fastest AdamW."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=LEARNING_RATE,

@@ -1,4 +1,4 @@
-"""Our own work by itself, without peers: what `busy` and `this_machine` measure."""
+"""Workloads of Workhorse without peers, for `busy` and `this_machine`."""
 
 from typing import NamedTuple
 
@@ -10,22 +10,22 @@ from benchmarks.harness.worker import Contestant
 
 
 class Measure(NamedTuple):
-    """A figure of a round, in tokens a second."""
+    """A measured rate in tokens per second."""
 
     name: str
-    """Of its row in docs/performance.md."""
+    """Name of its row in docs/performance.md."""
     limit: Limit
 
 
 class Work(NamedTuple):
-    """Who does it, and the measures of a round."""
+    """A contestant, and the measures of one of its rounds."""
 
     contestant: Contestant
     measures: dict[str, Measure]
 
 
 def training(shape: str, dtype: str) -> Work:
-    """Steps of training."""
+    """Training steps."""
     name = f"train {shape}, {dtype}"
     given = {"shape": shape, "dtype": dtype, "device": "cpu"}
     who = Contestant(name, "benchmarks.contestants.ours:train", given)
@@ -33,7 +33,7 @@ def training(shape: str, dtype: str) -> Work:
 
 
 def decoding(shape: str, precision: str, models: str, *, prompt: bool = False) -> Work:
-    """New tokens of one text, not compiled; with `prompt`, also the rate of reading it."""
+    """New tokens of one sequence, not compiled; with `prompt`, also the rate of its prefill."""
     name = f"decode {shape}, {precision}"
     own = {"precision": precision, "compiled": False, "device": "cpu"}
     given = asked(shape, 1, NEW_TOKENS, models) | own

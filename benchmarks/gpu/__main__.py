@@ -1,9 +1,9 @@
-"""What to measure on a GPU, in eight blocks of less than ten minutes each, kept as it comes.
+"""GPU measurements in eight blocks of less than ten minutes each.
 
     python -m benchmarks.gpu BLOCK … [--only REGEX] [--device cpu --tiny] [--out FILE]
 
-Results are lines of JSON. A check that fails is kept as its error, and the next one runs. A block
-is tried first on a CPU, with sizes that need seconds.
+Results are lines of JSON, written as they arrive. If a check fails, its error is the result, and
+the next check runs. To test a block, run it on a CPU first, with sizes that need seconds.
 """
 
 import argparse
@@ -18,24 +18,24 @@ from benchmarks.gpu.block import Setting, keep, run
 from benchmarks.harness.machine import describe, versions
 
 BLOCKS = ("correct", "job", "speed", "memory", "decoding", "precision", "host", "scale")
-"""In the order in which they are worth their minutes; each is a module that has `checks`."""
+"""Blocks in order of importance; each is a module with a function `checks`."""
 SECONDS = 540.0
 
 
 def main() -> None:
-    """Run the blocks that were asked for."""
+    """Run the requested blocks."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument(
         "blocks", nargs="+", choices=BLOCKS, metavar="BLOCK", help=", ".join(BLOCKS)
     )
     options.add_argument("--device", default="cuda")
-    options.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    options.add_argument("--tiny", action="store_true", help="use sizes for a CPU")
     options.add_argument(
-        "--only", type=re.compile, default="", metavar="REGEX", help="checks whose name it finds"
+        "--only", type=re.compile, default="", metavar="REGEX", help="run checks that match"
     )
     options.add_argument("--out", type=Path, default=Path("runs/gpu.jsonl"))
     options.add_argument("--models", type=Path, default=Path("runs/benchmarks"))
-    options.add_argument("--seconds", type=float, default=SECONDS, help="of each block")
+    options.add_argument("--seconds", type=float, default=SECONDS, help="time limit of each block")
     given = options.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
     device = torch.device(given.device)

@@ -1,4 +1,4 @@
-"""A block: checks that run one after the other, whose results are kept as they come."""
+"""A block: checks that run in turn, and whose results are saved as they arrive."""
 
 import json
 import re
@@ -16,12 +16,12 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a block runs.
+    """Device, sizes and files of a block.
 
     Attributes:
-        device: `cuda`, or `cpu` to try a block.
-        tiny: sizes that a CPU computes in seconds.
-        models: where models are kept that are made once.
+        device: `cuda`, or `cpu` to test a block.
+        tiny: True for sizes that a CPU computes in seconds.
+        models: the folder for models that are made once.
     """
 
     device: torch.device
@@ -31,12 +31,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Check:
-    """What is measured or compared.
+    """One measurement or comparison.
 
     Attributes:
-        name: of it.
-        work: gives figures that JSON can express. A goal that is missed is a figure too: an
-            exception means that it did not run.
+        name: the name of the check.
+        work: returns figures that JSON can express. A missed goal is a figure too: an exception
+            means that the check did not run.
     """
 
     name: str
@@ -44,20 +44,20 @@ class Check:
 
 
 Block = Callable[[Setting], Iterable[Check]]
-"""Yields checks; what it makes for several of them lives as long as it runs."""
+"""Yields checks; objects that it creates for several checks live as long as the block runs."""
 
 
 def run(
     name: str, block: Block, setting: Setting, seconds: float, only: str | re.Pattern[str] = ""
 ) -> Iterator[Figures]:
-    """The results of a block's checks, each as it comes; an error is a result.
+    """Yield the results of a block's checks as they arrive; an error is a result.
 
     Args:
-        name: of the block.
-        block: to run.
-        setting: where.
-        seconds: after which no further check begins; those left are named.
-        only: found in the names of the checks to run.
+        name: the block's name.
+        block: the block.
+        setting: device, sizes and files.
+        seconds: time limit; checks that would start later are reported as left out.
+        only: a pattern to find in the names of the checks to run.
     """
     begun = time.perf_counter()
     for check in block(setting):
@@ -82,7 +82,7 @@ def run(
 
 
 def keep(results: Iterable[Figures], file: Path) -> None:
-    """Append results to a file, a line each, and print them."""
+    """Append results to a file, one line each, and print them."""
     with file.open("a", encoding="utf-8") as lines:
         for result in results:
             line = json.dumps(result)
@@ -92,7 +92,7 @@ def keep(results: Iterable[Figures], file: Path) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """The median time of some work, after one time that does not count."""
+    """The median time of a function, after one call that does not count."""
     work()
     found: list[float] = []
     for _ in range(repeats):

@@ -1,6 +1,6 @@
-"""Whether the device computes what it should: beside transformers, between kernels, after a resume.
+"""Correctness on the device: compared with transformers, between kernels, and after a resume.
 
-Needs what the tests need: transformers, hypothesis and pytest.
+Needs the packages of the tests: transformers, hypothesis and pytest.
 """
 
 import hashlib
@@ -26,28 +26,28 @@ from workhorse.nn import Decoder
 from workhorse.train import Event, Recipe, train
 
 FLOAT32, BFLOAT16 = 1e-5, 1.2
-"""Bounds of the tests: of the largest difference, relative to the logits' scale; of our error in
-parts of transformers' own."""
+"""Bounds of the tests. The first is the largest difference relative to the logits' scale; the
+second is our error relative to transformers' own error."""
 TINY_TYPES = ("llama", "gpt2", "deepseek_v3")
 PADDING = 4
-"""Rows of a ragged batch are padded by 0 to so many tokens less one."""
+"""Rows of a ragged batch are padded by 0 to `PADDING` - 1 tokens."""
 STEPS, STOP = 20, 10
 PARTS = 8
-"""Of the grid: each can be asked for by itself, and so be compiled beside the others."""
+"""Parts of the grid; each can be requested separately, and so compiled beside the others."""
 WIDER = 4
-"""How many times as wide as in the tests heads are: flex needs 16 numbers on a GPU."""
+"""Head width relative to the tests: flex needs 16 elements on a GPU."""
 COMPILING = 60.0
-"""Seconds after which no further model is compiled to compare kernels."""
+"""Time limit in seconds; no further model is compiled after it to compare kernels."""
 SUITE = 240.0
-"""Seconds for the tests of CUDA."""
+"""Time limit in seconds for the CUDA tests."""
 
 Forward = Callable[[Tensor], Tensor]
 Outcome = tuple[Tensor, list[Tensor]]
-"""Logits, and who was chosen in each layer."""
+"""Logits, and the experts chosen in each layer."""
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """What takes seconds first, and last what compiles."""
+    """Checks that take seconds first, and checks that compile last."""
     for dtype in ("float32", "bfloat16"):
         yield Check(f"resumed in {dtype}", partial(_resumed, dtype, setting.device))
     yield Check("tests of cuda", _tests_of_cuda)
@@ -61,7 +61,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def _resumed(dtype: str, device: torch.device) -> Figures:
-    """A run that is stopped and resumed beside two that are not."""
+    """A run that is stopped and resumed, compared with two uninterrupted runs."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "text.txt"
@@ -85,7 +85,7 @@ def _resumed(dtype: str, device: torch.device) -> Figures:
 
 def _recipe(text: Path, dtype: str, device: torch.device) -> Recipe:
     model = gpt(TRAINING["tiny"]).replace(vocab_size=512).to_dict()
-    model["blocks"]["main"]["attention"]["dropout"] = 0.1  # the device's random numbers too
+    model["blocks"]["main"]["attention"]["dropout"] = 0.1  # tests the device's random state too
     return Recipe.from_dict(
         {
             "name": "resumed",
@@ -106,13 +106,13 @@ def _stop(event: Event) -> None:
 
 
 def _sums(run: Path) -> dict[str, str]:
-    """SHA-256 of the last checkpoint's tensors, by file."""
+    """SHA-256 of the last checkpoint's tensor files, by file name."""
     files = sorted((run / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _tests_of_cuda() -> Figures:
-    """The suite's tests with that marker, in a process of their own."""
+    """The suite's tests with the marker `cuda`, in a separate process."""
     files = [str(file) for file in Path("tests").rglob("test_*.py") if _is_marked(file)]
     if not files:
         return {"files": 0, "says": "no test is marked cuda"}
@@ -132,7 +132,7 @@ def _is_marked(file: Path) -> bool:
 
 
 def _family(model_type: str, setting: Setting) -> Figures:
-    """All shapes in float32; the first in bfloat16."""
+    """All shapes of a model type in float32; the first one also in bfloat16."""
     from tests.parity.all_cases import ALL
 
     found: dict[str, list[float]] = {"whole": [], "chunks": [], "ragged": []}
@@ -154,13 +154,13 @@ def _family(model_type: str, setting: Setting) -> Figures:
 
 
 def _in_float32(model_type: str, options: dict[str, Any], device: torch.device) -> dict[str, float]:
-    """The largest differences from transformers' logits; without chunks if these cannot equal."""
+    """Largest differences from transformers' logits; without chunks if these cannot be equal."""
     from tests.parity import reference
 
     class OnDevice(reference.Pair):
         @property
         def tokens(self) -> Tensor:
-            with torch.device("cpu"):  # the generator is there
+            with torch.device("cpu"):  # the random generator is on the CPU
                 return super().tokens.to(device)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def _in_float32(model_type: str, options: dict[str, Any], device: torch.device) 
 def _in_bfloat16(
     model_type: str, options: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], float]:
-    """Our errors against our float32, in parts of transformers' against its own, whole.
+    """Our bfloat16 errors against our float32, divided by those of transformers.
 
     Returns:
         The ratios, and the share of tokens whose experts rounding did not change.
@@ -216,7 +216,7 @@ def _in_bfloat16(
 
 
 def _round(model: nn.Module, buffers: Iterator[tuple[str, Tensor]]) -> Any:
-    """Make all weights numbers of bfloat16, so that errors are those of computing."""
+    """Round all weights to bfloat16, so that only computation causes errors."""
     for _, tensor in (*model.named_parameters(), *buffers):
         tensor.copy_(tensor.bfloat16())
     return model
@@ -243,7 +243,7 @@ def _begin(outcome: Outcome, seq: int) -> Outcome:
 
 
 def _ragged(decoder: Decoder, tokens: Tensor) -> Outcome:
-    """Rows that are padded on the left by 0, 1, 2, … tokens; of each the same tokens are given."""
+    """Rows padded on the left by 0, 1, 2, … tokens; the outcomes of the same tokens of each row."""
     rows, seq = tokens.shape
     columns = torch.arange(seq, device=tokens.device)[None]
     padding = torch.arange(rows, device=tokens.device)[:, None] % PADDING
@@ -260,7 +260,7 @@ def _ragged(decoder: Decoder, tokens: Tensor) -> Outcome:
 
 @torch.no_grad()
 def _logits(number: int, kernel: str, device: torch.device) -> dict[str, Tensor]:
-    """Of a decoder of the grid: of plain, packed and padded rows; if compiled, of one of these."""
+    """Logits of a decoder of the grid for plain, packed and padded rows (only one if compiled)."""
     from tests.nn.attention.test_kernels import INPUTS, SEQ
     from tests.nn.grid import CHOICES, assemble, make, random_tokens
 
@@ -281,7 +281,7 @@ def _agree(
     logits: Callable[[int, str], dict[str, Tensor]],
     setting: Setting,
 ) -> Figures:
-    """Two kernels on the decoders of a part of the grid that both can compute."""
+    """Compare two kernels on those decoders of a part of the grid that both can compute."""
     from tests.nn.attention.test_kernels import TOLERANCE
     from tests.nn.grid import COVERING, error, name, refused
 
@@ -314,5 +314,5 @@ def _agree(
 
 
 def _largest(figures: Iterable[float]) -> float:
-    """Not a number if one of them is none; Python's `max` would pass over it."""
+    """The largest figure; NaN if one is NaN, which Python's `max` could skip."""
     return float(torch.tensor(list(figures), dtype=torch.float64).max())

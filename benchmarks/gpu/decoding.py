@@ -1,6 +1,6 @@
-"""How fast a GPU decodes: tokens a second, and what share of the rate at which it copies memory.
+"""Decoding speed of a GPU: tokens per second, and share of its memory copy rate.
 
-A step reads every weight once, and the keys and values of every token before it.
+A step reads every weight once, and the keys and values of every earlier token.
 """
 
 import time
@@ -35,28 +35,28 @@ PROMPTS = (1, 8)
 PEER_BATCHES = (1, 64)
 GUESSES = 4
 PREFERRED = {0: 1e6}
-"""Added to a token's logit, so that it is always chosen, and every guess is right."""
+"""Bias of a token's logit, which makes it always chosen and so every guess right."""
 TINY_NEW = 8
 COPIED, TINY_COPIED = 1 << 32, 1 << 22
-"""Bytes of the tensor that is copied."""
+"""Size in bytes of the tensor that is copied."""
 TRIES = 10
 BANDWIDTH_SHARE = 0.75
 FASTER_THAN_TRANSFORMERS = 2.0
 
 
 class Rates:
-    """What was measured so far, and later checks are held to."""
+    """Rates measured so far; later checks are compared with them."""
 
     def __init__(self) -> None:
         self.copy: float | None = None
-        """Bytes per second, each counted when it is read and when it is written."""
+        """Bytes per second; a byte counts once when read and once when written."""
         self.transformers: dict[tuple[str, int], float] = {}
-        """New tokens per second by shape and batch, in bfloat16."""
+        """New tokens per second in bfloat16, by shape and batch."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of ours, and how it is made when it is first asked for."""
+    """A model of ours, and the function that creates it at its first use."""
 
     shape: Shape
     precision: Precision
@@ -64,7 +64,7 @@ class Subject:
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """The copy; then bfloat16, whose peer comes first, and 8 and 4 bits."""
+    """The copy; then bfloat16, with its peer first; then 8 and 4 bits."""
     rates = Rates()
     yield Check("copy", partial(_copy, setting, rates))
     shapes = (TINY,) if setting.tiny else (DECODING["1b"], LARGE)
@@ -77,7 +77,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def _ours(shape: Shape, precision: Precision, setting: Setting, rates: Rates) -> Iterator[Check]:
-    """What one model is measured at: plain, then compiled, each also replayed from CUDA graphs."""
+    """Checks of one model: plain, then compiled, each also with CUDA graphs."""
     about = f"{shape.name} {precision}"
     plain = cache(partial(_model, shape, precision, setting.device))
     compiled = cache(lambda: compile_steps(plain()))
@@ -114,7 +114,7 @@ def _copy(setting: Setting, rates: Rates) -> Figures:
 
 
 def _model(shape: Shape, precision: Precision, device: torch.device) -> Decoder:
-    """Random weights, made ready as `workhorse.load` does a preset's."""
+    """A model with random weights, prepared as `workhorse.load` prepares a preset."""
     torch.manual_seed(0)
     decoder = decoder_config(shape).build(device=device, dtype=torch.bfloat16).eval()
     if precision != "bfloat16":
@@ -139,7 +139,7 @@ def _decode(subject: Subject, batch: int, setting: Setting, rates: Rates) -> Fig
 
 
 def _kernels(subject: Subject, setting: Setting) -> Figures:
-    """What the GPU does for a token of one text; see `timeline`."""
+    """Work of the GPU for a token of one sequence; see `timeline`."""
     decoder = subject.make()
     prompt, new = _lengths(setting)
     config = GenerationConfig(max_new_tokens=new, temperature=0, stop_tokens=())
@@ -152,23 +152,23 @@ def _kernels(subject: Subject, setting: Setting) -> Figures:
 
 
 def _lengths(setting: Setting) -> tuple[int, int]:
-    """Tokens of a prompt, and new ones."""
+    """Number of prompt tokens, and of new tokens."""
     return (TINY_PROMPT, TINY_NEW) if setting.tiny else (PROMPT_TOKENS, NEW_TOKENS)
 
 
 def _weight_bytes(decoder: Decoder) -> int:
-    """What a step reads of the weights: all but the embedding, of which it looks up a row."""
+    """Bytes of the weights that a step reads: all but the embedding, which only looks up a row."""
     state = {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())}
     return sum(one.nbytes for name, one in state.items() if not name.startswith("embedding."))
 
 
 def _token_bytes(shape: Shape) -> int:
-    """The cache of a token, in bfloat16."""
+    """Bytes that a token takes in the cache, in bfloat16."""
     return 2 * 2 * shape.n_layers * shape.n_kv_heads * (shape.d_model // shape.n_heads)
 
 
 def _prefill(subject: Subject, batch: int, setting: Setting) -> Figures:
-    """Prompts of a thousand tokens, up to their first new token."""
+    """Prefill of prompts of a thousand tokens, up to their first new token."""
     length = TINY_PROMPT if setting.tiny else LONG_PROMPT
     prompts = random_tokens(batch, length, subject.shape.vocab_size)
     config = GenerationConfig(max_new_tokens=1, temperature=0, stop_tokens=())
@@ -177,7 +177,7 @@ def _prefill(subject: Subject, batch: int, setting: Setting) -> Figures:
 
 
 def _guess(subject: Subject, setting: Setting) -> Figures:
-    """What guesses gain at most: all of them are right. They are looked up in the text."""
+    """Largest possible gain of guesses: all are right. They are looked up in the sequence."""
     decoder = subject.make()
     length, new = _lengths(setting)
     prompts = random_tokens(1, length, subject.shape.vocab_size)
@@ -201,7 +201,7 @@ def _guess(subject: Subject, setting: Setting) -> Figures:
 
 
 def _transformers(shape: Shape, batch: int, setting: Setting, rates: Rates) -> Figures:
-    """Its static cache, for which it compiles the step on a GPU."""
+    """The peer transformers, with its static cache: it compiles the step on a GPU."""
     import transformers
 
     from benchmarks.peers.transformers import _Streamer
@@ -228,7 +228,7 @@ def _transformers(shape: Shape, batch: int, setting: Setting, rates: Rates) -> F
         return clock.rates(new)
 
     take()
-    take()  # a second text may compile again
+    take()  # a second batch may compile again
     found = take()
     rates.transformers[shape.name, batch] = found["decode"]
     return {"tokens_per_second": found["decode"], "prompt_tokens": found["prefill"]}

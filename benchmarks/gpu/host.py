@@ -1,4 +1,4 @@
-"""What the host costs a GPU: waits within a step, the time it has nothing to do, and batches."""
+"""Cost of the host to a GPU: waits within a step, idle time, and reading batches."""
 
 import re
 import statistics
@@ -38,25 +38,25 @@ STEPS, TINY_STEPS = 10, 2
 ROUNDS = 3
 PROFILED = 3
 IDLE, WAIT = 0.02, 0.02
-"""Shares of a step."""
+"""Goals for idle time and for waiting, as shares of a step."""
 SHORT = 10.0
-"""Microseconds of a gap between kernels that no host causes by being late."""
+"""Length in microseconds below which a gap between kernels is not caused by a late host."""
 LISTED, NAME = 10, 100
-"""Gaps of a step that are named, and letters of a kernel's name."""
+"""Number of gaps of a step that are listed, and maximum length of a kernel's name."""
 ROWS = 16
 WAITS = (
     *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
     *("aten::_local_scalar_dense", "aten::nonzero"),
 )
-"""Where the host waits for a GPU; the last two also on a CPU, which waits for nothing."""
+"""Events in which the host waits for a GPU. The last two also exist on a CPU, without a wait."""
 OURS = re.compile(r"(?:.*/)?(workhorse/(?!benchmarks|src|tests).*)")
-"""The name that the profiler gives a function of the package: `FILE(LINE): NAME`."""
+"""The profiler's name of a function of the package: `FILE(LINE): NAME`."""
 TOKENS, DOCUMENT = 10_000_000, 1000
-"""Of the corpus that batches are read from, and of each of its documents."""
+"""Number of tokens of the corpus that batches are read from, and of each of its documents."""
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """Waits and idle time of a dense model and of a mixture; then batches."""
+    """Waits and idle time of a dense model and of a mixture of experts; then batches."""
     shape = TINY_GPT2 if setting.tiny else GPT2
     rows = shape.batch if setting.tiny else ROWS
     for name, config, fields in (
@@ -74,7 +74,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def _warm(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Callable[[], None]:
-    """A step after those that compile and allocate."""
+    """A function that takes a step, after the steps that compile and allocate."""
     batch = random_batch(config, train, setting.device)
     take = taking(built(config, train, setting.device), batch)
     for _ in range(WARM_UP):
@@ -83,7 +83,7 @@ def _warm(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Callab
 
 
 def _waits(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figures:
-    """The waits of a step: of each kind and place how many, and microseconds of the host."""
+    """The waits of a step by kind and place: their number, and the host's microseconds."""
     take = _warm(config, train, setting)
     activities = [ProfilerActivity.CPU]
     if setting.device.type == "cuda":
@@ -114,9 +114,10 @@ def _waits(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figur
 
 
 def _innermost(event: Any, frames: list[tuple[Any, str]]) -> str:
-    """The function of the package that ran when an event began, by the clock.
+    """The function of the package that was running when an event began.
 
-    So what autograd's own thread does belongs to what started the backward pass.
+    Functions are matched by time. So work of autograd's own thread is attributed to the function
+    that started the backward pass.
     """
     at = event.time_range.start
     around = [
@@ -142,9 +143,9 @@ def _idle(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figure
 
 
 def timeline(take: Callable[[], object], count: int) -> Figures:
-    """What a GPU does in so many steps: its heaviest kernels, and when it waits for the next.
+    """Work of a GPU in `count` steps: its heaviest kernels, and the gaps between kernels.
 
-    Times of kernels are milliseconds of a step, those of gaps microseconds.
+    Times of kernels are milliseconds per step; gaps are in microseconds.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
@@ -175,7 +176,7 @@ def timeline(take: Callable[[], object], count: int) -> Figures:
 
 
 def _seconds(take: Callable[[], object], setting: Setting) -> float:
-    """Of a step, the median of some rounds."""
+    """Seconds of a step, the median of some rounds."""
     count = TINY_STEPS if setting.tiny else STEPS
 
     def steps() -> None:
@@ -188,9 +189,9 @@ def _seconds(take: Callable[[], object], setting: Setting) -> float:
 
 
 def _reading(config: DecoderConfig, train: TrainConfig, setting: Setting, packing: Any) -> Figures:
-    """What steps wait for batches that are read while the device works, as training reads them.
+    """Waiting time of steps whose batches are read while the device works, as in training.
 
-    Beside them: the same step with a batch that is there already, and unpinned ones.
+    Compared with the same step with a batch in memory, and with unpinned batches.
     """
     is_cuda = setting.device.type == "cuda"
     step = built(config, train, setting.device)
@@ -218,7 +219,7 @@ def _reading(config: DecoderConfig, train: TrainConfig, setting: Setting, packin
 
 
 class _Reading:
-    """Steps that read the next batch after the passes of this one were queued."""
+    """Steps that read the next batch after queueing the passes of this one."""
 
     def __init__(self, step: TrainingStep, read: Callable[[int], Batch]) -> None:
         self.step, self.read = step, read
@@ -233,7 +234,7 @@ class _Reading:
 
 
 def _batches(config: DecoderConfig, train: TrainConfig, packing: Any) -> Batches:
-    """Of random tokens in documents of one length."""
+    """Batches of random tokens in documents of equal length."""
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=TOKENS, dtype=np.uint16)
     ends = np.arange(DOCUMENT, TOKENS + 1, DOCUMENT)
     split = Split("train", (TokenStream("random", [tokens], ends),), (1.0,))

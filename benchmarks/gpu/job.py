@@ -1,4 +1,4 @@
-"""The main job: a recipe is trained on the device, evaluated, sampled from and talked to."""
+"""The main job: train a recipe on the device, evaluate it, sample from it and chat with it."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from benchmarks.shakespeare import RECIPE as SHAKESPEARE
 
 RECIPE = SHAKESPEARE.with_name("stdlib-small.yaml")
 BITS_PER_BYTE = 1.27
-"""Of the demo's recipe on a CPU."""
+"""Bits per byte of the demo's recipe on a CPU."""
 TEXT, VARIABLE = Path("data/tinyshakespeare.txt"), "TINYSHAKESPEARE"
-"""Where tiny Shakespeare is looked for: there, or where that environment variable says."""
+"""Default path of tiny Shakespeare, and the environment variable that overrides it."""
 FEW_STEPS = ("train.steps=5", "train.schedule.warmup_steps=1", "train.eval_every=null")
 PROMPTS = ("def ", "class ", "import ")
 PATIENCE = 400.0
-"""Seconds for one command."""
+"""Time limit in seconds for one command."""
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """The steps of the job, and tiny Shakespeare if its text is here."""
+    """The steps of the job, and tiny Shakespeare if its file is present."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "stdlib"
         yield Check("train", partial(_train, RECIPE, run, setting))
@@ -38,7 +38,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def _train(recipe: Path, out: Path, setting: Setting, *settings: str) -> Figures:
-    """What a run comes to; the wall time is that of the whole process."""
+    """The result of a training run; the wall time is the time of the whole process."""
     settings = (f"train.device={setting.device}", *settings)
     if setting.tiny:
         settings += FEW_STEPS
@@ -51,14 +51,14 @@ def _train(recipe: Path, out: Path, setting: Setting, *settings: str) -> Figures
 
 
 def _evaluate(run: Path, setting: Setting) -> Figures:
-    """Of all held-out text, in the number format that a device is given by default."""
+    """Evaluation on all held-out documents, in the default dtype of the device."""
     found = _said_by("evaluate", str(run), "--device", str(setting.device), "--compare-gzip")
     reached = found["bits_per_byte"] <= BITS_PER_BYTE
     return found | {"value": found["bits_per_byte"], "goal": BITS_PER_BYTE, "reached": reached}
 
 
 def _samples(run: Path, setting: Setting) -> Figures:
-    """Texts, which the same seed gives again."""
+    """Completions, which must be the same again with the same seed."""
     model = workhorse.load(run, device=setting.device)
     options = {"max_new_tokens": 60, "temperature": 0.8, "seed": 1}
     together = [one.text for one in model.generate_batch(PROMPTS, **options)]
@@ -68,7 +68,7 @@ def _samples(run: Path, setting: Setting) -> Figures:
 
 
 def _chat(run: Path, setting: Setting) -> Figures:
-    """One turn, with a model that was not trained to chat."""
+    """One turn of chat, with a model that was not trained to chat."""
     model = workhorse.load(run, device=setting.device)
     conversation = model.chat(max_new_tokens=40, seed=1)
     deltas = list(conversation.reply("Write a function that adds two numbers."))
@@ -76,20 +76,20 @@ def _chat(run: Path, setting: Setting) -> Figures:
 
 
 def _shakespeare(out: Path, setting: Setting) -> Figures:
-    """The recipe that is measured beside nanoGPT's on a CPU."""
+    """The recipe that is compared with nanoGPT's on a CPU."""
     text = Path(os.environ.get(VARIABLE, TEXT))
     if not text.is_file():
-        return {"left_out": f"{text} is not there; name the text in {VARIABLE}"}
+        return {"left_out": f"{text} does not exist; set {VARIABLE} to the file"}
     found = _train(SHAKESPEARE, out, setting, f"data.corpus.path={text.resolve()}")
     reached = found["validation_loss"] <= NANOGPT_LOSS
     return found | {"value": found["validation_loss"], "goal": NANOGPT_LOSS, "reached": reached}
 
 
 def _said_by(*words: str) -> Figures:
-    """What a verb prints as JSON.
+    """The JSON output of a command.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: it failed; the message has the end of its stderr.
     """
     command = [sys.executable, "-m", "workhorse", *words, "--json"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)

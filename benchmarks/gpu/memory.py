@@ -1,6 +1,6 @@
-"""How much memory a GPU needs: a step beside its account, `auto` near the edge, attention.
+"""Memory use of a GPU: a step compared with its prediction, `auto` near the limit, attention.
 
-On a CPU, whose allocator keeps no peak, only the account is shown.
+On a CPU, whose allocator records no peak, only the prediction is shown.
 """
 
 import gc
@@ -43,7 +43,7 @@ from workhorse.nn.positions.absolute import alibi_slopes
 from workhorse.train.recipe.recipe import TrainConfig
 
 DIFFERENCE = 0.05
-"""Of the account from the peak, relative to the peak."""
+"""Goal for the difference between prediction and measured peak, relative to the peak."""
 GIB = 2**30
 ROWS = {"gpt2-124m": 8, "llama-1.3b": 2, "160m": 8}
 TINY_ROWS = 2
@@ -60,10 +60,10 @@ TRAININGS = [
     )
 ]
 STRIDE = 3
-"""Each model takes every third way to train; together they take all."""
+"""Each model is trained in every third way; together the models cover all ways."""
 
 EDGES = ((GPT2, 6), (GPT2, 20), (LLAMA, 40), (LLAMA, None))
-"""Models, and GiB that are left free for them; None: all that there are."""
+"""Models, and the GiB left free for them; None for all memory."""
 EDGE_ROWS = 64
 
 HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
@@ -74,7 +74,7 @@ DOCUMENTS = 4
 
 @dataclass(frozen=True)
 class Attending:
-    """An attention whose kernel and memory are looked at."""
+    """An attention layer whose kernels and memory are measured."""
 
     name: str
     kernel: KernelName
@@ -94,7 +94,7 @@ ATTENTIONS = (
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """Attention first, which is soon done; then the edge, then the account."""
+    """Attention first, which takes little time; then `auto`, then the predictions."""
     for case in ATTENTIONS:
         yield Check(f"attention: {case.name}", partial(alone, partial(_attention, case, setting)))
     edges = ((TINY_GPT2, None),) if setting.tiny else EDGES
@@ -109,7 +109,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def _models(setting: Setting) -> Iterator[tuple[str, DecoderConfig, int, int]]:
-    """Names, configs, rows and tokens in each."""
+    """Name, config, rows and tokens per row of each model."""
     if setting.tiny:
         for shape in (TINY_GPT2, TINY_LLAMA):
             yield shape.name, decoder_config(shape), TINY_ROWS, shape.context
@@ -120,7 +120,7 @@ def _models(setting: Setting) -> Iterator[tuple[str, DecoderConfig, int, int]]:
 
 
 def mixture(shape: Shape) -> DecoderConfig:
-    """The LLaMA of a shape, whose feed-forwards are mixtures of 8 experts, half as wide."""
+    """The LLaMA of a shape with mixtures of 8 experts, half as wide, as feed-forwards."""
     config = decoder_config(replace(shape, gated=True))
     experts = MoEConfig(d_ff=shape.d_ff // 2, n_experts=8, top_k=2)
     blocks = {"main": config.blocks["main"].replace(feed_forward=experts)}
@@ -149,7 +149,7 @@ def _account(config: DecoderConfig, train: TrainConfig, device: torch.device) ->
 
 
 def _peak_of_step(config: DecoderConfig, train: TrainConfig, device: torch.device) -> int:
-    """Bytes at most in the second step, the model's own among them."""
+    """Peak bytes of the second step, including the model."""
     before = _settled(device)
     take = taking(built(config, train, device), random_batch(config, train, device))
     take()
@@ -159,7 +159,7 @@ def _peak_of_step(config: DecoderConfig, train: TrainConfig, device: torch.devic
 
 
 def _settled(device: torch.device) -> int:
-    """Bytes that are allocated already, those of the library of products among them."""
+    """Bytes that are allocated before the test, including those of the matmul library."""
     gc.collect()
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.ones(256, 256, device=device, dtype=dtype)
@@ -171,7 +171,7 @@ def _settled(device: torch.device) -> int:
 
 
 def _edge(shape: Shape, free: int | None, setting: Setting) -> Figures:
-    """What `auto` chose, that it ran, and what twice as much did."""
+    """The micro-batch size that `auto` chose, and whether it and twice that size run."""
     device, config = setting.device, decoder_config(shape)
     is_cuda = device.type == "cuda"
     left = available(device) or 0
@@ -196,7 +196,7 @@ def _edge(shape: Shape, free: int | None, setting: Setting) -> Figures:
 
 
 def _runs(config: DecoderConfig, train: TrainConfig, device: torch.device) -> bool:
-    """Whether two steps fit."""
+    """True if two steps fit into memory."""
     try:
         take = taking(built(config, train, device), random_batch(config, train, device))
         take()
@@ -211,7 +211,7 @@ def _runs(config: DecoderConfig, train: TrainConfig, device: torch.device) -> bo
 
 
 def _attention(case: Attending, setting: Setting) -> Figures:
-    """Which kernels run, how memory grows with the length, and how far it is from eager's."""
+    """Kernels that run, growth of memory with the length, and difference from the eager kernel."""
     seq = TINY_SEQ if setting.tiny else SEQ
     kernel: KernelName = case.kernel
     if setting.tiny and kernel == "flex":
@@ -241,7 +241,10 @@ def _attention(case: Attending, setting: Setting) -> Figures:
 def _attend(
     case: Attending, kernel: KernelName, device: torch.device, seq: int
 ) -> Callable[[], Tensor]:
-    """Inputs and mask of an attention; what is returned attends, and back on a GPU."""
+    """Create inputs and mask of an attention layer; return a function that runs it.
+
+    On a GPU the function also runs the backward pass.
+    """
     torch.manual_seed(0)
     pattern = AttentionPattern(alibi_slopes=alibi_slopes(HEADS) if case.alibi else ())
     module = make_kernel(kernel, pattern, Scoring(scale=HEAD_DIM**-0.5), HEADS)

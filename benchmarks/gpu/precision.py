@@ -1,8 +1,8 @@
-"""Number formats of training: the losses of 200 steps beside those of float32.
+"""Number formats in training: the losses of 200 steps compared with those of float32.
 
-Two tasks: the tests' one, a small decoder that learns to count on, whose bounds are the goal; and a
-larger one on text, whose distances have no bound. Float32 itself, with two rows at once, shows
-what another order of the sums does.
+There are two tasks. The first is the tests' task, a small decoder that learns to count; the tests'
+bounds are the goal. The second is larger and learns text; its differences have no bound. Float32
+itself, with two rows per pass, shows the effect of another order of sums.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,22 +28,22 @@ from workhorse.train.step.build import build_step
 from workhorse.transforms.float8 import check_float8
 
 LARGEST, MEAN = 0.01, 0.002
-"""Nats, of `tests/optim/test_master_weights.py`."""
+"""Bounds in nats, from `tests/optim/test_master_weights.py`."""
 CHARACTERS = 1_000_000
 NUMBERS, BYTES = 11, 256
-"""The vocabularies."""
+"""Sizes of the vocabularies."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned by what.
+    """A model and the data that it learns.
 
     Attributes:
-        model: of the decoder.
-        rows: of a batch.
-        learning_rate: of AdamW.
-        draw: random rows of tokens, one longer than the model's.
-        bounded: whether the bounds of the tests are the goal.
+        model: the config of the decoder.
+        rows: number of rows of a batch.
+        learning_rate: the learning rate of AdamW.
+        draw: returns random rows of tokens, one token longer than the model's.
+        bounded: True if the bounds of the tests are the goal.
     """
 
     model: DecoderConfig
@@ -75,7 +75,7 @@ def _read(generator: torch.Generator) -> Tensor:
 
 @cache
 def _text() -> Tensor:
-    """The beginning of the standard library, as bytes."""
+    """The first bytes of the standard library's source."""
     text = b""
     for module in modules():
         text += module.text().encode()
@@ -111,7 +111,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """For each task the reference, then each format beside it."""
+    """For each task the reference, then each format compared with it."""
     steps = 5 if setting.tiny else 200
     for task_name, task in TASKS.items():
         losses = partial(_losses, task, steps, setting.device)
@@ -134,7 +134,7 @@ def _beside(
     task: Task,
     device: torch.device,
 ) -> Figures:
-    """How far the losses are from the reference's, or why there are none."""
+    """Differences of the losses from the reference's, or the reason why there are none."""
     if fields["dtype"] == "float16" and device.type != "cuda":
         return {"left_out": "float16 needs CUDA"}
     if "fp8" in fields:
@@ -153,7 +153,7 @@ def _beside(
 
 
 def _losses(task: Task, steps: int, device: torch.device, fields: dict[str, Any]) -> list[float]:
-    """Of a decoder that begins with the same weights and reads the same rows each time."""
+    """Losses of a decoder that starts from the same weights and reads the same rows each time."""
     torch.manual_seed(1)
     decoder = task.model.build().to(device)
     optimizer = {"kind": "adamw", "learning_rate": task.learning_rate}

@@ -1,8 +1,8 @@
-"""What several GPUs need, as far as one can tell: each division by itself, and checkpoints.
+"""Multi-GPU features as far as one GPU can test them: each kind of parallelism, and checkpoints.
 
-A division among one process changes nothing; what it shows is that its code runs on the device and
-that the backend takes what is sent. FSDP sends nothing to itself, so its exact sums are left out.
-Of several processes a check keeps what the command line says.
+With one rank, parallelism changes no result. The checks show that its code runs on the device and
+that the backend accepts what is sent. FSDP sends nothing to itself, so its exact sums are skipped.
+Checks with two processes store the output of the command line.
 """
 
 import json
@@ -45,19 +45,19 @@ from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 
 RELATIVE = 1e-5
-"""Largest difference of a gradient in float32, relative to its largest number."""
+"""Largest difference of a gradient in float32, relative to its largest element."""
 COST = 0.02
-"""Of a step while a checkpoint is written, in parts of one alone."""
+"""Goal for the slowdown of a step while a checkpoint is written."""
 PATIENCE = 100.0
-"""Seconds for a run of two processes."""
+"""Time limit in seconds for a run of two processes."""
 MOST_STEPS = 400
-"""While one checkpoint is written."""
+"""Maximum number of steps while one checkpoint is written."""
 
 Divide = Callable[[Decoder, torch.device], Objective]
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """Divisions among one process, runs of two, then a checkpoint."""
+    """Parallelism with one rank, runs of two processes, then a checkpoint."""
     yield Check("backend", partial(_backend, setting.device))
     divisions: dict[str, Divide] = {
         "shard": _sharded,
@@ -74,7 +74,7 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 @contextmanager
 def _together(device: torch.device) -> Iterator[Group]:
-    """A group of this process alone, which sends to itself by the device's backend."""
+    """A process group of only this process, which sends to itself with the device's backend."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
@@ -86,7 +86,7 @@ def _together(device: torch.device) -> Iterator[Group]:
 
 
 def _backend(device: torch.device) -> Figures:
-    """What processes send each other, one operation after the other."""
+    """Run each collective operation once."""
     x = torch.arange(8.0, device=device)
     with _together(device) as group:
         gathered = torch.empty(1, 8, device=device)
@@ -137,7 +137,7 @@ def _in_sequences(decoder: Decoder, device: torch.device) -> Objective:
 
 
 def _beside_whole(divide: Divide, setting: Setting) -> Figures:
-    """Loss, gradients and time of a pass in float32, beside those of the undivided decoder."""
+    """Loss, gradients and time of a pass in float32, compared with the undivided decoder."""
     device, shape = setting.device, TRAINING["tiny" if setting.tiny else "gpt2"]
     torch.manual_seed(0)
     whole = gpt(shape).build().to(device)
@@ -164,7 +164,7 @@ def _beside_whole(divide: Divide, setting: Setting) -> Figures:
 
 
 def _pass(decoder: Decoder, objective: Objective, batch: Batch) -> dict[str, Tensor]:
-    """The mean loss, and the gradient of every weight by its name."""
+    """The mean loss, and the gradient of every weight by name."""
     decoder.zero_grad()
     loss = objective(batch).loss / batch.targets.numel()
     loss.backward()
@@ -188,7 +188,7 @@ def _batch(vocabulary: int, rows: int, context: int) -> Batch:
 
 
 def _two_processes(division: str, setting: Setting) -> Figures:
-    """What `workhorse train --workers 2` says; on a machine with one GPU, both use that one."""
+    """Output of `workhorse train --workers 2`; on a machine with one GPU, both use it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text, recipe = folder / "text.txt", folder / "recipe.json"
@@ -215,7 +215,7 @@ def _two_processes(division: str, setting: Setting) -> Figures:
 
 
 def _checkpoint(setting: Setting) -> Figures:
-    """Steps of a large model while its checkpoint is written, beside those before it."""
+    """Steps of a large model while its checkpoint is written, compared with earlier steps."""
     device = setting.device
     decoder, batch = _large(setting)
     config = TrainConfig.from_dict(
@@ -261,7 +261,7 @@ def _checkpoint(setting: Setting) -> Figures:
 
 
 def _large(setting: Setting) -> tuple[Decoder, Batch]:
-    """A decoder and rows for it."""
+    """A decoder, and a batch for it."""
     if setting.tiny:
         shape, rows = TRAINING["tiny"], 4
         config = gpt(shape)
@@ -285,7 +285,7 @@ def _llama(shape: Shape) -> DecoderConfig:
 
 
 def _timed_step(step: TrainingStep, batch: Batch) -> float:
-    """Seconds of a step, which ends when its loss is known and its update is done."""
+    """Seconds of a step; it ends when its loss is known and its update is done."""
     started = time.perf_counter()
     step.update(*step.backward(batch), schedule=1.0)
     if step.device.type == "cuda":

@@ -1,6 +1,6 @@
-"""How fast a GPU trains: tokens a second, and what share of the rate of its matrix products.
+"""Training speed of a GPU: tokens per second, and share of the GPU's matmul rate.
 
-nanoGPT takes part where the environment variable NANOGPT names a checkout, transformers where it is
+nanoGPT takes part if the environment variable NANOGPT names a checkout, transformers if it is
 installed.
 """
 
@@ -40,17 +40,17 @@ GPT2 = Shape("gpt2-124m", 12, 12, 12, 768, 3072, 50_304, context=1024, batch=32,
 LLAMA = Shape("llama-1.3b", 24, 16, 16, 2048, 5504, 32_000, context=2048, batch=32, gated=True)
 TINY_GPT2 = Shape("tiny-gpt2", 2, 2, 2, 64, 128, 64, context=32, batch=2, gated=False)
 TINY_LLAMA = Shape("tiny-llama", 2, 2, 2, 64, 128, 64, context=32, batch=2, gated=True)
-"""The batch of a LLaMA is the most rows that are tried."""
+"""The batch of a LLaMA is the largest number of rows to try."""
 
 SQUARE, TINY_SQUARE = 8192, 256
 STEPS_TIMED, TINY_STEPS = 10, 2
 ROUNDS = 3
 DOCUMENTS = 4
-"""In a packed row, equally long."""
+"""Number of documents of equal length in a packed row."""
 PEER_ROWS = 4
-"""Of transformers' LLaMA, whose logits and attention take more memory."""
+"""Rows of transformers' LLaMA, whose logits and attention take more memory."""
 SMALL_SHARE, LARGE_SHARE = 0.55, 0.50
-"""Of the rate of products, that GPT-2 and LLaMA should reach."""
+"""Goals for GPT-2 and LLaMA, as shares of the matmul rate."""
 FASTER_THAN_NANOGPT = 1.2
 
 ADAMW = {
@@ -68,11 +68,11 @@ class Variant:
     """A way to train.
 
     Attributes:
-        name: of it.
-        train: fields of `TrainConfig` that differ from AdamW, bfloat16 and compiled layers (which
-            tiny sizes leave out).
-        packed: rows hold several documents.
-        whole: one program for all layers and the loss, in place of one for each layer.
+        name: the name of the variant.
+        train: fields of `TrainConfig` that differ from AdamW, bfloat16 and compiled layers (tiny
+            sizes are not compiled).
+        packed: True if rows hold several documents.
+        whole: True for one compiled program for all layers and the loss, instead of one per layer.
     """
 
     name: str
@@ -94,7 +94,7 @@ OTHERS = (
 
 
 class Rates:
-    """What was measured so far, and later checks are held to."""
+    """Rates measured so far; later checks are compared with them."""
 
     products: float | None = None
     """Floating-point operations per second."""
@@ -103,7 +103,7 @@ class Rates:
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    """The products, then peers and variants, those with a goal first."""
+    """The matmuls, then peers and variants, those with a goal first."""
     gpt2, large = (TINY_GPT2, TINY_LLAMA) if setting.tiny else (GPT2, LLAMA)
     device = setting.device
     rates = Rates()
@@ -123,17 +123,17 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def at_least(value: float, goal: float) -> Figures:
-    """A figure that should reach a goal."""
+    """A figure that must reach a goal."""
     return {"value": value, "goal": goal, "reached": value >= goal}
 
 
 def at_most(value: float, goal: float) -> Figures:
-    """A figure that should not be more."""
+    """A figure that must not exceed a goal."""
     return {"value": value, "goal": goal, "reached": value <= goal}
 
 
 def product_rate(size: int, device: torch.device) -> float:
-    """Floating-point operations per second of square bfloat16 matrix products."""
+    """Floating-point operations per second of square bfloat16 matmuls."""
     take = limits.products(
         shapes=[(size, size, 1)],
         tokens=size,
@@ -146,7 +146,7 @@ def product_rate(size: int, device: torch.device) -> float:
 
 
 def decoder_config(shape: Shape) -> DecoderConfig:
-    """GPT-2's architecture or LLaMA's."""
+    """The config of GPT-2's architecture or LLaMA's."""
     if not shape.gated:
         return gpt(shape)
     return llama(
@@ -161,7 +161,7 @@ def decoder_config(shape: Shape) -> DecoderConfig:
 
 
 def training(rows: int, seq_len: int, **fields: Any) -> TrainConfig:
-    """Settings with AdamW and bfloat16 unless others are given."""
+    """A training config with AdamW and bfloat16, unless `fields` say otherwise."""
     given = {"optimizer": ADAMW, "dtype": "bfloat16", **fields}
     return TrainConfig.from_dict(
         {"steps": 1_000_000, "batch_size": rows, "seq_len": seq_len, **given}
@@ -171,7 +171,7 @@ def training(rows: int, seq_len: int, **fields: Any) -> TrainConfig:
 def random_batch(
     config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool = False
 ) -> Batch:
-    """Random tokens as training reads them: on the host, in pinned memory where a GPU reads."""
+    """Random tokens as training reads them: on the host, in pinned memory for a GPU."""
     rows, seq = train.batch_size, train.seq_len
     drawn = torch.randint(config.vocab_size, (rows, seq + 1))
     number = torch.arange(seq) * DOCUMENTS // seq
@@ -185,13 +185,13 @@ def random_batch(
 
 
 def built(config: DecoderConfig, train: TrainConfig, device: torch.device) -> TrainingStep:
-    """The step that trains a new model."""
+    """The training step of a new model."""
     torch.manual_seed(0)
     return build_step(config.build(train.kernel, device=device), train, device)
 
 
 def taking(step: TrainingStep, batch: Batch) -> Callable[[], None]:
-    """A whole step on the same rows each time."""
+    """A function that takes a whole step on the same rows each time."""
 
     def take() -> None:
         step.update(*step.backward(batch), schedule=1.0)
@@ -200,7 +200,7 @@ def taking(step: TrainingStep, batch: Batch) -> Callable[[], None]:
 
 
 def alone(work: Callable[[], Figures]) -> Figures:
-    """Some work, after which neither its compiled programs nor its tensors stay."""
+    """Run a function, then free its compiled programs and tensors."""
     try:
         return work()
     finally:
@@ -215,7 +215,7 @@ def _square_products(setting: Setting, rates: Rates) -> Figures:
 
 
 def _products_of(shape: Shape, device: torch.device) -> Figures:
-    """Forward and both gradients, of 32 rows of GPT-2 and 8 of LLaMA."""
+    """Matmul rate of forward and both gradients, for 32 rows of GPT-2 and 8 of LLaMA."""
     tokens = (shape.batch if not shape.gated else shape.batch // 4 or 1) * shape.context
     take = limits.products(
         shapes=shape.products,
@@ -256,7 +256,7 @@ def _tokens_per_second(shape: Shape, variant: Variant, setting: Setting, rates: 
 def _most_rows(
     config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool
 ) -> TrainConfig:
-    """As many rows as fit, in one pass."""
+    """The config with the largest batch that fits in one pass."""
     found = fit_micro_batch(
         config, train.replace(micro_batch_size="auto"), device, packed=packed
     ).micro_batch_size
@@ -278,7 +278,7 @@ def _rate(step: Callable[[], object], tokens: int, setting: Setting) -> float:
 
 
 def _known(shape: Shape, setting: Setting) -> dict[str, Any]:
-    """What peers are asked for, who look shapes up by name."""
+    """The arguments of peers; registers the shape, which they look up by name."""
     TRAINING[shape.name] = shape
     STEPS[shape.name] = TINY_STEPS if setting.tiny else STEPS_TIMED
     return {

@@ -1,1 +1,1 @@
-"""How contestants are run in turn, measured and shown; what all of them are given."""
+"""The harness: it runs contestants in turn, measures them, and prints the results."""

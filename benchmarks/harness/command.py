@@ -1,4 +1,4 @@
-"""The command line that every benchmark has, and its output: a table, JSON, and a stored result."""
+"""The command line of every benchmark, and its output: a table, JSON, and a stored result."""
 
 import argparse
 import datetime
@@ -17,66 +17,66 @@ RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS, QUICK_ROUNDS = 9, 3
 MIB = 1 << 20
 INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C ended."""
+"""The exit code after Ctrl-C."""
 OURS = "Workhorse"
-"""How the names of our own rows begin."""
+"""Prefix of the names of our own rows."""
 
 Cases = Callable[[argparse.Namespace], Iterable[Case]]
 
 
 def at_least_one(text: str) -> int:
-    """A number of rounds or threads."""
+    """Parse a number of rounds or threads."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1; give one")
     return int(text)
 
 
 def checkout_of_nanogpt(text: str) -> Path:
-    """Where nanoGPT is."""
+    """Parse the path of a nanoGPT checkout."""
     if not (Path(text) / "model.py").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no checkout of nanoGPT: it has no model.py")
+        raise argparse.ArgumentTypeError(f"{text} is not a nanoGPT checkout: it has no model.py")
     return Path(text)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options of every benchmark."""
+    """A parser with the options of every benchmark."""
     made = argparse.ArgumentParser(description=description.partition("\n")[0])
     made.add_argument("--json", action="store_true", help="print the result as JSON")
-    made.add_argument("--save", action="store_true", help="keep the result in results/")
+    made.add_argument("--save", action="store_true", help="store the result in results/")
     made.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of {ROUNDS}")
-    made.add_argument("--rounds", type=at_least_one, help="another number of rounds")
+    made.add_argument("--rounds", type=at_least_one, help="number of rounds")
     made.add_argument("--threads", type=at_least_one, default=default_threads())
-    made.add_argument("--only", nargs="+", metavar="NAME", help="these contestants alone")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="only these contestants")
     made.add_argument(
         "--against",
         type=Path,
         metavar="CHECKOUT",
-        help="each of our rows beside the same of another checkout, and no peers",
+        help="compare each of our rows with another checkout, without peers",
     )
     return made
 
 
 def with_device(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A further option, of benchmarks that compute."""
+    """Add the option `--device`."""
     made.add_argument("--device", default="cpu", help="cpu or cuda")
     return made
 
 
 def with_models(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A further option, of benchmarks that need files."""
+    """Add the option `--models`."""
     made.add_argument(
         "--models",
         type=lambda path: Path(path).resolve(),
         default="runs/benchmarks",
-        help="where models and texts are kept",
+        help="folder of stored models and corpora",
     )
     return made
 
 
 def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
-    """Run cases one after the other; print each as it ends, and each round to stderr.
+    """Run cases in turn; print each case as it ends, and each round to stderr.
 
-    Ctrl-C and SIGTERM end it with the table of the rounds so far, and the exit code 130.
+    After Ctrl-C or SIGTERM, print the table of the rounds so far and exit with code 130.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
@@ -88,7 +88,7 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
         "versions": versions(),
     }
     if options.against and options.save:
-        sys.exit("--save keeps the rows of RESULTS.md, which have no other checkout; leave it out")
+        sys.exit("--save stores the rows of RESULTS.md, and cannot be used with --against; omit it")
     if options.against and not (options.against / "benchmarks" / "harness" / "worker.py").is_file():
         sys.exit(f"--against {options.against} is not a checkout of this project; give its folder")
     results = []
@@ -101,7 +101,7 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
         if options.save:
             store(name, results)
     if not results:
-        sys.exit("no contestant is left; leave out --only, or --against where no row is ours")
+        sys.exit("no contestant is left; omit --only, or --against for cases without our rows")
     if options.json:
         print(json.dumps(results))
 
@@ -113,12 +113,12 @@ def _report(name: str, line: str) -> None:
 def chosen(
     cases: Iterable[Case], only: Sequence[str] | None, against: Path | None
 ) -> Iterator[Case]:
-    """The cases with the contestants that were asked for.
+    """The cases with the requested contestants.
 
     Args:
-        cases: of the benchmark.
-        only: names of contestants; None: all.
-        against: a checkout: a case for each contestant of ours, with the same of that checkout.
+        cases: the cases of the benchmark.
+        only: names of contestants; None for all.
+        against: a checkout; each contestant of ours becomes a case with that of the checkout.
     """
     for case in cases:
         kept = [one for one in case.contestants if not only or one.name in only]
@@ -134,13 +134,13 @@ def chosen(
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:
-    """How to get a result again; paths of this machine are left out."""
+    """The command that reproduces a result; paths of this machine are replaced by PATH."""
     shown = ["PATH" if Path(word).exists() else word for word in arguments if word != "--save"]
     return " ".join([f"python -m benchmarks.{name}", *shown])
 
 
 def store(name: str, results: Sequence[dict[str, object]]) -> None:
-    """Put results in the place of earlier ones of the same case."""
+    """Store results; they replace earlier ones of the same case."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     kept = {one["case"]: one for one in (json.loads(path.read_text()) if path.exists() else [])}
@@ -151,7 +151,7 @@ def store(name: str, results: Sequence[dict[str, object]]) -> None:
 
 
 def table(name: str, outcome: Outcome) -> str:
-    """What came out of a case, for a terminal."""
+    """The result of a case as text for a terminal."""
     bound = ""
     if outcome.limit_median is not None:
         bound = f", {outcome.limit} {outcome.limit_median:,.1f} {outcome.limit_unit}"

@@ -1,4 +1,4 @@
-"""One case of a benchmark: contestants and the machine's limit, in turn, and what came out."""
+"""One case of a benchmark: contestants and the machine's limit, run in turn, and the outcome."""
 
 import contextlib
 import statistics
@@ -10,20 +10,20 @@ from benchmarks.harness.timing import ratio, turns
 from benchmarks.harness.worker import Contestant, Measures, MissingError, Worker
 
 IDLE_CORES = 0.05
-"""More than this between its rounds, and a contestant disturbs the others."""
+"""Maximum cores that a contestant may use between its rounds without disturbing the others."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What nothing on the machine exceeds, measured in the same rounds."""
+    """A rate that nothing on the machine exceeds, measured in the same rounds."""
 
     name: str
     unit: str
     contestant: Contestant
     measure: str
-    """Which of its measures."""
+    """Name of the contestant's measure."""
     work: float
-    """How much of it a contestant uses for one of its own units: GFLOP a token, say."""
+    """Amount of it that a contestant uses for one of its own units, such as GFLOP per token."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Case:
     """Contestants that do the same work.
 
     Attributes:
-        name: of the case.
-        measure: which of the rounds' measures is compared.
-        unit: of the measure. What is measured in seconds is better when less, all else when more.
-        contestants: ours first.
-        limit: None where there is none.
-        fresh: start every round in a new process.
-        peaks: whether the processes' peaks of memory say something.
-        skipped: who takes no part, and why.
+        name: the name of the case.
+        measure: the measure that is compared.
+        unit: the unit of the measure. Seconds are better when lower, all others when higher.
+        contestants: the contestants, ours first.
+        limit: the limit; None if there is none.
+        fresh: True to start every round in a new process.
+        peaks: True if the peak memory of the processes is meaningful.
+        skipped: names of contestants that do not take part, and why.
     """
 
     name: str
@@ -53,29 +53,29 @@ class Case:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one contestant reached; `Outcome` says in which unit."""
+    """The result of one contestant, in the unit of its `Outcome`."""
 
     name: str
     median: float
     values: list[float]
-    """One a round."""
+    """One value per round."""
     ratio: float | None
-    """How many times as fast as this contestant the first is, round by round; None for itself,
-    and where the first is missing."""
+    """Speed of the first contestant divided by this one's, by round; None for the first contestant,
+    and if the first is missing."""
     achieved: float | None
-    """In the unit of the limit."""
+    """The rate in the unit of the limit."""
     of_limit: float | None
-    """That as a fraction of the limit, round by round."""
+    """The rate as a fraction of the limit, by round."""
     peak_bytes: int | None
-    """Most memory resident in its process."""
+    """Peak resident memory of its process."""
     build_seconds: float
-    """From the start of its process to its first round, compilation included."""
+    """Seconds from the start of its process to its first round, including compilation."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a case."""
+    """The result of a case."""
 
     case: str
     unit: str
@@ -86,22 +86,22 @@ class Outcome:
     limit_median: float | None = None
     missing: list[str] = field(default_factory=list)
     interrupted: bool = False
-    """True if only some of the rounds were taken."""
+    """True if only some of the rounds were completed."""
 
 
 def run(
     case: Case, rounds: int, threads: int, report: Callable[[str], object] = lambda line: None
 ) -> Outcome:
-    """Build who can be built, take the rounds in turn, compare.
+    """Build the contestants that can be built, run the rounds in turn, and compare.
 
-    After a KeyboardInterrupt the outcome has the rounds that everyone took. If that is none, it has
-    those who took the first.
+    After a KeyboardInterrupt the outcome has the rounds that all contestants completed. If there is
+    none, it has the contestants that completed the first round.
 
     Args:
-        case: what to run.
-        rounds: of each contestant.
-        threads: of each contestant's process.
-        report: called with a line when a contestant is built, and when it has taken a round.
+        case: the case.
+        rounds: number of rounds of each contestant.
+        threads: number of threads of each contestant's process.
+        report: receives a line when a contestant is built, and after each of its rounds.
     """
     missing = list(case.skipped)
     results: dict[str, list[Measures]] = {}
@@ -117,7 +117,7 @@ def run(
             except MissingError as error:
                 missing.append(f"{contestant.name}: {error}")
                 continue
-            except RuntimeError as error:  # the others' figures stand without it
+            except RuntimeError as error:  # the others' figures are valid without it
                 missing.append(f"{contestant.name} failed: {str(error).splitlines()[-1]}")
                 continue
             takes[contestant.name], workers[contestant.name] = take, seen
@@ -146,7 +146,7 @@ def _shown(case: Case, name: str, measures: Measures) -> str:
 
 
 def rounded(value: float) -> str:
-    """A measure with as many digits as say something."""
+    """A measure with three decimals below 1, two below 100, else none."""
     digits = 3 if value < 1 else 2 if value < 100 else 0  # noqa: PLR2004
     return f"{value:,.{digits}f}"
 
@@ -155,7 +155,7 @@ def rounded(value: float) -> str:
 def _rounds_of(
     contestant: Contestant, threads: int, fresh: bool, seen: list[Worker]
 ) -> Iterator[Callable[[], Measures]]:
-    """What takes a contestant's rounds, in one process or in a new one each; kept in `seen`."""
+    """A function that runs a contestant's rounds, in one process or in a new one per round."""
     worker = Worker(contestant, threads)
     if not fresh:
         seen.append(worker)
@@ -164,7 +164,7 @@ def _rounds_of(
         finally:
             worker.close()
         return
-    worker.close()  # it was only asked whether it can take part
+    worker.close()  # it was started only to see whether it can take part
 
     def take() -> Measures:
         worker = Worker(contestant, threads)

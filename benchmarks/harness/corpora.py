@@ -1,4 +1,4 @@
-"""The texts and the tokenizer that encoding is measured on, each made once and kept."""
+"""Corpora and tokenizer for encoding benchmarks, each made once and stored."""
 
 import json
 import tempfile
@@ -10,9 +10,9 @@ from workhorse.tokenizers import BpeConfig, Tokenizer, load_tokenizer, train_tok
 
 VOCAB_SIZE = 16_000
 CORPUS_BYTES = 24_000_000
-"""Shorter texts are repeated up to about that."""
+"""Shorter corpora are repeated up to about this size."""
 MODULES = "modules"
-"""The corpus of the standard library's modules, a document each."""
+"""Name of the corpus of the standard library's modules, one document each."""
 
 
 def documents(data: str, root: str) -> Path:
@@ -29,13 +29,13 @@ def documents(data: str, root: str) -> Path:
 
 
 def corpus(data: str, root: str) -> DataConfig:
-    """All of that file for training, as a corpus."""
+    """That file as a corpus, all of it for training."""
     source = {"kind": "jsonl", "path": str(documents(data, root)), "validation_fraction": 0.0}
     return DataConfig.from_dict({"corpus": source})
 
 
 def tokenizer(data: str, root: str) -> Tokenizer:
-    """A byte-level BPE learned from that text."""
+    """A byte-level BPE tokenizer trained on that corpus."""
     folder = Path(root) / f"tokenizer-{Path(data).stem}"
     if not folder.exists():
         learned = train_tokenizer(

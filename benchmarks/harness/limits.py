@@ -1,4 +1,4 @@
-"""What the machine can do at most, as PyTorch reaches it: to multiply, and to read."""
+"""Limits of the machine as PyTorch reaches them: the rates of matmuls and of reading memory."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.harness.worker import Round
 
 READ_BYTES = 1 << 29
-"""Far more than any cache holds."""
+"""Far more than any CPU cache holds."""
 READ_ROWS = 4096
 TRIES = 5
 
@@ -26,18 +26,18 @@ def products(
     backward: bool,
     threads: int,
 ) -> Round:
-    """A round gives `gflops`: the rate of matrix products of given shapes, in GFLOP/s.
+    """Rounds that return `gflops`: the rate of matmuls of the given shapes, in GFLOP/s.
 
-    Forward products are computed in each way that PyTorch has on a CPU, and the fastest counts;
-    gradients by `matmul`.
+    Forward matmuls are computed in each way that PyTorch has on a CPU, and the fastest counts;
+    gradients are computed by `matmul`.
 
     Args:
-        shapes: (rows, columns, how many) of the weights.
-        tokens: rows of what is multiplied by them.
-        dtype: of all matrices.
-        device: where.
-        backward: both gradients too.
-        threads: of PyTorch.
+        shapes: (rows, columns, count) of the weights.
+        tokens: number of rows that are multiplied by them.
+        dtype: the dtype of all matrices.
+        device: the device.
+        backward: True to include both gradients.
+        threads: number of PyTorch threads.
     """
     torch.set_num_threads(threads)
     kind = getattr(torch, dtype)
@@ -66,7 +66,7 @@ def products(
 def _forward_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Tensor]]:
     ways: list[Callable[[], Tensor]] = [partial(torch.nn.functional.linear, x, weight)]
     if x.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        # float32 goes to MKL by itself, which is the slower library on some processors.
+        # PyTorch uses MKL for float32, which is the slower library on some processors.
         onednn = partial(torch.ops.mkldnn._linear_pointwise, x, weight, None, "none", [], "")
         with suppress(RuntimeError):  # oneDNN has no bfloat16 on CPUs with AVX2 only
             onednn()
@@ -75,7 +75,7 @@ def _forward_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Tensor]]:
 
 
 def memory(*, device: str, threads: int) -> Round:
-    """A round gives `gbytes`: GB/s that a sum over memory, or a product with a vector, reads."""
+    """Rounds that return `gbytes`: GB/s read by a sum, or by a matrix-vector product."""
     torch.set_num_threads(threads)
     matrix = torch.ones(READ_ROWS, READ_BYTES // READ_ROWS // 4, device=device)
     vector = torch.ones(matrix.shape[1], device=device)
@@ -90,12 +90,12 @@ def memory(*, device: str, threads: int) -> Round:
 
 
 def _fastest(ways: Sequence[Callable[[], Tensor]], device: str) -> float:
-    """Seconds of the fastest way; of each the median, as of everyone whom the limit is held to."""
+    """Seconds of the fastest way; the median is taken for each way, as for the contestants."""
     return min(statistics.median(seconds_of(way, device) for _ in range(TRIES)) for way in ways)
 
 
 def seconds_of(work: Callable[[], object], device: str) -> float:
-    """How long some work takes, up to its end on the device; on a GPU by the device's clock."""
+    """Seconds until some work ends on the device; on a GPU measured by the device's clock."""
     if torch.device(device).type != "cuda":
         started = time.perf_counter()
         work()

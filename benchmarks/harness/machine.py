@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""Description of the machine and the packages of a measurement."""
 
 import importlib.metadata
 import os
@@ -13,11 +13,11 @@ PACKAGES = (
     *("tokenizers", "safetensors"),
 )
 INSTRUCTIONS = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "asimd")
-"""Of a processor's features, those that decide how fast it multiplies."""
+"""The processor features that decide how fast it multiplies."""
 
 
 def describe(threads: int, device: str) -> dict[str, str]:
-    """The processor, its cores, what it multiplies with, the system, and the GPU if one is used."""
+    """The processor, cores, vector instructions, system, and the GPU if one is used."""
     model, features = platform.processor() or platform.machine(), ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -41,7 +41,7 @@ def describe(threads: int, device: str) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of every package that is measured, where it is installed."""
+    """Versions of all measured packages that are installed."""
     found = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def default_threads() -> int:
-    """One for each core that this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The models that decoding is measured on: random weights of a shape, made once and kept."""
+"""Models for decoding benchmarks: random weights of a shape, made once and stored."""
 
 import ctypes
 import subprocess
@@ -16,7 +16,7 @@ GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def huggingface_folder(shape: str, root: str) -> Path:
-    """A Hugging Face directory in bfloat16, made by a process of its own if it is not there."""
+    """A Hugging Face directory in bfloat16; a separate process makes it if it does not exist."""
     path = Path(root) / f"{shape}-bfloat16"
     if not path.exists():
         _make(shape, "huggingface", root)
@@ -24,7 +24,7 @@ def huggingface_folder(shape: str, root: str) -> Path:
 
 
 def gguf_file(shape: str, precision: str, root: str) -> Path:
-    """A GGUF file of the same weights, likewise."""
+    """A GGUF file of the same weights; a separate process makes it if it does not exist."""
     path = Path(root) / f"{shape}-{precision}.gguf"
     if not path.exists():
         _make(shape, precision, root)
@@ -80,7 +80,7 @@ def _write_gguf(folder: Path, precision: str, path: Path) -> None:
 
 
 def _quantize(source: Path, kind: str, path: Path) -> None:
-    """Every matrix in one type: no other is mixed in for quality, so that bits are equal."""
+    """Quantise every matrix to one type: mixed types would make the bits per weight unequal."""
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     how = llama_cpp.llama_model_quantize_default_params()

@@ -1,8 +1,7 @@
-"""The shapes that are measured, and what each costs by count: parameters, operations, bytes.
+"""Measured model shapes, and their computed costs: parameters, operations, bytes.
 
 Training shapes are GPT-2's architecture (learned positions, LayerNorm, GELU, tied head) without
-biases or dropout; those for decoding are LLaMA's (rotary positions, RMSNorm, SwiGLU, a head of its
-own).
+biases or dropout. Decoding shapes are LLaMA's (rotary positions, RMSNorm, SwiGLU, an untied head).
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's sizes, and the batch it is measured at."""
+    """Sizes of a decoder, and the batch size for which it is measured."""
 
     name: str
     n_layers: int
@@ -20,16 +19,16 @@ class Shape:
     d_ff: int
     vocab_size: int
     context: int
-    """Of training: tokens in a row. Of decoding: room for the prompt and the new tokens."""
+    """For training: tokens in a row. For decoding: capacity for the prompt and the new tokens."""
     batch: int
     gated: bool
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
-        """The matrices that every token is multiplied by: (rows, columns, how many of them).
+        """The matrices that every token is multiplied by: (rows, columns, count).
 
-        What reads the same input is joined (queries, keys and values; gate and up), which is the
-        fastest way to compute it and so the fair limit.
+        Matrices that read the same input are joined (queries, keys and values; gate and up). That
+        is the fastest way to compute them, and so a fair limit.
         """
         width, head_dim = self.d_model, self.d_model // self.n_heads
         qkv = width + 2 * self.n_kv_heads * head_dim
@@ -43,24 +42,24 @@ class Shape:
 
     @property
     def product_weights(self) -> int:
-        """Numbers in those matrices: what decoding one token must read."""
+        """Number of elements of those matrices, which decoding one token must read."""
         return sum(rows * columns * count for rows, columns, count in self.products)
 
     @property
     def training_flops(self) -> float:
-        """Floating-point operations for a token of training.
+        """Floating-point operations per token of training.
 
-        Six for each weight of a product (forward and both gradients) and the whole square of
-        attention's scores, as PaLM counts (2204.02311, appendix B): what a causal kernel leaves
-        out is credited to it.
+        Six for each weight of a matmul (forward and both gradients), and the whole square of
+        attention's scores, as PaLM counts (2204.02311, appendix B). A causal kernel is credited
+        with the scores that it skips.
         """
         return 6.0 * self.product_weights + 12.0 * self.n_layers * self.d_model * self.context
 
     @property
     def forward_flops(self) -> float:
-        """Floating-point operations of the products for a token of a prompt.
+        """Floating-point operations of the matmuls per token of a prompt.
 
-        Less the head's, which only the last token of a prompt needs.
+        The head is not counted: only the last token of a prompt needs it.
         """
         return 2.0 * (self.product_weights - self.vocab_size * self.d_model)
 
@@ -102,8 +101,8 @@ STORED = {
         DECODING["1b"],
     )
 }
-"""What loading is measured on, in bfloat16: 73 MiB to 2 GiB. GPT-2's matrices are stored turned and
-joined; those of the others lie in the file as they are used."""
+"""Shapes for measuring loading, in bfloat16: 73 MiB to 2 GiB. GPT-2's matrices are stored
+transposed and joined; those of the others are stored as they are used."""
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64
@@ -115,11 +114,11 @@ PRECISIONS = {
     "int8": "q8_0",
     "int4": "q4_0",
 }
-"""Ours, and the type of llama.cpp with as many bits for a weight."""
+"""Our precision, and llama.cpp's type with the same number of bits per weight."""
 BITS = {
     "float32": 32.0,
     "bfloat16": 16.0,
     "int8": 8.5,
     "int4": 4.5,
 }
-"""Bits for a weight of each of ours, scales included: one float16 for 32 weights."""
+"""Bits per weight of our precisions, including scales: one float16 for 32 weights."""

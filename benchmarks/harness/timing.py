@@ -1,7 +1,7 @@
-"""Rounds taken in turn, and what is said about them.
+"""Rounds run in turn, and the statistics of them.
 
 An absolute time on a shared machine means little: the same program takes half again as long when a
-neighbour is busy. So contestants take turns (A B C A B C …), and are compared round by round.
+neighbour is busy. So contestants take turns (A B C A B C …) and are compared round by round.
 """
 
 import statistics
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_turn(takes: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each gives in every round; all have had round r before any has round r + 1."""
+    """Results of each function by round; all complete round r before any starts round r + 1."""
     results: dict[str, list[T]] = {name: [] for name in takes}
     for name, _, taken in turns(takes, rounds):
         results[name].append(taken)
@@ -20,13 +20,13 @@ def in_turn(takes: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list
 
 
 def turns(takes: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[tuple[str, int, T]]:
-    """What `in_turn` gathers, as it comes: a name, the round from 1, and what it gave."""
+    """Yield the results of `in_turn` as they arrive: name, round (from 1) and result."""
     for number in range(1, rounds + 1):
         for name, take in takes.items():
             yield name, number, take()
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the quotients of the same round."""
+    """The median of the quotients of values of the same round."""
     pairs = zip(numerators, denominators, strict=True)
     return statistics.median(above / below for above, below in pairs)

@@ -1,8 +1,9 @@
-"""A contestant in a process of its own, which does one round when asked and sleeps in between.
+"""A contestant in its own process, which runs a round on request and sleeps in between.
 
-Apart, contestants cannot fight over a thread pool, patch each other's libraries, or hide in each
-other's peak of memory. A contestant is built by a function that returns its `Round`. The two sides
-talk in lines of JSON; what the libraries print goes to a file that is shown when they fail.
+In separate processes, contestants cannot compete for a thread pool, patch each other's libraries,
+or hide in each other's peak memory. A contestant is built by a function that returns its `Round`.
+The two sides exchange lines of JSON. What the libraries print goes to a file, which is shown if
+they fail.
 """
 
 import contextlib
@@ -23,41 +24,42 @@ Measures = dict[str, float]
 Round = Callable[[], Measures]
 
 SETTLE_SECONDS = 0.1
-"""Between rounds, so that threads that wait by spinning have gone to sleep."""
+"""Pause between rounds, so that threads that wait by spinning have gone to sleep."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
-"""What PyTorch, its libraries and `tokenizers` read when they start."""
+"""Variables that PyTorch, its libraries and `tokenizers` read when they start."""
 TAIL = 2000
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part: a name, and the `module:function` that builds it from JSON's types."""
+    """A participant: a name, and the `module:function` that builds it from JSON types."""
 
     name: str
     build: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    """What a reader must know about it."""
+    """A note for readers of the results."""
     checkout: Path = Path(__file__).parents[2]
-    """Whose `benchmarks` and `workhorse` it runs."""
+    """The checkout whose `benchmarks` and `workhorse` it runs."""
 
 
 class MissingError(Exception):
-    """A contestant cannot take part here; one line says why."""
+    """A contestant cannot take part here; the message is the reason in one line."""
 
 
 class Worker:
     """The process of one contestant, built and warm.
 
     Args:
-        contestant: who.
-        threads: for each thread pool that it has.
+        contestant: the contestant.
+        threads: size of each of its thread pools.
 
     Attributes:
-        build_seconds: from the start of the process to its first round, compilation included.
+        build_seconds: seconds from the start of the process to its first round, including
+            compilation.
 
     Raises:
-        MissingError: a package of it is not installed.
+        MissingError: a package that it needs is not installed.
         RuntimeError: it failed.
     """
 
@@ -82,10 +84,9 @@ class Worker:
             raise
 
     def round(self) -> Measures:
-        """One round's measures, `idle` among them.
+        """Measures of one round, including `idle`.
 
-        That is the processor time, in cores, that it used since its last round: it should have
-        slept.
+        `idle` is the processor time, in cores, used since the last round: it should be almost 0.
         """
         time.sleep(SETTLE_SECONDS)
         answer = self._ask({})
@@ -93,7 +94,7 @@ class Worker:
         return answer["measures"] | {"idle": answer["idle"]}
 
     def close(self) -> None:
-        """End the process, at once if it has not answered."""
+        """End the process; kill it if a request is still open."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -124,16 +125,16 @@ class Worker:
 
 
 def _path(checkout: Path) -> dict[str, str]:
-    """Where Python looks first."""
+    """`PYTHONPATH` with the checkout's sources first."""
     given = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([str(checkout / "src"), *([given] if given else [])])}
 
 
 def serve(build: str, threads: int) -> None:
-    """The other side: build what the first line describes, then a round for every further line."""
+    """The process's side: build from the first line, then run a round for every further line."""
     started = time.perf_counter()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
 
     def answer(**values: Any) -> None:
         answers.write(json.dumps(values) + "\n")
@@ -152,7 +153,7 @@ def serve(build: str, threads: int) -> None:
         answer(missing=str(error))
         return
     answer(seconds=time.perf_counter() - started)
-    # The first moments after the build belong to it: threads and compilers wind down.
+    # Idle time is not measured right after the build: threads and compilers are still stopping.
     idle_since, idle_cpu = None, 0.0
     for _ in sys.stdin:
         idle = 0.0
@@ -164,7 +165,7 @@ def serve(build: str, threads: int) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had resident."""
+    """The peak resident memory of this process."""
     with contextlib.suppress(OSError, StopIteration):
         # Not `ru_maxrss`, which on Linux begins with the peak of the process that started this one.
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -175,5 +176,5 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    # By its import's name: contestants raise that module's MissingError, not this script's.
+    # Import the module by name: contestants raise that module's MissingError, not this script's.
     importlib.import_module("benchmarks.harness.worker").serve(sys.argv[1], int(sys.argv[2]))

@@ -1,1 +1,1 @@
-"""The same models by others' code. A package that is not installed is named as missing."""
+"""The same models in other libraries. A package that is not installed is reported as missing."""

@@ -1,4 +1,4 @@
-"""litgpt: a GPT of its own kind (rotary positions on a quarter of each head, an untied head)."""
+"""litgpt: a GPT with rotary positions on a quarter of each head and an untied head."""
 
 import torch
 from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""llama.cpp, by the low-level calls of llama-cpp-python: only choosing a token is Python."""
+"""llama.cpp through llama-cpp-python's low-level calls; Python only chooses the tokens."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from benchmarks.harness.tokens import TokenClock, random_tokens
 from benchmarks.harness.worker import Round
 
 MICRO_BATCH = 512
-"""llama.cpp's default: tokens of a prompt computed at once."""
+"""llama.cpp's default number of prompt tokens per pass."""
 
 
 def generate(
@@ -28,14 +28,14 @@ def generate(
     """Rounds of greedy decoding on the CPU.
 
     Args:
-        shape: of the model.
-        precision: of its file.
-        batch: rows.
-        prompt_tokens: in each.
-        new_tokens: to each.
-        models: where files are kept.
-        repack: let llama.cpp lay weights out anew for the processor.
-        threads: of its pool.
+        shape: the model's shape.
+        precision: the type of its file.
+        batch: number of sequences.
+        prompt_tokens: number of prompt tokens per sequence.
+        new_tokens: number of new tokens per sequence.
+        models: the folder of stored files.
+        repack: True to let llama.cpp repack the weights for the processor.
+        threads: size of its thread pool.
     """
     llama_cpp.llama_backend_init()
     how = llama_cpp.llama_model_default_params()
@@ -57,7 +57,7 @@ def generate(
 
     def decode(request: Any) -> None:
         if code := llama_cpp.llama_decode(context, request):
-            raise RuntimeError(f"llama_decode gave {code}")
+            raise RuntimeError(f"llama_decode returned {code}")
         llama_cpp.llama_synchronize(context)
 
     def chosen(output: int) -> int:
@@ -83,7 +83,7 @@ def generate(
 
 
 def _fill(request: Any, rows: list[list[int]], first: int) -> None:
-    """Rows of tokens from position `first` on; each row's last token gives logits."""
+    """Fill a batch with rows of tokens from position `first` on; the last of each gives logits."""
     slot = 0
     for sequence, row in enumerate(rows):
         for offset, token in enumerate(row):

@@ -1,4 +1,4 @@
-"""nanoGPT, from a checkout: it is no package. Model and optimizer are its own."""
+"""nanoGPT from a checkout, because it is not a package. Model and optimizer are its own."""
 
 import contextlib
 import sys

@@ -70,7 +70,7 @@ def generate(
 
 
 class _Streamer(transformers.generation.streamers.BaseStreamer):
-    """Passes on that there is a token; the prompt comes first."""
+    """Ticks the clock for each new token; the first call is the prompt and is skipped."""
 
     def __init__(self, clock: TokenClock) -> None:
         self._clock, self._is_prompt = clock, True

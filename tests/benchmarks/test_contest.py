@@ -1,4 +1,4 @@
-"""What is made of the rounds' measures; the numbers here are given, not timed."""
+"""Statistics of the rounds' measures; the values are given, not measured."""
 
 import os
 import re
@@ -20,7 +20,7 @@ BOUND = Contestant("memory", "a:d")
 
 
 class Built:
-    """Stands for a worker."""
+    """Replaces a worker."""
 
     def __init__(self, peak_bytes: int, build_seconds: float) -> None:
         self.peak_bytes, self.build_seconds = peak_bytes, build_seconds
@@ -47,8 +47,8 @@ def test_more_is_better_and_limits_are_shares():
 
     ours, peer = found.entries
     assert (ours.median, ours.ratio) == (25.0, None)
-    assert peer.ratio == pytest.approx(2.5)  # of 2 and 3
-    assert ours.achieved == pytest.approx(12.5)  # half a GB a token
+    assert peer.ratio == pytest.approx(2.5)  # the median of 2 and 3
+    assert ours.achieved == pytest.approx(12.5)  # half a GB per token
     assert ours.of_limit == pytest.approx(0.625)
     assert found.limit_median == 20.0
     assert (ours.peak_bytes, ours.build_seconds) == (300, 2.0)
@@ -86,7 +86,7 @@ def test_a_case_runs_in_processes_of_its_own():
 
     assert [entry.name for entry in found.entries] == ["here"]
     assert len(found.entries[0].values) == 2
-    assert found.missing == ["gone: there is no command no-such-command"]
+    assert found.missing == ["gone: the command no-such-command is not installed"]
 
 
 FAKES = """
@@ -169,7 +169,7 @@ def test_a_failure_shows_what_the_contestant_said():
 
 
 def test_counts_of_a_token_are_those_of_the_literature():
-    # nanoGPT's own estimate for GPT-2's size: 6 N + 12 L H Q T, with its tied head counted once.
+    # nanoGPT's own estimate for GPT-2: 6 N + 12 L H Q T, with its tied head counted once.
     gpt2 = TRAINING["gpt2"]
     assert gpt2.training_flops == 6 * (12 * 12 * 768**2 + 50_304 * 768) + 12 * 12 * 768 * 512
     # A token of the 1b shape reads 1.03 billion weights: 22 layers and the head.
@@ -211,9 +211,9 @@ def test_a_contestant_runs_the_code_of_its_checkout(tmp_path):
     ("options", "message"),
     [
         (["--against", "nowhere"], "--against nowhere is not a checkout of this project"),
-        (["--against", "nowhere", "--save"], "--save keeps the rows of RESULTS.md"),
-        (["--only", "Nobody"], "no contestant is left; leave out --only"),
-        (["--only", "Nobody", "--against", "."], "no contestant is left; leave out --only"),
+        (["--against", "nowhere", "--save"], "--save stores the rows of RESULTS.md"),
+        (["--only", "Nobody"], "no contestant is left; omit --only"),
+        (["--only", "Nobody", "--against", "."], "no contestant is left; omit --only"),
     ],
 )
 def test_nothing_to_measure(options, message, monkeypatch):

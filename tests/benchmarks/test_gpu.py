@@ -1,4 +1,4 @@
-"""The blocks for a GPU, on a CPU: each has checks, and what a check computes is kept."""
+"""The GPU blocks, run on a CPU: each has checks, and results of checks are saved."""
 
 import importlib
 import itertools

@@ -1,4 +1,4 @@
-"""What a benchmark cannot do is refused before it begins."""
+"""Invalid options of a benchmark raise an error before it begins."""
 
 from pathlib import Path
 
@@ -21,6 +21,6 @@ def test_a_checkout_of_nanogpt_has_its_model(
 ) -> None:
     with pytest.raises(SystemExit):
         train.options().parse_args(["--nanogpt", str(tmp_path)])
-    assert "is no checkout of nanoGPT" in capsys.readouterr().err
+    assert "is not a nanoGPT checkout: it has no model.py" in capsys.readouterr().err
     (tmp_path / "model.py").touch()
     assert train.options().parse_args(["--nanogpt", str(tmp_path)]).nanogpt == tmp_path

@@ -1,4 +1,4 @@
-"""The page is made of what was stored."""
+"""The results page shows the stored results."""
 
 import json
 from pathlib import Path

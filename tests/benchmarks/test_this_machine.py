@@ -20,7 +20,7 @@ def test_its_rows_stand_in_the_page() -> None:
 def test_the_share_of_decoding_is_the_weights_read_of_the_memory(
     precision: str, bits: float
 ) -> None:
-    """768 wide, 12 layers of 4 * 768² and 3 * 768 * 2048, and a head of 32,000."""
+    """The shape: width 768, 12 layers of 4 * 768² and 3 * 768 * 2048, and a head of 32,000."""
     (measure,) = decoding("160m", precision, "").measures.values()
     gbytes = (12 * (4 * 768**2 + 3 * 768 * 2048) + 768 * 32_000) * bits / 8 / 1e9
     line = row(measure, 100, 200 * gbytes)

@@ -1,4 +1,4 @@
-"""Who is measured when, and how ratios are taken."""
+"""The order of measurements, and the computation of ratios."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_contestants_take_turns():
 
 
 def test_a_ratio_is_of_the_same_round():
-    # The second round was disturbed for everyone: a ratio of medians or means would show it.
+    # The second round was disturbed for all: a ratio of medians or means would be wrong.
     assert ratio([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
 
 

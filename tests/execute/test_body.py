@@ -1,4 +1,4 @@
-"""Bodies share the parameters of the reference, and change nothing of it."""
+"""Bodies share the parameters of the reference, and never change it."""
 
 import copy
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def small(**fields: object) -> Decoder:
 
 @contextmanager
 def unchanged(decoder: Decoder) -> Iterator[None]:
-    """Nothing of a decoder is another when it ends: no module, parameter, hook or class."""
+    """Check that the block changes no module, parameter, hook or class of a decoder."""
 
     def facts() -> list[object]:
         return [
@@ -113,7 +113,7 @@ def batch(seed: int, seq: int = 16) -> Batch:
 def train_and_generate(
     dtype: str, steps: int, texts: int, max_new_tokens: int
 ) -> tuple[list[float], dict[str, Tensor], list[list[int]]]:
-    """Losses, weights at the end, and the texts after each step; without any if `texts` is 0."""
+    """Losses, final weights, and completions after each step; no completions if `texts` is 0."""
     torch.manual_seed(0)
     reference = small()
     config = TrainConfig(steps=steps, batch_size=4, seq_len=16, dtype=dtype)
@@ -132,7 +132,7 @@ def train_and_generate(
     kept = {
         name: weight.clone() for name, weight in step.optimizer.masters.weights(reference).items()
     }
-    if texts:  # a model with these weights, of its own, writes the last texts as well
+    if texts:  # a separate model with these weights writes the last completions as well
         alone = copy.deepcopy(reference)
         alone = decoding_body(alone, wait=True).decoder
         last = generate(alone, prompts, options)
@@ -142,7 +142,7 @@ def train_and_generate(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_generating_between_steps_changes_no_bit_of_training(dtype: str) -> None:
-    """And the texts are those of the weights of their step."""
+    """The completions belong to the weights of their step."""
     check_one_set_of_weights(dtype, steps=3, texts=8, max_new_tokens=6)
 
 

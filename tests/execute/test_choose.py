@@ -1,4 +1,4 @@
-"""The line that announces how a model runs says what runs."""
+"""The line that announces the execution of a model is correct."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.train import TrainConfig
 from workhorse.train.step.build import build_step, training_operators
 
-# PyTorch's compiler imports what PyTorch itself calls deprecated.
+# PyTorch's compiler imports modules that PyTorch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 CPU = torch.device("cpu")
 LINE = re.compile(
@@ -35,7 +35,7 @@ EACH = pytest.mark.parametrize(
 @EACH
 @torch.no_grad()
 def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole steps are calls of the operator; otherwise modules without a native form are told."""
+    """Whole steps are calls of the operator; otherwise the line names modules without one."""
     body = decoding_body(make(config).eval(), wait=True)
     line = body.announcement
     calls: list[object] = []

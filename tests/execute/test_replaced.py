@@ -1,4 +1,4 @@
-"""A part that a user replaced is computed by every body, or refused, and never passed over."""
+"""A part that a user replaced is computed by every body or raises an error; it is never ignored."""
 
 import copy
 from collections.abc import Callable
@@ -134,7 +134,7 @@ EACH = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 def stepped(decoder: Decoder) -> Tensor:
-    """Logits of all tokens but the prompt of three, one at a time."""
+    """Logits of all tokens after a prompt of three, one token at a time."""
     cache = decoder.new_paged_cache(64, 2)
     view = PagedView(cache, [cache.new_sequence() for _ in TOKENS])
     with torch.no_grad():
@@ -143,7 +143,7 @@ def stepped(decoder: Decoder) -> Tensor:
 
 
 def losses_and_gradient(decoder: Decoder) -> list[Tensor]:
-    """Of the plain forward pass."""
+    """Losses and gradient of the plain forward pass."""
     logits = decoder(TOKENS[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
     gradients = torch.autograd.grad(loss, list(decoder.parameters()), allow_unused=True)
@@ -203,13 +203,13 @@ def halved(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
 
 @COMPILES
 def test_compiled_steps_follow_hooks_and_replaced_modules(tmp_path: Path) -> None:
-    """One folder of programs, in which none with a hook or a foreign module may be kept."""
+    """No program with a hook or a foreign module may be stored in the shared folder."""
     reference = small(softcap=20.0)
     plain = stepped(reference)
     body = compile_steps(body_of(reference).eval(), tmp_path)
     layer = body.layers[0].feed_forward
     handle = layer.register_forward_hook(halved)
-    with_hook = stepped(body)  # first of all, so that no program may come of it
+    with_hook = stepped(body)  # first, so that a wrongly stored program would be found below
     handle.remove()
     assert not list(tmp_path.iterdir())
     torch.testing.assert_close(stepped(body), plain, rtol=1e-4, atol=1e-5)
@@ -229,7 +229,7 @@ def test_compiled_steps_follow_hooks_and_replaced_modules(tmp_path: Path) -> Non
         torch.testing.assert_close(stepped(body), stepped(reference), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about autograd functions
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about autograd functions
 def test_compiled_training_calls_hooks_that_come_later() -> None:
     plain = small()
     config = TrainConfig(steps=1, batch_size=2, seq_len=8, execution="compiled")

@@ -1,4 +1,4 @@
-"""A decoder with a rolling cache and a whole one, and what it says."""
+"""A decoder with a rolling cache and a full cache, and its completions and logits."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ WINDOW = 6
 
 
 def local_and_global(width: int = 64, layers: int = 3) -> DecoderConfig:
-    """A rolling cache and a whole one."""
+    """A config with layers of both kinds: a rolling cache and a full cache."""
     return DecoderConfig.from_dict(
         {
             "vocab_size": 61,
@@ -46,7 +46,7 @@ def make(seed: int = 0) -> Decoder:
 
 
 def prompts(rows: int) -> list[list[int]]:
-    """Of unequal lengths."""
+    """Prompts of unequal lengths."""
     return [[(7 * row + 3 * i) % 61 for i in range(5 + row)] for row in range(rows)]
 
 
@@ -57,7 +57,7 @@ def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple
 
 @torch.no_grad()
 def logits_along(decoder: Decoder, tokens: Tensor) -> list[Tensor]:
-    """After a prompt of three tokens and after every further one."""
+    """Logits after a prompt of three tokens, and after every further token."""
     cache = paged(decoder, 1, tokens.shape[1] + 1)
     logits = [decoder.next_logits(tokens[:, :3], cache=cache)]
     for step in range(3, tokens.shape[1]):

@@ -1,4 +1,4 @@
-"""What this machine can run, asked once for all tests that need one of its operators."""
+"""Native operators of this machine, resolved once for all tests that need one."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from workhorse.native import Library, resolve
 from workhorse.nn import Decoder
 
 OPERATORS = resolve("decoding", "matrix_unit", "steps", "training", "vectors", wait=True)
-# Where one is None, what uses it is skipped by `needs`.
+# If one is None, `needs` skips the tests that use it.
 DECODING: Any = OPERATORS.decoding
 MATRIX_UNIT: Any = OPERATORS.matrix_unit
 TRAINING: Any = OPERATORS.training
@@ -18,7 +18,7 @@ VECTORS: Any = OPERATORS.vectors
 
 
 def decode_natively(decoder: Decoder) -> Decoder:
-    """A decoder that uses the operators of decoding; skips the test where there are none."""
+    """A decoder that uses the decoding operators; skips the test if there are none."""
     if OPERATORS.decoding is None:
         pytest.skip(OPERATORS.why_not["decoding"])
     stream_weights(decoder, OPERATORS)
@@ -27,7 +27,7 @@ def decode_natively(decoder: Decoder) -> Decoder:
 
 
 def needs(library: Library) -> pytest.MarkDecorator:
-    """For tests of what is not everywhere."""
+    """Mark tests that need a library which not every machine has."""
     return pytest.mark.skipif(
         library in OPERATORS.why_not, reason=OPERATORS.why_not.get(library, "")
     )

@@ -1,4 +1,4 @@
-"""What training sets in the C library is reset when it ends."""
+"""Training resets its settings of the C library when it ends."""
 
 import ctypes
 import subprocess
@@ -17,13 +17,13 @@ BYTES = 64 * 2**20
 
 
 class MallInfo(ctypes.Structure):
-    """Of glibc's malloc.h; `hblkhd` counts the bytes of blocks that were fetched one by one."""
+    """The struct in glibc's malloc.h; `hblkhd` is the bytes of blocks allocated by mmap."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "hblkhd", *"fghij")]
 
 
 def fetches() -> bool:
-    """Whether a large block is fetched from the system by itself, and goes back when freed."""
+    """True if a large block is allocated by mmap, and returned to the system when freed."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         pytest.skip("no glibc, or one older than 2.33")
@@ -40,8 +40,8 @@ def fetches() -> bool:
 
 
 def test_freed_memory_is_kept_while_training_and_no_longer() -> None:
-    # In a process of its own: glibc takes a large block from what earlier tests have freed, and
-    # where a malloc has failed it goes on in an arena that fetches every block whatever is set.
+    # In a separate process: glibc takes a large block from memory that earlier tests have freed.
+    # After a failed malloc it continues in an arena that uses mmap for every block.
     code = "from tests.native import test_allocator; test_allocator.all_checks()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

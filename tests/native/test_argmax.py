@@ -21,7 +21,7 @@ def test_it_finds_the_largest(shape: tuple[int, int], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_the_first_of_equals_wins(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 50, dtype=dtype)
-    logits[0, [49, 37, 21]] = 2  # 21 and 37 stand in the same lane of a vector, 49 in none
+    logits[0, [49, 37, 21]] = 2  # 21 and 37 are in the same lane of a vector, 49 in none
     logits[1] = -3
     logits[2, [18, 17]] = 1
     assert DECODING.argmax(logits).tolist() == [21, 0, 17]

@@ -22,7 +22,7 @@ Arguments = dict[str, Tensor]
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, hidden: bool) -> Arguments:
-    """Queries, and keys and values in blocks that lie in any order."""
+    """Queries, and keys and values in blocks in random order."""
     batch, heads, kv_heads, seq, slots, width, value_width = shape
     each = -(-slots // BLOCK)
     blocks = batch * each + 2
@@ -42,7 +42,7 @@ def made(shape: tuple[int, ...], dtype: torch.dtype, hidden: bool) -> Arguments:
 
 
 def expected(given: Arguments, scale: float) -> Tensor:
-    """In float64, with the blocks put side by side."""
+    """Attention in float64, with the blocks concatenated."""
     k, v = (given[name][:, given["table"]].transpose(0, 1).flatten(2, 3) for name in ("k", "v"))
     slots = torch.arange(k.shape[2])
     seen = (slots >= given["first"][..., None]) & (slots < given["last"][..., None])

@@ -1,4 +1,4 @@
-"""Compiling in the user's cache: once, whole, and never in the way."""
+"""Libraries are compiled into the user's cache once, completely, and without blocking anything."""
 
 import errno
 import fcntl
@@ -55,7 +55,7 @@ def why_not(*, wait: bool) -> str | None:
 
 
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
-    """A stand-in for the compiler; gives the file that has a line for each of its runs."""
+    """Replace the compiler by a script; return the file that gets a line for each of its runs."""
     path = tmp_path / "g++"
     path.write_text(script)
     path.chmod(0o755)
@@ -73,7 +73,7 @@ def test_this_compiler_accepts_every_source() -> None:
 def test_what_is_not_available_keeps_nothing_of_its_caller_alive(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the traceback of an exception that something holds would, a whole model with it."""
+    """The traceback of a stored exception would keep the caller's objects, and so a whole model."""
     monkeypatch.setenv(build.SWITCH, "0")
 
     def caller() -> weakref.ref[torch.Tensor]:
@@ -100,7 +100,7 @@ def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_compiler_that_was_interrupted_is_asked_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    """Ctrl-C at a terminal reaches it too."""
+    """Ctrl-C at a terminal also reaches the compiler."""
     compiler(tmp_path, monkeypatch, script)
     assert "was ended by a signal" in (why_not(wait=True) or "")
     compiler(tmp_path, monkeypatch, WORKS)
@@ -121,7 +121,7 @@ def test_of_two_at_once_one_compiles(
 
 @pytest.fixture
 def removed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a library is when it is compiled, as it was before."""
+    """The path of a library that was compiled and then removed."""
     compiler(tmp_path, monkeypatch, WORKS)
     library = build.ensure("decoding", wait=True)
     library.unlink()
@@ -183,7 +183,7 @@ def test_failure_is_remembered(
 def test_a_library_whose_errors_crash_is_linked_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helps: bool
 ) -> None:
-    """With the C++ runtime that PyTorch uses; if that does not help, it is not available."""
+    """It is linked with PyTorch's C++ runtime; if that does not help, it is not available."""
     runs = compiler(tmp_path, monkeypatch, WORKS)
     crashes = iter(["signal 11", None if helps else "signal 11"])
     monkeypatch.setattr(build, "_crash", lambda name, library: next(crashes))
@@ -242,7 +242,7 @@ def test_broken_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_second_library_of_the_same_operators_is_refused(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch would end the process."""
+    """Loading both would make PyTorch end the process."""
     compiler(tmp_path, monkeypatch, WORKS)
     monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/decoding-0123456789abcdef.so"})
     reason = why_not(wait=True)
@@ -312,7 +312,7 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_place_to_write(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, WORKS)
     cache.write_text("a file")
-    monkeypatch.setattr(subprocess, "Popen", None)  # nor is another process asked to try
+    monkeypatch.setattr(subprocess, "Popen", None)  # no background process is started either
     for wait in (True, False):
         reason = why_not(wait=wait)
         assert reason is not None
@@ -355,7 +355,7 @@ def test_a_change_of_any_source_needs_another_library(
 
 
 def test_the_sources_of_every_library_are_there() -> None:
-    """An installed package holds them too: it is made of all files of the folder."""
+    """An installed package contains them too: it includes all files of the folder."""
     for name in LOADERS:
         assert (build._sources() / "bindings" / f"{name}.cpp").is_file()
     included = re.compile(r'^#include "(.+)"$', re.MULTILINE)

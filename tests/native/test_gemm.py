@@ -14,12 +14,12 @@ pytestmark = needs("matrix_unit")
 NAN, INFINITY = float("nan"), float("inf")
 LARGEST = torch.finfo(torch.float32).max
 BOTH = [torch.bfloat16, torch.float32]
-ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-24}  # as a share of the number
-SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 4,000 numbers in any order
-HALVES = 2**-15  # likewise, what a float32 number as the sum of two of bfloat16 costs at most
+ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-24}  # relative to the element
+SUM = 2e-6  # of float32, relative to the sum of magnitudes; for 4,000 elements in any order
+HALVES = 2**-15  # relative to the same; the largest error of float32 as the sum of two bfloat16
 EDGES = [1, 15, 16, 17, 33, 64, 70]
 LONG = [(40, 1537, 40), (33, 2050, 300), (64, 3000, 200), (300, 1600, 450), (600, 2048, 420)]
-"""(rows, inner, columns) of products that are cut: inner above `kWhole` in `ops/gemm/tiles.h`."""
+"""(rows, inner, columns) of matmuls that are cut: inner above `kWhole` in `ops/gemm/tiles.h`."""
 
 
 def assert_exact(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
@@ -71,7 +71,10 @@ def test_long_sums(
 
 
 def test_float32_lies_between_its_own_products_and_those_of_tensorfloat32() -> None:
-    """Of the sum of magnitudes, 1,536 numbers: PyTorch 2⁻²³, ours 2⁻²⁰, bfloat16 2⁻¹⁰ were seen."""
+    """Errors relative to the sum of magnitudes for 1,536 elements.
+
+    Measured: PyTorch 2⁻²³, ours 2⁻²⁰, bfloat16 2⁻¹⁰.
+    """
     a, b = torch.randn(300, 1536), torch.randn(1536, 300)
     exact, magnitude = a.double() @ b.double(), a.double().abs() @ b.double().abs()
 
@@ -85,7 +88,7 @@ def test_float32_lies_between_its_own_products_and_those_of_tensorfloat32() -> N
 
 
 def test_numbers_of_few_bits_are_multiplied_exactly() -> None:
-    """Both halves of one side count, and nothing is lost where the other has no lower ones."""
+    """Both parts of one operand count, and nothing is lost if the other has no lower part."""
     a = torch.randint(-(2**12), 2**12, (40, 70)).float()
     b = torch.randint(-(2**5), 2**5, (70, 50)).float()
     assert torch.equal(MATRIX_UNIT.gemm(a, b), a @ b)
@@ -131,10 +134,10 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype, special: float) 
 
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_infinite_and_large_float32_give_what_they_give_in_float32(by_columns: bool) -> None:
-    """Infinity has no lower half, and the largest numbers round to infinity in bfloat16."""
+    """Infinity has no lower part, and the largest values round to infinity in bfloat16."""
 
     def alone(numbers: list[float]) -> Tensor:
-        """A row each, in which all else is 0."""
+        """A matrix with one of the values in each row, and zeros elsewhere."""
         rows = torch.zeros(len(numbers), 40)
         rows[:, 35] = torch.tensor(numbers)
         return rows.t().contiguous().t() if by_columns else rows

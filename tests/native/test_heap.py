@@ -1,4 +1,4 @@
-"""The heap for large tensors: what it keeps, joins and gives back, and that tensors outlive it."""
+"""The heap for large tensors: it keeps, merges and returns memory, and tensors may outlive it."""
 
 import subprocess
 import sys
@@ -33,13 +33,13 @@ def freed_blocks_join() -> None:
     low, high = first.data_ptr(), third.data_ptr()
     assert low < second.data_ptr() < high
     del second
-    assert block(16).data_ptr() > low  # its room is as large as it was
+    assert block(16).data_ptr() > low  # its space is as large as before
     again = block(16)
     assert low < again.data_ptr() < high
     del first, again
     assert block(24).data_ptr() == low
     small = block(1)
-    assert small.data_ptr() == low  # the smallest room that holds it, and there is but one
+    assert small.data_ptr() == low  # the smallest gap that fits, and the only one
     del third, small
     whole = block(40)  # the free end grows
     assert whole.data_ptr() == low
@@ -53,10 +53,10 @@ def freed_memory_stays_until_given_back() -> None:
     block(256)  # and freed
     assert resident() - before > 250 * MIB
     heap.give_back()
-    assert resident() - before < 32 * MIB  # what the process needed for the first time
+    assert resident() - before < 32 * MIB  # memory that the process used for the first time
     weights = block(256)
     assert heap.keep(False)
-    assert (weights == 1).all()  # stays where it is
+    assert (weights == 1).all()  # not moved
     del weights
     assert resident() - before < 32 * MIB
 
@@ -86,7 +86,7 @@ def all_checks() -> None:
 
 @needs_heap
 def test_the_heap() -> None:
-    """In a process that has no other tensors."""
+    """Run in a process that has no other tensors."""
     code = "from tests.native import test_heap; test_heap.all_checks()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

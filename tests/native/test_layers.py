@@ -1,4 +1,4 @@
-"""Norms, activations and the loss of a training step, against float64, at every tail."""
+"""Norms, activations and the loss of a training step, against float64, with every tail length."""
 
 from collections.abc import Callable, Iterator
 
@@ -135,14 +135,14 @@ def test_every_number_has_its_image_and_slope(name: str) -> None:
     again, dx = TRAINING.activation_backward(torch.ones_like(numbers), numbers, None, act)
     for ours, expected in ((y, exact), (again, exact), (dx, slope)):
         rounded = expected.detach().bfloat16().double()
-        least = torch.finfo(torch.bfloat16).tiny  # what is smaller may become 0
+        least = torch.finfo(torch.bfloat16).tiny  # smaller values may become 0
         torch.testing.assert_close(ours.double(), rounded, rtol=0, atol=least, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 40_000])
 def test_gated_activations(name: str, n: int) -> None:
-    """Image or slope, and the product with two factors, are rounded: three times at most."""
+    """Value or slope, and the product with two factors, are rounded: up to three times."""
     gate, up, above = torch.randn(3, n).bfloat16()
     act = named(name)
     y = TRAINING.activation(gate, up, act)
@@ -156,7 +156,7 @@ def test_gated_activations(name: str, n: int) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_float32_are_exact_to_rounding(name: str) -> None:
-    """Within 8 half units of the last place, of the image or of half of x where that is larger."""
+    """Within 8 half units in the last place of the value, or of half of x if that is larger."""
     x = torch.cat((torch.linspace(-15, 15, 30_001), torch.randn(1001), torch.tensor([0.0, -0.0])))
     exact_x = x.double().requires_grad_()
     exact = ACTIVATIONS[name](exact_x)
@@ -202,7 +202,7 @@ def test_log_probabilities_and_their_gradient(
     dtype: torch.dtype, vocab: int, multiplier: float, entropy: bool
 ) -> None:
     logits = (torch.randn(40, vocab) * 5).to(dtype)
-    logits[:, 1] = -torch.inf  # as a bias may make one
+    logits[:, 1] = -torch.inf  # a logit bias can do this
     targets = torch.randint(2, vocab, (40,))
     targets[::7] = -100
     by = torch.randn(40, 4) * torch.tensor([1.0, 1.0, 0.01, 1.0])
@@ -213,8 +213,8 @@ def test_log_probabilities_and_their_gradient(
     assert torch.equal(TRAINING.score_(logits, targets, by, **options), terms)
     expected = score(exact, targets, by.double(), shaping=Shaping(multiplier), entropy=entropy)
     torch.testing.assert_close(terms.double(), expected, rtol=1e-5, atol=1e-5)
-    # An exponential is off by as much as its exponent is, which is below 64; the factors by it,
-    # and differences of logits, are below 32.
+    # The error of an exponential is proportional to its exponent, which is below 64. The factors
+    # that multiply it, and differences of logits, are below 32.
     error = HALF_ULP[dtype] * exact.abs() + 32 * 64 * 2.0**-24
     assert ((logits - exact).abs() <= error).all()
 
@@ -280,13 +280,13 @@ def test_the_length_of_all_gradients(dtypes: tuple[torch.dtype, ...]) -> None:
     tensors = [torch.randn(n).to(dtype) for dtype in dtypes for n in (1, 17, 70_000)]
     exact = sum(x.double().square().sum() for x in tensors)
     ours = TRAINING.squared_length(tensors).double()
-    torch.testing.assert_close(ours, exact, rtol=1024 * 2.0**-24, atol=0)  # so many in a lane
+    torch.testing.assert_close(ours, exact, rtol=1024 * 2.0**-24, atol=0)  # 1024 sums in a lane
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 16, 37])
 def test_sums_of_rows(width: int, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
-    """Each id once, in order, whatever the threads."""
+    """Each id occurs once and in order, for any number of threads."""
     ids, rows = torch.randint(40, (2000,)) * 2, torch.randn(2000, width).to(dtype)
     used, sums = TRAINING.sum_rows(ids, rows, 90)
     exact = torch.zeros(90, width, dtype=torch.float64).index_add_(0, ids, rows.double())

@@ -10,7 +10,7 @@ from tests.native.machine import DECODING, MATRIX_UNIT, needs
 pytestmark = needs("decoding")
 
 HALF_A_STEP = {torch.bfloat16: 2**-8, torch.float32: 2**-24}
-SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 5,000 numbers in any order
+SUM = 2e-6  # of float32, relative to the sum of magnitudes; for 5,000 elements in any order
 SHAPES = [(64, 64), (37, 50), (16, 33), (1, 1), (130, 768), (48, 2048), (9, 5000)]  # out, in
 ROWS = [1, 2, 3, 5, 15, 16, 17, 33, 64, 65, 70]
 
@@ -46,14 +46,14 @@ def test_a_row_is_rounded_alike_beside_any_others(dtype: torch.dtype, width: int
 @pytest.mark.skipif(MATRIX_UNIT is not None, reason="the unit multiplies several rows its own way")
 @pytest.mark.parametrize("width", [33, 64, 80])
 def test_so_it_is_if_numbers_are_subnormal(width: int) -> None:
-    """An instruction for bfloat16 takes them for 0, so all rows have to."""
+    """A bfloat16 instruction flushes them to 0, so all rows must do the same."""
     weight = (2.0**-127 * torch.randn(19, width)).bfloat16()
     x = (2.0**120 * torch.randn(5, width)).bfloat16()
     y = DECODING.linear(x, weight, None)
     for row in range(5):
         assert torch.equal(DECODING.linear(x[row : row + 1], weight, None), y[row : row + 1])
     again = torch.tensor(2.0**-120) * torch.tensor(2.0**-20)
-    assert again > 0  # here they are numbers still
+    assert again > 0  # subnormal, but not flushed here
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -71,7 +71,7 @@ def test_each_weight_must_fit_and_have_a_bias_or_none() -> None:
     x, fits = torch.zeros(2, 4), torch.zeros(3, 4)
     with pytest.raises(RuntimeError, match="weight is not a contiguous CPU tensor"):
         DECODING.linear_each(x, [fits, torch.zeros(3, 5)], [None, None])
-    with pytest.raises(RuntimeError, match="as many biases"):
+    with pytest.raises(RuntimeError, match="weights and biases differ in number"):
         DECODING.linear_each(x, [fits, fits], [None])
 
 

@@ -1,4 +1,4 @@
-"""`Decoding.packed_linear` against float64, x being within its fixed-point error."""
+"""`Decoding.packed_linear` against float64; x has its fixed-point error."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from workhorse.transforms.quantization import (
     QuantizedLinear,
 )
 
-FIXED = 2**-15.9  # of the largest number of each group of x
-MANY_ROWS = 12  # from where, in bfloat16, W is written out for the matrix unit
+FIXED = 2**-15.9  # relative to the largest element of each group of x
+MANY_ROWS = 12  # from here on, in bfloat16, W is expanded for the matrix unit
 FORMATS: list[FormatName] = ["int8", "int4"]
 SHAPES = [(64, 64), (37, 50), (16, 33), (1, 1), (130, 768)]
 
@@ -24,14 +24,14 @@ pytestmark = needs("decoding")
 
 
 def groups_largest(x: Tensor) -> Tensor:
-    """Each number replaced by the largest magnitude of its group."""
+    """Each element replaced by the largest magnitude of its group."""
     width = x.shape[-1]
     groups = F.pad(x.abs(), (0, -width % 32)).unflatten(-1, (-1, 32))
     return groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)[..., :width]
 
 
 def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *, rounded: bool) -> None:
-    """Within the error of x, or of W where it was rounded to bfloat16, and the rounding of y."""
+    """Check within the error of x, or of W if it was rounded to bfloat16, and y's rounding."""
     exact = F.linear(x.double(), weight.double(), bias.double())
     if rounded:
         error = F.linear(x.double().abs(), weight.double().abs()) * 2**-8.9

@@ -1,4 +1,4 @@
-"""bfloat16 is rounded as PyTorch rounds it, with the instructions for it and without."""
+"""bfloat16 is rounded as in PyTorch, with and without bfloat16 instructions."""
 
 import ctypes
 import subprocess
@@ -52,9 +52,9 @@ BY_INSTRUCTION = {"by_vectors", "by_pairs"}
 
 
 def numbers() -> np.ndarray:
-    """Every upper half with lower halves about a tie: among them each NaN, infinity and subnormal.
+    """Every upper half with lower halves near a tie, including every NaN, infinity and subnormal.
 
-    The sum that rounds would carry some NaNs over into zeros.
+    Rounding by addition would turn some NaNs into zeros.
     """
     upper = np.arange(2**16, dtype=np.uint32) << 16
     lows = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234)
@@ -69,7 +69,7 @@ def level(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def rounding(level: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The functions above, compiled for a level of instructions."""
+    """The functions above, compiled for one instruction set."""
     try:
         compiler = build._compiler()
     except build.Unavailable as reason:
@@ -111,11 +111,11 @@ def test_splitting_a_number_and_joining_its_parts_gives_the_number(rounding: cty
     exact = torch.from_numpy(given.view(np.float32))
     assert_same(torch.from_numpy(joined), exact)
     nan = torch.from_numpy(upper.view(np.int16)).view(torch.bfloat16).isnan()
-    assert torch.equal(nan, exact.isnan())  # in the part that the model holds too
+    assert torch.equal(nan, exact.isnan())  # also in the part that the model stores
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """To the bit, but for what a NaN looks like."""
+    """Check for equal bits, except the payload of NaNs."""
     bits = torch.int16 if found.dtype == torch.bfloat16 else torch.int32
     assert torch.equal(found.isnan(), expected.isnan())
     numeric = ~expected.isnan()

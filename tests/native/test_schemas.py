@@ -1,4 +1,4 @@
-"""What each operator says of itself, to whom it is traced by: its shapes, and what it changes."""
+"""The registered schema of each operator is correct: its shapes, and the arguments it changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ def activation(gated: bool, backward: bool) -> Callable[[torch.dtype], Arguments
 
 
 def adamw(dtype: torch.dtype) -> Arguments:
-    """Of split weights, or of float32."""
+    """Arguments for split weights, or for float32."""
     low_bits = [torch.zeros(5, dtype=torch.int16)] if dtype == torch.bfloat16 else []
     x = randn(5)
     squares = torch.rand(5)
@@ -67,7 +67,7 @@ def adamw(dtype: torch.dtype) -> Arguments:
 
 
 def decode_step(dtype: torch.dtype) -> Arguments:
-    """Two sequences of 3 and 17 tokens, one and three more of them."""
+    """Two sequences with 3 and 17 cached tokens, and one and three new tokens."""
     attention = {"n_heads": 2, "n_kv_heads": 1, "position": {"kind": "rope"}}
     block = {
         "kind": "pre_norm",

@@ -1,4 +1,4 @@
-"""The native operators of training compute what PyTorch's own do."""
+"""The native training operators compute the same results as PyTorch's."""
 
 import math
 
@@ -24,7 +24,7 @@ def native_sdpa(scoring: Scoring) -> TrainingSdpa:
 
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-"""With `can_attend`."""
+"""Both dtypes; use with `can_attend`."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def can_attend(dtype: torch.dtype) -> None:
 def test_attention_of_bfloat16_has_the_gradients_of_pytorchs(
     shape: tuple[int, ...], causal: bool, dtype: torch.dtype
 ) -> None:
-    """No further from those of float32 than PyTorch's own in bfloat16, or 1 %."""
+    """The distance from float32 is at most that of PyTorch's own bfloat16, or 1 %."""
     given = [torch.randn(shape).to(dtype) for _ in range(3)]
     above = torch.randn(shape).to(dtype)
     kernel = native_sdpa(Scoring(scale=1 / math.sqrt(shape[3])))
@@ -70,7 +70,7 @@ def test_attention_of_bfloat16_has_the_gradients_of_pytorchs(
     ],
 )
 def test_attention_of_float32_is_exact_to_rounding(shape: tuple[int, ...], causal: bool) -> None:
-    """Half units of the last place of the largest number; of n sums the roundings grow as √n."""
+    """Half units in the last place of the largest element; the error of n sums grows as √n."""
     memory = torch.randn(shape[0], shape[2], 4, shape[1], shape[3])  # as a projection leaves heads
     *given, above = memory.permute(2, 0, 3, 1, 4)
     scoring = Scoring(scale=1 / math.sqrt(shape[3]))
@@ -94,7 +94,7 @@ def test_attention_of_float32_is_exact_to_rounding(shape: tuple[int, ...], causa
 def test_query_heads_may_share_keys_and_values(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kv_heads: int
 ) -> None:
-    """As near to float64 as of heads that share nothing."""
+    """As close to float64 as with heads that share nothing."""
     memory = torch.randn(2, 40, 4 + 2 * kv_heads, 16).to(dtype).transpose(1, 2)
     given = memory.split((4, kv_heads, kv_heads), dim=1)
     above, scoring, results = torch.randn(2, 4, 40, 16).to(dtype), Scoring(scale=0.25), []
@@ -121,7 +121,7 @@ def test_a_later_token_changes_no_earlier_output(dtype: torch.dtype) -> None:
 
 
 def test_float32_output_does_not_depend_on_later_tokens() -> None:
-    """To the bit: a prefix alone gives the outputs and normalisers that it has in the whole."""
+    """Bitwise: a prefix has the same outputs and normalisers by itself as within the sequence."""
     q, k, v = torch.randn(3, 2, 2, 150, 20)
     whole = TRAINING.attention(q, k, v, scale=0.25, causal=True)
     for length in (1, 17, 64, 100):
@@ -169,7 +169,7 @@ def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:
     assert all(type(layer.attention.kernel) is TrainingSdpa for layer in decoder.layers)
     assert [name for name, _ in decoder.named_parameters()] == names
     torch.testing.assert_close(decoder(tokens), before)
-    with torch.no_grad():  # a validation
+    with torch.no_grad():  # as in validation
         torch.testing.assert_close(decoder(tokens), before)
 
 
@@ -197,14 +197,14 @@ def test_adamw_in_one_pass_is_adamw(gathered: bool, mean_dtype: str) -> None:
     weights, means, *others = zip(*results, strict=True)
     for ours, plain in (weights, *others):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
-    # A mean may be rounded the other way where its float32 values differ in their last bit.
+    # A mean may be rounded the other way if its float32 values differ in their last bit.
     torch.testing.assert_close(
         *means, **({} if mean_dtype == "bfloat16" else {"atol": 1e-6, "rtol": 1e-5})
     )
 
 
 def test_adamw_of_float32_in_one_pass_is_pytorchs() -> None:
-    """Of several weights, one of more than a piece, and one that was updated before."""
+    """Several weights: one is larger than a piece, and one was updated before."""
     shapes = [(300, 111), (7,), (5, 3)]
     starts = [torch.randn(shape) for shape in shapes]
     gradients = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
@@ -225,7 +225,10 @@ def test_adamw_of_float32_in_one_pass_is_pytorchs() -> None:
 
 @pytest.mark.parametrize(
     ("updates", "message"),
-    [([], "as much for each weight"), ([torch.zeros(2)], "one float32 number")],
+    [
+        ([], "weights and their optimizer states differ in number"),
+        ([torch.zeros(2)], "one float32 element"),
+    ],
 )
 def test_adamw_counts_the_updates_of_each_weight(updates: list[torch.Tensor], message: str) -> None:
     numbers = [torch.ones(3)]

@@ -24,13 +24,13 @@ assert torch.equal(product, torch.full((256, 256), 64.0).bfloat16()), product
 """
 
 SUM = 2e-6
-"""As a share of the sum of magnitudes; 4,000 numbers in any order."""
+"""Relative to the sum of magnitudes; for 4,000 elements in any order."""
 RESULT = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
-"""As a share of the number."""
+"""Relative to the element."""
 DTYPES = [torch.bfloat16, torch.float32]
 EDGES = [1, 5, 6, 11, 12, 13, 16, 31, 32, 33, 49]
 LONG = [(40, 385, 40), (33, 2050, 700), (2100, 1000, 200), (600, 4100, 1100)]
-"""(rows, inner, columns) of products that are cut into blocks, along each axis and all."""
+"""(rows, inner, columns) of matmuls that are cut into blocks along one axis, or along all."""
 
 
 def matrix(
@@ -95,7 +95,7 @@ def test_several_sums_in_one_go(dtype: torch.dtype) -> None:
 
 def test_sums_that_do_not_match_are_refused() -> None:
     one, other = (matrix(3, 4), matrix(4, 5)), (matrix(2, 4), matrix(4, 5))
-    with pytest.raises(RuntimeError, match="workhorse: products that are added"):
+    with pytest.raises(RuntimeError, match="workhorse: matmuls that are added"):
         VECTORS.gemms([Sum([one, other])])
     with pytest.raises(RuntimeError, match="workhorse: "):
         torch.ops.workhorse.products([one[0]], [one[1]], [1], [None])
@@ -103,7 +103,7 @@ def test_sums_that_do_not_match_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_depends_on_the_inner_size_alone(dtype: torch.dtype) -> None:
-    """Not on the rows and columns beside a number, the order in memory, or the threads."""
+    """It does not depend on other rows and columns, the order in memory, or the threads."""
     a, b = matrix(700, 900, dtype), matrix(900, 600, dtype)
     whole, before = VECTORS.gemm(a, b), torch.get_num_threads()
     assert torch.equal(VECTORS.gemm(a[5:6], b), whole[5:6])
@@ -125,7 +125,7 @@ def test_rounding_depends_on_the_inner_size_alone(dtype: torch.dtype) -> None:
 def test_few_rows_have_the_bits_of_many(
     inner: int, columns: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    """They read a weight where it lies, which many put in order."""
+    """Few rows read the weight in place; many rows pack it."""
     a, weight = matrix(300, inner, dtype), matrix(columns, inner, dtype)
     bias = torch.randn(columns).to(dtype) if biased else None
     many = VECTORS.linear(a, weight, bias)
@@ -135,7 +135,7 @@ def test_few_rows_have_the_bits_of_many(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_rows_take_no_longer_than_as_many_of_many(dtype: torch.dtype) -> None:
-    """0.9 to 1.1 of it on every level; with sums that the compiler keeps in memory, 2.9."""
+    """Measured 0.9 to 1.1 on every instruction set; 2.9 if the compiler keeps sums in memory."""
     weight = torch.randn(768, 768, dtype=dtype)
     few, many = torch.randn(128, 768, dtype=dtype), torch.randn(512, 768, dtype=dtype)
     seconds: dict[int, list[float]] = {len(few): [], len(many): []}
@@ -196,7 +196,7 @@ def test_refused(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     "library", ["vectors", pytest.param("matrix unit", marks=needs("matrix_unit"))]
 )
 def test_the_first_product_of_a_process_is_whole(library: str) -> None:
-    """Its threads are new, and do not know yet how many they are."""
+    """The threads are new, and do not know their number yet."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", FIRST, library]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

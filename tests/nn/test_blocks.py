@@ -182,9 +182,7 @@ def test_a_tied_head_shares_one_parameter() -> None:
     tied(tokens).sum().backward()
     used_as_input = tied.embedding.tokens.weight.grad[tokens.unique()]
     assert (used_as_input.abs().sum(-1) > 0).all()
-    assert (
-        tied.embedding.tokens.weight.grad.abs().sum(-1) > 0
-    ).all()  # all rows are used as outputs
+    assert (tied.embedding.tokens.weight.grad.abs().sum(-1) > 0).all()  # all rows are outputs
 
 
 def test_a_tied_head_of_a_narrow_embedding_projects_back() -> None:

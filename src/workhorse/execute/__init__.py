@@ -1,1 +1,1 @@
-"""Ways to execute a model: PyTorch's modules as they stand, native operators, compiled programs."""
+"""Ways to execute a model: unchanged PyTorch modules, native operators, compiled programs."""

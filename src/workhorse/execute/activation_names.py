@@ -12,11 +12,11 @@ NATIVE_ACTIVATIONS: dict[type[nn.Module], ActivationName] = {
     nn.SiLU: "silu",
     nn.Sigmoid: "sigmoid",
 }
-"""By exactly this class; a GELU may be `gelu_tanh`."""
+"""Operator name by exact module class. `activation_name` handles the tanh form of GELU."""
 
 
 def activation_name(module: nn.Module) -> ActivationName | None:
-    """The operators' name of an activation; None: they do not compute it."""
+    """The operators' name of an activation; None if they do not compute it."""
     if type(module) is nn.GELU and module.approximate == "tanh":
         return "gelu_tanh"
     return NATIVE_ACTIVATIONS.get(type(module))

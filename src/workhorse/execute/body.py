@@ -1,8 +1,8 @@
-"""Bodies: copies of a model's modules that share its parameters and are executed by other means.
+"""Bodies: copies of a model's modules that share its parameters and are executed in another way.
 
-The reference is what `nn` builds: every hook fires, and it is never changed. Native operators,
-compiled programs and recorded steps replace modules of a body. Since parameters are shared, what
-training writes into them is what every body computes with.
+The reference is the model that `nn` builds. Every hook fires in it, and it is never changed. Native
+operators, compiled programs and CUDA graphs replace modules of a body. The parameters are shared,
+so every body computes with the values that training writes.
 """
 
 # PyTorch has no public way to copy a module without its parameters.
@@ -18,9 +18,9 @@ from workhorse.nn import Decoder
 from workhorse.transforms.record import is_body, mark_body
 
 Execution = Literal["auto", "reference", "native", "compiled"]
-"""`reference`: the modules of `nn` as they stand, by PyTorch. `native`: operators of ours on a CPU,
-steps recorded as CUDA graphs on CUDA. `compiled`: programs of PyTorch's compiler where there is
-nothing native, on CUDA recorded as graphs. `auto`: native as far as there is something."""
+"""`reference`: the unchanged modules of `nn`, run by PyTorch. `native`: our operators on a CPU, and
+decoding steps as CUDA graphs on CUDA. `compiled`: PyTorch's compiler for everything without a
+native operator, with CUDA graphs on CUDA. `auto`: native operators as far as there are any."""
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 Root = TypeVar("Root", bound=nn.Module)
 
@@ -36,13 +36,14 @@ _HOOKS = (
 
 
 def body_of(reference: Root) -> Root:
-    """A copy of a module tree that has the same parameters and buffers, and no hooks.
+    """Copy a module tree: the same parameters and buffers, but no hooks.
 
-    To be made after weights were cast or replaced: it holds those that the reference has now. A
-    module with several names, and a parameter of several modules, stay one.
+    Call it after weights are cast or replaced: the body holds the weights that the reference has at
+    that moment. Shared modules and shared parameters stay shared.
 
     Args:
-        reference: as built; not a body, whose modules may be bound to what replaced them.
+        reference: the tree as built. A body is not accepted, because its modules may be bound to
+            their replacements.
     """
     assert not is_body(reference), "a body is made from the reference"
     check_own_weights(reference)
@@ -54,10 +55,10 @@ def body_of(reference: Root) -> Root:
 
 
 def check_own_weights(root: nn.Module) -> None:
-    """Refuse weights that a hook computes before each forward pass: a body has no hooks.
+    """Reject weights that a hook computes before each forward pass: a body has no hooks.
 
     Raises:
-        WorkhorseError: a module was changed by `torch.nn.utils.prune`, `weight_norm` or the like.
+        WorkhorseError: `torch.nn.utils.prune`, `weight_norm` or the like changed a module.
     """
     for path, module in root.named_modules():
         computed = [
@@ -71,11 +72,11 @@ def check_own_weights(root: nn.Module) -> None:
 
 
 def with_parameters_of(reference: Root, other: nn.Module) -> Root:
-    """A copy of a module tree that has the parameters of another one, and no hooks.
+    """Copy a module tree with the parameters of another tree and no hooks.
 
     Args:
-        reference: as built; its own parameters may be without data.
-        other: a body of it, whose parameters were replaced, such as one that FSDP shards.
+        reference: the tree as built; its own parameters may have no data.
+        other: a body of `reference` whose parameters were replaced, for example sharded by FSDP.
     """
     made = _copy(reference)
     for name, module in made.named_modules():

@@ -1,4 +1,4 @@
-"""How a model is executed: the choice, and the line that announces it."""
+"""Choice of how a model is executed, and the line that announces it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,22 +25,22 @@ INSTRUCTIONS = {
     "avx2": "AVX2",
 }
 NOT_COUNTED = (nn.Identity, nn.Dropout, Unchanged, Sum)
-"""Modules that compute nothing when a model decodes, or are there for hooks."""
+"""Modules that compute nothing during decoding, or exist only for hooks."""
 
 
 class DecodingBody(NamedTuple):
-    """A decoder as it is executed, which shares the parameters of the reference."""
+    """A decoder ready for execution, which shares the parameters of the reference."""
 
     decoder: Decoder
     operators: Operators
     reason: str = ""
-    """Why it is the reference itself; empty: it was asked for, or it is not."""
+    """Reason why `decoder` is the reference; empty if it is not, or if the caller chose it."""
 
     @property
     def announcement(self) -> str:
-        """One line: what runs, and what falls back to the reference and why.
+        """One line: the way of execution, and the modules that fall back to the reference and why.
 
-        It runs the decoder once to see whether a whole step has a native form.
+        This runs the decoder once to see whether a native program can run whole steps.
         """
         decoder = self.decoder
         if isinstance(decoder, CapturedDecoder):
@@ -48,7 +48,7 @@ class DecodingBody(NamedTuple):
             return f"decode: {'compiled' if compiled else 'native'} (CUDA graphs), whole steps"
         if self.operators.decoding is None and not isinstance(decoder, CompiledDecoder):
             quantised = any(map(_is_native, decoder.modules()))
-            why = "quantised layers multiply natively" if quantised else self.reason
+            why = "quantised layers use native operators" if quantised else self.reason
             return "decode: reference" + (f"; {why}" if why else "")
         why_not = "" if not isinstance(decoder, SteppingDecoder) else decoder.why_not_whole()
         if isinstance(decoder, SteppingDecoder) and not why_not:
@@ -61,16 +61,16 @@ class DecodingBody(NamedTuple):
 def decoding_body(
     reference: Decoder, execution: Execution = "auto", *, wait: bool = False
 ) -> DecodingBody:
-    """The body by which a decoder generates and is evaluated.
+    """The body that runs generation and evaluation of a decoder.
 
     Args:
-        reference: on the device and in the dtype that it will run in, quantised if it is to be; it
-            stays as it is.
-        execution: how. What is compiled for the first time on a machine takes tens of seconds at
-            the first step.
-        wait: for native operators that were never compiled on this machine, as all but `auto` do.
-            Otherwise they are compiled in the background, and a model that is loaded later has
-            them.
+        reference: the decoder on its final device, in its final dtype, and already quantised if it
+            is to be quantised. It is not changed.
+        execution: the way of execution. A program that is compiled for the first time on a machine
+            takes tens of seconds at the first step.
+        wait: True to wait until native operators are compiled, if this machine has never compiled
+            them. Every `execution` other than `auto` waits. Otherwise they are compiled in the
+            background, and models loaded later use them.
 
     Raises:
         WorkhorseError: there are no native operators, or the decoder cannot be compiled.
@@ -101,7 +101,7 @@ def decoding_body(
 
 
 def _on_a_gpu(reference: Decoder, execution: Execution) -> DecodingBody:
-    """On a GPU: steps as graphs, so that it never waits for the host to launch a kernel."""
+    """On a GPU: steps as CUDA graphs, so that the GPU never waits for the host's launches."""
     body = body_of(reference).eval()
     if execution == "compiled":
         body = compile_steps(body)
@@ -114,7 +114,7 @@ def _on_a_gpu(reference: Decoder, execution: Execution) -> DecodingBody:
 
 
 def training_announcement(objective: nn.Module, operators: Operators, compiled: bool) -> str:
-    """One line: by what an objective that `build_step` made is computed."""
+    """One line: the way of execution of an objective that `build_step` made."""
     heads = [part for part in objective.modules() if isinstance(part, Head)]  # see `TokenLogprobs`
     how = "reference" if operators.training is None else _in_part(objective, heads)
     if operators.training is None and "training" in operators.why_not:
@@ -123,12 +123,12 @@ def training_announcement(objective: nn.Module, operators: Operators, compiled: 
 
 
 def instructions() -> str:
-    """The widest instructions of the CPU that operators use."""
+    """The widest CPU instruction set that the operators use."""
     return next((name for known, name in INSTRUCTIONS.items() if cpu_has(known)), "plain")
 
 
 def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
-    """How many of the modules that compute are native, or inside one, and which are not."""
+    """The count of modules computed natively, and the classes of the other modules."""
     native: list[nn.Module] = []
     counted: list[nn.Module] = []
     plain: dict[str, None] = {}
@@ -154,7 +154,7 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
 
 
 def _is_native(module: nn.Module) -> bool:
-    """True if a class of `execute` computes it, or an operator for quantised weights."""
+    """True if a class of `execute` or an operator for quantised weights computes the module."""
     if isinstance(module, QuantizedLinear):
         return module.decoding is not None
     return any(

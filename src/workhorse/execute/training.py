@@ -1,6 +1,6 @@
-"""How PyTorch executes training: activation checkpointing and compilation.
+"""Activation checkpointing and compilation by PyTorch for training.
 
-With the plain function a GPU reads and writes logits a dozen times, most of them in float32.
+Uncompiled, the loss makes a GPU read and write logits a dozen times, mostly in float32.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from workhorse.transforms.record import become, combined, replace_modules
 
 
 class Checkpointed(nn.Module):
-    """A mixin for a class of layers whose forward pass keeps only its inputs."""
+    """A mixin for a layer class; the forward pass keeps only the layer's inputs."""
 
     def forward(self, *inputs: Any) -> Tensor:
         return checkpoint(super().forward, *inputs, use_reentrant=False)  # type: ignore[return-value]
 
 
 def checkpoint_activations(decoder: Decoder) -> None:
-    """Let every layer of a decoder compute its activations again in the backward pass."""
+    """Make every layer of a decoder compute its activations again in the backward pass."""
     for name, layer in list(decoder.layers.named_children()):
         kind = combined("Checkpointed", Checkpointed, type(layer))
         decoder.layers.set_submodule(name, become(layer, kind))
 
 
 class Compiled(nn.Module):
-    """A mixin for a class of compiled layers, which are not compiled while they have new hooks."""
+    """A mixin for a class of compiled layers; they run uncompiled while they have new hooks."""
 
     watch: Watch
 
@@ -45,7 +45,7 @@ def compile_layers(decoder: Decoder) -> None:
     """Compile each layer of a decoder, in place, at its first run; equal layers share a program.
 
     Args:
-        decoder: after every other transform.
+        decoder: the decoder, after every other transform.
     """
     for name, layer in list(decoder.layers.named_children()):
         kind = combined("Compiled", Compiled, type(layer))
@@ -55,7 +55,7 @@ def compile_layers(decoder: Decoder) -> None:
 
 
 def compile_logprobs(objective: nn.Module) -> None:
-    """Compile those of an objective, in place; native ones and those of divided layers stay."""
+    """Compile the log-probabilities of an objective in place, except native or sharded ones."""
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) not in (HeadLoss, TokenLogprobs):
@@ -66,12 +66,12 @@ def compile_logprobs(objective: nn.Module) -> None:
 
 
 class CompiledLogprobs(TokenLogprobs):
-    """`TokenLogprobs` whose terms and gradient are one compiled function of the logits."""
+    """`TokenLogprobs` with one compiled function of the logits for its terms and gradient."""
 
     def score(
         self, logits: Tensor, targets: Tensor, coefficients: Tensor | None, shaping: Shaping
     ) -> Tensor:
-        for rows in (logits, targets, coefficients):  # the last part has fewer
+        for rows in (logits, targets, coefficients):  # the last chunk has fewer rows
             if rows is not None:  # one row has its own program
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
         return _compiled()(logits, targets, coefficients, shaping=shaping, entropy=self.entropy)

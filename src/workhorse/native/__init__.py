@@ -1,7 +1,7 @@
-"""Operators in C++ for decoding, training and matrix products on a CPU, if there is a compiler.
+"""Optional C++ operators for decoding, training and matmuls on a CPU; they need a C++ compiler.
 
-They are optional: every user of an operator also has a plain implementation. The code that builds a
-model or a step asks `resolve` once for the operators of this machine and passes them on.
+Every user of an operator also has a plain implementation. The code that builds a model or a step
+calls `resolve` once to get the operators of this machine, and passes them on.
 """
 
 from workhorse.native.decoding import Decoding

@@ -17,11 +17,11 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _KEEP = {
     _MMAP_MAX: 0,
     _TRIM_THRESHOLD: 2**31 - 1,
-    _TOP_PAD: 2**26,  # bytes that the heap grows by at least
+    _TOP_PAD: 2**26,  # minimum growth of the heap in bytes
 }
 _USUAL = {_MMAP_MAX: 2**16, _MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _TOP_PAD: 2**17}
-"""glibc's defaults, with the thresholds that it reaches once a block of 32 MiB was freed: after the
-first `mallopt` they no longer rise by themselves."""
+"""glibc's defaults, with the thresholds that it reaches after a block of 32 MiB was freed. They no
+longer adapt after the first `mallopt`."""
 
 CPU = torch.device("cpu")
 _lock = threading.Lock()
@@ -32,25 +32,25 @@ _users = 0
 def keep_freed_memory(device: torch.device = CPU) -> Iterator[None]:
     """On a CPU, keep freed memory for the next step or batch; elsewhere do nothing.
 
-    This concerns the whole process, so the library leaves it to programs; the command line does it
-    where it trains or evaluates.
+    This changes the whole process, so the library leaves the decision to programs. The command line
+    enables it for training and evaluation.
 
     By default glibc returns every large block to the system and allocates it again, and the system
-    clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. Where there is a
-    compiler, large tensors go to a heap of their own: glibc's, told to keep what is freed, scatters
-    them and takes up to a quarter more. Both heaps belong to the process, so the last context to
-    exit resets them and returns the memory.
+    clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. If there is a
+    compiler, large tensors get a separate heap. glibc's own heap, set to keep freed memory,
+    scatters them and takes up to a quarter more. Both heaps belong to the process, so the last
+    context to exit resets them and returns the memory.
 
     Args:
-        device: where the model is.
+        device: the device of the model.
     """
-    global _users  # noqa: PLW0603 - as the options are
+    global _users  # noqa: PLW0603 - the options are global too
     if device.type != "cpu":
         yield
         return
     with _lock:
         if _users == 0:
-            _keep_tensors(True)  # first: it may refuse
+            _keep_tensors(True)  # first, because it can raise
             _set(_KEEP)
         _users += 1
     try:
@@ -65,10 +65,10 @@ def keep_freed_memory(device: torch.device = CPU) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Return the memory freed so far to the system; without glibc, that of large tensors alone.
+    """Return freed memory to the system; without glibc, only the memory of large tensors.
 
-    The gaps that building a model leaves between its tensors are too scattered for a step to use:
-    170 MiB for GPT-2 in bfloat16.
+    Building a model leaves gaps between its tensors that are too scattered for a step to use: 170
+    MiB for GPT-2 in bfloat16.
     """
     _call("malloc_trim", 0)
     if (heap := _heap()) is not None:
@@ -91,6 +91,6 @@ def _set(options: dict[int, int]) -> None:
 
 
 def _call(function: str, *arguments: int) -> Any:
-    """Call a function of glibc, if that is the C library."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another one, or Windows
+    """Call a function of glibc, if the C library is glibc."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another library, or Windows
         return getattr(ctypes.CDLL(None), function)(*arguments)

@@ -1,6 +1,6 @@
-"""The operators of whole parts of a block; see `bindings/blocks.h`.
+"""Operators for whole parts of a block; see `bindings/blocks.h`.
 
-They are used where `Vectors` multiplies.
+They are used if `Vectors` computes the matmuls.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ ActivationName = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid"
 
 
 class Activation(NamedTuple):
-    """An activation, which operators compute for float32 and look up for bfloat16."""
+    """An activation: computed for float32, looked up in a table for bfloat16."""
 
     name: ActivationName
     table: Tensor
@@ -22,7 +22,7 @@ class Activation(NamedTuple):
 
 
 class NormOptions(NamedTuple):
-    """The arguments of a norm besides its weights; see `Training.norm`."""
+    """The arguments of a norm other than its weights; see `Training.norm`."""
 
     offset: float
     eps: float
@@ -31,7 +31,7 @@ class NormOptions(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm as the operators know it."""
+    """A norm in the form that the operators use."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -39,7 +39,7 @@ class Norm(NamedTuple):
 
 
 class BlockOperators:
-    """All tensors are contiguous and of one type, but for a norm's weights and what it returns."""
+    """Block operators. All tensors are contiguous and share one dtype, except those of norms."""
 
     def norm_project(
         self, x: Tensor, norm: Norm, matrices: list[Tensor], biases: list[Tensor | None]
@@ -48,12 +48,12 @@ class BlockOperators:
 
         Args:
             x: (rows, d_model).
-            norm: of its rows.
+            norm: the norm of the rows.
             matrices: (width, d_model) each.
             biases: (width,), or None.
 
         Returns:
-            y, the moments (see `Training.norm`), and the products.
+            y, the moments (see `Training.norm`), and the matmul results.
         """
         operator = torch.ops.workhorse.norm_project.default
         return operator(x, norm.weight, norm.bias, *norm.options, matrices, biases)
@@ -67,14 +67,14 @@ class BlockOperators:
         norm: Norm,
         other: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of x, plus `other`; and those of the norm's weight and bias.
+        """The gradient of x, plus `other`; and the gradients of the norm's weight and bias.
 
         Args:
-            above: the gradients of the products.
+            above: the gradients of the matmul results.
             matrices: see `norm_project`.
-            x: likewise.
-            moments: from there.
-            norm: see there.
+            x: see `norm_project`.
+            moments: the moments that `norm_project` returned.
+            norm: see `norm_project`.
             other: another gradient of x.
 
         Returns:
@@ -95,13 +95,13 @@ class BlockOperators:
     ) -> list[Tensor]:
         """`out = total + act(y Uᵀ) Dᵀ` for `y = norm(total)` and `total = x + attended Oᵀ`.
 
-        With two matrices in the place of U, act(first) · second.
+        With two matrices in place of U, the activation is act(first) · second.
 
         Args:
             x: (rows, d_model).
             attended: (rows, heads · value_dim).
-            norm: between attention and feed-forward.
-            act: of the feed-forward.
+            norm: the norm between attention and feed-forward.
+            act: the activation of the feed-forward.
             weights: O, D, then U, each followed by its bias or None.
 
         Returns:
@@ -134,20 +134,20 @@ class BlockOperators:
         act: Activation,
         matrices: list[Tensor],
     ) -> list[Tensor]:
-        """The gradients of `feed` but for those of matrices.
+        """The gradients of `feed`, except those of the matrices.
 
         Args:
             above: the gradient of out.
-            total: from `feed`.
-            moments: likewise.
-            hidden: likewise, what goes into the activation.
-            norm: see there.
-            act: likewise.
+            total: total, as `feed` returned it.
+            moments: the moments, as `feed` returned them.
+            hidden: each `y Uᵀ`, as `feed` returned them: the inputs of the activation.
+            norm: see `feed`.
+            act: see `feed`.
             matrices: O, D, then U.
 
         Returns:
-            The gradients of total and attended; those of the norm's weight and bias, (2, d_model)
-            in float32; the activation; and the gradient of each `hidden`.
+            The gradients of total and attended; the gradients of the norm's weight and bias,
+            (2, d_model) in float32; the activation; and the gradient of each `hidden`.
         """
         output, down, *first = matrices
         return torch.ops.workhorse.feed_backward.default(
@@ -167,7 +167,7 @@ class BlockOperators:
 
 
 def _apart(weights: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Matrices, and biases."""
+    """Split interleaved weights into matrices and biases."""
     return [one for one in weights[::2] if one is not None], weights[1::2]
 
 

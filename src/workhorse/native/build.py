@@ -1,10 +1,10 @@
 """Compile the operators of this package once per machine.
 
-`torch.compile` needs a C++ compiler on a CPU; this uses the same one. A library is stored as
+`torch.compile` needs a C++ compiler on a CPU; this module uses the same one. A library is stored as
 `native/KEY/NAME-DIGEST.so` in the user's cache folder. The key is a digest of the sources, the
-compiler, PyTorch, the CPU and the instructions used, so that a shared home directory serves several
-machines. The digest in the name is that of the library: loading an incomplete one would crash the
-process, so it is compiled again.
+compiler, PyTorch, the CPU and the instructions used, so a shared home directory serves several
+machines. The digest in the name is the digest of the library: loading an incomplete library would
+crash the process, so it is compiled again.
 """
 
 import functools
@@ -40,7 +40,7 @@ _REFUSED = {
     "training": "torch.ops.workhorse.activation(z, None, z, '')",
     "vectors": "torch.ops.workhorse.product(z, z, None)",
 }
-"""For each library whose operators check arguments, a call that raises an error."""
+"""For each library whose operators check their arguments, a call that raises an error."""
 _TRY = """
 import sys, torch
 z = torch.zeros(())
@@ -51,29 +51,29 @@ except (OSError, RuntimeError, AttributeError):
     pass
 """
 _SHARED_LIBSTDCXX = ("-shared-libgcc", "-l:libstdc++.so.6")
-"""The C++ runtime that PyTorch uses, ahead of the one that the compiler would link."""
+"""The C++ runtime that PyTorch uses, placed before the one that the compiler would link."""
 _SECONDS = 300
 _SCRATCH = "building-"
 _LOADING = threading.Lock()
 
 
 class Unavailable(Exception):
-    """Why there are no native operators here, in one line."""
+    """There are no native operators here; the message is the reason in one line."""
 
 
 def ensure(name: str, *, wait: bool) -> Path:
     """The compiled library, compiled first if it does not exist.
 
     Args:
-        name: of the source, `bindings/NAME.cpp` of this package.
-        wait: compile now, or wait for the process that does. Otherwise a process of its own
-            compiles, and the next start finds the library.
+        name: the source, `bindings/NAME.cpp` of this package.
+        wait: True to compile now, or to wait for the process that does. Otherwise a separate
+            process compiles, and the next start finds the library.
 
     Raises:
-        Unavailable: operators are switched off, there is no compiler, the cache cannot be written,
-            the library does not compile or, without `wait`, is not compiled yet. A failure of the
-            compiler is remembered and not tried again, unless a signal ended it.
-        WorkhorseError: this CPU does not have the instructions asked for.
+        Unavailable: operators are switched off, there is no compiler, the cache is not writable,
+            the library does not compile or, without `wait`, is not compiled yet. A compiler failure
+            is stored and not tried again, unless a signal ended the compiler.
+        WorkhorseError: this CPU does not have the requested instructions.
     """
     if switched_off():
         raise Unavailable(f"{SWITCH}=0")
@@ -85,11 +85,11 @@ def ensure(name: str, *, wait: bool) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
         if not wait:
-            _scratch(folder).cleanup()  # it can be written
+            _scratch(folder).cleanup()  # check that the folder is writable
             _build_in_background(name)
             raise Unavailable("being compiled for the next start")
         with ExitStack() as stack:
-            with suppress(OSError):  # where nothing can be locked, two may compile the same
+            with suppress(OSError):  # without locks, two processes may compile the same
                 lock = folder / f"{name}.lock"
                 lock.touch(mode=0o600)
                 stack.enter_context(one_process_at_a_time(lock, patience=_SECONDS))
@@ -99,7 +99,7 @@ def ensure(name: str, *, wait: bool) -> Path:
 
 
 def _compile(compiler: str, folder: Path, name: str) -> Path:
-    """The library, compiled now; a failure is noted in `folder`."""
+    """Compile the library now; a failure is stored in `folder`."""
     with _scratch(folder) as scratch:
         made, report = Path(scratch) / f"{name}.so", Path(scratch) / "failure.txt"
         command = [compiler, *_flags(), *_paths(name), "-o", str(made)]
@@ -116,23 +116,23 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
 
 
 def _crash(name: str, library: Path) -> str | None:
-    """Why an error of the library would end this process; None if it arrives in Python.
+    """Reason why an error of the library would end this process; None if Python receives it.
 
-    It does not if the compiler linked a C++ runtime into the library. A library that cannot be
-    loaded is left to `load`.
+    The process ends if the compiler linked another C++ runtime into the library. A library that
+    cannot be loaded is not a crash: `load` reports it.
     """
     command = [sys.executable, "-c", _TRY, str(library), _REFUSED.get(name, "")]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise Unavailable(
-            f"trying it took more than {_SECONDS} seconds; the next start tries again"
+            f"testing the library took more than {_SECONDS} seconds; the next start tries again"
         ) from None
     if done.returncode >= 0:
         return None
     return (
-        f"an error of the library ends the process with signal {-done.returncode}, as if it had a "
-        "C++ runtime of its own; set CXX to another compiler"
+        f"an error in the library ends the process with signal {-done.returncode}, as if it had "
+        "its own C++ runtime; set CXX to another compiler"
     )
 
 
@@ -144,7 +144,7 @@ Reduced = tuple[Callable[[], object], tuple[()]]
 
 
 def loading(load: Callable[..., object]) -> Reduced:
-    """How operators are copied: where a copy arrives, their library is loaded."""
+    """Pickle support for operators: the process that unpickles them loads their library."""
     return partial(load, wait=True), ()
 
 
@@ -152,7 +152,7 @@ def load(library: Path) -> None:
     """Register a library's operators with PyTorch.
 
     Raises:
-        Unavailable: it cannot be loaded, or another library with the same operators was.
+        Unavailable: it cannot be loaded, or another library with the same operators is loaded.
     """
     operators = library.name.partition("-")[0]
     with _LOADING:  # `load_library` changes the process's dlopen flags
@@ -168,10 +168,10 @@ def load(library: Path) -> None:
 
 
 def _compiled(folder: Path, name: str) -> Path | None:
-    """The library if it was compiled before.
+    """The library if it was compiled before, else None.
 
     Raises:
-        Unavailable: the compiler failed then.
+        Unavailable: the compiler failed before.
     """
     if library := _whole(folder, name):
         return library
@@ -182,12 +182,12 @@ def _compiled(folder: Path, name: str) -> Path | None:
 
 
 def _failure(folder: Path, name: str) -> Path:
-    """Where it is noted why a library did not compile."""
+    """The file that stores why a library did not compile."""
     return folder / f"{name}-failure.txt"
 
 
 def _whole(folder: Path, name: str) -> Path | None:
-    """A library of this user whose digest is right; others are removed if possible."""
+    """A library of this user with the correct digest; others are removed if possible."""
     for library in sorted(folder.glob(f"{name}-*.so")):
         try:
             if _only_ours(library) and library.name == f"{name}-{_digest(library)}.so":
@@ -199,7 +199,7 @@ def _whole(folder: Path, name: str) -> Path | None:
 
 
 def _only_ours(file: Path) -> bool:
-    """Whether a file, which will be run, is this user's or root's, and nobody else may write it."""
+    """True if a file is this user's or root's, and only its owner can write it: it will be run."""
     found = file.lstat()
     ours = stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), 0)
     return ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -212,7 +212,7 @@ def _digest(file: Path) -> str:
 def _sweep(folder: Path) -> None:
     """Remove the files that killed compilations left behind."""
     for scratch in folder.glob(f"{_SCRATCH}*"):
-        with suppress(OSError):  # another process is quicker
+        with suppress(OSError):  # another process was faster
             if time.time() - scratch.stat().st_mtime > 2 * _SECONDS:
                 shutil.rmtree(scratch)
 
@@ -255,7 +255,7 @@ def _sources() -> Path:
 
 
 def _cpu() -> str:
-    """The instructions this CPU has: `-march=native` compiles for them."""
+    """The CPU's instruction set flags: `-march=native` compiles for them."""
     return told_of_cpu("flags", "Features") or platform.machine() + platform.processor()
 
 
@@ -270,8 +270,8 @@ def _run(command: list[str]) -> str | None:
     """The output of the command if it failed, else None.
 
     Raises:
-        Unavailable: it was ended by a signal, as by Ctrl-C, or took too long, as on a busy
-            machine; neither is a fault of the sources.
+        Unavailable: a signal ended it, such as Ctrl-C, or it took too long, for example on a busy
+            machine. Neither is a fault of the sources.
     """
     try:
         done = subprocess.run(
@@ -294,7 +294,7 @@ def _run(command: list[str]) -> str | None:
 
 @functools.cache
 def _build_in_background(name: str) -> subprocess.Popen[bytes]:
-    """Compile at low priority, outliving this process. Cached: Python warns of lost ones."""
+    """Compile at low priority in a process that outlives this one. Cached to keep a reference."""
     code = f"import os; from {__name__} import ensure; os.nice(10); ensure({name!r}, wait=True)"
     null = subprocess.DEVNULL
     return subprocess.Popen(

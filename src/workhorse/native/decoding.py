@@ -1,4 +1,4 @@
-"""The operators of decoding, registered with `torch.compile`. They compute no gradients."""
+"""Operators for decoding, registered with `torch.compile`. They compute no gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from workhorse.native import build
 
 GROUP = 32
-"""Numbers of a row of packed weights that share a scale."""
+"""Elements of a row of packed weights that share a scale."""
 LANES = 16
 """Rows of packed weights in a block."""
 
@@ -35,8 +35,8 @@ class Decoding:
 
         Args:
             x: bfloat16 or float32, on the CPU.
-            weight: of the same type, contiguous.
-            bias: likewise.
+            weight: of the same dtype, contiguous.
+            bias: of the same dtype, contiguous.
         """
         return torch.ops.workhorse.linear.default(x, weight, bias)
 
@@ -52,7 +52,7 @@ class Decoding:
 
         Args:
             x: see `linear`.
-            weights: each as in `linear`, of any number of outputs.
+            weights: see `linear`; the numbers of outputs may differ.
             biases: one for each weight, or None.
         """
         return torch.ops.workhorse.linear_each.default(x, list(weights), list(biases))
@@ -68,17 +68,17 @@ class Decoding:
         out_features: int,
         ends: Int32[Tensor, " experts"] | None = None,
     ) -> Float[Tensor, "*batch out_features"]:
-        """`x Wᵀ + b` with W of 4 or 8 bits a number, as `ops/decoding/packed_linear.h` lays it out.
+        """`x Wᵀ + b` with 4 or 8 bits per weight, laid out as in `ops/decoding/packed_linear.h`.
 
         Args:
-            x: bfloat16 or float32, on the CPU, as wide as the groups.
+            x: bfloat16 or float32, on the CPU; its width is the width of all groups.
             codes: a block is 16 outputs, a group 32 inputs; both together take 256 or 512 bytes.
             scales: the bits of a bfloat16 for each output and group.
-            levels: 128 + the integer that each 4-bit code stands for; None for 8 bits, whose codes
-                already have this form.
+            levels: 128 + the integer of each 4-bit code; None for 8-bit codes, which already have
+                this form.
             bias: of the dtype of x.
             out_features: number of outputs; the last block may be padded.
-            ends: for several weights, where the rows of x of each end; None: there is one weight.
+            ends: for several weights, the end index of the rows of x of each; None for one weight.
         """
         operator = torch.ops.workhorse.packed_linear.default
         return operator(x, codes, scales, levels, bias, ends, out_features)
@@ -94,22 +94,22 @@ class Decoding:
         last: Int64[Tensor, "batch seq"],
         scale: float,
     ) -> Float[Tensor, "batch heads seq value_width"]:
-        """`softmax(q kᵀ · scale) v` over keys and values in blocks, read once and in place.
+        """`softmax(q kᵀ · scale) v` for a block-wise cache, whose keys and values are not copied.
 
         Args:
-            q: bfloat16 or float32, on the CPU, a few queries of each row.
+            q: bfloat16 or float32, on the CPU; a few queries per row.
             k: of the same dtype; the last axis is contiguous, the others have any strides, and a
                 block has a multiple of 16 slots. Query heads share its heads in equal groups.
-            v: likewise.
-            table: the blocks of each row, in order, at least up to the last slot seen.
-            first: the first slot of a row that a query sees, counted through the row's blocks.
-            last: one past the last slot that it sees. A query that sees none gets zeros.
-            scale: multiplies the scores.
+            v: as k.
+            table: the blocks of each row, in order, at least up to the last visible slot.
+            first: the first slot that a query sees, counted through the blocks of its row.
+            last: one past the last slot that a query sees. A query that sees none gets zeros.
+            scale: multiplier of the scores.
         """
         return torch.ops.workhorse.attend.default(q, k, v, table, first, last, scale)
 
     def argmax(self, logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
-        """The index of each row's largest number, the first of equals; -1 if any is not finite.
+        """The index of each row's largest element, the first of equals; -1 if any is not finite.
 
         Args:
             logits: bfloat16 or float32, on the CPU, each row contiguous.
@@ -118,13 +118,13 @@ class Decoding:
 
 
 def load(*, wait: bool) -> Decoding:
-    """The operators, compiled first if they never were on this machine.
+    """The operators; compiled first if this machine has never compiled them.
 
     Args:
-        wait: compile now, which takes a few seconds. Otherwise that happens in the background.
+        wait: True to compile now, which takes a few seconds; False to compile in the background.
 
     Raises:
-        build.Unavailable: why they cannot be called, in one line.
+        build.Unavailable: the operators cannot be called; the message is the reason in one line.
     """
     return _load(build.ensure("decoding", wait=wait))
 

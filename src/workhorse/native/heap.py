@@ -9,15 +9,15 @@ from workhorse.native import build
 
 @dataclass(frozen=True)
 class Heap:
-    """The process's heap; an instance exists only where it could be compiled."""
+    """The process's heap for large tensors; an instance exists only if it could be compiled."""
 
     def keep(self, keeps: bool) -> bool:
-        """Begin or end making large tensors in it and keeping freed memory resident.
+        """Start or stop allocating large tensors in the heap and keeping freed memory resident.
 
-        Tensors that lie in it when that ends stay where they are.
+        Tensors that are in the heap when this stops remain there.
 
         Args:
-            keeps: True to begin, False to end.
+            keeps: True to start, False to stop.
 
         Returns:
             False if the heap cannot be used: the process's address space is limited, or the system
@@ -26,15 +26,15 @@ class Heap:
         return torch.ops.workhorse_heap.keep.default(keeps)
 
     def give_back(self) -> None:
-        """Return what is free now to the system, once."""
+        """Return the currently free memory to the system, once."""
         torch.ops.workhorse_heap.give_back.default()
 
 
 def load(*, wait: bool) -> Heap:
-    """The heap, compiled first if it never was on this machine; see `resolve`.
+    """The heap; compiled first if this machine has never compiled it. See `resolve`.
 
     Raises:
-        build.Unavailable: why it cannot be used, in one line.
+        build.Unavailable: the heap cannot be used; the message is the reason in one line.
     """
     build.load(build.ensure("heap", wait=wait))
     return Heap()

@@ -21,7 +21,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Gemms on the unit; an instance exists only if it may be used."""
+    """Gemms on the matrix unit; an instance exists only if this process may use the unit."""
 
     def __reduce__(self) -> build.Reduced:
         return build.loading(load)
@@ -34,15 +34,15 @@ class MatrixUnit:
     ) -> Float[Tensor, "rows columns"]:
         """`a b + bias`, summed in float32. It computes no gradients.
 
-        A float32 number is multiplied as the sum of two bfloat16 numbers, which PyTorch calls
-        "high" precision of float32 products. A result is off by at most 2⁻¹⁵ of `|a| |b|`, besides
-        the rounding of float32 sums; with random numbers, 1,536 in a sum, by 2⁻²⁰.
+        A float32 value is multiplied as the sum of two bfloat16 values, which PyTorch calls "high"
+        precision of float32 matmuls. The error of a result is at most 2⁻¹⁵ of `|a| |b|`, plus the
+        rounding of float32 sums; it is 2⁻²⁰ for sums of 1,536 products of random numbers.
 
         Args:
             a: bfloat16 or float32 on the CPU, with rows or columns contiguous; transposed views are
-                as fast.
-            b: likewise.
-            bias: for each column, likewise.
+                equally fast.
+            b: as a.
+            bias: an element for each column, of the same dtype.
         """
         return torch.ops.workhorse.gemm.default(a, b, bias)
 
@@ -62,16 +62,16 @@ def linear(gemm: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def rows(x: Tensor) -> Tensor:
-    """A tensor as a matrix, its last axis as rows, contiguous."""
+    """A tensor as a contiguous matrix whose rows are its last axis."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def load(*, wait: bool) -> MatrixUnit:
-    """The operator, compiled first if it never was on this machine; see `decoding.load`.
+    """The operators; compiled first if this machine has never compiled them. See `decoding.load`.
 
     Raises:
-        build.Unavailable: why it cannot be called, in one line.
+        build.Unavailable: they cannot be called; the message is the reason in one line.
     """
     if not cpu_has("amx_bf16"):
         raise build.Unavailable("the CPU has no matrix unit for bfloat16")
@@ -81,13 +81,13 @@ def load(*, wait: bool) -> MatrixUnit:
 @functools.cache
 def _load(library: Path) -> MatrixUnit:
     build.load(library)
-    if not hasattr(torch.ops.workhorse, "gemm"):  # the library found that it may not
+    if not hasattr(torch.ops.workhorse, "gemm"):  # the library registers it only with permission
         raise build.Unavailable("the operating system denies this process the matrix unit")
     torch.library.register_fake("workhorse::gemm", result_shape)
     return MatrixUnit()
 
 
 def result_shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Of a gemm, for tracing."""
+    """Shape of a gemm's result, for tracing."""
     del bias
     return a.new_empty((a.shape[0], b.shape[1]))

@@ -1,4 +1,4 @@
-"""The native operators that this machine can run: resolved once, when a model or step is built."""
+"""Native operators that this machine can run, resolved once when a model or step is built."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from workhorse.native.vectors import Vectors
 
 Library = Literal["decoding", "heap", "matrix_unit", "steps", "training", "vectors"]
 Loaded = tuple[object, str]
-"""The operators of a library, or None and why there are none."""
+"""The operators of a library, or None and the reason why there are none."""
 
 LOADERS: dict[Library, Callable[..., object]] = {
     "training": training.load,
@@ -30,7 +30,7 @@ LOADERS: dict[Library, Callable[..., object]] = {
     "heap": heap.load,
     "matrix_unit": matrix_unit.load,
 }
-"""Those that take longest to compile first: the others then fill the time of the other cores."""
+"""Ordered by compile time, longest first: the shorter ones then fill the time of other cores."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
 
     Args:
         libraries: the libraries to load.
-        wait: compile now those that never were on this machine, side by side, which takes up to
-            half a minute. Otherwise they are compiled in the background, and this process runs
-            without them. Training passes true.
+        wait: True to compile missing libraries now, in parallel, which takes up to half a minute.
+            Otherwise they are compiled in the background, and this process runs without them.
+            Training passes True.
 
     Raises:
-        WorkhorseError: this CPU does not have the instructions asked for.
+        WorkhorseError: this CPU does not have the requested instructions.
     """
 
     def load(library: Library) -> Loaded:
         try:
             return LOADERS[library](wait=wait), ""
-        except Unavailable as reason:  # a future that kept it would keep the caller's frames
+        except Unavailable as reason:  # storing it in a future would keep the caller's frames alive
             return None, str(reason)
 
     libraries = tuple(sorted(libraries, key=list(LOADERS).index))
@@ -78,7 +78,7 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
 
 
 def _side_by_side(load: Callable[[Library], Loaded], libraries: Sequence[Library]) -> list[Loaded]:
-    """A function of each library, called in threads that an interrupt, or the exit, leaves."""
+    """Call a function for each library in daemon threads, which an interrupt or exit abandons."""
     futures = [Future[Loaded]() for _ in libraries]
     left: SimpleQueue[tuple[Library, Future[Loaded]]] = SimpleQueue()
     for job in zip(libraries, futures, strict=True):

@@ -35,12 +35,12 @@ class Op(IntEnum):
 
     @property
     def is_rowwise(self) -> bool:
-        """Whether each row is computed from the same row of what is read."""
+        """True if each output row depends only on the same row of the inputs."""
         return self not in (Op.LINEAR, Op.PACKED_LINEAR, Op.ATTEND, Op.LAST)
 
 
 class NormFlag(IntFlag):
-    """How a norm computes."""
+    """Options of a norm."""
 
     CENTRED = 1
     ROUNDED_NORMAL = 2
@@ -48,37 +48,38 @@ class NormFlag(IntFlag):
 
 
 class RotationFlag(IntFlag):
-    """How queries and keys are rotated."""
+    """Options of the rotation of queries and keys."""
 
     INTERLEAVED = 1
     IN_FLOAT32 = 2
 
 
 ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
-"""In the order of their numbers."""
+"""Activation names; the index of each is its code in a program."""
 
 
 class KeptWeights:
-    """Weights that instructions name by number, handed to the operator once for all steps.
+    """Weights that instructions refer to by index, registered with the operator for all steps.
 
-    They may change in place, and be given other storage.
+    They may change in place, and may get other storage.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.number: int = torch.ops.workhorse.keep_weights.default(list(weights))
         drop = torch.ops.workhorse.drop_weights.default
-        weakref.finalize(self, drop, self.number).atexit = False  # PyTorch may be gone by then
+        # PyTorch may be unloaded at interpreter exit, so the finalizer must not run then.
+        weakref.finalize(self, drop, self.number).atexit = False
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The operator; an instance exists only if it can be called."""
+    """The step operator; an instance exists only if it can be called."""
 
     def __reduce__(self) -> build.Reduced:
         return build.loading(load)
 
     def keep(self, weights: Sequence[Tensor]) -> KeptWeights:
-        """What `run` takes for weights, contiguous on the CPU."""
+        """Register weights for `run`; they must be contiguous and on the CPU."""
         return KeptWeights(weights)
 
     def run(
@@ -100,26 +101,27 @@ class Steps:
         wanted: Int64[Tensor, " wanted"],
         vocab: int,
     ) -> Float[Tensor, "wanted vocab"]:
-        """The logits after some tokens; the keys and values of all tokens are stored.
+        """Run a step, which stores the keys and values of all tokens; return the wanted logits.
 
         Args:
-            program: the instructions, each with its op, whether it waits, whether it joins the one
-                before it, registers, weights and options.
-            numbers: two for each instruction.
-            registers: the width of each, and whether it is packed; the first one is the logits.
-            weights: what instructions name by number.
-            angles: cosines and sines of each rotation, one after the other, (positions, pairs).
-            tokens: the new tokens of each sequence, one sequence after the other.
+            program: the instructions. Each has its op, a wait flag, a flag that joins it to the
+                instruction before it, registers, weights and options.
+            numbers: two floating-point options of each instruction.
+            registers: width and packed flag of each register; the first register is the logits.
+            weights: the weights that instructions refer to by index.
+            angles: cosines and sines of each rotation in turn, (positions, pairs).
+            tokens: the new tokens of each sequence, concatenated.
             counts: number of new tokens of each sequence.
             lengths: number of tokens of each sequence in the cache.
-            tables: blocks of each sequence, for each reach of the cache, with room for the tokens.
-            keys: of each layer, bfloat16 or float32 like the model.
-            values: likewise.
-            reaches: a window and a chunk for each reach of a layer, 0 where there is none.
-            few: rows up to which linear layers are dot products, and no row changes another's bits;
-                for more they are gemms.
-            wanted: indices of the tokens to compute the logits after.
-            vocab: number of logits of a token.
+            tables: block tables of the sequences for each reach of the cache, including the blocks
+                of the new tokens.
+            keys: the keys of each layer, bfloat16 or float32 like the model.
+            values: the values of each layer, of the same dtype.
+            reaches: window and chunk of each kind of layer, 0 for none.
+            few: largest number of rows for which linear layers are dot products, so that a row's
+                result does not depend on the batch (bitwise). Larger batches use gemms.
+            wanted: indices of the tokens whose next-token logits are returned.
+            vocab: size of the vocabulary.
         """
         return torch.ops.workhorse.decode_step.default(
             program,
@@ -141,10 +143,10 @@ class Steps:
 
 
 def load(*, wait: bool) -> Steps:
-    """The operator, compiled first if it never was on this machine; see `decoding.load`.
+    """The operator; compiled first if this machine has never compiled it. See `decoding.load`.
 
     Raises:
-        build.Unavailable: why it cannot be called, in one line.
+        build.Unavailable: it cannot be called; the message is the reason in one line.
     """
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         raise build.Unavailable("threads that wait for each other need PyTorch built with OpenMP")
@@ -159,6 +161,6 @@ def _load(library: Path) -> Steps:
 
 
 def _logits_shape(*arguments: Any) -> Tensor:
-    """Of `decode_step`; see `Steps.run`."""
+    """Shape of the result of `decode_step`; see `Steps.run`."""
     keys, (wanted, vocab) = arguments[9], arguments[-2:]
     return keys[0].new_empty(wanted.shape[0], vocab)

@@ -1,7 +1,7 @@
-"""The operators of training on a CPU; see `bindings/training.cpp`.
+"""Operators for training on a CPU; see `bindings/training.cpp`.
 
-They are compiled separately from those of decoding: a run needs them from its first step on, or its
-result would depend on when they became available.
+They are compiled separately from the decoding operators. A run needs them from its first step on;
+otherwise its result would depend on when they became available.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Training(BlockOperators):
     """The operators as functions of tensors; an instance exists only if they can be called."""
 
     attention_types: frozenset[torch.dtype]
-    """The dtypes for which attention is faster on this CPU than PyTorch's."""
+    """The dtypes whose attention is faster on this CPU with these operators than with PyTorch."""
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
@@ -32,10 +32,10 @@ class Training(BlockOperators):
         Args:
             q: (batch, heads, seq, head_dim), rows contiguous; float32, or bfloat16 with seq and
                 head_dim even.
-            k: likewise.
-            v: likewise.
-            scale: multiplies the scores.
-            causal: whether a query sees no later key.
+            k: as q.
+            v: as q.
+            scale: multiplier of the scores.
+            causal: True if a query does not see later keys.
         """
         return torch.ops.workhorse.attention.default(q, k, v, scale, causal)
 
@@ -55,13 +55,13 @@ class Training(BlockOperators):
 
         Args:
             q: (batch, heads, seq, head_dim), see `attention`.
-            k: likewise.
-            v: likewise.
-            y: likewise.
-            gradient: of y, likewise.
+            k: as q.
+            v: as q.
+            y: the output of `attention`, laid out as q.
+            gradient: the gradient of y, laid out as q.
             normaliser: (batch, heads, seq) log of the sum of the exponentials, float32.
-            scale: multiplies the scores.
-            causal: whether a query sees no later key.
+            scale: multiplier of the scores.
+            causal: True if a query does not see later keys.
         """
         operator = torch.ops.workhorse.attention_backward.default
         return operator(q, k, v, y, gradient, normaliser, scale, causal)
@@ -79,7 +79,7 @@ class Training(BlockOperators):
     def activation_backward(
         self, gradient: Tensor, x: Tensor, up: Tensor | None, act: Activation
     ) -> list[Tensor]:
-        """The result of `activation`, the gradient of x and, if there is an `up`, its gradient."""
+        """The result of `activation`, the gradient of x and, if `up` is given, its gradient."""
         operator = torch.ops.workhorse.activation_backward.default
         return operator(gradient, x, up, act.table, act.name)
 
@@ -92,27 +92,29 @@ class Training(BlockOperators):
         multiplier: float,
         entropy: bool,
     ) -> Tensor:
-        """As `workhorse.nn.logprobs.score`, without a cap: (tokens, 3) float32.
+        """`workhorse.nn.logprobs.score` without a cap: (tokens, 3) float32.
 
         Args:
-            logits: (tokens, vocab), float32 or bfloat16, contiguous; with coefficients they become
-                their gradient.
-            targets: (tokens,) int64; `IGNORE` (-100) does not count. RuntimeError: another one is
-                not in [0, vocab).
+            logits: (tokens, vocab), float32 or bfloat16, contiguous; if coefficients are given, the
+                logits are overwritten with their gradient.
+            targets: (tokens,) int64; `IGNORE` (-100) does not count. Any other value outside
+                [0, vocab) raises a RuntimeError.
             coefficients: (tokens, 4) float32, contiguous.
-            multiplier: of the logits.
-            entropy: whether it is wanted.
+            multiplier: multiplier of the logits.
+            entropy: True to compute the entropy.
         """
         operator = torch.ops.workhorse.score_.default
         return operator(logits, targets, coefficients, multiplier, entropy)
 
     def sum_rows(self, ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-        """Each id once, rising, and the sum of its rows, rounded from float32 to their type.
+        """The distinct ids in ascending order, and the sums of their rows in the rows' dtype.
+
+        Sums are computed in float32.
 
         Args:
             ids: (rows,) int64, contiguous.
             rows: (rows, width), float32 or bfloat16, contiguous.
-            vocab: the ids are below it.
+            vocab: number of ids; each id is below it.
         """
         return torch.ops.workhorse.sum_rows.default(ids, rows, vocab)
 
@@ -132,11 +134,12 @@ class Training(BlockOperators):
         Args:
             x: float32 or bfloat16, contiguous.
             weight: float32 or bfloat16, or None for ones.
-            bias: likewise, or None for zeros.
-            offset: added to a weight.
+            bias: float32 or bfloat16, or None for zeros.
+            offset: added to the weight.
             eps: added to the variance.
-            centred: False takes 0 for the mean, as RMSNorm does.
-            rounded: round to the type of x before the multiplication too; not with `centred`.
+            centred: True to subtract the mean; False to take 0 for the mean, as RMSNorm does.
+            rounded: True to round to the dtype of x before the multiplication too; not supported
+                with `centred`.
 
         Returns:
             The normed rows, and each row's mean and scale, (rows, 2), float32.
@@ -173,19 +176,19 @@ class Training(BlockOperators):
         """The gradient of x, plus `other`; and those of weight and bias, (2, width), float32.
 
         Args:
-            gradient: of the normed rows, contiguous.
+            gradient: the gradient of the normed rows, contiguous.
             x: the input of the norm.
-            moments: from `norm`.
-            weight: likewise.
+            moments: the moments that `norm` returned.
+            weight: see `norm`.
             other: another gradient of x, contiguous, or None.
             offset: see `norm`.
-            centred: likewise.
+            centred: see `norm`.
         """
         operator = torch.ops.workhorse.norm_backward.default
         return operator(gradient, x, moments, weight, other, offset, centred)
 
     def measures(self, x: Tensor) -> bool:
-        """Whether `squared_length` accepts a tensor."""
+        """True if `squared_length` accepts a tensor."""
         return (
             x.device.type == "cpu"
             and x.dtype in (torch.float32, torch.bfloat16)
@@ -193,7 +196,7 @@ class Training(BlockOperators):
         )
 
     def squared_length(self, tensors: list[Tensor]) -> Tensor:
-        """The squared length of all tensors as one vector, summed in float32 in a fixed order.
+        """The squared norm of all tensors as one vector, summed in float32 in a fixed order.
 
         Args:
             tensors: at least one, float32 or bfloat16, contiguous.
@@ -220,11 +223,12 @@ class Training(BlockOperators):
 
         Args:
             weights: float32; or bfloat16, with low bits.
-            low_bits: int16, as `workhorse.optim.master_weights` splits weights; or none.
+            low_bits: int16, as `workhorse.optim.master_weights` splits weights; empty for float32.
             gradients: bfloat16 or float32; multiplied by `shrink`.
-            means: bfloat16 or float32.
-            mean_squares: float32.
-            updates: (), float32, for each weight: how many it has had; incremented in place.
+            means: first moments, bfloat16 or float32.
+            mean_squares: second moments, float32.
+            updates: (), float32, for each weight: its number of updates so far, incremented in
+                place.
             shrink: see `gradients`.
             rate: the learning rate.
             beta1: see AdamW.
@@ -256,12 +260,12 @@ class Training(BlockOperators):
         momentum: float,
         nesterov: bool,
     ) -> Tensor:
-        """Add gradients to Muon's momenta, in place; returns the directions to orthogonalise.
+        """Add gradients to Muon's momenta, in place; return the directions to orthogonalise.
 
         Args:
-            gradients: of matrices or stacks (…, rows, columns), bfloat16 or float32.
+            gradients: gradients of matrices or stacks (…, rows, columns), bfloat16 or float32.
             momenta: (gradients, …, rows, columns), float32.
-            shrink: multiplies the gradients.
+            shrink: multiplier of the gradients.
             momentum: see Muon.
             nesterov: see Muon.
 
@@ -280,30 +284,30 @@ class Training(BlockOperators):
         kept: float,
         size: float,
     ) -> None:
-        """`weight · kept - size · update`, in place, of weights that `optim.master_weights` splits.
+        """`weight · kept - size · update`, in place, for weights split by `optim.master_weights`.
 
         Args:
             weights: matrices or stacks of one shape (…, rows, columns), bfloat16.
-            low_bits: of them, int16.
+            low_bits: the low bits of the weights, int16.
             updates: (matrices, shorter side, longer side), bfloat16.
-            kept: multiplies the weights.
-            size: of the updates.
+            kept: multiplier of the weights.
+            size: multiplier of the updates.
         """
         torch.ops.workhorse.split_move_.default(weights, low_bits, updates, kept, size)
 
 
 def load(*, wait: bool) -> Training:
-    """The operators, compiled first if they never were on this machine; see `resolve`.
+    """The operators; compiled first if this machine has never compiled them. See `resolve`.
 
     Raises:
-        build.Unavailable: why they cannot be called, in one line.
+        build.Unavailable: they cannot be called; the message is the reason in one line.
     """
     _load(build.ensure("training", wait=wait))
     return Training(_attention_types())
 
 
 def _attention_types() -> frozenset[torch.dtype]:
-    """float32, and bfloat16 unless its pairs would need oneDNN's gemms and PyTorch has none."""
+    """float32, and bfloat16 unless it needs oneDNN's gemms and PyTorch was built without oneDNN."""
     if widens() or torch.backends.mkldnn.is_available():
         return frozenset({torch.float32, torch.bfloat16})
     return frozenset({torch.float32})
@@ -313,7 +317,7 @@ def _attention_types() -> frozenset[torch.dtype]:
 def _load(library: Path) -> None:
     build.load(library)
     for name, shapes in (_SHAPES | blocks.SHAPES).items():
-        if hasattr(torch.ops.workhorse, name):  # not each is on every CPU
+        if hasattr(torch.ops.workhorse, name):  # some operators exist only on some CPUs
             torch.library.register_fake(f"workhorse::{name}", shapes)
 
 

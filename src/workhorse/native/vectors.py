@@ -1,4 +1,4 @@
-"""Gemms of float32 or bfloat16 in vectors of 32 or 64 bytes; see `ops/gemm/vectors.h`."""
+"""Gemms of float32 or bfloat16 with vectors of 32 or 64 bytes; see `ops/gemm/vectors.h`."""
 
 import functools
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Vectors:
-    """The gemms; an instance exists only where they are compiled.
+    """The gemms; an instance exists only if they are compiled.
 
-    How a number is rounded depends on the inner size and, in bfloat16, on whether it is widened.
+    The rounding of an element depends on the inner size and, in bfloat16, on whether it is widened.
     They compute no gradients.
     """
 
@@ -43,13 +43,13 @@ class Vectors:
 
         Args:
             a: float32 or bfloat16, on the CPU, with rows or columns contiguous.
-            b: likewise.
-            bias: for each column, likewise.
+            b: as a.
+            bias: an element for each column, of the same dtype.
         """
         return torch.ops.workhorse.product.default(a, b, bias)
 
     def gemms(self, sums: Sequence[Sum]) -> list[Tensor]:
-        """Several sums of products in one go, a part of each on every thread; see `gemm`."""
+        """Several sums of matmuls in one call, each divided among all threads; see `gemm`."""
         pairs = [(number, *pair) for number, one in enumerate(sums) for pair in one.pairs]
         of, a, b = map(list, zip(*pairs, strict=True))
         return torch.ops.workhorse.products.default(a, b, of, [one.bias for one in sums])
@@ -65,13 +65,13 @@ class Vectors:
 
 
 def load(*, wait: bool) -> Vectors:
-    """The operator, compiled first if it never was on this machine; see `decoding.load`.
+    """The operators; compiled first if this machine has never compiled them. See `decoding.load`.
 
     Raises:
-        build.Unavailable: why it cannot be called, in one line.
+        build.Unavailable: they cannot be called; the message is the reason in one line.
     """
     if not cpu_has("avx2"):
-        raise build.Unavailable("the CPU has no vectors of 32 bytes")
+        raise build.Unavailable("the CPU has no vectors of 32 bytes (AVX2)")
     return _load(build.ensure("vectors", wait=wait))
 
 
@@ -86,6 +86,6 @@ def _load(library: Path) -> Vectors:
 def _result_shapes(
     a: list[Tensor], b: list[Tensor], of: list[int], biases: list[Tensor | None]
 ) -> list[Tensor]:
-    """Of several gemms, for tracing."""
+    """Shapes of the results of several gemms, for tracing."""
     firsts = map(of.index, range(len(biases)))
     return [result_shape(a[i], b[i], None) for i in firsts]

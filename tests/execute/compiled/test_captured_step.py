@@ -1,7 +1,7 @@
-"""Recorded steps give the plain steps' logits, whatever changed since they were recorded.
+"""Captured steps return the same logits as plain steps, after every kind of change since capture.
 
-A recorder of the CPU's operators stands in for a CUDA graph: it too runs what was recorded on the
-same memory, with the same numbers.
+A recorder of CPU operators replaces the CUDA graph. It also runs the recorded operators again on
+the same memory, with the same values.
 """
 
 import copy
@@ -24,7 +24,7 @@ from workhorse.nn import Decoder, DecoderConfig
 
 
 class Operators(WithoutHost):
-    """Notes every operator that runs; one that needs the host cannot be recorded."""
+    """Records every operator that runs; one that needs the host cannot be recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Operators(WithoutHost):
         return out
 
     def run(self) -> None:
-        """All of them again; what each returned the first time gets what it returns now."""
+        """Run all operators again; write each result into the tensor of the first run."""
         for func, args, kwargs, before in self.calls:
             now = func(*args, **kwargs)
             for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):
@@ -88,7 +88,7 @@ def test_the_stand_in_replays_what_its_memory_holds() -> None:
 
 def test_one_recording_serves_texts_until_their_tables_are_twice_as_wide() -> None:
     plain, (decoder, recorder) = make(), captured()
-    tokens = torch.randint(0, 61, (1, 100))  # 4 blocks, of 16 that it reads
+    tokens = torch.randint(0, 61, (1, 100))  # 4 blocks; the recording reads 16
     pairs = zip(logits_along(plain, tokens), logits_along(decoder, tokens), strict=True)
     for expected, found in pairs:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -164,7 +164,7 @@ def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -
 
     decoder = capture_steps(make(), fail)
     assert texts(decoder, 2, 12) == texts(make(), 2, 12)
-    assert caplog.text.count("steps cannot be recorded") == 1
+    assert caplog.text.count("cannot capture steps as CUDA graphs") == 1
 
 
 def test_mixtures_are_refused() -> None:
@@ -172,7 +172,9 @@ def test_mixtures_are_refused() -> None:
     for block in config["blocks"].values():
         block["feed_forward"] = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
     decoder = DecoderConfig.from_dict(config).build()
-    with pytest.raises(WorkhorseError, match="steps cannot be recorded; choose execution=auto"):
+    with pytest.raises(
+        WorkhorseError, match="steps cannot be captured as CUDA graphs; choose execution=auto"
+    ):
         capture_steps(decoder)
 
 

@@ -1,4 +1,4 @@
-"""Compiled log-probabilities are the plain ones, and their gradient too."""
+"""Compiled log-probabilities and their gradient equal the plain ones."""
 
 import pytest
 import torch

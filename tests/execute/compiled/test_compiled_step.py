@@ -1,4 +1,4 @@
-"""Compiled steps give the plain steps' logits, and are compiled once."""
+"""Compiled steps return the same logits as plain steps, and are compiled once."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def _compiler() -> None:
-    """What PyTorch itself compiles with."""
+    """Skip the test unless PyTorch's compiler finds a C++ compiler."""
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -37,7 +37,7 @@ def _compiler() -> None:
 
 @pytest.fixture(scope="module")
 def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The program for one text, compiled once for all test processes."""
+    """A folder with the program for one sequence, compiled once for all test processes."""
     own = tmp_path_factory.getbasetemp()
     shared = (own if worker_id == "master" else own.parent) / "programs"
     with FileLock(f"{shared}.lock"):
@@ -47,13 +47,13 @@ def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory, worker_id:
 
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """A copy of the folder that a test may change."""
     return Path(shutil.copytree(folder, tmp_path / "programs"))
 
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every compilation."""
+    """The list that grows with every compilation."""
     seen: list[int] = []
     compile_step = compiled_step.compile_step
 
@@ -68,7 +68,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_program_serves_all_lengths_capacities_and_weights(
     folder: Path, compilations: list[int]
 ) -> None:
-    for seed, length in ((0, 30), (1, 300)):  # the second shows more slots on its way
+    for seed, length in ((0, 30), (1, 300)):  # the second one uses more cache slots
         plain, compiled = make(seed), compile_steps(make(seed), folder)
         tokens = torch.randint(0, 61, (1, length))
         pairs = zip(logits_along(plain, tokens), logits_along(compiled, tokens), strict=True)
@@ -79,7 +79,7 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
 
 @needs("steps")
 def test_what_no_native_step_computes_is_compiled(copied: Path) -> None:
-    """Attention that is not native has no instruction."""
+    """Attention without a native kernel has no instruction, so the compiled step is used."""
     decoder = step_natively(compile_steps(make(), copied), OPERATORS)
     assert texts(decoder, 1, 40) == texts(make(), 1, 40)
     assert isinstance(decoder, CompiledDecoder)
@@ -101,7 +101,7 @@ def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
         program.write_bytes(program.read_bytes()[:1000])
     assert fresh() == expected
     assert compilations == [1]
-    assert "is made again" in caplog.text
+    assert "cannot be loaded and is compiled again" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["sources_digest", "used"])
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
     (tmp_path / "file").touch()
     decoder = compile_steps(make(), tmp_path / "file" / "programs")
     assert texts(decoder, 1, 4) == texts(make(), 1, 4)
-    assert "is not kept" in caplog.text
+    assert "the compiled step cannot be saved" in caplog.text
 
 
 def test_too_many_tokens_are_refused_as_without_compilation(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_mixtures_are_refused() -> None:
     for block in config["blocks"].values():
         block["feed_forward"] = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
     decoder = DecoderConfig.from_dict(config).build()
-    with pytest.raises(WorkhorseError, match="a mixture of experts has other shapes"):
+    with pytest.raises(WorkhorseError, match="a mixture of experts changes its tensor shapes"):
         compile_steps(decoder)
 
 
@@ -175,5 +175,5 @@ def test_without_a_compiler_there_is_one_line(
 
     monkeypatch.setattr(torch, "compile", fail)
     decoder = compile_steps(make(), tmp_path)
-    with pytest.raises(WorkhorseError, match=r"step \(No working C\+\+ compiler found\); leave"):
+    with pytest.raises(WorkhorseError, match=r"model \(No working C\+\+ compiler found\); choose"):
         texts(decoder, 1, 3)

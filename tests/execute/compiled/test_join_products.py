@@ -1,4 +1,4 @@
-"""Joined products are the same products, and nothing else is joined."""
+"""Joined matmuls give the same results, and no other operations are joined."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Programs lie where the user alone can put them; what another could have put there is not read."""
+"""Programs are stored where only the user can write; files that others could write are not read."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from workhorse.execute.compiled.compiled_step import ProgramFolder
 
 @pytest.fixture
 def programs(tmp_path: Path) -> ProgramFolder:
-    """With one program in it, whatever others might do by default."""
+    """A folder with one program, under any umask."""
     before = os.umask(0)
     try:
         made = ProgramFolder(tmp_path / "cache" / "programs")
@@ -55,7 +55,7 @@ def test_a_file_that_others_may_use_is_not_read(
 ) -> None:
     (programs.path / "one").chmod(mode)
     assert contents(programs) is None
-    assert f"made again: others may use it (mode {mode:04o})" in caplog.text
+    assert f"compiled again: other users can access it (mode {mode:04o})" in caplog.text
     programs.keep("one", lambda path: path.write_bytes(b"another"))
     assert contents(programs) == b"another"
 
@@ -63,10 +63,10 @@ def test_a_file_that_others_may_use_is_not_read(
 def test_another_users_file_is_not_read(
     programs: ProgramFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    users = iter([os.geteuid(), os.geteuid() + 1])  # asked of the folder, then of the file
+    users = iter([os.geteuid(), os.geteuid() + 1])  # for the folder, then for the file
     monkeypatch.setattr(os, "geteuid", lambda: next(users))
     assert contents(programs) is None
-    assert "made again: it belongs to another user" in caplog.text
+    assert "compiled again: it belongs to another user" in caplog.text
 
 
 def test_another_users_folder_is_neither_read_nor_written(
@@ -99,4 +99,4 @@ def test_what_cannot_be_written_leaves_nothing_behind(
 
     programs.keep("two", fail)
     assert [path.name for path in programs.path.iterdir()] == ["one"]
-    assert "is not kept: [Errno 28] No space left on device" in caplog.text
+    assert "cannot be saved: [Errno 28] No space left on device" in caplog.text

@@ -1,4 +1,4 @@
-"""Products of one row as sums are the same products, and others stay."""
+"""Matmuls of one row, replaced by sums, give the same results; other matmuls are not replaced."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ def test_products_of_one_row_become_sums() -> None:
 
 
 def test_a_bias_is_added_before_the_sum_is_rounded() -> None:
-    """Products and sums of small whole numbers are exact in float32, and not in bfloat16."""
+    """Matmuls and sums of small integers are exact in float32, but not in bfloat16."""
     row, weight = (torch.randint(-9, 10, (rows, 1024)).bfloat16() for rows in (1, 64))
     given = row, row, weight, torch.randint(-99, 100, (64,)).bfloat16()
     traced = make_fx(layer, tracing_mode="fake")(*given)

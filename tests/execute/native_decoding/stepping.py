@@ -18,7 +18,7 @@ def built(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) ->
 
 
 def quick(decoder: Decoder, format: FormatName | None = None) -> SteppingDecoder:
-    """As for inference."""
+    """A decoder prepared as for inference."""
     return step_natively(without_steps(decoder, format), OPERATORS)
 
 

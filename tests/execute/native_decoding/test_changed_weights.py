@@ -64,7 +64,7 @@ def test_a_decoder_may_be_cast_after_its_first_step(dtype: torch.dtype) -> None:
     first = along(decoder, tokens[:, :3], tokens)
     cast = along(decoder.to(dtype), tokens[:, :3], tokens)
     assert torch.equal(cast, along(quick(built().to(dtype)), tokens[:, :3], tokens))
-    if dtype != torch.bfloat16:  # no operator has it, so the modules compute
+    if dtype != torch.bfloat16:  # no operator supports it, so the modules compute
         assert error(cast.to(first.dtype), first) <= 2e-3
 
 
@@ -72,7 +72,7 @@ def test_a_decoder_may_be_cast_after_its_first_step(dtype: torch.dtype) -> None:
 def test_parameters_may_be_swapped_after_a_step(
     monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """PyTorch swaps a parameter only if its module alone refers to it."""
+    """PyTorch swaps a parameter only if no other object than its module refers to it."""
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     decoder, expected = quick(built()), quick(built(seed=1))
     tokens = torch.randint(0, 61, (1, 8))
@@ -197,5 +197,5 @@ def test_a_copy_outlives_what_it_was_copied_from() -> None:
     assert copied.translated is not None
     assert copied.translated.kept is not None
     copied.translated.kept.weights.number = gone
-    with pytest.raises(RuntimeError, match=f"no weights are kept as number {gone}"):
+    with pytest.raises(RuntimeError, match=f"no weights are registered with id {gone}"):
         along(copied, tokens[:, :3], tokens)

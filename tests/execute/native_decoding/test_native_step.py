@@ -1,4 +1,4 @@
-"""A step in one native call gives the logits of the modules, and leaves the cache as they do."""
+"""A native step returns the same logits as the modules, and changes the cache in the same way."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,14 +32,14 @@ TRANSLATED = {
     *("ministral", "mistral", "modernbert-decoder", "nemotron", "olmo2", "olmo3", "openai-gpt"),
     *("opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
 }
-"""The model types whose first shape is taken over."""
+"""The model types whose first shape is tested."""
 WIDE = 256
-"""Its weights are shared out among threads."""
+"""A width at which the weights are divided among threads."""
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The numbers of new tokens of each sequence, for every call of the operator."""
+    """The number of new tokens of each sequence, for every call of the operator."""
     seen: list[tuple[int, ...]] = []
     run = Steps.run
 
@@ -69,12 +69,12 @@ def test_steps_of_model_types(model_type: str) -> None:
     stepping = quick(stepping)
     prompts, tokens = torch.randint(3, 60, (2, 5)), torch.randint(3, 60, (2, 6))
     assert error(along(stepping, prompts, tokens), along(plain, prompts, tokens)) <= 1e-5
-    along(stepping, prompts, tokens[:1])  # on the matrix unit a native step has one row
+    along(stepping, prompts, tokens[:1])  # with the matrix unit, native steps have one row
     assert stepping.translated is not None
     assert (stepping.translated.kept is not None) == (model_type in TRANSLATED)
 
 
-@pytest.mark.parametrize("length", [40, 300])  # the second passes the angles made at first
+@pytest.mark.parametrize("length", [40, 300])  # the second exceeds the initial angle tables
 def test_windows_and_whole_contexts_along_a_text(length: int, calls: list[tuple[int, ...]]) -> None:
     tokens = torch.randint(0, 61, (1, length))
     expected = along(built(), tokens[:, :3], tokens)
@@ -269,7 +269,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
 
 
 def test_exact_texts_do_not_depend_on_how_much_of_a_prompt_is_known() -> None:
-    """Parts of a prompt that others share are read once, so that pieces have other lengths."""
+    """Prefixes shared between prompts are read once, so the rest has other lengths."""
     config = local_and_global().to_dict()
     config["blocks"]["local"]["attention"]["window"] = None
     decoder = quick(randomised(DecoderConfig.from_dict(config).build(dtype=torch.bfloat16).eval()))

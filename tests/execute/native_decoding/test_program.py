@@ -1,4 +1,4 @@
-"""No instruction of a program uses what others of its pass may still be writing."""
+"""No instruction of a program uses a value that other instructions of its pass may still write."""
 
 from collections.abc import Hashable, Iterator
 
@@ -37,7 +37,7 @@ def test_all_wait_for_what_one_of_them_uses() -> None:
     x, product, scaled, total, logits = (writer.reserve(8) for _ in range(5))
     writer.write(Op.EMBED, x)
     writer.write(Op.LINEAR, product, x)
-    writer.write(Op.SCALE, scaled, x)  # could go on at once
+    writer.write(Op.SCALE, scaled, x)  # need not wait
     writer.write(Op.ADD, total, product, scaled)
     writer.write(Op.LINEAR, logits, total)
     program = writer.program()
@@ -75,7 +75,7 @@ def _check(program: Program) -> None:
 
 
 def _stages(program: Program) -> Iterator[list[list[int]]]:
-    """An instruction and those that join it, which are done for one row after the other."""
+    """Each instruction with those that join it; they run together for one row at a time."""
     stage: list[list[int]] = []
     for instruction in program.instructions.tolist():
         joins = instruction[2]
@@ -91,13 +91,13 @@ def _stages(program: Program) -> Iterator[list[list[int]]]:
 
 
 def _uses(instruction: list[int]) -> tuple[set[Hashable], set[Hashable]]:
-    """What an instruction writes and reads: registers, or the cache."""
+    """The registers, or the cache, that an instruction writes and reads."""
     op, _, _, to, source, other = instruction[:6]
     reads: set[Hashable] = {source, other} - {-1}
     match Op(op):
         case Op.STORE:
             return {"cache"}, reads
-        case Op.ATTEND:  # `other` is there so that it waits for what is stored
+        case Op.ATTEND:  # `other` makes it wait for the stored keys and values
             return {to}, {source, "cache"}
         case _:
             return {to}, reads

@@ -1,4 +1,4 @@
-"""Streaming weights changes where they lie and how fast they are read, and nothing else."""
+"""Streaming weights changes the place of weights and the speed of reading them, nothing else."""
 
 import pytest
 import torch

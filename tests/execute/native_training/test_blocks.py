@@ -1,4 +1,4 @@
-"""Blocks in two passes over the rows compute, to the bit, what their operators do one by one."""
+"""Blocks in two passes over the rows give the same bits as their operators called one by one."""
 
 import copy
 from collections.abc import Callable
@@ -41,7 +41,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, dtype: torch.dtype, **block: Any) -> Decoder:
-    """With random weights everywhere."""
+    """A decoder with random weights in all parameters."""
     blocks = {"main": {"kind": "pre_norm", **BLOCKS[name], **block}}
     decoder = DecoderConfig.from_dict(
         {**MODEL, "vocab_size": 11, "max_seq_len": 52, "blocks": blocks}
@@ -58,7 +58,7 @@ def natively(decoder: Decoder) -> Decoder:
 
 
 def apart(decoder: Decoder) -> Decoder:
-    """The same, but every operator of a block by itself."""
+    """The same decoder, but every operator of a block is called separately."""
 
     class Apart(NativeBlock):
         def forward(self, x: Tensor, *others: Any) -> Tensor:
@@ -95,7 +95,7 @@ def test_bits_are_those_of_the_operators_one_by_one(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_results_and_gradients_are_pytorchs(name: str, dtype: torch.dtype) -> None:
-    """No further from float64 than twice what PyTorch is in the same type."""
+    """The distance from float64 is at most twice PyTorch's in the same dtype."""
     plain = build(name, dtype)
     exact, expected, ours = (
         torch.cat([x.double().flatten() for x in results(decoder)])

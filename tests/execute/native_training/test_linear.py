@@ -1,4 +1,4 @@
-"""Linear layers that multiply natively train as PyTorch's do."""
+"""Native linear layers train like PyTorch's."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ NARROW = pytest.param(IN_VECTORS, torch.bfloat16, id="narrow vectors", marks=nee
 
 
 def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:
-    """What a layer gives, and the gradients of x and its parameters."""
+    """The output of a layer, and the gradients of x and its parameters."""
     given = x.clone().requires_grad_()
     y = layer(given)
     return [y, *torch.autograd.grad(y, (given, *layer.parameters()), above)]
@@ -34,7 +34,7 @@ def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:
 def test_gradients_are_those_of_pytorch(
     operators: Operators, dtype: torch.dtype, shape: tuple[int, ...], bias: bool
 ) -> None:
-    """To half a step of bfloat16, of a float32 number's two parts, or of sums in float32."""
+    """Tolerance: half a step of bfloat16, of the two-part float32, or of sums in float32."""
     error = 2**-8 if dtype == torch.bfloat16 else 2**-20 if operators is IN_VECTORS else 2**-16
     layer = nn.Linear(shape[-1], 40, bias=bias).to(dtype)
     x, above = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 40).to(dtype)
@@ -99,7 +99,7 @@ def test_highest_precision_of_float32_is_left_to_pytorch(monkeypatch: pytest.Mon
     assert torch.equal(Gemm(UNIT)(x, layer.weight.t()), F.linear(x, layer.weight))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler warns of itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # a warning of PyTorch's own compiler
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, BY_VECTORS, NARROW])
 def test_compiled_and_checkpointed_layers_have_the_same_gradients(
@@ -137,7 +137,7 @@ def eagerly_compiled(decoder: nn.Module):
 def test_the_loss_multiplies_natively(
     operators: Operators, dtype: torch.dtype, max_logits: int
 ) -> None:
-    """In one part and in several, as near to float32 as the type allows."""
+    """In one part and in several; as close to float32 as the dtype allows."""
     error = 0.02 if dtype == torch.bfloat16 else 2**-20 if operators is IN_VECTORS else 2**-16
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 190, "max_seq_len": 32})
     head = config.build().head

@@ -1,4 +1,4 @@
-"""Native norms and feed-forwards in a model compute, and teach, what PyTorch's do."""
+"""Native norms and feed-forwards in a model have the outputs and gradients of PyTorch's."""
 
 import copy
 from collections.abc import Callable
@@ -40,7 +40,7 @@ MIXTURE: dict[str, Any] = {
     "kind": "pre_norm",
     "norm": {"kind": "rms_norm", "multiply": "before_cast"},
     "attention": {"n_heads": 2},
-    # All of the experts: two roundings may part at a router's near tie.
+    # All experts are chosen: at a router's near tie, two roundings could choose different ones.
     "feed_forward": {"kind": "moe", "n_experts": 4, "top_k": 4, "d_ff": 16},
 }
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -65,7 +65,7 @@ FEED_FORWARDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def speed_up(module: nn.Module) -> nn.Module:
-    """Everything but linear layers, attention and the loss."""
+    """Use native operators except for linear layers, attention and the loss."""
     return replace_feed_forwards(
         replace_norms(replace_embeddings(module), TRAINING), Gemm(Operators()), TRAINING
     )
@@ -88,7 +88,7 @@ def results(module: nn.Module, *given: Tensor) -> list[Tensor]:
 
 
 def assert_as_good(module: nn.Module, *given: Tensor) -> None:
-    """No further from float64 than twice what PyTorch is in the same type, or 1 %."""
+    """Check that the distance from float64 is at most twice PyTorch's in the same dtype, or 1 %."""
     native, exact = copy.deepcopy(module), copy.deepcopy(module).double()
     native = speed_up(native)
     wide = [x.double() if x.is_floating_point() else x for x in given]
@@ -115,7 +115,7 @@ def test_parts(name: str, layout: str, dtype: torch.dtype) -> None:
 
 
 class Half(nn.Module):
-    """Stands for attention and feed-forward; exact in any type."""
+    """Replaces attention and feed-forward; exact in any dtype."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         return x * 0.5
@@ -129,7 +129,7 @@ def equal_share(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("name", KINDS_OF_NORM)
 @needs("training")
 def test_a_norm_rounds_where_its_options_say(name: str, offset: bool) -> None:
-    """Float32 sums of another order tip one rounding in thousands, another option one in five."""
+    """Another order of sums changes one rounding in thousands, another option one in five."""
     norm = {**KINDS_OF_NORM[name], "offset": offset}
     block: dict[str, Any] = {**GPT, "norm": norm}
     made = build(block).layers[0]
@@ -172,7 +172,7 @@ def test_whole_models(block: dict[str, Any], dtype: torch.dtype) -> None:
     assert [n for n, _ in native.named_parameters()] == [n for n, _ in decoder.named_parameters()]
     tokens = torch.randint(11, (3, 8))
     plain, ours = ([x.double() for x in results(m, tokens)] for m in (decoder, native))
-    # Roundings differ; a dozen of them lie between a weight and the logits, and back.
+    # Roundings differ; a dozen of them happen between a weight and the logits, and back.
     unit = 24 * torch.finfo(dtype).eps
     assert (ours[0] - plain[0]).norm() <= unit * plain[0].norm()
     gradients = [torch.cat([x.flatten() for x in some[1:]]) for some in (plain, ours)]
@@ -215,7 +215,7 @@ def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
         module = GatedMlp(8, 12, inner_norm=RMSNormConfig())
     if why == "another product":
         module.down_proj = nn.Sequential(module.down_proj)
-    types = {"float64": torch.float64, "a norm": torch.float32}  # whose gate is an operator's
+    types = {"float64": torch.float64, "a norm": torch.float32}  # its gate is an operator's
     module.to(types.get(why, torch.bfloat16))
     x = torch.randn(4, 8).to(next(module.parameters()).dtype)
     expected = copy.deepcopy(module)

@@ -278,5 +278,7 @@ def test_an_unknown_kernel() -> None:
 def test_flex_refuses_heads_too_narrow_for_a_gpu() -> None:
     kernel = make_kernel("flex", AttentionPattern(), Scoring(scale=1.0), 1)
     q, k, v = torch.randn(3, 1, 1, 4, 8, device="cuda")
-    with pytest.raises(WorkhorseError, match="head_dim of at least 16 on a GPU, and this is 8"):
+    with pytest.raises(
+        WorkhorseError, match="on a GPU needs head_dim >= 16, not 8; use kernel=sdpa"
+    ):
         kernel(q, k, v, (None, None))

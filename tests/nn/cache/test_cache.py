@@ -323,7 +323,8 @@ def test_a_cache_keeps_no_more_than_it_holds(lengths: object) -> None:
     cache = decoder.new_cache(1, 8)
     decoder(tokens[:, :6], cache=cache)
     with pytest.raises(
-        WorkhorseError, match=r"^lengths=.* of \[6\] tokens can keep; give each row a"
+        WorkhorseError,
+        match=r"^lengths=.* are out of range for rows of \[6\] tokens; give each row a",
     ):
         cache.truncate(lengths)
     assert error(decoder(tokens[:, 6:], cache=cache), decoder(tokens)[:, 6:]) <= TOLERANCE

@@ -245,7 +245,7 @@ def test_a_view_has_different_sequences():
 @pytest.mark.parametrize("length", [-1, True, 1.5, None, "3"])
 def test_lengths_that_mean_nothing_are_refused(length):
     cache = make(ONE_TABLE).new_paged_cache(tokens=12, sequences=2)
-    with pytest.raises(WorkhorseError, match=f"length={length!r} is not a number"):
+    with pytest.raises(WorkhorseError, match=f"length={length!r} is not a whole number"):
         cache.truncate(cache.new_sequence(), length)
 
 

@@ -1,1 +1,1 @@
-"""Programs of PyTorch's compiler: of a decoding step, and of layers in training."""
+"""Programs of PyTorch's compiler, for decoding steps."""

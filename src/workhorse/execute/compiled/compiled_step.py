@@ -1,12 +1,12 @@
 """Compiled decoding: one program per step, kept on disk.
 
-The folder (mode 0700) and its files (0600) belong to the user and are closed to everybody else. A
-file that is not is never read.
+The folder (mode 0700) and its files (0600) belong to the user, and no other user can access them. A
+file with another owner or mode is never read.
 
 At a batch of one, the Python around each layer costs as much as its arithmetic. The step is traced
 once into a single program of fused loops and gemms, whose shapes do not depend on how many tokens
-the cache holds. The program is kept on disk without the weights, so a model is compiled once on a
-machine and later processes load it.
+the cache holds. The program is kept on disk without the weights, so a model is compiled once per
+machine, and later processes load the program.
 """
 
 import hashlib
@@ -40,41 +40,41 @@ if TYPE_CHECKING:
     from workhorse.execute.compiled.step_compiler import Program
 
 _OTHERS = 0o077
-"""Permission bits of anybody but the owner."""
+"""Permission bits of everybody except the owner."""
 
 
 class ProgramFolder:
-    """Programs by name.
+    """A folder of programs, each stored under a name.
 
     Args:
-        path: of the folder; created when the first program is kept.
+        path: the folder; it is created when the first program is kept.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def open(self, name: str) -> BufferedReader | None:
-        """A program's file, or None if there is none; one that cannot be trusted is logged."""
+        """Open a program's file; None if there is none. A file that cannot be trusted is logged."""
         try:
             self._secure(make=False)
             file = open(self.path / name, "rb", opener=_without_following)  # noqa: SIM115
         except FileNotFoundError:
             return None
         except OSError as error:
-            log.warning("a compiled step is not read: %s", error)
+            log.warning("a compiled step cannot be read: %s", error)
             return None
         if reason := _why_not_private(os.fstat(file.fileno())):
-            log.warning("%s is not read and made again: %s", self.path / name, reason)
+            log.warning("%s is ignored and compiled again: %s", self.path / name, reason)
             file.close()
             return None
         return file
 
     def keep(self, name: str, write: Callable[[Path], object]) -> None:
-        """Keep a program, whole or not at all; a failure is logged.
+        """Store a program atomically; a failure is logged.
 
         Args:
-            name: of the program.
-            write: writes it to an existing empty file.
+            name: the name of the program.
+            write: writes the program to an existing empty file.
         """
         temporary = self.path / f".tmp-{os.getpid()}-{name}"
         try:
@@ -83,13 +83,13 @@ class ProgramFolder:
             write(temporary)
             temporary.replace(self.path / name)
         except OSError as error:
-            log.warning("the compiled step is not kept: %s", error)
+            log.warning("the compiled step cannot be saved: %s", error)
         finally:
             with suppress(OSError):  # still there if writing failed
                 temporary.unlink()
 
     def _secure(self, *, make: bool) -> None:
-        """Close the folder to everybody else; raise OSError unless it is the user's."""
+        """Remove other users' access to the folder; raise OSError if it is not the user's."""
         if make:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self.path.lstat()
@@ -111,7 +111,7 @@ def _why_not_private(found: os.stat_result) -> str | None:
     if found.st_uid != os.geteuid():
         return "it belongs to another user"
     if found.st_mode & _OTHERS:
-        return f"others may use it (mode {stat.S_IMODE(found.st_mode):04o})"
+        return f"other users can access it (mode {stat.S_IMODE(found.st_mode):04o})"
     return None
 
 
@@ -119,24 +119,24 @@ log = logging.getLogger(__name__)
 
 
 KNOWN = ("torch.", "workhorse.")
-"""Packages whose modules a fingerprint describes: a class from elsewhere may change its code."""
+"""Packages whose modules a fingerprint covers: the code of other classes may change unnoticed."""
 
 
 def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
     """A decoder that runs a compiled program when it adds tokens to a `PagedView`.
 
-    These are the steps of one token per row, and of a token and guesses, as many as the cache can
-    take back. Prompts and everything else run as before. The first step of a variant waits
-    until its program is compiled or read from disk.
+    The program runs steps of one token per sequence, and steps of a token and its draft tokens, up
+    to the number of tokens that the cache can take back. Prompts and everything else run as before.
+    The first step of a variant waits until its program is compiled or read from disk.
 
     Args:
-        decoder: in evaluation mode. What is returned takes its place. If weights or modules are
-            replaced later, steps are compiled again.
-        folder: for the programs; None: in the user's cache folder.
+        decoder: the decoder in evaluation mode. The returned decoder replaces it. If weights or
+            modules are replaced later, steps are compiled again.
+        folder: the folder for the programs; None for the user's cache folder.
 
     Raises:
         WorkhorseError: steps differ in shape or constants, because of a mixture of experts or of
-            angles that depend on the text's length. At the first step: the compiler cannot
+            angles that depend on the sequence length. At the first step: the compiler cannot
             translate it.
     """
     check_fixed(decoder, "compiled")
@@ -146,14 +146,14 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
 
 
 class CompiledDecoder(FixedStepDecoder):
-    """A decoder whose steps are programs; see `compile_steps`."""
+    """A decoder whose steps are compiled programs; see `compile_steps`."""
 
     folder: ProgramFolder
     programs: dict[Variant, "Program"]
     held: Held | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the programs: the compiler pickles the decoder for each."""
+        """The state without the programs: the compiler pickles the decoder for each of them."""
         return vars(self) | {"programs": {}, "held": None}
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
@@ -168,7 +168,7 @@ class CompiledDecoder(FixedStepDecoder):
     def _first_step(
         self, variant: Variant, tokens: Tensor, tensors: CacheTensors
     ) -> tuple["Program", Tensor]:
-        """The program from disk, or compiled and kept there, and what it gives."""
+        """Load the program from disk or compile and save it; return it with the step's logits."""
         from workhorse.execute.compiled.step_compiler import Program
 
         name, known = self._fingerprint(variant), {"decoder": self}
@@ -179,14 +179,14 @@ class CompiledDecoder(FixedStepDecoder):
                     return program, program(tokens, tensors)  # checks that it fits this decoder
                 except Exception as error:  # it can always be compiled again
                     path = self.folder.path / name
-                    log.warning("%s cannot be used and is made again: %s", path, error)
+                    log.warning("%s cannot be loaded and is compiled again: %s", path, error)
         program = compile_step(self, variant, tokens, tensors)
         if all(map(_is_known, self.modules())):
             self.folder.keep(name, lambda path: program.write(path, known))
         return program, program(tokens, tensors)
 
     def _fingerprint(self, variant: Variant) -> str:
-        """A digest of everything that the program depends on, which names its file."""
+        """A digest of everything that the program depends on; it is the name of its file."""
         state = (*self.named_parameters(), *self.named_buffers())
         scalars = (int, float, str, bool)
         facts = (
@@ -215,13 +215,13 @@ def _is_known(module: nn.Module) -> bool:
 def compile_step(
     decoder: Decoder, variant: Variant, tokens: Tensor, tensors: CacheTensors
 ) -> "Program":
-    """Compile a step for caches of any length, and any number of rows or tokens if several.
+    """Compile a step for caches of any length, and any batch size or token count above 1.
 
     Args:
-        decoder: to compile the step of.
-        variant: of the step.
+        decoder: the decoder.
+        variant: the variant of the step.
         tokens: (batch, seq), an example.
-        tensors: of the cache, an example.
+        tensors: example tensors of the cache.
     """
 
     def step(tokens: Tensor, tensors: CacheTensors) -> Tensor:
@@ -240,6 +240,6 @@ def compile_step(
 
 
 def _sources() -> Iterator[Path]:
-    """The Python files that a program depends on; see `sources_digest` for native operators."""
+    """The Python files that a program depends on; `sources_digest` covers native operators."""
     for package in (workhorse.execute, workhorse.native, workhorse.nn, workhorse.transforms):
         yield from sorted(Path(str(package.__file__)).parent.rglob("*.py"))

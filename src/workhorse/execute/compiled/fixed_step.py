@@ -1,11 +1,13 @@
-"""Steps of fixed shape, and their execution as CUDA graphs.
+"""Decoding steps of fixed shape, and their execution as CUDA graphs.
 
-They add a token to each row of a `PagedView`, or a token and guesses, as many as the cache can take
-back. So they can be compiled, or recorded, once for all lengths.
+A step adds one token to each sequence of a `PagedView`, or one token and its draft tokens, up to
+the number of tokens that the cache can take back. It can therefore be compiled, or captured as a
+CUDA graph, once for all sequence lengths.
 
-A GPU is done with a small model's step before Python has launched its hundreds of kernels. A step
-of fixed shape launches the same ones at every token, on tensors at the same addresses; so they are
-recorded once, and replayed after its token, lengths and tables were copied to where it reads them.
+A GPU finishes a small model's step before Python has launched its hundreds of kernels. A step of
+fixed shape launches the same kernels at every token, on tensors at the same addresses. So they are
+captured once. Before each replay, the step's tokens, lengths and block tables are copied to the
+addresses that the graph reads.
 """
 
 import logging
@@ -28,21 +30,21 @@ from workhorse.transforms.record import become, combined
 
 
 class Variant(NamedTuple):
-    """What a program is specialised on: all steps with these properties run the same one."""
+    """Properties that a program is specialised for: all steps that share them run one program."""
 
     layout: Layout
     batched: bool
-    """Whether there are several rows, of any number."""
+    """True if there are several sequences, in any number."""
     guessed: bool
-    """Whether there are several tokens per row, of any number."""
+    """True if there are several tokens per sequence, in any number."""
 
 
 def check_fixed(decoder: Decoder, what: str) -> None:
-    """Refuse a decoder whose steps differ in shape or constants.
+    """Reject a decoder whose steps differ in shape or constants.
 
     Args:
-        decoder: whose steps are to be fixed.
-        what: what they are fixed for, as in "compiled".
+        decoder: the decoder.
+        what: the intended execution, as in "compiled"; used in the error message.
 
     Raises:
         WorkhorseError: see `why_not_fixed`.
@@ -52,34 +54,34 @@ def check_fixed(decoder: Decoder, what: str) -> None:
 
 
 def why_not_fixed(decoder: Decoder) -> str:
-    """Why steps of a decoder differ in shape or constants; empty: they do not.
+    """Reason why a decoder's steps differ in shape or constants; empty if they do not.
 
-    It has a mixture of experts, or angles that depend on the text's length.
+    The reasons are a mixture of experts, and angles that depend on the sequence length.
     """
     blocks = decoder.config.blocks.values()
     if any(block.mixture for block in blocks):
-        return "a mixture of experts has other shapes at every token"
+        return "a mixture of experts changes its tensor shapes at every token"
     if any(block.rope and block.rope.depends_on_length for block in blocks):
-        return "rope scaling dynamic_ntk and longrope depend on the text's length"
+        return "rope scaling dynamic_ntk and longrope depend on the sequence length"
     return ""
 
 
 def fixed_step(decoder: Decoder, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
-    """The logits of a step over a `FixedCache`, by the decoder's modules.
+    """The logits of a step over a `FixedCache`, computed by the decoder's modules.
 
     Args:
-        decoder: in evaluation mode.
-        variant: of the step.
-        tokens: (batch, seq), the new ones.
-        tensors: of the cache; `lengths` grows by seq.
+        decoder: the decoder, in evaluation mode.
+        variant: the variant of the step.
+        tokens: (batch, seq), the new tokens.
+        tensors: tensors of the cache; `lengths` grows by seq.
     """
     return Decoder.forward(decoder, tokens, cache=FixedCache(variant.layout, tensors))
 
 
 class FixedStepDecoder(Decoder):
-    """A decoder that takes such steps by other means; prompts and everything else run as before.
+    """A decoder that runs fixed-shape steps in another way; everything else runs as before.
 
-    So does a decoder with hooks.
+    With hooks, all of it runs as before.
     """
 
     watch: Watch
@@ -125,39 +127,39 @@ class FixedStepDecoder(Decoder):
 log = logging.getLogger(__name__)
 
 NARROWEST = 16
-"""Blocks of a text's table that a recording reads at least; with more it is twice as wide."""
+"""Smallest number of blocks in a captured block table; for longer sequences the width doubles."""
 MOST_RECORDINGS = 32
-"""The oldest one goes first."""
+"""Maximum number of recordings; the oldest one is deleted first."""
 
 Replay = tuple[Callable[[], object], Tensor]
-"""What runs a recorded function again, and the tensor that then holds its result."""
+"""A function that runs the recorded function again, and the tensor that then holds its result."""
 Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "CapturedDecoder":
-    """A decoder that replays recorded steps when it adds tokens to a `PagedView`.
+    """A decoder that replays captured steps when it adds tokens to a `PagedView`.
 
-    A recording serves one number of rows and of new tokens, in one cache, and texts up to a length
-    that doubles. A decoder with hooks, and whatever cannot be recorded, runs as before. If weights
-    or modules are replaced later, steps are recorded again.
+    A recording serves one batch size, one number of new tokens, one cache, and sequences up to a
+    length that doubles. A decoder with hooks, and everything that cannot be captured, runs as
+    before. If weights or modules are replaced later, steps are captured again.
 
     Args:
-        decoder: in evaluation mode, after the other transforms of inference; with compiled steps
-            these are recorded. What is returned takes its place.
-        recorder: records a function of no arguments; None: by a CUDA graph.
+        decoder: the decoder in evaluation mode, after the other inference transforms. Compiled
+            steps are captured as they are. The returned decoder replaces this one.
+        recorder: records a function of no arguments; None for a CUDA graph.
 
     Raises:
         WorkhorseError: steps differ in shape or constants, because of a mixture of experts or of
-            angles that depend on the text's length.
+            angles that depend on the sequence length.
     """
-    check_fixed(decoder, "recorded")
+    check_fixed(decoder, "captured as CUDA graphs")
     kind = combined("Captured", CapturedDecoder, type(decoder))
     options = {"recorder": recorder or CudaGraphs(), "watch": Watch(decoder.modules())}
     return become(decoder, kind, **options)
 
 
 class CudaGraphs:
-    """Records on the current CUDA device; all recordings share the memory of their activations."""
+    """Captures CUDA graphs on the current device; they share the memory of their activations."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -165,7 +167,7 @@ class CudaGraphs:
     def __call__(self, function: Callable[[], Tensor]) -> Replay:
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)
-        with torch.cuda.stream(aside):  # libraries allocate and choose kernels in a first call
+        with torch.cuda.stream(aside):  # libraries allocate and choose kernels in their first call
             function()
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
@@ -176,12 +178,12 @@ class CudaGraphs:
 
 
 class Recording(NamedTuple):
-    """A recorded step, and where it reads what changes from one to the next."""
+    """A captured step, and the buffers from which it reads its inputs."""
 
     tokens: Tensor
     lengths: Tensor
     tables: list[Tensor]
-    """As wide as the recording reads, `EMPTY` where a text has no block."""
+    """Block tables as wide as the recording reads; unused places hold `EMPTY`."""
     replay: Callable[[], object]
     logits: Tensor
 
@@ -196,7 +198,7 @@ class Recording(NamedTuple):
 
 
 class Recordings:
-    """The recorded steps of a decoder, as long as its modules and weights stay where they are."""
+    """The captured steps of a decoder; valid while its modules and weights are not replaced."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.held = Held(decoder)
@@ -206,7 +208,7 @@ class Recordings:
 
     @property
     def valid(self) -> bool:
-        """Whether nothing of the decoder was replaced or moved since they were made."""
+        """True if no part of the decoder was replaced or moved since the recordings were made."""
         return self.held.unchanged and self._addresses == self._current_addresses()
 
     def _current_addresses(self) -> list[int]:
@@ -221,7 +223,7 @@ class CapturedDecoder(FixedStepDecoder):
     records: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the recordings, which are of these weights."""
+        """The state without the recordings, which belong to these weights."""
         state: Any = super().__getstate__()
         return state | {"recordings": None}
 
@@ -241,7 +243,7 @@ class CapturedDecoder(FixedStepDecoder):
                 recording = known[shape] = record_step(step, tokens, tensors, self.recorder)
             except RuntimeError as error:
                 self.records = False
-                log.warning("steps cannot be recorded, and are taken without: %s", error)
+                log.warning("cannot capture steps as CUDA graphs, and run without: %s", error)
                 return step(tokens, tensors)
             if len(known) > MOST_RECORDINGS:
                 del known[next(iter(known))]
@@ -258,7 +260,7 @@ def record_step(
     tensors: CacheTensors,
     recorder: Recorder,
 ) -> Recording:
-    """Record a step that counts in the `lengths` that it is given, which a recording does not."""
+    """Record a step. The step counts up its `lengths` argument; a replay leaves it unchanged."""
     lengths, tokens = tensors.lengths.clone(), tokens.clone()
     tables = [
         functional.pad(table, (0, _width(table) - table.shape[1]), value=EMPTY)
@@ -268,12 +270,12 @@ def record_step(
     def from_here() -> Tensor:
         return step(tokens, tensors._replace(lengths=lengths.clone(), tables=tables))
 
-    with torch.cuda.device_of(tokens):  # its kernels' device is recorded, no other
+    with torch.cuda.device_of(tokens):  # capture on the device where its kernels run
         return Recording(tokens, lengths, tables, *recorder(from_here))
 
 
 def _width(table: Tensor) -> int:
-    """Of the table of a recording that serves this one."""
+    """Width of the block table of a recording that serves this table."""
     width = NARROWEST
     while width < table.shape[1]:
         width *= 2

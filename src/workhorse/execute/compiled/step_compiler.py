@@ -1,12 +1,12 @@
 """PyTorch's compiler, ahead of time, with two passes over the graph of a step.
 
-A linear layer takes about 50 microseconds for one row, and at each of them threads are woken and
-wait for the slowest. Queries, keys and values, and the branches of a gated feed-forward, read the
-same x, so one call can divide all their weights among the threads.
+A linear layer takes about 50 microseconds for one row, and each one wakes the threads and waits for
+the slowest. Queries, keys and values, and the branches of a gated feed-forward, read the same x, so
+one call can divide all their weights among the threads.
 
 For one row, a matrix-vector product, a GPU's library reached half of its memory's bandwidth. As a
-sum the product is one of the compiler's own loops, which reads each number of the matrix once and
-can compute the matrix on the way, from codes of 8 or 4 bits.
+sum it becomes one of the compiler's own loops. That loop reads each element of the matrix once, and
+can also decode the matrix from codes of 8 or 4 bits as it reads.
 
 Written for and tested with PyTorch 2.11 to 2.13:
 
@@ -32,7 +32,7 @@ from workhorse.errors import WorkhorseError
 
 
 def join_products(graph: fx.Graph) -> None:
-    """Replace several `linear` of the same x by one `linear_each`, in place."""
+    """Replace several `linear` nodes with the same x by one `linear_each`, in place."""
     by_input: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         # Without the native operators there is no such node, and no such name in torch.ops.
@@ -44,7 +44,7 @@ def join_products(graph: fx.Graph) -> None:
 
 
 def _is_ready(*weight_and_bias: fx.Node | None) -> bool:
-    """Whether these are inputs of the graph, and so computed before the first of the products."""
+    """True if these are inputs of the graph, and so available before the first of the matmuls."""
     return all(given is None or given.op == "placeholder" for given in weight_and_bias)
 
 
@@ -67,8 +67,8 @@ def sum_products(graph: fx.Graph, device: str = "cuda") -> None:
     """Replace `mm` and `addmm` of one row by sums, in place.
 
     Args:
-        graph: of ATen's operators, with example values.
-        device: the type of device whose products are replaced.
+        graph: a graph of ATen operators with example values.
+        device: the device type on which matmuls are replaced.
     """
     for node in list(graph.nodes):
         if node.target is aten.mm.default:
@@ -105,19 +105,19 @@ OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "realize_opcount_threshold": 8,
 }
-"""Options of the compiler. Programs need not check shapes at every token. A result of more than
-this many operations is computed once for all its readers instead of again by each: angles and
-masks, which every layer reads."""
+"""Options of the compiler. Programs need not check shapes at every token. A result that needs more
+than this many operations is computed once for all its readers, not once for each: angles and masks,
+which every layer reads."""
 
 Varying = Iterable[tuple[Tensor, Sequence[int]]]
-"""Tensors, each with the axes whose size may change from call to call."""
+"""Tensors, each with the axes whose size may change between calls."""
 
 
 class Program:
     """A compiled function.
 
     Args:
-        compiled: what PyTorch's compiler returned.
+        compiled: the result of PyTorch's compiler.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -127,8 +127,8 @@ class Program:
     def __call__(self, *arguments: Any) -> Any:
         """The function's result. Only the first call checks that its arguments fit the program.
 
-        Later arguments must be like the first; a check at every token would cost a twentieth of a
-        small model's step.
+        Later arguments must have the same properties. A check at every token would cost a twentieth
+        of a small model's step.
         """
         result = self._compiled(*arguments)
         if not self._checked:
@@ -137,27 +137,27 @@ class Program:
         return result
 
     def write(self, path: Path, known: dict[str, Any]) -> None:
-        """Write the program without the objects in `known`, which `read` is given again.
+        """Write the program without the objects in `known`; pass these to `read` again.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self._compiled.save_compiled_function(path, external_data=known)
 
     @classmethod
     def read(cls, file: BufferedReader, known: dict[str, Any]) -> "Program":
-        """A program written by the same versions of all libraries; with others this raises."""
+        """Read a program; raises unless the same versions of all libraries wrote it."""
         return cls(torch.compiler.load_compiled_function(file, external_data=known))
 
 
 def compile_program(
     function: Callable[..., Any], arguments: tuple[Any, ...], varying: Varying
 ) -> Program:
-    """Compile a function of tensors as a whole.
+    """Compile a function of tensors as one graph.
 
     Args:
-        function: to compile.
-        arguments: an example.
+        function: the function.
+        arguments: example arguments.
         varying: the tensors of the example whose shapes vary.
 
     Raises:
@@ -169,10 +169,10 @@ def compile_program(
     options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": _Products()}
     try:
         with torch._dynamo.config.patch(
-            # Numbers of the config are constants: traced as variables they make the compiler
+            # Scalars of the config are constants: traced as variables they make the compiler
             # restart, by an exception that `aot_compile` does not catch (PyTorch 2.13).
             specialize_float=True,
-            # So are sizes of the model, although this code may have been traced for another one.
+            # Sizes of the model are constants too, even if other sizes were traced before.
             automatic_dynamic_shapes=False,
             enable_aot_compile=True,  # the default from PyTorch 2.12 on
         ):
@@ -181,17 +181,17 @@ def compile_program(
     except RuntimeError as error:  # most often because there is no C++ compiler
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise WorkhorseError(
-            f"the compiler cannot do this model's step ({reason}); leave compile out"
+            f"cannot compile the decoding step of this model ({reason}); choose execution=auto"
         ) from error
 
 
 class _Products(CustomGraphPass):
-    """`join_products` and `sum_products` in the form of a compiler pass."""
+    """`join_products` and `sum_products` as a compiler pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
         join_products(graph)
         sum_products(graph)
 
     def uuid(self) -> str:
-        """A digest of what it does, for the compiler's own cache."""
+        """A digest of this pass's code, for the compiler's own cache."""
         return cast(bytes, get_hash_for_files((__file__,))).hex()

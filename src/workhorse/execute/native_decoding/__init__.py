@@ -1,1 +1,1 @@
-"""A whole decoding step in one call, as a program of a native operator."""
+"""Native decoding: a whole decoding step as a program that one native operator runs."""

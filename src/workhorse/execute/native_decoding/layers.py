@@ -1,9 +1,9 @@
-"""Layers that decode natively: linear layers limited by memory bandwidth, and paged attention.
+"""Native decoding layers: linear layers limited by memory bandwidth, and paged attention.
 
-Decoding computes one row per text, so a layer takes as long as reading its weights; PyTorch's
+Decoding computes one row per sequence, so a layer takes as long as reading its weights. PyTorch's
 `linear` reaches a half to two thirds of the memory's bandwidth. The many rows of a prompt are a
-gemm, for which there are operators too: on the matrix unit of some CPUs and in the vectors of
-others. A CPU without instructions for bfloat16, or with slow ones, multiplies it as float32.
+gemm, which also has operators: on the matrix unit of some CPUs, and with vector instructions on
+others. A CPU whose bfloat16 instructions are missing or slow multiplies bfloat16 as float32.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from workhorse.transforms.record import become, replace_modules
 
 
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
-    """Let a decoder's layers with `sdpa` decode from a paged cache with `Decoding.attend`.
+    """Make a decoder's `sdpa` layers decode from a paged cache with `Decoding.attend`.
 
     Prompts, training, biased scores and other caches are computed as before.
 
     Args:
-        decoder: on the CPU.
+        decoder: a decoder on the CPU.
         decoding: the operators.
     """
     attentions = (part for part in decoder.modules() if isinstance(part, SelfAttention))
@@ -45,16 +45,16 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
 
 
 MOST_QUERIES = 32
-"""The most queries per head for the operator; for more, as in a prompt, a gemm is faster."""
+"""Maximum queries per head for the operator; for more, as in a prompt, a gemm is faster."""
 ATTENDED = (torch.bfloat16, torch.float32)
 
 
 class Seen(NamedTuple):
-    """The slots that each query of a pass sees, counted through the blocks of its row."""
+    """The cache slots that each query of a pass sees, counted through its sequence's blocks."""
 
     first: Int64[Tensor, "batch seq"]
     last: Int64[Tensor, "batch seq"]
-    """The slot after the last one seen."""
+    """The slot after the last visible one."""
 
 
 class DecodingSdpa(Sdpa):
@@ -65,11 +65,11 @@ class DecodingSdpa(Sdpa):
 
     @staticmethod
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
-        """The visible slots if the operator applies, else what `Sdpa` reads."""
+        """The visible slots if the operator applies, else the mask of `Sdpa`."""
         few = place.in_blocks and place.queries.shape[1] <= MOST_QUERIES
         if not few or dtype not in ATTENDED or pattern.alibi_slopes or torch.is_grad_enabled():
             return Sdpa.render(pattern, place, dtype)
-        last = place.queries + 1  # padding stands at -1 and sees nothing
+        last = place.queries + 1  # padding has position -1 and sees nothing
         first = torch.zeros_like(last)
         if pattern.window is not None:
             first = (last - pattern.window).clamp(min=0)
@@ -89,17 +89,17 @@ class DecodingSdpa(Sdpa):
 
 
 DOT_ROWS = {torch.bfloat16: 64, torch.float32: 16}
-"""The most rows for which dot products (`Decoding.linear`) beat PyTorch's `linear`, by dtype of the
-weights."""
+"""Maximum rows for which dot products (`Decoding.linear`) beat PyTorch's `linear`, by the dtype of
+the weights."""
 DOT_ROWS_BESIDE_GEMM = {torch.bfloat16: 64, torch.float32: 32}
-"""The same where many rows have a gemm of their own. On the matrix unit the two were equally fast
-for 64 to 128, in vectors for 24 to 48, for bfloat16 as float32 in MKL for 16 to 64."""
+"""The same limit if many rows have a native gemm. The two were equally fast for 64 to 128 rows on
+the matrix unit, for 24 to 48 in vectors, and for 16 to 64 with bfloat16 as float32 in MKL."""
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`F.linear`, and what computes the same."""
+"""`F.linear`, or a function that computes the same."""
 
 
 class StreamedLinear(nn.Linear):
-    """`nn.Linear` by a native operator, for a few rows and without gradients."""
+    """`nn.Linear` that uses a native operator for a few rows without gradients."""
 
     decoding: Decoding
     few_rows: int
@@ -117,16 +117,17 @@ class StreamedLinear(nn.Linear):
 
 
 def stream_weights(model: nn.Module, operators: Operators) -> None:
-    """Let a model's `nn.Linear` on the CPU read their weights at the speed of memory.
+    """Make a model's `nn.Linear` layers on the CPU read their weights at memory bandwidth.
 
-    In place; parameters keep their names, values, sharing and memory.
+    The model is changed in place. Parameters keep their names, values, sharing and memory.
 
     Sums are in float32 but in another order than PyTorch's, so results differ by rounding. Apply
     this after transforms that replace or join linear layers, and after moving or casting the model.
 
     Args:
-        model: to change.
-        operators: of decoding, without which nothing is replaced, and those of many rows.
+        model: the model.
+        operators: the native operators. Without those of decoding, nothing is replaced; those of
+            the matrix unit and the vectors are used for many rows.
     """
     decoding = operators.decoding
     if decoding is None:
@@ -152,26 +153,26 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
 
 def decoding_operators(decoder: nn.Module) -> Decoding | None:
-    """The native operators by which a decoder decodes; None: it has none."""
+    """The native operators that a decoder uses for decoding; None if it uses none."""
     found = (getattr(module, "decoding", None) for module in decoder.modules())
     return next((one for one in found if isinstance(one, Decoding)), None)
 
 
 def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:
-    """What multiplies many rows in place of PyTorch's `linear`; None for that itself."""
+    """The native function that multiplies many rows; None to use PyTorch's `linear`."""
     narrow = dtype == torch.bfloat16
     if narrow and operators.matrix_unit is not None:
         return operators.matrix_unit.linear
     if operators.vectors is not None:
         return operators.vectors.linear
-    # PyTorch's is slow where operators widen: up to three times as slow. Measured on x86 alone.
+    # PyTorch is up to three times slower here than widening. Measured on x86 only.
     if narrow and cpu_has("sse4_2") and widens():
         return _widened
     return None
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product of bfloat16 by PyTorch's of float32, rounded once."""
+    """A bfloat16 matmul computed by PyTorch in float32 and rounded once."""
     wide_bias = None if bias is None else bias.float()
     return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
 

@@ -1,9 +1,9 @@
 """A decoder whose steps are one call of a native operator.
 
-Module by module, a step makes a hundred Python calls and as many thread barriers; for a small
-model either costs more than reading the weights. The operator runs the whole step in one parallel
-region. What it computes follows from the modules (`program.py`); where they compute something it
-has no instruction for, they do it themselves.
+Module by module, a step makes a hundred Python calls and as many thread barriers. For a small model
+either costs more than reading the weights. The operator runs the whole step in one parallel region.
+Its program is derived from the modules (`program.py`). If the modules compute something without an
+instruction, the step runs module by module.
 """
 
 import functools
@@ -35,22 +35,23 @@ blocks of scores is faster."""
 
 
 def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
-    """A decoder that adds a few tokens to a `PagedView` or `PackedView` by one native call.
+    """A decoder that adds a few tokens to a `PagedView` or `PackedView` in one native call.
 
-    Long prompts and everything else run as before. So does a decoder with hooks, and one that
-    computes what the operator does not, by compiled steps if it has them. If weights or modules are
-    replaced later, what it does is looked at again; modules may not be changed in other ways.
+    Long prompts and everything else run as before. A decoder with hooks, or with a computation that
+    has no instruction, also runs as before, with compiled steps if it has them. If weights or
+    modules are replaced later, the decoder is translated again; do not change modules in other
+    ways.
 
     Args:
-        decoder: in evaluation mode, on the CPU, after the other transforms of inference. What is
-            returned takes its place.
-        operators: `steps` among them.
+        decoder: the decoder in evaluation mode, on the CPU, after the other inference transforms.
+            The returned decoder replaces it.
+        operators: the native operators, including `steps`.
     """
     dtype = next(decoder.parameters()).dtype
     few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
-    # Without our gemms, more rows are left to PyTorch's.
+    # Without native gemms, PyTorch computes larger batches faster.
     most = few if operators.vectors is None else MAX_TOKENS
-    if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster for more than one
+    if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster from two rows on
         few = most = 1
     options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
@@ -64,7 +65,7 @@ class Angles:
         self._tables: dict[RotationKey, tuple[Tensor, Tensor]] = {}
 
     def upto(self, length: int, rotations: Sequence[RotationKey]) -> list[Tensor]:
-        """Of positions below `length`: each rotation's cosines and sines, (positions, pairs)."""
+        """Cosines and sines of each rotation, (positions, pairs), for positions below `length`."""
         return [table for rotation in rotations for table in self._upto(length, rotation)]
 
     def _upto(self, length: int, rotation: RotationKey) -> tuple[Tensor, Tensor]:
@@ -93,7 +94,7 @@ class SteppingDecoder(Decoder):
         return super().invariant_batch if self._kept_program() is None else self.few
 
     def why_not_whole(self) -> str:
-        """What has no instruction, so that steps are not one call; empty: they are."""
+        """The computation without an instruction; empty if steps are one call."""
         if self._kept_program() is not None:
             return ""
         if self.watch.sees_hooks or self.translated is None:
@@ -101,12 +102,12 @@ class SteppingDecoder(Decoder):
         return self.translated.why_not
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the program, which is of these weights."""
+        """The state without the program, which belongs to these weights."""
         state: Any = super().__getstate__()
         return state | {"translated": None}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.translated = None  # PyTorch can swap parameters only if nobody else holds them
+        self.translated = None  # PyTorch can swap parameters only without other references
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +156,7 @@ class SteppingDecoder(Decoder):
     def _kept_program_for(
         self, tokens: Tensor, cache: CacheView | None
     ) -> "tuple[KeptProgram, PagedView] | None":
-        """The program, and the cache, if this pass is a step that it can take."""
+        """The program and the cache if the program can run this pass, else None."""
         rows, seq = batch_and_seq(tokens)
         if not isinstance(cache, PagedView) or rows != len(cache.lengths):
             return None
@@ -163,7 +164,7 @@ class SteppingDecoder(Decoder):
         return None if kept is None else (kept, cache)
 
     def _takes(self, batches: Sequence[tuple[PagedView, int]]) -> bool:
-        """True if a step may read these numbers of tokens of each row of these views."""
+        """True if a step accepts these token counts for each sequence of these views."""
         # Autocast decides the dtype of every operator.
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
@@ -176,12 +177,12 @@ class SteppingDecoder(Decoder):
         return 0 < sum(len(view.sequences) * seq for view, seq in batches) <= self.most
 
     def _kept_program(self) -> "KeptProgram | None":
-        """The program of the modules and weights that it has now; None if there are hooks."""
+        """The program of the current modules and weights; None if there are hooks."""
         if self.watch.sees_hooks:
             return None
         known = self.translated
         if known is None or not known.holds():
-            with _TRANSLATING:  # the decoder runs with hooks, which other threads do not mind
+            with _TRANSLATING:  # translation registers hooks; other threads are not affected
                 known = self.translated
                 if known is not None and known.holds():
                     return known.kept
@@ -194,7 +195,7 @@ class SteppingDecoder(Decoder):
     def _step_of_batch(
         self, kept: "KeptProgram", view: PagedView, tokens: Tensor, *, last_only: bool
     ) -> Tensor | None:
-        """`_step` for equally many tokens of each row, with the logits after the last or all."""
+        """`_step` for equal token counts per row; the logits after the last token or after all."""
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
         counts, index = _shape_of_batch(rows, seq, last_only=last_only)
@@ -212,14 +213,14 @@ class SteppingDecoder(Decoder):
         counts: Tensor,
         index: Tensor,
     ) -> Tensor | None:
-        """The logits; None if weights are no longer contiguous, and the decoder must be translated.
+        """The logits; None if weights are not contiguous any more, so translate the decoder again.
 
         Args:
             kept: the program.
-            view: the sequences, with room for the new tokens.
-            tokens: of all sequences, one after the other.
+            view: the sequences, with reserved slots for the new tokens.
+            tokens: tokens of all sequences, concatenated.
             counts: number of new tokens of each sequence.
-            index: the tokens to compute the logits after.
+            index: indices of the tokens whose next-token logits are computed.
         """
         program, weights = kept
         for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
@@ -227,7 +228,7 @@ class SteppingDecoder(Decoder):
                 dtype = program.dtype
                 store.tensors(*(torch.empty(1, heads, 0, width, dtype=dtype) for width in widths))
         tensors = tensors_of(view)
-        # Layers whose reaches are no shorter than the cache share tables.
+        # Layers whose attention windows are not shorter than the cache share block tables.
         of_pools = list(dict.fromkeys(store.pool.reach for store in view.cache.stores))
         places = [
             of_pools.index(view.cache.stores[layer].pool.reach) for layer in program.table_users
@@ -251,7 +252,7 @@ class SteppingDecoder(Decoder):
                 vocab=self.config.vocab_size,
             )
         except RuntimeError:
-            look_up(self.embedding.tokens, tokens)  # says so if an id is out of range
+            look_up(self.embedding.tokens, tokens)  # raises a clear error for an id out of range
             if kept.is_cast_in_part:
                 raise WorkhorseError(
                     "a part of the decoder was cast to another dtype after a step; cast all of it"
@@ -265,7 +266,7 @@ class SteppingDecoder(Decoder):
 
 @functools.lru_cache(256)
 def _shape_of_batch(rows: int, seq: int, *, last_only: bool) -> tuple[Tensor, Tensor]:
-    """The number of tokens of each row, and the tokens to compute the logits after."""
+    """The token count of each row, and the indices of the tokens whose logits are computed."""
     index = torch.arange(rows * seq)
     return torch.full((rows,), seq), index[seq - 1 :: seq].contiguous() if last_only else index
 
@@ -274,29 +275,29 @@ _TRANSLATING = threading.Lock()
 
 
 class KeptProgram(NamedTuple):
-    """A program whose weights the operator keeps."""
+    """A program, and its weights as registered with the operator."""
 
     program: Program
     weights: KeptWeights
 
     @property
     def is_cast_in_part(self) -> bool:
-        """Whether a weight has another dtype than when the program was made."""
+        """True if a weight has another dtype than when the program was made."""
         floats = (one for one in self.program.weights if one.is_floating_point())
         return any(one.dtype != self.program.dtype for one in floats)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the weights are, as when the program was made."""
+        """True if all weights are contiguous, as they were when the program was made."""
         return all(one.is_contiguous() for one in self.program.weights)
 
 
 class Translated:
-    """What `translate` makes of a decoder, as long as its modules and weights are the same objects.
+    """Result of `translate`; valid while the decoder's modules and weights are the same objects.
 
     Attributes:
-        kept: None if it computes something that has no instruction.
-        why_not: what that is.
+        kept: the program; None if a computation has no instruction.
+        why_not: that computation.
     """
 
     def __init__(self, decoder: SteppingDecoder) -> None:
@@ -311,9 +312,9 @@ class Translated:
             self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
 
     def holds(self) -> bool:
-        """Whether nothing was replaced, and the first weight not cast, since then.
+        """True if nothing was replaced since, and the first weight was not cast.
 
-        The numbers in the weights are read at every step, so they may change in place.
+        The elements of the weights are read at every step, so they may change in place.
         """
         if not self.held.unchanged:
             return False

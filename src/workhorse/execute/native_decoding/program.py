@@ -1,7 +1,6 @@
-"""What a decoder computes for one token, recorded, and the program of a step made from it.
+"""Recording of a decoder's computations for one token, and the step program made from it.
 
-So the wiring of a model is stated once, in `nn`: a program of its steps follows what its forward
-pass does.
+The wiring of a model is thus defined once, in `nn`: its step program follows the forward pass.
 """
 
 import threading
@@ -20,7 +19,7 @@ from workhorse.nn.positions.rope import RopeConfig
 
 ADDITIONS = (torch.add, Tensor.add, Tensor.__add__)
 QUESTIONS = ("__get__", "dim", "is_floating_point", "numel", "size", "stride")
-"""Names of functions that compute nothing of a tensor's elements."""
+"""Names of functions that read only the metadata of a tensor."""
 
 
 class CannotTranslate(Exception):
@@ -31,9 +30,9 @@ class Computed(NamedTuple):
     """One computation: a module's, or a sum.
 
     Attributes:
-        module: that computed it; None: it is the sum of the inputs.
-        inputs: numbers of the values that it was given.
-        output: number of the value that it gave; that of an input if it gave that back.
+        module: the module that computed it; None for the sum of the inputs.
+        inputs: ids of the input values.
+        output: id of the output value; the id of an input if the module returned that input.
     """
 
     module: nn.Module | None
@@ -42,14 +41,14 @@ class Computed(NamedTuple):
 
 
 def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list[Computed]:
-    """What modules that are known, and sums, compute of a token in turn; value 0 is the token.
+    """Record the computations of known modules and sums for one token; value 0 is the token.
 
     Args:
-        decoder: to run once.
-        known: whether a module is to be recorded; of any other its children are.
+        decoder: the decoder; it runs once.
+        known: returns True if a module is recorded; otherwise its children are.
 
     Raises:
-        CannotTranslate: anything else happens between token and logits.
+        CannotTranslate: another computation happens between token and logits.
     """
     recorder = _Recorder()
     token = torch.zeros(1, 1, dtype=torch.int64, device=decoder.device)
@@ -63,26 +62,26 @@ def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list
         hooks.enter_context(recorder)
         logits = decoder(token)
     if recorder.foreign is None and recorder.computed[-1].output != recorder.number(logits):
-        recorder.foreign = "what follows the last module"
+        recorder.foreign = "operations after the last module"
     if recorder.foreign is not None:
         raise CannotTranslate(recorder.foreign)
     return recorder.computed
 
 
 class _Recorder(TorchFunctionMode):
-    """Knows values by the tensors that hold them, and sees every function outside of modules."""
+    """Identifies values by their tensors, and sees every function outside of known modules."""
 
     def __init__(self) -> None:
         super().__init__()
         self.computed: list[Computed] = []
         self.foreign: str | None = None
-        self._values: list[Tensor] = []  # alive, so that no two have one address
+        self._values: list[Tensor] = []  # kept alive, so that ids of live tensors stay unique
         self._inside = 0
         self._wirings: list[nn.Module] = []
-        self._thread = threading.get_ident()  # others may call the modules meanwhile
+        self._thread = threading.get_ident()  # other threads may call the modules meanwhile
 
     def number(self, value: Tensor) -> int:
-        """The number of a value, a new one for a tensor that was not seen before."""
+        """The id of a value; a tensor that was not seen before gets a new id."""
         for n, known in enumerate(self._values):
             if known is value:
                 return n
@@ -93,12 +92,12 @@ class _Recorder(TorchFunctionMode):
         return any(known is value for known in self._values)
 
     def begin(self, module: nn.Module, _inputs: tuple[Any, ...]) -> None:
-        """A module begins that is not recorded itself."""
+        """Enter a module that is not recorded itself."""
         if threading.get_ident() == self._thread:
             self._wirings.append(module)
 
     def end(self, _module: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
-        """It ends."""
+        """Leave a module that is not recorded itself."""
         if threading.get_ident() == self._thread:
             self._wirings.pop()
 
@@ -133,7 +132,7 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def refuse(self, what: str) -> None:
-        """Keep the first thing that cannot be translated: its module, or what it is."""
+        """Keep the first computation that cannot be translated: its module, or its name."""
         wiring = type(self._wirings[-1]).__name__ if self._wirings else ""
         self.foreign = self.foreign or wiring or what
 
@@ -148,7 +147,7 @@ Number = TypeVar("Number", int, float)
 
 
 class RotationKey(NamedTuple):
-    """A rotation whose angles a program needs, in the dtype that it multiplies in."""
+    """A rotation whose angles a program needs, and the dtype of its multiplications."""
 
     rope: RopeConfig
     head_dim: int
@@ -156,7 +155,7 @@ class RotationKey(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What a layer stores for a token."""
+    """Shape of the keys and values that a layer stores for a token."""
 
     kv_heads: int
     width: int
@@ -165,7 +164,7 @@ class CacheShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What `Steps.run` takes besides the tokens and the cache; see there."""
+    """Arguments of `Steps.run` other than the tokens and the cache; see there."""
 
     instructions: Tensor
     numbers: Tensor
@@ -175,13 +174,13 @@ class Program:
     reaches: Tensor
     layers: tuple[CacheShape, ...]
     table_users: tuple[int, ...]
-    """A layer that uses each block table."""
+    """For each block table, the index of a layer that uses it."""
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
 
 
 class Register(NamedTuple):
-    """A place for a value: `width` numbers for each token, packed or not."""
+    """A place for a value: `width` elements for each token, packed or not."""
 
     number: int
     width: int
@@ -203,31 +202,31 @@ class _Uses:
         self.read |= other.read
 
     def conflicts(self, later: "_Uses") -> bool:
-        """Whether instructions with `later` uses must wait for these."""
+        """True if instructions with `later` uses must wait for these."""
         return bool(self.written & (later.written | later.read) or self.read & later.written)
 
 
 @dataclass
 class _Stage:
-    """Instructions that are done for one row after the other, or one that is not."""
+    """Row-wise instructions that run together for each row, or one other instruction."""
 
     rowwise: bool
     uses: _Uses = field(default_factory=_Uses)
     waits: bool = False
     instructions: list[list[int]] = field(default_factory=list[list[int]])
-    """Each without whether it waits or joins."""
+    """Instructions without their wait and join flags."""
 
 
 class Writer:
     """Writes a program, instruction by instruction.
 
-    A register that was released is used again. Row-wise instructions that follow one another form a
-    stage; any other is one by itself. A stage waits if one since the last that did writes what it
-    uses, or uses what it writes.
+    Released registers are used again. Consecutive row-wise instructions form a stage; every other
+    instruction is its own stage. A stage waits if it conflicts with a stage since the last wait:
+    one of the two writes a register that the other reads or writes.
 
     Args:
         vocab_size: width of the logits, the first register.
-        dtype: of the model.
+        dtype: dtype of the model.
     """
 
     def __init__(self, vocab_size: int, dtype: torch.dtype) -> None:
@@ -242,7 +241,7 @@ class Writer:
         self._rotations: dict[RotationKey, None] = {}
         self._table_users: dict[int | None, int] = {}
         self._reaches: dict[tuple[int, int], None] = {}
-        self._before = _Uses()  # by the stages before the last one, since one that waits
+        self._before = _Uses()  # uses of the stages since the last wait, without the last stage
 
     def write(
         self,
@@ -256,7 +255,7 @@ class Writer:
         options: Sequence[int] = (),
         numbers: Sequence[float] = (),
     ) -> Register:
-        """Write an instruction (`ops/decoding/step.h`); returns the register of its result."""
+        """Write an instruction (`ops/decoding/step.h`); return the register of its result."""
         if not (op.is_rowwise and self._stages and self._stages[-1].rowwise):
             if self._stages:
                 self._before.add(self._stages[-1].uses)
@@ -273,7 +272,7 @@ class Writer:
         return to
 
     def reserve(self, width: int, *, packed: bool = False) -> Register:
-        """A register that nobody uses."""
+        """A free register."""
         for register in self._free:
             if (register.width, register.packed) == (width, packed):
                 self._free.remove(register)
@@ -282,20 +281,20 @@ class Writer:
         return self._registers[-1]
 
     def release(self, *registers: Register) -> None:
-        """Let registers be used again, and what was packed of them."""
+        """Free registers and their packed copies for later instructions."""
         for register in registers:
             self._free.append(register)
             if packed := self._packed.pop(register, None):
                 self._free.append(packed)
 
     def packed(self, x: Register) -> Register:
-        """A value in fixed point, packed once for all that read it."""
+        """The register of a value in fixed point; it is packed once for all its readers."""
         if x not in self._packed:
             self._packed[x] = self.write(Op.PACK, self.reserve(x.width, packed=True), x)
         return self._packed[x]
 
     def weight(self, tensor: Tensor | None) -> int:
-        """The number of a weight, -1 for none."""
+        """The index of a weight, -1 for None."""
         if tensor is None:
             return -1
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -304,20 +303,20 @@ class Writer:
         return list(self._weights).index(id(tensor))
 
     def rotation(self, rotation: RotationKey) -> int:
-        """The number of a rotation."""
+        """The index of a rotation."""
         return _number(rotation, self._rotations)
 
     def table(self, reach: int | None) -> int:
-        """The number of the block tables of the layer that comes next."""
+        """The index of the block tables that the next layer uses."""
         self._table_users.setdefault(reach, len(self.layers))
         return list(self._table_users).index(reach)
 
     def reach(self, window: int | None, chunk: int | None) -> int:
-        """The number of what the tokens of a layer see."""
+        """The index of a layer's window and chunk."""
         return _number((window or 0, chunk or 0), self._reaches)
 
     def program(self) -> Program:
-        """What was written; the last instruction computes the logits."""
+        """The program as written so far; the last instruction computes the logits."""
         self._stages[-1].instructions[-1][1] = 0
         code = [
             [op, stage.waits and n == 0, n > 0, *rest]
@@ -345,6 +344,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def _number(one: Key, known: dict[Key, None]) -> int:
-    """Which of the known ones this is, a new one if need be."""
+    """The index of a key among the known ones; a new key is added."""
     known.setdefault(one)
     return list(known).index(one)

@@ -1,4 +1,4 @@
-"""The instructions of each kind of module, and of a whole decoder."""
+"""Translation of each kind of module, and of a whole decoder, to instructions."""
 
 from collections.abc import Callable
 from typing import cast
@@ -40,7 +40,7 @@ def translate(decoder: Decoder) -> Program:
     """The program of a decoder that was prepared for inference on a CPU.
 
     Raises:
-        CannotTranslate: it computes something that the instructions do not.
+        CannotTranslate: a computation has no instruction.
     """
     dtypes = {weight.dtype for weight in decoder.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(ATTENDED):
@@ -51,7 +51,7 @@ def translate(decoder: Decoder) -> Program:
     values: dict[int, Register] = {}
     for place, (module, inputs, output) in enumerate(recorded):
         given = [values[n] for n in inputs if n in values]
-        if module is decoder.final_norm:  # the logits of earlier tokens may not be wanted
+        if module is decoder.final_norm:  # logits of earlier tokens may not be needed
             (x,) = given
             given = [writer.write(Op.LAST, writer.reserve(x.width), x)]
         if module is None:
@@ -65,7 +65,7 @@ def translate(decoder: Decoder) -> Program:
 
 
 def _written(writer: Writer, module: nn.Module, *inputs: Register) -> Register:
-    """The result of a module's instructions."""
+    """The register of a module's result; writes the module's instructions."""
     write = _translation(module)
     if write is None:
         raise CannotTranslate(type(module).__name__)
@@ -73,7 +73,7 @@ def _written(writer: Writer, module: nn.Module, *inputs: Register) -> Register:
 
 
 def _translation(module: nn.Module) -> Callable[..., Register] | None:
-    """What writes a module's instructions."""
+    """The function that writes a module's instructions; None if there is none."""
     return TRANSLATIONS.get(type(module)) if norm_facts(module) is None else norm
 
 
@@ -85,10 +85,10 @@ def linear(writer: Writer, module: nn.Module, x: Register) -> Register:
 
 
 def packed_linear(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """The same with a packed W."""
+    """`x Wᵀ + b` with a packed W."""
     layer = cast(QuantizedLinear, module)
     if layer.decoding is None or layer.in_features % GROUP:
-        raise CannotTranslate("packed weights that no operator multiplies")
+        raise CannotTranslate("packed weights without a native operator")
     options = (layer.out_features, writer.weight(layer.scales), writer.weight(layer.table))
     return writer.write(
         Op.PACKED_LINEAR,
@@ -107,7 +107,7 @@ def norm(
     to: Register | None = None,
     width: int | None = None,
 ) -> Register:
-    """A norm of each row, or of each part of a row that is `width` wide."""
+    """A norm of each row, or of each slice of `width` elements of a row."""
     facts, part = norm_facts(module), cast(Norm, module)
     if facts is None:
         raise CannotTranslate(type(module).__name__)
@@ -116,7 +116,7 @@ def norm(
     width = width or x.width
     gain, shift = part.weight, part.bias
     if any(one is not None and one.numel() != width for one in (gain, shift)):
-        raise CannotTranslate("a norm whose weights are not as wide as it")
+        raise CannotTranslate("a norm whose weights do not have its width")
     return writer.write(
         Op.NORM,
         to or writer.reserve(x.width),
@@ -129,7 +129,7 @@ def norm(
 
 
 def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """A whole layer of attention."""
+    """A whole attention layer."""
     layer = cast(Attention, module)
     _check(layer)
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
@@ -138,7 +138,7 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
     cached = len(writer.layers), writer.table(layer.pattern.reach)
     writer.layers.append(CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim))
-    # The cache is no register: `k` stands for what is stored and attended to.
+    # The cache is not a register: `k` represents what is stored and attended to.
     writer.write(Op.STORE, k, k, v, options=cached)
     y = writer.reserve(layer.n_heads * layer.value_dim)
     seen = writer.reach(layer.pattern.window, layer.pattern.chunk)
@@ -154,7 +154,7 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
 
 def _check(layer: Attention) -> None:
     if type(layer.kernel) is not DecodingSdpa or layer.pattern.alibi_slopes:
-        raise CannotTranslate("attention by a kernel or with biases that no instruction has")
+        raise CannotTranslate("an attention kernel or bias without an instruction")
     parts = (layer.q_clip, layer.k_clip, layer.v_clip, layer.scale_queries, layer.gate)
     for part in parts:
         if type(part) not in (nn.Identity, Unchanged):
@@ -164,7 +164,7 @@ def _check(layer: Attention) -> None:
 def _norm_and_rotate(
     writer: Writer, layer: Attention, x: Register, head_norm: nn.Module, rotation: nn.Module
 ) -> None:
-    """In place, in the order of the layer."""
+    """Write the norm and the rotation of a layer in their order, in place."""
     if layer.norm_and_rotate not in (norm_then_rotate, rotate_then_norm):
         raise CannotTranslate(layer.norm_and_rotate.__name__)
     after = layer.norm_and_rotate is rotate_then_norm
@@ -185,7 +185,7 @@ def _rotate(writer: Writer, head_dim: int, module: nn.Module, x: Register) -> No
         raise CannotTranslate(type(module).__name__)
     rope = cast(Rotation, module).rope
     if rope.depends_on_length:
-        raise CannotTranslate("a rotation that depends on the text's length")
+        raise CannotTranslate("a rotation that depends on the sequence length")
     how, dtype = RotationFlag(0), writer.dtype
     if type(module) is Float32Rotation:
         how, dtype = RotationFlag.IN_FLOAT32, torch.float32

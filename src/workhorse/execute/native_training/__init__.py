@@ -1,7 +1,7 @@
 """Training on a CPU with native operators, which compute the same results and gradients as PyTorch.
 
-A module is replaced if it is exactly of the class that an operator knows. For inputs that the
-operator does not accept, it computes as before.
+A module is replaced only if its class is exactly one that an operator implements. For inputs that
+the operator does not accept, it computes as before.
 """
 
 from torch import nn
@@ -21,12 +21,12 @@ __all__ = ["Gemm", "replace_embeddings", "train_natively"]
 
 
 def train_natively(root: nn.Module, operators: Operators, *, precision: str = "highest") -> None:
-    """Let a module use native operators for training, in place.
+    """Make a module use native operators for training, in place.
 
     Args:
-        root: on the CPU, in float32 or bfloat16.
-        operators: of training, the matrix unit and vectors, as far as there are any.
-        precision: of float32 gemms; see `Gemm`.
+        root: the module, on the CPU, in float32 or bfloat16.
+        operators: the operators of training, the matrix unit and vectors, as far as available.
+        precision: the precision of float32 gemms; see `Gemm`.
     """
     multiply = Gemm(operators, precision)
     if multiply.products:

@@ -1,4 +1,4 @@
-"""Attention for training on a CPU: gemms on blocks that stay in its cache."""
+"""Attention for training on a CPU: gemms on blocks that stay in the CPU's cache."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from workhorse.transforms.record import become, replace_modules
 
 
 class TrainingSdpa(Sdpa):
-    """`Sdpa` by the native operator, for inputs that it accepts."""
+    """`Sdpa` computed by the native operator for inputs that it accepts."""
 
     operators: Training
 
@@ -37,7 +37,7 @@ class TrainingSdpa(Sdpa):
 
 
 def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
-    """Let every `sdpa` kernel in a module use the native operators.
+    """Make every `sdpa` kernel in a module use the native operators.
 
     Returns:
         The module, or its replacement if it is a kernel itself.
@@ -52,7 +52,7 @@ def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
 
 
 class TrainingAttention(Attention):
-    """`Attention` whose queries, keys and values are made together."""
+    """`Attention` that computes queries, keys and values together."""
 
     multiply: Gemm
 
@@ -66,10 +66,10 @@ class TrainingAttention(Attention):
 
 
 def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Let the attention in a module make queries, keys and values together.
+    """Make the attention layers in a module compute queries, keys and values together.
 
     Returns:
-        The module, or its replacement if it is attention itself.
+        The module, or its replacement if it is an attention layer itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:
@@ -81,7 +81,7 @@ def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
 
 
 class _Attention(torch.autograd.Function):
-    """Saves shared keys and values once; the operator gets a copy for each query head."""
+    """Saves shared keys and values once; the operator reads a copy for each query head."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, normaliser = ctx.saved_tensors
         (gradient,) = above
-        if not _has_whole_rows(gradient):  # such as that of a sum, which expands one number
+        if not _has_whole_rows(gradient):  # such as the gradient of a sum, an expanded scalar
             gradient = gradient.contiguous()
         dq, dk, dv = ctx.operators.attention_backward(
             q,
@@ -120,16 +120,16 @@ class _Attention(torch.autograd.Function):
 
 
 def _has_whole_rows(x: Tensor) -> bool:
-    """Whether the operator can read rows (…, width) as words of four bytes."""
+    """True if the operator can read rows (…, width) as words of four bytes."""
     return x.stride(-1) == 1 and x.stride(-2) * x.itemsize % 4 == 0
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:
-    """The keys or values of each of `heads` query heads."""
+    """The keys or values repeated for each of `heads` query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _of_shared_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, from that of `_of_each_head(x)`."""
+    """The gradient of x, from the gradient of `_of_each_head(x)`."""
     shared = x.shape[1]
     return gradient if gradient.shape[1] == shared else gradient.unflatten(1, (shared, -1)).sum(2)

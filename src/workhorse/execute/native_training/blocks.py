@@ -1,7 +1,8 @@
 """Pre-norm blocks for training on a CPU: one pass over the rows before attention, one after it.
 
-In each pass a thread takes its rows through norm, products and activation, which stay in its cache
-and wait for no other thread; a small model spends as long on waiting as on arithmetic.
+In each pass a thread takes its rows through norm, matmuls and activation. The rows stay in the
+thread's cache, and the thread waits for no other thread. A small model spends as much time waiting
+as computing.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ from workhorse.transforms.record import become, replace_modules
 
 
 class NativeBlock(NativePreNorm):
-    """`PreNorm` in two passes over the rows, if its parts are plain and the operators take x."""
+    """`PreNorm` in two passes over the rows, if its parts are plain and the operators accept x."""
 
     multiply: Gemm
 
@@ -60,7 +61,7 @@ class NativeBlock(NativePreNorm):
         return _Feed.apply(x, y, *feed_norm, simple.act, *how, *weights_of(linears))
 
     def _simple(self, x: Tensor) -> Simple | None:
-        """The feed-forward, if this block is computed by the operators."""
+        """The feed-forward if the operators can compute this block, else None."""
         attention, feed_forward = self.attention, self.feed_forward
         if x.dtype not in self.multiply.sums or not takes(x) or not x.numel():
             return None
@@ -89,7 +90,9 @@ class NativeBlock(NativePreNorm):
 
 
 def replace_blocks(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Let the pre-norm blocks in a module compute in passes over rows; after all other parts.
+    """Make the pre-norm blocks in a module compute in passes over rows.
+
+    Call this after all other replacements.
 
     Returns:
         The module, or its replacement if it is a block itself.
@@ -104,7 +107,7 @@ def replace_blocks(root: nn.Module, multiply: Gemm) -> nn.Module:
 
 
 class _NormProject(torch.autograd.Function):
-    """x itself, and plain linear layers of its norm, given the weight and bias of each."""
+    """x itself, and plain linear layers of its norm, from the weight and bias of each layer."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -140,7 +143,7 @@ class _NormProject(torch.autograd.Function):
 
 
 class _Feed(torch.autograd.Function):
-    """From attention to the end of a block, given the weights of `BlockOperators.feed`."""
+    """From attention to the end of a block, with the weights of `BlockOperators.feed`."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -161,7 +164,7 @@ class _Feed(torch.autograd.Function):
         ctx.save_for_backward(gathered, total, y, moments, weight, bias, *weights[::2], *hidden)
         ctx.options, ctx.act, ctx.operators, ctx.multiply = options, act, operators, multiply
         ctx.layers = len(weights) // 2
-        return out.view(x.shape).detach()  # no view, which FSDP warns of
+        return out.view(x.shape).detach()  # not a view: FSDP warns about views
 
     @staticmethod
     @once_differentiable

@@ -1,7 +1,7 @@
 """Linear layers and feed-forwards for native training on a CPU.
 
-Activations of bfloat16 are looked up: there are 65,536 numbers. A feed-forward is one autograd
-function, which saves the inputs of the activation and not its outputs.
+Activations of bfloat16 are table look-ups, because there are only 65,536 values. A feed-forward is
+one autograd function. It saves the inputs of the activation, not its outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)
 
 
 class Gemm:
-    """Products of matrices, without gradients: by the quickest operators, or by PyTorch.
+    """Matmuls without gradients: by the fastest available operator, or by PyTorch.
 
     Args:
-        operators: of the matrix unit and of vectors, those that there are.
-        precision: of float32 gemms, `highest` or `high`; see `MatrixUnit.gemm`.
+        operators: the native operators; those of the matrix unit and of vectors are used.
+        precision: the precision of float32 gemms, `highest` or `high`; see `MatrixUnit.gemm`.
     """
 
     def __init__(self, operators: Operators, precision: str = "highest") -> None:
@@ -46,7 +46,7 @@ class Gemm:
                 self.sums.pop(dtype, None)
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
-        """Whether an operator multiplies these; the rows of a can be made contiguous."""
+        """True if an operator multiplies these; the rows of a can be made contiguous."""
         known = a.dtype == b.dtype and a.dtype in self.products
         return known and bool(a.numel() and b.numel()) and 1 in b.stride()
 
@@ -55,7 +55,7 @@ class Gemm:
 
         Args:
             a: (rows, inner), with rows or columns contiguous.
-            b: (inner, columns), likewise.
+            b: (inner, columns), with rows or columns contiguous.
             bias: (columns).
         """
         if self.takes(a, b):
@@ -63,7 +63,7 @@ class Gemm:
         return product(a, b, bias)
 
     def together(self, *sums: Sum) -> list[Tensor]:
-        """Sums of products that do not need each other, if possible all in one go."""
+        """Independent sums of matmuls, computed in one call if possible."""
         pairs = [pair for one in sums for pair in one.pairs]
         dtype = pairs[0][0].dtype
         if dtype in self.sums and all(a.dtype == dtype and self.takes(a, b) for a, b in pairs):
@@ -79,7 +79,7 @@ class Gemm:
 
 
 class NativeLinear(nn.Linear):
-    """`nn.Linear` whose gemms, forwards and backwards, are those of `multiply`."""
+    """`nn.Linear` with `multiply` for the gemms of both passes."""
 
     multiply: Gemm
 
@@ -91,12 +91,12 @@ class NativeLinear(nn.Linear):
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether a module computes `x Wᵀ + bias`, whatever hooks see of it."""
+    """True if a module computes `x Wᵀ + bias`, whether or not it has hooks."""
     return type(linear).forward in (nn.Linear.forward, NativeLinear.forward)
 
 
 def is_plain_in(linear: nn.Linear, dtype: torch.dtype) -> bool:
-    """Whether it is plain, and its weights are contiguous and of this dtype."""
+    """True if a layer is plain, and its weights are contiguous and of this dtype."""
     if not is_plain(linear):
         return False
     weights = (linear.weight,) if linear.bias is None else (linear.weight, linear.bias)
@@ -104,7 +104,7 @@ def is_plain_in(linear: nn.Linear, dtype: torch.dtype) -> bool:
 
 
 def weights_of(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
-    """The weight and bias of each."""
+    """The weight and bias of each layer."""
     return [weight for linear in linears for weight in (linear.weight, linear.bias)]
 
 
@@ -118,9 +118,9 @@ def gradients_of_weights(
 
     Args:
         multiply: the gemm.
-        layers: the gradient of each output, and its input; both (rows, width).
-        wanted: of what, in the same order.
-        others: sums of products that are made in the same go, and returned first.
+        layers: the gradient of each layer's output, and its input; both (rows, width).
+        wanted: True for each gradient that is needed, in the same order.
+        others: sums of matmuls to compute in the same call; they are returned first.
     """
     for_weights, for_biases = wanted[::2], wanted[1::2]
     sums = [
@@ -138,12 +138,12 @@ def gradients_of_weights(
 
 
 def several_linear(multiply: Gemm, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """What several plain linear layers make of one x, by products made together."""
+    """The outputs of several plain linear layers of one x, computed together."""
     return _Linear.apply(x, multiply, *weights_of(linears))
 
 
 def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Let every `nn.Linear` in a module use `multiply`, except a head's, whose loss multiplies.
+    """Make every `nn.Linear` in a module use `multiply`, except a head's: its loss multiplies.
 
     Returns:
         The module, or its replacement if it is a linear layer itself.
@@ -159,7 +159,7 @@ def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
 
 
 class _Linear(torch.autograd.Function):
-    """Several layers that read one x, given the weight and bias of each."""
+    """Several linear layers that read one x, from the weight and bias of each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, multiply: Gemm, *weights: Tensor | None) -> tuple[Tensor, ...]:
@@ -185,13 +185,13 @@ class _Linear(torch.autograd.Function):
 
 
 def activation_of(module: nn.Module) -> blocks.Activation | None:
-    """An activation as the operators know it, or None."""
+    """An activation in the form that the operators use; None if they do not compute it."""
     name = activation_name(module)
     return blocks.Activation(name, _table_of(module)) if name else None
 
 
 def _computes(native: blocks.Activation, module: nn.Module) -> bool:
-    """True if the native activation is this module's, which may have been replaced since."""
+    """True if the native activation is the module's current one, which may have been replaced."""
     return native.name == activation_name(module)
 
 
@@ -206,7 +206,7 @@ def _table_of(activation: nn.Module) -> Tensor:
 
 
 class NativeGated(Gated):
-    """`Gated` by a native operator."""
+    """`Gated` computed by a native operator."""
 
     native: blocks.Activation
     operators: Training
@@ -220,12 +220,12 @@ class NativeGated(Gated):
 
 
 class Simple(NamedTuple):
-    """A feed-forward that is two or three plain linear layers and an activation, and no more."""
+    """A feed-forward of two or three plain linear layers and an activation, and nothing else."""
 
     act: blocks.Activation
     operators: Training
     linears: Sequence[nn.Linear]
-    """The last one, then the first ones."""
+    """The down projection, then the projections of x."""
 
 
 class NativeMlp(Mlp):
@@ -240,7 +240,7 @@ class NativeMlp(Mlp):
         return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
 
     def simple(self, x: Tensor) -> Simple | None:
-        """What to compute for x, if no more is to be done."""
+        """The parts of this feed-forward if it has no others and the operators accept x."""
         linears = self.down_proj, self.up_proj
         between = self.dropout, self.inner_norm
         if not _is_simple(x, linears, between) or not _computes(self.native, self.activation):
@@ -260,7 +260,7 @@ class NativeGatedMlp(GatedMlp):
         return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
 
     def simple(self, x: Tensor) -> Simple | None:
-        """What to compute for x, if no more is to be done."""
+        """The parts of this feed-forward if it has no others and the operators accept x."""
         linears = self.down_proj, self.gate_proj, self.up_proj
         between = self.dropout, self.inner_norm
         gated = self.activation
@@ -275,12 +275,12 @@ class NativeGatedMlp(GatedMlp):
 
 
 def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) -> nn.Module:
-    """Let the feed-forwards in a module use native operators, if these know the activation.
+    """Make the feed-forwards in a module use native operators, if these know the activation.
 
     Args:
         root: the module.
         multiply: the gemm.
-        operators: of training.
+        operators: the operators of training.
 
     Returns:
         The module, or its replacement if it is a feed-forward itself.
@@ -299,7 +299,7 @@ def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) 
 
 
 def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Module]) -> bool:
-    """Whether this is two or three plain linear layers and an activation, and nothing else."""
+    """True if this is only two or three plain linear layers and an activation."""
     return (
         x.dtype in TYPES
         and all(type(part) is nn.Identity for part in between)
@@ -331,7 +331,7 @@ class _Activation(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """`down(act(first(x)))` or `down(act(first(x)) · second(x))`, given weights and biases."""
+    """`down(act(first(x)))` or `down(act(first(x)) · second(x))`, with weights and biases."""
 
     @staticmethod
     def forward(
@@ -354,7 +354,7 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
-        count = (len(saved) - 2) // 3  # of branches; each has a weight, a bias and what it gave
+        count = (len(saved) - 2) // 3  # branches; each saved a weight, a bias and its output
         (down, _), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
         dy = above[0].reshape(rows.shape).contiguous()

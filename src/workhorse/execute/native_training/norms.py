@@ -21,7 +21,7 @@ TYPES = (torch.bfloat16, torch.float32)
 
 
 class NativeNorm(plain.Norm):
-    """A mixin for a class of norms that computes by the operators what these accept."""
+    """A mixin for a norm class; native operators compute the inputs that they accept."""
 
     operators: Training
 
@@ -30,7 +30,7 @@ class NativeNorm(plain.Norm):
 
 
 class NativePreNorm(PreNorm):
-    """`PreNorm` whose residual sums and norms are one pass, if nothing lies between them."""
+    """`PreNorm` that computes a residual sum and the norm after it in one pass, if adjacent."""
 
     operators: Training
 
@@ -54,7 +54,7 @@ class NativePreNorm(PreNorm):
 
 
 def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
-    """Let the norms in a module, and the residual sums before them, use native operators.
+    """Make the norms in a module, and the residual sums before them, use native operators.
 
     Returns:
         The module, or its replacement if it is a norm itself.
@@ -64,7 +64,7 @@ def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
         if type(module) is PreNorm:
             return become(module, NativePreNorm, operators=operators)
         facts = plain.norm_facts(module)
-        if facts is not None and not (facts.centred and facts.rounds_normal):  # no operator has it
+        if facts is not None and not (facts.centred and facts.rounds_normal):  # has no operator
             kind = combined("Native", NativeNorm, type(module))
             return become(module, kind, operators=operators)
         return module
@@ -73,12 +73,12 @@ def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the operators have norms of x."""
+    """True if the operators compute norms of x."""
     return x.dtype in TYPES and autocast_dtype(x) is None
 
 
 def norm_of(norm: nn.Module) -> Norm:
-    """The weight, bias and options of a norm, so that it rounds where its own forward rounds.
+    """The weight, bias and options that make the operator round where the norm's forward rounds.
 
     A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
     """
@@ -114,7 +114,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """`x + branch`, or x, and its norm, whose gradients are added in the same pass."""
+    """`x + branch`, or x, and its norm. One backward pass adds the gradients of both."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -155,7 +155,7 @@ def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tens
 def rounded_sums(
     sums: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a norm's weight and bias in their types."""
+    """The gradients of a norm's weight and bias in the dtypes of these."""
     return (
         None if weight is None else sums[0].to(weight.dtype),
         None if bias is None else sums[1].to(bias.dtype),

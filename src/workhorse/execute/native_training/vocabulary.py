@@ -14,11 +14,11 @@ from workhorse.transforms.record import become, combined, replace_modules
 
 
 class Float32SumEmbedding(nn.Embedding):
-    """`nn.Embedding` whose gradient of a row is summed in float32, whatever its dtype.
+    """`nn.Embedding` that sums the gradient of a row in float32, whatever its dtype.
 
     Attributes:
-        tied: whether a head shares the table.
-        operators: of training, if there are any.
+        tied: True if a head shares the table.
+        operators: the operators of training, if available.
     """
 
     tied: bool
@@ -33,11 +33,11 @@ class Float32SumEmbedding(nn.Embedding):
 
 
 def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn.Module:
-    """Let the tables in a module sum their gradients in float32.
+    """Make the embedding tables in a module sum their gradients in float32.
 
     Args:
         root: the module.
-        operators: of training, which add up quicker; None leaves that to PyTorch.
+        operators: the operators of training, which add faster; None to add with PyTorch.
 
     Returns:
         The module, or its replacement if it is a table itself.
@@ -56,9 +56,9 @@ def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn
 class _LookUp(torch.autograd.Function):
     """An embedding on a CPU, where PyTorch would sum a bfloat16 row's gradients in bfloat16.
 
-    There a frequent token's sum stops growing: 1,000 ones add up to 256. If the table already has a
-    gradient, from a tied head or an earlier micro-batch, this one is sparse: autograd adds its rows
-    in place, without another tensor of the vocabulary's size.
+    In bfloat16 a frequent token's sum stops growing: 1,000 ones add up to 256. If the table already
+    has a gradient, from a tied head or an earlier micro-batch, this one is sparse: autograd adds
+    its rows in place, without another tensor of the vocabulary's size.
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ class _LookUp(torch.autograd.Function):
 
 
 def _summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each id once, and the sum of its rows, summed in float32 and returned in their dtype."""
+    """The distinct ids and the sums of their rows, added in float32 and cast to the rows' dtype."""
     used, place = ids.unique(return_inverse=True)
     sums = rows.new_zeros(len(used), rows.shape[1], dtype=torch.float32)
     return used, sums.index_add_(0, place, rows.float()).to(rows.dtype)
@@ -124,7 +124,7 @@ class NativeLogprobs(TokenLogprobs):
 
 
 class _Late(torch.autograd.Function):
-    """The identity, whose gradient is computed after those of everything computed later.
+    """The identity; its gradient is computed after the gradients of everything computed later.
 
     A table that is tied to the head then gets the sparse gradient of its rows first, and autograd
     adds it to the head's in place. In the other order it would make a third tensor.
@@ -143,15 +143,15 @@ class _Late(torch.autograd.Function):
 def replace_logprobs(
     root: nn.Module, multiply: Multiply = product, operators: Training | None = None
 ) -> nn.Module:
-    """Let the log-probabilities of heads in a module use native operators.
+    """Make the log-probabilities of heads in a module use native operators.
 
     Args:
         root: the module.
         multiply: the gemm.
-        operators: of training; None leaves the rest to PyTorch.
+        operators: the operators of training; None to compute the rest with PyTorch.
 
     Returns:
-        The module, or its replacement if it is of them itself.
+        The module, or its replacement if it computes log-probabilities itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:

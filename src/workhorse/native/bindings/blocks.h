@@ -1,6 +1,6 @@
-// The parts of a transformer's block that treat each row by itself, for PyTorch: norm and projections, and all
-// from attention's output to the block's. Each is one pass over the rows in each direction, in which a thread
-// takes its rows through one operation after the other; gradients of weights, which are sums over rows, are left
+// The row-wise parts of a transformer block for PyTorch: norm and projections before attention, and everything from
+// attention's output to the end of the block. Each part is one pass over the rows in each direction, in which a thread
+// takes its rows through all operations in turn. Separate matmuls compute the gradients of weights (sums over rows).
 // to products of their own.
 #pragma once
 
@@ -71,7 +71,7 @@ inline std::tuple<Tensor, Tensor, Tensors> norm_project(
   return {norm.y, norm.moments, projected};
 }
 
-// The gradient of x, to which `other` is added, and in float32 those of the norm's weight and bias, (2, width).
+// The gradient of x plus `other`, and in float32 the gradients of the norm's weight and bias, (2, width).
 inline std::tuple<Tensor, Tensor> norm_project_backward(const Tensors& above, const Tensors& matrices,
                                                         const Tensor& x, const Tensor& moments,
                                                         const std::optional<Tensor>& weight,
@@ -89,7 +89,7 @@ inline std::tuple<Tensor, Tensor> norm_project_backward(const Tensors& above, co
   return {dx, norm.sums.sum(0)};
 }
 
-// From what attention gathered, (rows, width), to the end of a block:
+// From the output of attention, (rows, width), to the end of a block:
 //   total = x + attended Oᵀ,  y = norm(total),  hidden = y Uᵀ,  out = total + act(hidden) Dᵀ
 // Returns total, y, the norm's moments and out, then each hidden.
 inline Tensors feed(const Tensor& x, const Tensor& attended, const Tensor& out_matrix,
@@ -136,7 +136,7 @@ inline Tensors feed(const Tensor& x, const Tensor& attended, const Tensor& out_m
   return made;
 }
 
-// Given the gradient of out: the gradients of total (and so of x) and of attended, those of the norm's weight and
+// From the gradient of out: the gradients of total (and so of x), of attended and of the norm's weight and
 // bias as in norm_project_backward, act(hidden), and the gradient of each hidden.
 inline Tensors feed_backward(const Tensor& above, const Tensor& total, const Tensor& moments,
                              const std::optional<Tensor>& weight, double offset, bool centred,

@@ -1,7 +1,7 @@
-// The operators of decoding for PyTorch: check shapes and dtypes, allocate, divide work among threads.
+// Decoding operators for PyTorch: they check shapes and dtypes, allocate, and divide work among threads.
 //
-// Written against PyTorch's stable interface, so that it compiles in seconds and runs its loops on the
-// threads PyTorch has already started.
+// They use PyTorch's stable interface, so they compile in seconds. Their loops run on the threads that PyTorch has
+// already started.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -26,7 +26,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kThreadBytes = 1 << 15;  // the fewest bytes to read that are worth waking a thread
+constexpr int64_t kThreadBytes = 1 << 15;  // minimum bytes to read per thread; for fewer, waking it costs more
 constexpr int64_t kPassBytes = 3 << 19;  // bytes of x that stay in the L2 cache
 
 template <class F>
@@ -50,7 +50,7 @@ void check(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t>
                   " is not a contiguous CPU tensor of the expected type and shape");
 }
 
-// x as a matrix, its leading axes flattened to rows.
+// x as a matrix: its leading axes are flattened to rows.
 struct Given {
   Tensor x;
   int64_t rows, in;
@@ -71,7 +71,7 @@ struct Given {
   }
 };
 
-// Divides the outputs of all layers, in blocks of `size`, among the threads as if they were one layer's.
+// Divides the outputs of all layers among the threads as if they were one layer, in blocks of `size`.
 template <class T, class F>
 void in_blocks(const std::vector<linear::Layer<T>>& layers, int64_t size, int64_t bytes_each,
                const F& work) {
@@ -124,7 +124,7 @@ void multiply(const Given& given, const std::vector<Tensor>& weights,
 
 std::vector<Tensor> linear_each(const Tensor& x, const std::vector<Tensor>& weights,
                                 const std::vector<std::optional<Tensor>>& biases) {
-  WORKHORSE_CHECK(weights.size() == biases.size(), "workhorse: there must be as many biases as weights");
+  WORKHORSE_CHECK(weights.size() == biases.size(), "workhorse: weights and biases differ in number");
   const ScalarType type = x.scalar_type();
   const Given given(x);
   std::vector<Tensor> ys;
@@ -262,7 +262,7 @@ void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight
   in_threads(blocks, block_bytes, [&](int64_t from, int64_t to) { product.run(from, to); });
 }
 
-// One weight, or one for each group of rows; group i ends before row ends[i].
+// One weight, or one weight for each group of rows; group i ends before row ends[i].
 template <class T, int Bits>
 void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
                  const std::optional<Tensor>& levels, const std::optional<Tensor>& bias,

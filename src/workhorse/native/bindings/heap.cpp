@@ -8,10 +8,10 @@
 namespace workhorse::bindings {
 namespace {
 
-// Bytes; smaller blocks come from the C library.
+// Minimum size in bytes; smaller blocks come from the C library.
 constexpr size_t kLarge = size_t{1} << 16;
 
-// Never destroyed: tensors may outlive everything else.
+// Never destroyed, because tensors may outlive all other objects.
 heap::TensorHeap& tensors() {
   static auto* one = new heap::TensorHeap;
   return *one;
@@ -46,7 +46,7 @@ class Allocator final : public c10::Allocator {
   }
 };
 
-// Begins or ends making large tensors in the heap; false if addresses cannot be reserved for it.
+// Starts or stops allocating large tensors in the heap; false if address space cannot be reserved for it.
 bool keep(bool keeps) {
   static auto* ours = new Allocator;
   static c10::Allocator* before = nullptr;

@@ -1,4 +1,4 @@
-// Norms, activations and the loss for PyTorch: checks, allocation, and the division among threads.
+// Norms, activations and the loss for PyTorch: they check, allocate, and divide work among threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,10 +24,10 @@ namespace workhorse::bindings {
 
 using at::Tensor;
 
-constexpr int64_t kShare = 1 << 14;  // the fewest numbers that are worth a thread
-constexpr int64_t kRows = 48;        // rows of a norm that are summed together, whatever the threads
+constexpr int64_t kShare = 1 << 14;  // minimum elements per thread
+constexpr int64_t kRows = 48;        // rows of a norm that are summed together, for any number of threads
 
-// To be called outside of loops: threads that ask one tensor for its pointer wait for each other.
+// Call this outside of loops: threads that ask the same tensor for its pointer block each other.
 template <class T>
 const T* from(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
@@ -38,7 +38,7 @@ T* into(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Calls f with a number of the tensor's type.
+// Calls f with a value of the tensor's element type.
 template <class F>
 void with_type(const Tensor& x, F f) {
   if (x.scalar_type() == at::kFloat) return f(float{});
@@ -46,20 +46,20 @@ void with_type(const Tensor& x, F f) {
   f(BFloat16{});
 }
 
-// `with_type`, for contiguous tensors only.
+// `with_type` for contiguous tensors.
 template <class F>
 void by_type(const Tensor& x, F f) {
   WORKHORSE_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
   with_type(x, f);
 }
 
-// Calls f with an activation and a number of x's type: for bfloat16 a look-up in `table`, for float the
-// activation of that name.
+// Calls f with an activation and a value of x's element type: for bfloat16 a look-up in `table`, for float the
+// activation with that name.
 template <class F>
 void with_activation(const Tensor& x, const Tensor& table, std::string_view name, F f) {
   if (x.scalar_type() == at::kBFloat16) {
     WORKHORSE_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
-                "workhorse: an activation needs a contiguous int32 table of 65536 numbers");
+                "workhorse: an activation needs a contiguous int32 table of 65536 elements");
     return f(activations::Table{from<uint32_t>(table)}, BFloat16{});
   }
   if (name == "gelu") return f(activations::Computed<activations::Gelu>{}, float{});
@@ -68,7 +68,7 @@ void with_activation(const Tensor& x, const Tensor& table, std::string_view name
   if (name == "relu2") return f(activations::Computed<activations::ReluSquared>{}, float{});
   if (name == "sigmoid") return f(activations::Computed<activations::Sigmoid>{}, float{});
   if (name == "silu") return f(activations::Computed<activations::Silu>{}, float{});
-  WORKHORSE_CHECK(false, "workhorse: there is no activation ", name);
+  WORKHORSE_CHECK(false, "workhorse: unknown activation ", name);
 }
 
 inline void check_activation(const Tensor& x, const Tensor& other) {
@@ -94,7 +94,7 @@ inline Tensor activation(const Tensor& x, const std::optional<Tensor>& up, const
   return y;
 }
 
-// The activation, recomputed, and the gradients of x and, if given, of up.
+// The activation, recomputed, and the gradients of x and, if given, up.
 inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x,
                                                const std::optional<Tensor>& up, const Tensor& table,
                                                std::string_view name) {
@@ -117,7 +117,7 @@ inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x
   return made;
 }
 
-// A norm's weight or bias in float32; filled with `otherwise` if there is none.
+// The weight or bias of a norm in float32; filled with `otherwise` if the norm has none.
 inline std::vector<float> in_float32(const std::optional<Tensor>& weight, int64_t width, double otherwise) {
   if (!weight) return std::vector<float>(width, float(otherwise));
   WORKHORSE_CHECK(weight->numel() == width,
@@ -132,7 +132,7 @@ inline void check_like(const Tensor& x, const std::optional<Tensor>& other) {
               "workhorse: the tensors of a norm must be contiguous, of one type and shape");
 }
 
-// A norm's weight, plus its offset, in float32.
+// The weight of a norm plus its offset, in float32.
 inline std::vector<float> gain_of(const Tensor& x, const std::optional<Tensor>& weight, double offset) {
   std::vector<float> gain = in_float32(weight, x.size(-1), 1);
   for (float& value : gain) value += weight ? float(offset) : 0;
@@ -141,11 +141,11 @@ inline std::vector<float> gain_of(const Tensor& x, const std::optional<Tensor>& 
 
 struct NormOptions {
   double offset, eps;
-  bool centred;  // LayerNorm, else RMSNorm
-  bool rounded;  // before the multiplication by the weight
+  bool centred;  // LayerNorm; otherwise RMSNorm
+  bool rounded;  // rounds before the multiplication by the weight
 };
 
-// Room for the norm of x over its last axis and for the mean and scale of each row, and what makes them.
+// Computes the norm of x over its last axis, and owns the result and the mean and scale of each row.
 struct Norm {
   Tensor y, moments;
 
@@ -161,7 +161,7 @@ struct Norm {
     WORKHORSE_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
   }
 
-  // A function of a range of rows.
+// Returns a function that computes a range of rows.
   template <class T>
   auto rows(const Tensor& x) const {
     const auto run = options_.centred   ? norms::forward<true, false, T>
@@ -181,7 +181,7 @@ struct Norm {
   NormOptions options_;
 };
 
-// x or, if given, x + branch; its norm; and the mean and scale of each row.
+// x, or x + branch if given; its norm; and the mean and scale of each row.
 inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
                                                       const std::optional<Tensor>& branch,
                                                       const std::optional<Tensor>& weight,
@@ -220,8 +220,8 @@ inline std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor
   return norm_of_sum(x, branch, weight, bias, {offset, eps, centred, rounded});
 }
 
-// What gives, for each row, the gradient of x, plus `other` if given; and room for the gradients of weight and
-// bias in float32, (parts, 2, width), each part the sum over kRows rows.
+// Computes the gradient of each row of x, plus `other` if given. Owns the gradients of weight and bias in float32,
+// (parts, 2, width); each part is the sum over kRows rows.
 struct NormBackward {
   Tensor sums;
 
@@ -240,7 +240,7 @@ struct NormBackward {
     check_like(x, other);
   }
 
-  // A function of a range of rows that begins with a part. dx may be dy.
+// Returns a function that computes a range of rows, which begins with a part. dx may be dy.
   template <class T>
   auto rows(const Tensor& dx) const {
     const auto run = centred_ ? norms::backward<true, T> : norms::backward<false, T>;
@@ -265,7 +265,7 @@ struct NormBackward {
   bool centred_;
 };
 
-// Calls f(row, end of rows) for each thread's rows, whose borders do not part rows that norms sum together.
+// Calls f(first row, end row) for each thread's rows. The ranges do not divide rows that norms sum together.
 template <class F>
 void in_rows(int64_t rows, F f) {
   torch::stable::parallel_for(0, (rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end) {
@@ -273,8 +273,8 @@ void in_rows(int64_t rows, F f) {
   });
 }
 
-// The gradient of x, plus `other` if given; and in float32 the gradients of weight and bias, as the rows
-// of (2, width).
+// The gradient of x, plus `other` if given; and the gradients of weight and bias in float32, as the rows of
+// (2, width).
 inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& x,
                                                 const Tensor& moments,
                                                 const std::optional<Tensor>& weight,
@@ -288,8 +288,8 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
 
 constexpr int64_t kIgnored = -100;  // as PyTorch's losses have it
 
-// The terms of logits (tokens, vocab) as rows of (tokens, 3): each target's log-probability, the log of the
-// sum of exponentials, and the entropy if it is wanted. With coefficients (tokens, 4) the logits are
+// The terms of logits (tokens, vocab) as rows of (tokens, 3): the log-probability of each target, the log of the
+// sum of exponentials, and the entropy if requested. With coefficients (tokens, 4), the logits are
 // overwritten with the gradient. Rows with the target kIgnored have terms and gradients of 0.
 inline Tensor score_(Tensor& logits, const Tensor& targets, const std::optional<Tensor>& coefficients,
                      double multiplier, bool entropy) {
@@ -321,7 +321,7 @@ inline Tensor score_(Tensor& logits, const Tensor& targets, const std::optional<
   return found;
 }
 
-// Each id once, rising, and the sum of its rows, added up in float32 one after the other.
+// The distinct ids in ascending order, and the sums of their rows, added sequentially in float32.
 inline std::tuple<Tensor, Tensor> sum_rows(const Tensor& ids, const Tensor& rows, int64_t vocab) {
   const int64_t n = ids.numel(), width = rows.size(1);
   WORKHORSE_CHECK(ids.is_contiguous() && ids.scalar_type() == at::kLong && rows.size(0) == n,
@@ -355,13 +355,13 @@ inline std::tuple<Tensor, Tensor> sum_rows(const Tensor& ids, const Tensor& rows
   return {used, sums};
 }
 
-// The squared norm of all tensors as one vector; each may be float32 or bfloat16.
+// The squared norm of all tensors as one vector; each tensor may be float32 or bfloat16.
 inline Tensor squared_length(const std::vector<Tensor>& tensors) {
   struct Part {
     const Tensor* of;
     int64_t start;
   };
-  std::vector<Part> parts;  // each is summed by one thread, so the bits do not depend on the threads
+  std::vector<Part> parts;  // each is summed by one thread, so the bits do not depend on their number
   for (const Tensor& x : tensors)
     for (int64_t start = 0; start < x.numel(); start += kShare) parts.push_back({&x, start});
   const Tensor sums = at::empty({int64_t(parts.size())}, at::kFloat);

@@ -1,4 +1,4 @@
-// The matrices of a gemm: operands in memory, and the result divided among the threads.
+// Matrices of a gemm: operands in memory, and the division of the result among the threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -22,18 +22,18 @@ inline void check(const Tensor& a, const Tensor& b) {
                   "workhorse: a and b must be on the CPU, of one type, and match in shape");
 }
 
-// Room for a b + bias, which may be multiplied if this returns.
+// Allocates the result of a b + bias after checking that these can be multiplied.
 inline Tensor result_of(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   check(a, b);
   const int64_t columns = b.size(1);
   if (bias)
     WORKHORSE_CHECK(bias->is_cpu() && bias->scalar_type() == a.scalar_type() && bias->dim() == 1 &&
                         bias->size(0) == columns && bias->stride(0) == 1,
-                    "workhorse: bias must be on the CPU, of the type of a, one number for each column");
+                    "workhorse: bias must be on the CPU, of the type of a, one element for each column");
   return torch::stable::new_empty(a, {a.size(0), columns});
 }
 
-// A tensor of numbers T as the operand of a gemm whose lanes are its rows (0) or columns (1).
+// A tensor of elements T as an operand of a gemm. The lanes of the operand are its rows (0) or columns (1).
 template <class Operand, class T>
 Operand operand(const Tensor& x, int lane_axis) {
   const int k_axis = 1 - lane_axis;
@@ -48,7 +48,7 @@ struct Share {
   int64_t number, of;
 };
 
-// Calls f for as many shares as there are threads. Within, a thread may not know yet how many those are.
+// Calls f(share) once per thread. A share holds the number of threads, which a thread may not know yet inside f.
 template <class F>
 void in_shares(F f) {
   const int64_t threads = torch::stable::get_num_threads();
@@ -57,12 +57,11 @@ void in_shares(F f) {
   });
 }
 
-// Calls f(row, end of rows, column, end of columns) for a share of a matrix: its part of a grid of as many parts
-// as there are shares, of those grids that in which the largest part takes the least time. Borders are multiples
-// of the steps.
+// Calls f(row, end row, column, end column) for each share of a matrix. The shares form a grid with one cell for each
+// share. Of all such grids it is the one whose slowest cell takes the least time. Borders are multiples of the steps.
 template <class F>
 void in_grid(int64_t rows, int64_t columns, int64_t row_step, int64_t column_step, Share share, F f) {
-  constexpr int64_t packing = 8;  // putting a row or column in order takes as long as so many products of it
+  constexpr int64_t packing = 8;  // packing a row or column costs as much as this many dot products of it
   const auto [number, parts] = share;
   const auto steps = [](int64_t size, int64_t step) { return (size + step - 1) / step; };
   const auto largest = [&](int64_t size, int64_t step, int64_t parts) {

@@ -28,8 +28,8 @@ void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tens
   const auto left = operand<gemm_tiles::Operand<T>, T>(a, 0), right = operand<gemm_tiles::Operand<T>, T>(b, 1);
   T* const at = static_cast<T*>(c.mutable_data_ptr());
   const T* const added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
-  // A left operand in bfloat16 can be loaded in place: if C has few rows, that should be B. In float32, k
-  // down the columns costs a left operand a transpose, but not a right one: the smaller should be left.
+  // A left operand in bfloat16 can be loaded in place. If C has few rows, B should be the left one. In float32,
+  // k down the columns costs a transpose for a left operand but not for a right one: the smaller should be left.
   const bool transposed = gemm_tiles::kParts<T> == 1
                               ? left.along && right.along && rows <= kFewRows && rows < columns
                               : !left.along && !right.along && rows > columns;

@@ -1,5 +1,5 @@
-// How operators refuse arguments: by an exception whose message is made without streams, which crash if a toolchain
-// links a copy of libstdc++ into the library. Such an exception may still not reach Python; `_crash` in build.py tries.
+// Reports invalid arguments by an exception. Its message is built without streams, which crash if a toolchain links a
+// copy of libstdc++ into the library. Such an exception may still not reach Python; `_crash` in build.py tests it.
 #pragma once
 
 #include <stdexcept>
@@ -23,7 +23,7 @@ template <class... Parts>
 
 }  // namespace workhorse
 
-// Refuses with the message that follows the condition, in parts: strings and numbers.
+// Throws the message that follows the condition; the message has parts, which are strings and integers.
 #define WORKHORSE_CHECK(condition, ...) \
   do {                                  \
     if (!(condition)) [[unlikely]]      \

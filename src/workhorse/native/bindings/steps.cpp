@@ -1,6 +1,6 @@
-// A whole decoding step for PyTorch: checks, scratch memory, and one parallel region.
+// A whole decoding step for PyTorch: it checks, allocates scratch memory, and runs one parallel region.
 //
-// A program is a matrix of int64, one instruction in each row, as ops/decoding/step.h lists their fields.
+// A program is a matrix of int64 with one instruction per row; ops/decoding/step.h lists the fields of a row.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -23,7 +23,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kThreadNumbers = 1 << 21;  // weights times rows that are worth a thread
+constexpr int64_t kThreadNumbers = 1 << 21;  // minimum weights times rows per thread
 
 const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
   WORKHORSE_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Long && x.dim() == dim,
@@ -33,8 +33,8 @@ const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
 
 using Weights = std::vector<Tensor>;
 
-// The weights of programs, by number. PyTorch takes half a microsecond to pass a tensor to an operator: for all
-// weights of a small model, a tenth of a step.
+// The weights of programs, by id. PyTorch takes half a microsecond to pass a tensor to an operator. For all weights of
+// a small model that would be a tenth of a step.
 class KeptWeights {
  public:
   int64_t keep(Weights weights) {
@@ -44,7 +44,7 @@ class KeptWeights {
   }
 
   void drop(int64_t number) {
-    decltype(kept_)::node_type dropped;  // freed after the lock, since what frees tensors may drop others
+    decltype(kept_)::node_type dropped;  // freed after the lock, since freeing may drop other weights
     const std::lock_guard lock(mutex_);
     dropped = kept_.extract(number);
   }
@@ -52,7 +52,7 @@ class KeptWeights {
   std::shared_ptr<const Weights> at(int64_t number) const {
     const std::lock_guard lock(mutex_);
     const auto found = kept_.find(number);
-    WORKHORSE_CHECK(found != kept_.end(), "workhorse: no weights are kept as number ", number);
+    WORKHORSE_CHECK(found != kept_.end(), "workhorse: no weights are registered with id ", number);
     return found->second;
   }
 
@@ -63,7 +63,7 @@ class KeptWeights {
 };
 
 KeptWeights& kept_weights() {
-  static KeptWeights& all = *new KeptWeights;  // never destroyed, since PyTorch may be gone by then
+  static KeptWeights& all = *new KeptWeights;  // never destroyed: PyTorch may be unloaded by then
   return all;
 }
 
@@ -83,7 +83,7 @@ class Prepared {
     WORKHORSE_CHECK(program.size(1) * sizeof(int64_t) == sizeof(Instruction) && numbers.is_contiguous() &&
                         numbers.scalar_type() == ScalarType::Double && numbers.numel() == 2 * pass_.count,
                     "workhorse: a program has ", sizeof(Instruction) / sizeof(int64_t),
-                    " integers and two numbers for each instruction");
+                    " integers and two floats for each instruction");
     pass_.numbers = static_cast<const double*>(numbers.const_data_ptr());
     pass_.tokens = whole(tokens, 1, "tokens");
     pass_.total = tokens.size(0);
@@ -91,8 +91,8 @@ class Prepared {
     pass_.wanted = whole(wanted, 1, "wanted");
     pass_.wanted_count = wanted.size(0);
     for (int64_t i = 0; i < pass_.wanted_count; i++)
-      WORKHORSE_CHECK(pass_.wanted[i] >= 0 && pass_.wanted[i] < pass_.total, "workhorse: there is no token ",
-                      pass_.wanted[i]);
+      WORKHORSE_CHECK(pass_.wanted[i] >= 0 && pass_.wanted[i] < pass_.total,
+                      "workhorse: logits are requested for a token out of range: ", pass_.wanted[i]);
     WORKHORSE_CHECK(keys.size() == values.size() && !keys.empty() && keys[0].dim() == 4,
                     "workhorse: every layer needs keys and values");
     pass_.block = keys[0].size(2);
@@ -118,14 +118,14 @@ class Prepared {
     for (int64_t i = 0; i < pass_.count; i++) {
       const Instruction* const now = pass_.instructions + i;
       WORKHORSE_CHECK(!now->joins || (i > 0 && !now->waits && step::rowwise(now->op) && step::rowwise(now[-1].op)),
-                      "workhorse: only a row-wise instruction after another can join it, and it cannot wait");
+                      "workhorse: only a row-wise instruction that does not wait can join a row-wise one");
       check(*now);
     }
   }
 
   void run() const {
     Team team(pass_.shares, pass_.count);
-    // An exception, which only a lack of memory throws, would leave the other threads waiting: it ends the process.
+    // Only a lack of memory throws here. The other threads would wait for this one forever, so it ends the process.
     const auto work = [&](int64_t from, int64_t to) noexcept { pass_.run(team, from, to); };
     torch::stable::parallel_for(0, pass_.shares, 1, work);
   }
@@ -139,7 +139,7 @@ class Prepared {
   std::unique_ptr<std::byte[]> scratch_;
   int64_t longest_ = 0, batch_ = 0;
 
-  // Positions of the tokens, and what each sees.
+  // Computes the positions of the tokens, and the slots that each token sees.
   void place(const int64_t* counts, const int64_t* lengths, int64_t batch, const std::vector<Tensor>& tables,
              const Tensor& reaches) {
     batch_ = batch;
@@ -163,7 +163,7 @@ class Prepared {
       WORKHORSE_CHECK(table.size(0) == batch && table.size(1) * pass_.block >= longest_,
                       "workhorse: a table must have the blocks of every sequence");
     }
-    // (reaches, 2): a window, and a chunk, or 0.
+    // (reaches, 2): a window and a chunk, 0 for none.
     const int64_t* reach = whole(reaches, 2, "reaches");
     for (int64_t i = 0; i < reaches.size(0); i++, reach += 2) {
       step::Seen seen;
@@ -194,7 +194,7 @@ class Prepared {
     }
   }
 
-  // Registers (width, whether packed); the first one is the logits.
+  // Registers are (width, packed flag); the first one holds the logits.
   void allocate(const int64_t* registers, int64_t count, const Tensor& logits) {
     const int64_t rows = pass_.total;
     std::vector<int64_t> begins;
@@ -213,18 +213,18 @@ class Prepared {
 
   void check_layer(int64_t layer, int64_t table) const {
     WORKHORSE_CHECK(layer < int64_t(blocks_.size()) && table < int64_t(pass_.tables.size()),
-                    "workhorse: an instruction names a layer or table that there is not");
+                    "workhorse: an instruction names a layer or table that does not exist");
     const step::BlockTable& blocks = pass_.tables[table];
     for (int64_t i = 0; i < batch_ * blocks.blocks; i++)
-      WORKHORSE_CHECK(blocks.at[i] >= 0 && blocks.at[i] < blocks_[layer], "workhorse: there is no block ",
-                      blocks.at[i], " in layer ", layer);
+      WORKHORSE_CHECK(blocks.at[i] >= 0 && blocks.at[i] < blocks_[layer],
+                      "workhorse: a table names block ", blocks.at[i], ", which does not exist in layer ", layer);
   }
 
   void check(const Instruction& now) const {
     const int64_t registers = pass_.registers.size(), weights = pass_.weights.size();
     WORKHORSE_CHECK(now.to < registers && now.from < registers && now.other < registers && now.weight < weights &&
                         now.bias < weights,
-                    "workhorse: an instruction names a register or weight that there is not");
+                    "workhorse: an instruction names a register or weight that does not exist");
     const auto width = [&](int64_t reg) { return pass_.registers[reg].width; };
     const auto size = [&](int64_t weight, ScalarType type, int64_t count) {
       WORKHORSE_CHECK(weight < 0 || (weights_[weight].scalar_type() == type && weights_[weight].numel() == count),
@@ -247,7 +247,7 @@ class Prepared {
       case Op::kEmbedPosition:
         columns(now.weight, width(now.to));
         WORKHORSE_CHECK(weights_[now.weight].size(0) >= longest_ + now.options[0],
-                        "workhorse: there are fewer positions than a text of ", longest_, " tokens needs");
+                        "workhorse: a sequence of ", longest_, " tokens exceeds the number of positions");
         return size(now.weight, type_, weights_[now.weight].numel());
       case Op::kNorm:
         size(now.weight, type_, now.options[0]);
@@ -271,7 +271,7 @@ class Prepared {
         const ScalarType type = now.options[2] & step::kInFloat32 ? ScalarType::Float : type_;
         WORKHORSE_CHECK(2 * angles + 1 < int64_t(angles_.size()) && angles_[2 * angles].scalar_type() == type &&
                             angles_[2 * angles + 1].scalar_type() == type,
-                        "workhorse: an instruction names angles that there are not, or of another type");
+                        "workhorse: an instruction names angles that do not exist or have another type");
         return;
       }
       case Op::kStore:
@@ -293,7 +293,7 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
                   "workhorse: a step needs tokens, and keys and values");
   const ScalarType type = keys[0].scalar_type();
   WORKHORSE_CHECK(registers.size(0) > 0 && whole(registers, 2, "registers")[0] == vocab,
-                  "workhorse: the first register is for ", vocab, " logits");
+                  "workhorse: the first register must hold ", vocab, " logits");
   Tensor logits = torch::stable::new_empty(keys[0], {wanted.size(0), vocab});
   const std::shared_ptr<const Weights> kept = kept_weights().at(weights);
   const auto run = [&]<class T>(T) {

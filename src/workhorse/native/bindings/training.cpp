@@ -1,5 +1,5 @@
-// Operators for training on a CPU that PyTorch lacks: norms, activations and the loss in one pass each,
-// attention by gemms in the cache, and updates of weights, in float32 or bfloat16 with low bits
+// Training operators on a CPU that PyTorch lacks: norms, activations and the loss in one pass each, attention by gemms
+// whose blocks stay in the CPU's cache, and updates of weights, in float32 or bfloat16 with low bits
 // (optim/master_weights.py).
 
 #include <ATen/core/Tensor.h>
@@ -46,7 +46,7 @@ struct Sizes {
   explicit Sizes(std::initializer_list<Tensor> tensors) {
     const Tensor& first = *tensors.begin();
     const bool wide = first.scalar_type() == at::kFloat;
-    const int64_t even = wide ? 1 : 2;  // numbers in a word; one rule for every CPU
+    const int64_t even = wide ? 1 : 2;  // elements in a word; one rule for every CPU
     for (const Tensor& t : tensors)
       WORKHORSE_CHECK(t.dim() == 4 && t.scalar_type() == (wide ? at::kFloat : at::kBFloat16) &&
                       t.sizes() == first.sizes() && t.stride(3) == 1 && t.stride(2) % even == 0,
@@ -56,12 +56,12 @@ struct Sizes {
                 "workhorse: attention in bfloat16 needs an even length and width");
   }
 
-  // Allocated in the memory order (batch, seq, heads, width) of the projections around attention.
+  // Allocates in the memory order (batch, seq, heads, width) of the projections before and after attention.
   Tensor make(const Tensor& like) const {
     return at::empty({batch, seq, heads, width}, like.options()).transpose(1, 2);
   }
 
-  // Calls f(a thread's kernel, batch, head) for every head.
+  // Calls f(kernel of the thread, batch, head) for every head.
   template <class Kernel, class F>
   void each_head(F f) const {
     torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
@@ -71,7 +71,7 @@ struct Sizes {
   }
 };
 
-// Attention of numbers of T on this CPU.
+// Attention with elements T on this CPU.
 template <class T>
 using KernelOf =
     std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, attention::Pairs, attention::Float32>;
@@ -128,7 +128,7 @@ weights::Split split_weights(const Tensor& weight, const Tensor& low_bits) {
           static_cast<int16_t*>(low_bits.mutable_data_ptr())};
 }
 
-// Calls f with the numbers of a tensor, which may be bfloat16 or float32.
+// Calls f with the elements of a tensor, which may be bfloat16 or float32.
 template <class F>
 void with_numbers(const Tensor& x, F f) {
   WORKHORSE_CHECK(x.is_contiguous(), "workhorse: an update needs contiguous tensors");
@@ -137,7 +137,7 @@ void with_numbers(const Tensor& x, F f) {
   f(weights::Wide{static_cast<float*>(at)});
 }
 
-// The weights are all float32 or, with low bits, all split.
+// All weights are float32 or, if low bits are given, all weights are split.
 void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList gradients,
             at::TensorList means, at::TensorList mean_squares, at::TensorList updates, double shrink,
             double rate, double beta1, double beta2, double eps, double weight_decay) {
@@ -148,10 +148,10 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
   };
   std::vector<Part> parts;
   for (const auto& of_each : {gradients, means, mean_squares, updates})
-    WORKHORSE_CHECK(of_each.size() == weights.size(), "workhorse: an update needs as much for each weight");
+    WORKHORSE_CHECK(of_each.size() == weights.size(), "workhorse: weights and their optimizer states differ in number");
   for (size_t t = 0; t < weights.size(); t++) {
     WORKHORSE_CHECK(updates[t].scalar_type() == at::kFloat && updates[t].numel() == 1,
-                "workhorse: a count of updates must be one float32 number");
+                "workhorse: a count of updates must be one float32 element");
     const int64_t n = weights[t].numel();
     for (const Tensor& x : {gradients[t], means[t], mean_squares[t]})
       WORKHORSE_CHECK(x.numel() == n, "workhorse: a gradient and its means must have the size of the weight");
@@ -188,7 +188,7 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
 }
 
 // Updates Muon's momenta, and returns the direction of each matrix, of norm 1, as (matrices, shorter
-// side, longer side). `momenta` holds those of all parameters; a parameter may be a stack of matrices.
+// side, longer side). `momenta` holds the momenta of all parameters; a parameter may be a stack of matrices.
 Tensor muon_directions(at::TensorList gradients, Tensor& momenta, double shrink, double momentum,
                        bool nesterov) {
   const int64_t rows = momenta.size(-2), columns = momenta.size(-1), size = rows * columns;

@@ -36,7 +36,7 @@ void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const st
   });
 }
 
-// a b + bias for few rows of a, if b is a weight that need not be put in order; returns whether it is.
+// a b + bias for few rows of a, if b is a weight that need not be packed; returns false otherwise.
 template <class T>
 bool multiply_few_rows(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& c) {
   using gemm_vectors::FewRows, gemm_vectors::kHigh;
@@ -82,11 +82,11 @@ Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bi
   return c;
 }
 
-// For each bias, the sum of it and of the products a[i] b[i] whose of[i] is its number; these rise.
+// For each bias, the sum of the bias and of the matmuls a[i] b[i] whose of[i] is its index. of must be ascending.
 Tensors products(const Tensors& a, const Tensors& b, const std::vector<int64_t>& of, const Biases& biases) {
   WORKHORSE_CHECK(!a.empty() && a.size() == b.size() && a.size() == of.size() &&
                       of.back() + 1 == int64_t(biases.size()),
-                  "workhorse: products need as many a as b, and the number of the result of each");
+                  "workhorse: a, b and of must have one length, and of must index the biases");
   Tensors results;
   for (size_t i = 0; i < a.size(); i++) {
     const int64_t made = results.size();
@@ -94,14 +94,14 @@ Tensors products(const Tensors& a, const Tensors& b, const std::vector<int64_t>&
       results.push_back(result_of(a[i], b[i], biases[made]));
       continue;
     }
-    WORKHORSE_CHECK(of[i] == made - 1, "workhorse: the numbers of results must rise from 0 by 1");
+    WORKHORSE_CHECK(of[i] == made - 1, "workhorse: result indices must increase from 0 by 1");
     check(a[i], b[i]);
     const Tensor& c = results.back();
     WORKHORSE_CHECK(a[i].size(0) == c.size(0) && b[i].size(1) == c.size(1),
-                    "workhorse: products that are added must have one shape");
+                    "workhorse: matmuls that are added must have the same shape");
   }
   for (const Tensor& one : a)
-    WORKHORSE_CHECK(one.scalar_type() == a[0].scalar_type(), "workhorse: products made together must have one type");
+    WORKHORSE_CHECK(one.scalar_type() == a[0].scalar_type(), "workhorse: matmuls of one call must have the same type");
   multiply(a, b, biases, of, results);
   return results;
 }

@@ -1,5 +1,5 @@
-// Activations and their derivatives, alone or times another branch. A training step looks them up for bfloat16 and
-// computes them for float; a decoding step computes them.
+// Activations and their derivatives, with or without multiplication by another branch. A training step looks them up
+// for bfloat16 and computes them for float; a decoding step computes them.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Image {
   V value, slope;
 };
 
-// For each of the 65,536 bfloat16 numbers, the value in the lower half of a word and the slope in the
+// Table of the 65,536 bfloat16 values: the activation in the lower half of a word, its derivative in the
 // upper.
 struct Table {
   const uint32_t* words;
@@ -25,7 +25,7 @@ struct Table {
     if constexpr (kCount<V> == 1) {
       return parts<V>(words[x->bits]);
     } else {
-      uint32_t found[16];  // not by a gather, which is slower on AMD's CPUs
+      uint32_t found[16];  // not by a gather, which is slower on AMD CPUs
       for (int i = 0; i < 16; i++) found[i] = words[x[i].bits];
       return parts<V>(load<U32x16>(found));
     }
@@ -50,7 +50,7 @@ struct Computed {
   }
 };
 
-// 1 / x for finite x >= 1; a division takes as long as all the rest of an activation.
+// 1 / x for finite x >= 1; a division takes as long as the rest of an activation.
 inline F32x16 inverse(F32x16 x) {
 #ifdef __AVX512F__
   const F32x16 close = (F32x16)_mm512_rcp14_ps((__m512)x);
@@ -60,7 +60,7 @@ inline F32x16 inverse(F32x16 x) {
 #endif
 }
 
-// 1 / (1 + e^-x) and its derivative; nothing cancels.
+// 1 / (1 + e^-x) and its derivative, without cancellation.
 inline Image<F32x16> sigmoid(F32x16 x) {
   const F32x16 power = exponential(select(x < 0.0f, x, -x)), above = inverse(1.0f + power);
   const F32x16 below = power * above;
@@ -78,7 +78,7 @@ struct Silu {
   }
 };
 
-struct Relu {  // lets NaN through
+struct Relu {  // keeps NaN
   static Image<F32x16> of(F32x16 x) {
     return {select(x < 0.0f, F32x16{}, x), select(x > 0.0f, F32x16{} + 1.0f, F32x16{})};
   }
@@ -91,8 +91,8 @@ struct ReluSquared {
   }
 };
 
-// x Φ(x), Φ the normal distribution. Φ(-|x|) is e^(-x²/2) times a function that a polynomial in
-// t = 1 / (1 + |x| / √8) gives, to 2^-24 of it for |x| < 13.
+// x Φ(x), where Φ is the normal distribution function. Φ(-|x|) is e^(-x²/2) times a function that a polynomial in
+// t = 1 / (1 + |x| / √8) approximates with a relative error of 2^-24 for |x| < 13.
 struct Gelu {
   static Image<F32x16> of(F32x16 x) {
     const F32x16 t = inverse(fma(select(x < 0.0f, -x, x), 0.353553391f, 1.0f));
@@ -118,7 +118,7 @@ struct GeluTanh {
   }
 };
 
-// y = act(x) or, Gated, act(x) · up.
+// y = act(x), or act(x) · up if Gated.
 template <bool Gated, class Activation, class T>
 void forward(int64_t n, Activation act, const T* x, const T* up, T* y) {
   each(n, [=]<class V>(V, int64_t i) {
@@ -128,7 +128,7 @@ void forward(int64_t n, Activation act, const T* x, const T* up, T* y) {
   });
 }
 
-// y again, the gradient of x and, Gated, that of up.
+// y again, the gradient of x and, if Gated, the gradient of up.
 template <bool Gated, class Activation, class T>
 void backward(int64_t n, Activation act, const T* dy, const T* x, const T* up, T* y, T* dx,
               T* dup) {

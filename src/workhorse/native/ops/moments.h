@@ -13,7 +13,7 @@ struct Moments {
   float mean, rstd;
 };
 
-// Of `width` numbers; the mean of a row that is not `centred`, as in RMSNorm, is 0.
+// Moments of `width` elements; without `centred`, as in RMSNorm, the mean is 0.
 template <class T>
 Moments moments(int64_t width, const T* x, float eps, bool centred) {
   float mean = 0;

@@ -1,4 +1,4 @@
-// How a matrix is cut into blocks, and a thread's memory for them.
+// Division of a matrix into blocks, and a thread's memory for them.
 #pragma once
 
 #ifdef __linux__
@@ -13,7 +13,7 @@ namespace workhorse {
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// The size, a multiple of `step`, of the fewest equal parts of n that are not larger than `most`.
+// Divides n into the fewest equal parts of at most `most` and returns their size, a multiple of `step`.
 inline int64_t even_part(int64_t n, int64_t most, int64_t step) {
   const int64_t parts = (n + most - 1) / most;
   return round_up((n + parts - 1) / parts, step);

@@ -1,9 +1,9 @@
 // A heap for the large tensors of training, in one reserved range of addresses.
 //
-// The C library's heap scatters: `posix_memalign` asks for more than it returns and frees both ends,
-// small objects settle in those ends, and a block that is freed then has no room for another of its
-// size. Only large blocks lie here, so freed ones join again, and the next step finds their memory
-// where the last one left it. Best fit; while `keep` says so, freed memory stays resident.
+// The C library's heap scatters them. `posix_memalign` requests more than it returns and frees both ends, and
+// small objects settle in those ends. A block that is freed then has no space for another of its size.
+// Only large blocks are in this heap, so freed blocks merge again, and the next step finds their memory
+// where the last step left it. Best fit; while `keep` is set, freed memory stays resident.
 #pragma once
 
 #ifdef __linux__
@@ -24,12 +24,12 @@ namespace workhorse::heap {
 
 class TensorHeap {
  public:
-  // Of a block: the header before its data, and a gap that keeps tensors of equal size from
+  // Sizes in a block: the header before its data, and a gap. The gap keeps tensors of equal size from
   // beginning at equal offsets into pages, where their cache lines would evict each other.
   static constexpr size_t kLine = 64, kHeader = kLine, kApart = 4 * kLine;
 
-  // Reserves addresses for twice the memory of the machine; pages take some only once written to.
-  // False where that is not possible, or would count against a limit.
+  // Reserves addresses for twice the memory of the machine; pages use memory only once they are written.
+  // False if that is not possible, or would count against a limit.
   bool reserve() {
     if (begin_ != 0) return true;
 #ifdef __linux__
@@ -97,7 +97,7 @@ class TensorHeap {
     if (!keeps_) give_back(at, size);
   }
 
-  // Sets whether freed memory stays resident; if not, what is free now is given back too.
+  // Sets whether freed memory stays resident; if not, memory that is free now is also returned to the system.
   void keep(bool keeps) {
     {
       const std::lock_guard<std::mutex> guard(lock_);
@@ -106,7 +106,7 @@ class TensorHeap {
     if (!keeps) give_back();
   }
 
-  // Returns what is free now to the system; its addresses stay reserved.
+  // Returns the memory that is free now to the system; its addresses stay reserved.
   void give_back() {
     const std::lock_guard<std::mutex> guard(lock_);
     for (const auto& [place, size] : by_place_) give_back(place, size);

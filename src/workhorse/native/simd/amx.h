@@ -1,5 +1,4 @@
-// The matrix unit of Intel's CPUs (AMX): a tile is 16 rows of 64 bytes, of 32 numbers of bfloat16 or 16 of
-// float32.
+// The matrix unit of Intel CPUs (AMX). A tile is 16 rows of 64 bytes; a row holds 32 bfloat16 or 16 float32 elements.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -11,9 +10,9 @@
 namespace workhorse {
 
 constexpr int kTile = 16;   // rows of a tile
-constexpr int kDepth = 32;  // numbers of bfloat16 in a row of a tile
+constexpr int kDepth = 32;  // bfloat16 elements in a row of a tile
 
-// A process must ask Linux for the tiles; some virtual machines refuse.
+// A process must ask Linux for permission to use tiles; some virtual machines refuse.
 inline bool tiles_allowed() {
 #ifdef WORKHORSE_EMULATED_TILES
   return true;
@@ -35,12 +34,12 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// GCC does not know that loading a tile reads memory.
+// Memory barrier: GCC does not know that loading a tile reads memory.
 inline void written() { asm volatile("" ::: "memory"); }
 
 inline __mmask16 first(int64_t count) { return count < 16 ? (1u << count) - 1 : 0xffff; }
 
-// Interleaves two rows of bfloat16, one after the other in memory.
+// Interleaves two rows of bfloat16 that are adjacent in memory.
 inline __m512i woven(__m512i both) {
   alignas(64) static constexpr uint16_t order[32] = {
       0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

@@ -1,4 +1,4 @@
-// bfloat16, the upper half of a float32. All rounding to bfloat16 is here.
+// bfloat16, the upper half of a float32. All rounding to bfloat16 is in this file.
 #pragma once
 
 #include "simd/vectors.h"
@@ -22,21 +22,21 @@ inline F32x16 widen(const BFloat16* from) { return widen(load<U16x16>(from)); }
 
 inline F32x16 widen(const float* from) { return load<F32x16>(from); }
 
-// Words of two numbers each: the first of them, widened, and the second.
+// Splits words of two bfloat16 elements: the first ones, widened to float32, and the second ones.
 inline F32x16 firsts(U32x16 pairs) { return as<F32x16>(pairs << 16); }
 
 inline F32x16 seconds(U32x16 pairs) { return as<F32x16>(pairs & 0xffff0000); }
 
-// Whether products of many rows are made two numbers at a time, in one instruction, and not widened; see `widens` of
-// `workhorse/devices/instructions.py`.
+// True if matmuls of many rows multiply pairs of elements with one instruction instead of widening them; see `widens`
+// in `workhorse/devices/instructions.py`.
 #if defined(__AVX512BF16__) && !defined(WIDEN_BFLOAT16)
 constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 #endif
 
-// To nearest, ties to even, as PyTorch rounds: of one float or of each of a vector of them, in the lower
-// half of as many bits. What is not a number stays so; its bits alone could carry over into another's.
+// Rounds one float, or each of a vector, to nearest, ties to even, as PyTorch does. The result is in the lower half of
+// 32 bits. NaN is handled apart: rounding its bits could carry over and give another value.
 template <class Bits, class Float>
 inline Bits rounded(Float value) {
   const Bits bits = as<Bits>(value);
@@ -44,7 +44,7 @@ inline Bits rounded(Float value) {
   return select(value == value, nearest, Bits{} + 0x7fc0);
 }
 
-// The instructions round in the same way, but take numbers below 2^-126 for 0.
+// The instructions round in the same way, but flush values below 2^-126 to 0.
 inline U16x16 round(F32x16 v) {
 #ifdef __AVX512BF16__
   return (U16x16)_mm512_cvtneps_pbh((__m512)v);

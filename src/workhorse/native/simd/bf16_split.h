@@ -1,15 +1,15 @@
-// float32 numbers as sums of two bfloat16 numbers, which the matrix unit can multiply.
+// float32 values as sums of two bfloat16 values, which the matrix unit can multiply.
 //
 //   x ≈ upper + lower
 //   x y ≈ lower(x) upper(y) + upper(x) upper(y) + upper(x) lower(y)
 //
-// Each part has 8 bits, so a number has a relative error of at most 2^-17, and a product, without that of
-// the lower parts, of less than 2^-15; in sums most of it cancels. PyTorch calls this "high" precision of
-// float32 products.
+// Each part has 8 bits, so a value has a relative error of at most 2^-17. A product, which omits the product of the
+// lower parts, has an error of less than 2^-15; in sums most of it cancels. PyTorch calls this "high" precision
+// of float32 matmuls.
 //
-// A number that is not finite is stored in the lower part alone: times the parts of a finite number it
-// gives the same as times the number, whereas an infinite upper part times a lower part of 0 would give
-// NaN. Two infinities give NaN. The unit treats numbers below 2^-126 as 0, parts too.
+// A value that is not finite is stored only in the lower part. Multiplied by the parts of a finite value, this gives
+// the correct result, whereas an infinite upper part times a lower part of 0 would give NaN. The product of two
+// infinities is NaN. The unit flushes values below 2^-126 to 0, including parts.
 #pragma once
 
 #include "simd/bf16.h"
@@ -22,7 +22,7 @@ struct Bf16Split {
   __m512 upper, lower;
 };
 
-// For finite numbers that do not round to infinity; for others the lower part is not finite.
+// For finite values that do not round to infinity; for others the lower part is not finite.
 inline Bf16Split split_finite(__m512 x) {
   const __m512i up = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   const __m512i cut = _mm512_and_si512(up, _mm512_set1_epi32(0xffff0000));
@@ -30,7 +30,7 @@ inline Bf16Split split_finite(__m512 x) {
   return {upper, _mm512_sub_ps(x, upper)};
 }
 
-// For any numbers: large ones are truncated instead of rounded.
+// For all values: large ones are truncated instead of rounded.
 inline Bf16Split split_any(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x), size = _mm512_add_epi32(bits, bits);
   const __mmask16 small = _mm512_cmplt_epu32_mask(size, _mm512_set1_epi32(0xfeff0000));
@@ -41,8 +41,8 @@ inline Bf16Split split_any(__m512 x) {
   return {upper, _mm512_sub_ps(x, upper)};
 }
 
-// 16 rows of 32 numbers, which `load` gives by row and half of a row; `store` gets each row's upper and
-// lower parts in bfloat16.
+// Splits 16 rows of 32 elements. `load` returns a half of a row; `store` receives the upper and lower parts of a row
+// in bfloat16.
 template <class Load, class Store>
 inline void split(const Load& load, const Store& store) {
   const auto write = [&](int row, const Bf16Split& a, const Bf16Split& b) {

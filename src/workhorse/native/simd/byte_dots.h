@@ -1,4 +1,4 @@
-// Dot products of bytes with 16-bit integers, four in each of 16 lanes: how weights of few bits are multiplied.
+// Dot products of bytes with 16-bit integers, four in each of 16 lanes, for weights of 4 or 8 bits.
 // The sums are exact, so they are the same on every CPU.
 #pragma once
 
@@ -9,21 +9,21 @@
 
 namespace workhorse {
 
-constexpr int kFactors = 32;            // integers that are multiplied and summed
-constexpr int kSteps = kFactors / 4;    // vectors of bytes that they are multiplied with
+constexpr int kFactors = 32;            // integers of one dot product
+constexpr int kSteps = kFactors / 4;    // vectors of bytes that they are multiplied by
 constexpr int kMost = 127 * 256 + 127;  // the largest magnitude of an integer
 
 #ifdef __AVX512VNNI__
 
-// One instruction multiplies four bytes in every lane by four bytes and accumulates the products, so an
-// integer is split into two bytes, 256 high + low.
+// One instruction multiplies four bytes in every lane by four bytes and accumulates the products. An integer is
+// therefore split into two bytes, 256 high + low.
 struct Factors {
-  int32_t begin[2];  // of the sums
+  int32_t begin[2];  // initial values of the sums
   int8_t high[kFactors], low[kFactors];
 
   Factors() {}
 
-  // The bytes will be `offset` larger than what they stand for.
+  // Each byte will be larger than its value by `offset`.
   Factors(const int16_t (&x)[kFactors], int32_t offset) {
     int32_t sums[2] = {};
     for (int k = 0; k < kFactors; k++) {
@@ -73,22 +73,22 @@ inline V add_products(V sum, V a, V b) {
 #endif
 }
 
-// Those at odd places, each in 16 bits.
+// The bytes at odd places, each in 16 bits.
 template <class V>
 inline V odd_bytes(V bytes) {
   if constexpr (kHalved<V>) return {odd_bytes(bytes.low), odd_bytes(bytes.high)};
   else return (V)((typename Register<uint16_t, sizeof(V) / 2>::type)bytes >> 8);
 }
 
-// One instruction multiplies two integers in every lane by two, so bytes and integers are taken apart by
-// whether their places are even or odd.
+// One instruction multiplies two integers in every lane by two. Bytes and integers are therefore separated into even
+// and odd places.
 struct Factors {
   int32_t begin;  // of the sum
   int16_t even[kFactors / 2], odd[kFactors / 2];
 
   Factors() {}
 
-  // The bytes will be `offset` larger than what they stand for.
+  // Each byte will be larger than its value by `offset`.
   Factors(const int16_t (&x)[kFactors], int32_t offset)
       : begin(-offset * std::accumulate(x, x + kFactors, int32_t{})) {
     for (int k = 0; k < kFactors / 2; k++) even[k] = x[2 * k], odd[k] = x[2 * k + 1];
@@ -117,7 +117,7 @@ struct ByteDots {
 
 #endif
 
-// A table of 16 bytes, looked up for each byte of a vector, which must be less than 16.
+// A table of 16 bytes, looked up for each byte of a vector; each byte must be less than 16.
 struct ByteTable {
   U32x16 four;  // copies of it
 

@@ -8,16 +8,16 @@
 
 namespace workhorse {
 
-// Whether single rows, for which widening does not pay, are nevertheless multiplied by pairs.
+// True if single rows, for which widening is not faster, are multiplied by pairs all the same.
 #ifdef __AVX512BF16__
 constexpr bool kMixesPairs = !kPairs;
 #else
 constexpr bool kMixesPairs = false;
 #endif
 
-// `step` numbers of a row times as many of another, onto a vector of partial sums. `Reused`: whether the numbers are
-// multiplied by several rows, so that widening them pays where pairs are slow. Either has the same bits while a
-// `Rounding` lives.
+// Adds the products of `step` elements of two rows to a vector of partial sums. `Reused`: true if several rows are
+// multiplied by the same elements, so that widening them is faster where pairs are slow. Both ways give the same bits
+// while a `Rounding` exists.
 template <class T>
 struct Dot;
 
@@ -41,7 +41,7 @@ struct Dot<BFloat16> {
     if constexpr (kPairs || !Reused)
       return (F32x16)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(w), load<__m512bh>(x));
 #endif
-    // In the order of that instruction on Intel's CPUs.
+    // In the order in which that instruction adds on Intel CPUs.
     const auto a = load<U32x16>(w), b = load<U32x16>(x);
     return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), acc));
   }

@@ -1,4 +1,4 @@
-// Loops over the numbers of a row, float or BFloat16 in memory, computed in float32.
+// Loops over the elements of a row, float or BFloat16 in memory, computed in float32.
 #pragma once
 
 #include <type_traits>
@@ -7,7 +7,7 @@
 
 namespace workhorse {
 
-// Loop bodies are written once for sixteen numbers, V = F32x16, and for one, V = float.
+// A loop body is written once for both element counts: sixteen, V = F32x16, and one, V = float.
 template <class V>
 constexpr int64_t kCount = sizeof(V) / sizeof(float);
 
@@ -34,7 +34,7 @@ inline void write(BFloat16* to, F32x16 v) { put(to, round(v)); }
 template <class T>
 inline void write(T* to, float value) { store(to, value); }
 
-// Numbers that lie `step` apart, as one vector, and back.
+// Loads elements that are `step` apart as one vector, and stores them.
 template <class V, class T>
 inline V gather(const T* from, int64_t step) {
   if (step == 1) return read<V>(from);
@@ -51,7 +51,7 @@ inline void scatter(T* to, int64_t step, V v) {
   for (int64_t n = 0; n < kCount<V>; n++) to[n * step] = kept[n];
 }
 
-// Sums of a row: a vector of lanes, and the numbers left over at its end.
+// Sums of a row: a vector of lanes, and the elements left over at the end of the row.
 struct Sum {
   F32x16 lanes{};
   float rest = 0;
@@ -66,7 +66,7 @@ struct Sum {
   operator float() const { return sum(lanes) + rest; }
 };
 
-// A number rounded to T.
+// A value rounded to T.
 template <class T, class V>
 inline V held_by(V value) {
   if constexpr (std::is_same_v<T, float>) return value;

@@ -1,7 +1,7 @@
-// The tile instructions of Intel's matrix unit (AMX) in vectors, for tests on a CPU that has none.
+// The tile instructions of Intel's matrix unit (AMX) emulated with vectors, for tests on a CPU without the unit.
 //
-// Code for the unit is compiled as it is; only what an instruction does to its tiles is done here, to the bit as
-// Intel's manual has it. The compiler includes this file first (`workhorse/devices/instructions.py`).
+// Code for the unit is compiled unchanged. This file replaces only what an instruction does to its tiles, bit by bit as
+// in Intel's manual. The compiler includes this file first (`workhorse/devices/instructions.py`).
 #pragma once
 
 #include <immintrin.h>
@@ -16,13 +16,13 @@ namespace workhorse::emulated {
 
 constexpr int kRows = 16, kRowBytes = 64;
 
-// Those of a thread. All have full size: nobody here configures another.
+// The tiles of a thread. All have full size: no code here configures another size.
 struct Tiles {
   alignas(64) char row[8][kRows][kRowBytes];
   bool configured = false;
 };
 
-// The thread's tiles. An instruction without a configuration ends the process, as on the unit.
+// Returns the thread's tiles. An instruction without a configuration ends the process, as on the unit.
 inline Tiles& tiles(bool configured = true) {
   static thread_local Tiles mine;
   if (configured && !mine.configured) std::abort();
@@ -43,8 +43,8 @@ inline void store(int tile, void* to, int64_t stride) {
   for (int r = 0; r < kRows; r++) std::memcpy((char*)to + r * stride, tiles().row[tile][r], kRowBytes);
 }
 
-// c += a b. A row of `a` is 16 pairs of bfloat16, and row k of `b` the numbers that its pair k meets, one pair for
-// each number of c. First and second numbers of the pairs are summed apart; subnormal numbers are zero.
+// c += a b. A row of `a` is 16 pairs of bfloat16. Row k of `b` holds the pairs that pair k is multiplied by, one for
+// each element of c. First and second elements of the pairs are summed separately; subnormal values are zero.
 __attribute__((noinline)) inline void multiply(int c, int a, int b) {
   const TakingSubnormalsForZero scope;
   Tiles& mine = tiles();

@@ -1,12 +1,12 @@
-// e^x in vectors, for any CPU.
+// e^x for vectors, on any CPU.
 #pragma once
 
 #include "simd/vectors.h"
 
 namespace workhorse {
 
-// e^x for x <= 0, to a few units of the last place: 2^whole · e^rest with |rest| <= ln(2) / 2. Below e^-87, the least
-// that is not denormal, it is 0; NaN stays what it is.
+// e^x for x <= 0, to a few units in the last place: 2^whole · e^rest with |rest| <= ln(2) / 2. It is 0 below e^-87, the
+// smallest result that is not denormal. NaN stays NaN.
 inline F32x16 exponential(F32x16 x) {
   const auto none = x < F32x16{} - 87.0f;
   x = select(none, F32x16{}, x);

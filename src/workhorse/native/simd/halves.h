@@ -1,5 +1,5 @@
-// Vectors longer than the CPU's, as two halves each. GCC has vectors of any length, but keeps in memory those
-// for which there is no register.
+// Vectors longer than the CPU's, as two halves each. GCC has vectors of any length, but keeps vectors in memory if no
+// register has their length.
 #pragma once
 
 #include <bit>
@@ -23,15 +23,15 @@ struct Register {
   typedef T type __attribute__((vector_size(N * sizeof(T))));
 };
 
-// N numbers. As many of each type share a register, so that they convert into each other.
+// N elements. Vectors of the same N are all registers or all halves, so that they convert into each other.
 template <class T, int N>
 using Vector = typename std::conditional_t<N * 4 <= kRegister, Register<T, N>, std::type_identity<Halves<T, N>>>::type;
 
 template <class V>
 constexpr bool kHalved = requires { typename V::Half; };
 
-// A vector of one number. GCC leaves out `value - 0`, which is the number itself, but computes `0 + value`, which is 0
-// if it is -0.
+// A vector with one value in all lanes. GCC optimises `value - 0`, which is the value itself, but computes `0 + value`,
+// which is 0 for -0.
 template <class V, class T>
 inline V broadcast(T value) {
   if constexpr (kHalved<V>) return V(value);
@@ -51,7 +51,7 @@ struct Halves {
 
   T operator[](int lane) const { return lane < N / 2 ? low[lane] : high[lane - N / 2]; }
 
-  // The same bits as numbers of another type.
+  // The same bits as elements of another type.
   template <class To>
   explicit operator To() const { return {(typename To::Half)low, (typename To::Half)high}; }
 

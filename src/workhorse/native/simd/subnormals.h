@@ -1,4 +1,4 @@
-// What becomes of numbers below 2^-126.
+// Treatment of values below 2^-126.
 #pragma once
 
 #ifdef __x86_64__
@@ -7,7 +7,7 @@
 
 namespace workhorse {
 
-// While it lives, this thread treats them as 0, as the instructions that multiply pairs of bfloat16 do.
+// While an object exists, its thread treats them as 0, like the instructions that multiply pairs of bfloat16.
 class TakingSubnormalsForZero {
 #ifdef __x86_64__
  public:

@@ -1,11 +1,11 @@
-// 16 × 16 numbers of 32 bits, rows and columns exchanged: how lanes become rows.
+// Transpose of 16 × 16 elements of 32 bits, which turns lanes into rows.
 #pragma once
 
 #include "simd/vectors.h"
 
 namespace workhorse {
 
-// Exchanges the lanes of a whose number has bit W with the lanes of b whose number does not.
+// Exchanges the lanes of a whose index has bit W with the lanes of b whose index does not.
 template <int W, class V>
 inline void exchange(V& a, V& b) {
   constexpr int lanes = sizeof(V) / sizeof(uint32_t);
@@ -23,7 +23,7 @@ inline void exchange(V& a, V& b) {
   }
 }
 
-// In four rounds, each exchanging rows and columns that differ in one bit of their number.
+// Takes four rounds; each exchanges rows and columns whose indices differ in one bit.
 inline void transpose(U32x16 (&v)[16]) {
   const auto round = [&]<int W>(std::integral_constant<int, W>) {
     for (int i = 0; i < 16; i++)

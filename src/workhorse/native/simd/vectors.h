@@ -1,4 +1,4 @@
-// Vectors of 16 numbers, for any CPU.
+// Vectors of 16 elements, for any CPU.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ using I32x16 = Vector<int32_t, 16>;
 using U32x16 = Vector<uint32_t, 16>;
 using U16x16 = Vector<uint16_t, 16>;
 
-// A number or a vector from memory, and into it.
+// Loads a value or a vector from memory, and stores it.
 template <class V>
 inline V load(const void* from) {
   if constexpr (kHalved<V>) {
@@ -43,14 +43,14 @@ inline void put(void* to, V v) {
   }
 }
 
-// The same bits as To, of numbers and of vectors.
+// The same bits as type To, for a value or a vector.
 template <class To, class V>
 inline To as(V v) {
   if constexpr (kHalved<V>) return To(v);
   else return std::bit_cast<To>(v);
 }
 
-// The same numbers as To, towards zero if those are integers.
+// The values converted to To; towards zero if To is an integer type.
 template <class To, class V>
 inline To convert(V v) {
   if constexpr (kHalved<V>) return {convert<typename To::Half>(v.low), convert<typename To::Half>(v.high)};
@@ -65,16 +65,16 @@ inline To convert(V v) {
   else return __builtin_convertvector(v, To);
 }
 
-// mask ? a : b, of numbers and of each lane of vectors.
+// mask ? a : b, for a value or each lane of a vector.
 template <class Mask, class V>
 inline V select(Mask mask, V a, V b) {
   if constexpr (kHalved<V>) return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
   else return mask ? a : b;
 }
 
-// a · b + c of numbers and of vectors, rounded once if the CPU has an instruction for it, else twice. Compilers may not
-// fuse other sums of products (`-ffp-contract=off`), so that bits depend neither on them nor on which copy of a loop
-// computes a number.
+// a · b + c, for a value or a vector: rounded once if the CPU has an instruction for it, otherwise twice. Compilers may
+// not fuse other sums of products (`-ffp-contract=off`). The bits therefore depend neither on the compiler nor on which
+// copy of a loop computes an element.
 inline float fused(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);
@@ -97,7 +97,7 @@ inline V fused(V a, V b, V c) {
 #endif
 }
 
-// The same if some of them are a float for every lane.
+// The same operation if some arguments are one float for all lanes.
 template <class... Some>
 inline auto fma(Some... abc) {
   using V = std::conditional_t<(std::is_same_v<Some, F32x16> || ...), F32x16, float>;
@@ -113,7 +113,7 @@ inline I32x16 lane_numbers() {
   return load<I32x16>(numbers);
 }
 
-// In each group of 2 W lanes, adds the first W and the last W; sums of a go to the first W, of b to the
+// In each group of 2 W lanes, adds the first W and the last W. Sums of a go to the first W, sums of b to the
 // last W.
 template <int W, class V>
 inline V fold(V a, V b) {
@@ -132,17 +132,17 @@ inline V fold(V a, V b) {
   }
 }
 
-// By halves: adding one lane after the other would wait for every addition.
+// Adds by halves: adding one lane after the other would wait for every addition.
 inline float sum(F32x16 v) {
   v = fold<8>(v, v);
   v = fold<4>(v, v);
   return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-// Prefetches a line that is read later, into the second cache: the first is small, and rows a power of two apart
-// would evict each other. Past the end it does nothing.
+// Prefetches a cache line that is read later into the L2 cache. The L1 cache is small, and rows that are a power of two
+// apart would evict each other there. Past the end it does nothing.
 inline void expect(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-constexpr int64_t kStreamAhead = 1 << 13;  // how many bytes before they are read, of what is read in order
+constexpr int64_t kStreamAhead = 1 << 13;  // prefetch distance in bytes for sequential reads
 
 }  // namespace workhorse

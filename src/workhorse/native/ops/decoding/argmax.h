@@ -1,4 +1,4 @@
-// The index of a row's largest number: greedy decoding.
+// The index of the largest element of a row, for greedy decoding.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace workhorse::argmax {
 
-// The index of the largest of `count` numbers, the first of equals; -1 if one of them is not finite.
+// The index of the largest of `count` elements, the first of equals; -1 if an element is not finite.
 template <class T>
 int64_t argmax(const T* row, int64_t count) {
   constexpr int wide = 16;

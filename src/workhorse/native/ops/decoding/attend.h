@@ -4,7 +4,7 @@
 // values are each read once, in order, a few slots at a time, so that all queries find them in the L1
 // cache. To keep memory busy, values are prefetched near the end of the keys, and the next unit's keys
 // near the end of the values. Sums, weights and the softmax are float32. Queries are computed
-// independently: neither other queries nor the number of threads change the bits of a result.
+// independently: a result's bits depend neither on other queries nor on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@
 namespace workhorse::attend {
 
 constexpr int kWide = 16;  // lanes of a vector, and slots at a time
-constexpr int kSoon = 48;  // how many slots ahead to prefetch
-constexpr int kMany = 4;   // queries for which values are widened once
+constexpr int kSoon = 48;  // prefetch distance in slots
+constexpr int kMany = 4;   // number of queries that share one widening of the values
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // Keys or values, (heads, blocks, slots of a block, width), contiguous along the width.
@@ -41,7 +41,7 @@ struct Heads {  // (batch, heads, seq, width), contiguous along the width
   }
 };
 
-// Units among which the queries of a row's key head are divided: several if there are fewer heads than shares.
+// Number of units that divide the queries of a row's key head: more than one if there are fewer heads than shares.
 inline int64_t splits_of(int64_t shares, int64_t heads_of_all_rows, int64_t queries) {
   const int64_t heads = std::max<int64_t>(1, heads_of_all_rows);
   return std::clamp<int64_t>((shares + heads - 1) / heads, 1, std::max<int64_t>(1, queries));
@@ -95,14 +95,14 @@ struct Attend {
            slot % block * in.slot_stride;
   }
 
-  // The address that is read kSoon slots after this one: a later key, or a value.
+  // The address to prefetch: kSoon slots after this one, a later key or a value.
   const T* after_key(const Unit& unit, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - unit.last;
     if (over < 0) return at(k, unit, soon);
     return at(v, unit, std::min(unit.first + over, unit.last - 1));
   }
 
-  // Likewise for values: a later value, or a key of the next head.
+  // The address to prefetch for values: a later value, or a key of the next head.
   const T* after_value(const Unit& unit, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - unit.last;
     if (over < 0) return at(v, unit, soon);
@@ -121,7 +121,7 @@ struct Attend {
     return {std::min(first[place], last[place]), last[place]};
   }
 
-  // A query of a unit, or what is made of it.
+  // The address of a query of a unit, or of its result.
   template <class Number>
   Number* of(const Heads<Number>& all, const Unit& unit, int64_t g) const {
     const int64_t n = unit.begin + g;
@@ -141,7 +141,7 @@ struct Attend {
     }
   }
 
-  // True in the lanes whose slots are seen.
+  // True in the lanes of visible slots.
   static I32x16 inside(int64_t slot, Seen seen) {
     const I32x16 lanes = lane_numbers();
     const int32_t from = int32_t(std::clamp<int64_t>(seen.first - slot, 0, kWide));
@@ -173,7 +173,7 @@ struct Attend {
     return all;
   }
 
-  // In place. A query that sees nothing gets weights of 0.
+  // In place. A query without visible slots gets weights of 0.
   static void softmax(float* scores, int64_t padded) {
     F32x16 most = load<F32x16>(scores);
     for (int64_t i = kWide; i < padded; i += kWide) {
@@ -207,7 +207,7 @@ struct Attend {
           write(&widened[n * value_width + i], read<V>(values + n * v.slot_stride + i));
         });
       for (int64_t g = 0; g < group; g++) {
-        // A query reads no slots but those that it sees.
+        // A query reads only the slots that it sees.
         const Seen seen = seen_by(unit, g);
         const int64_t from = std::max<int64_t>(seen.first - slot, 0), to = std::min(seen.last - slot, count);
         const float* const by = weights + g * room + slot - unit.first;

@@ -1,9 +1,9 @@
-// y = x Wᵀ + b for few rows of x, with W as `nn.Linear` holds it: dot products of rows.
+// y = x Wᵀ + b for few rows of x, with W laid out as in `nn.Linear`: dot products of rows.
 //
-// For one row it takes as long as reading W: on AMD's CPUs row by row, elsewhere four rows in parallel, with what comes
-// next prefetched. Four rows of x are multiplied while a part of W is in registers, and further ones
-// while it is in the L1 cache; long rows are cut for that, and sums kept from one cut to the next.
-// How a number is rounded depends on the length of its sum alone.
+// For one row it takes as long as reading W: row by row on AMD CPUs, four rows in parallel elsewhere, with prefetch of
+// the next ones. Four rows of x are multiplied while a part of W is in registers, and further rows while it is in the
+// L1 cache. For that, long rows are cut, and sums are kept from one cut to the next.
+// The rounding of an element depends only on the length of its sum.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace workhorse::linear {
 
 constexpr int kOut = 4;              // rows of W side by side
 constexpr int kRows = 4;             // rows of x at a time
-constexpr int kTogether = 16;        // rows of W whose totals are rounded together, where x has one row
+constexpr int kTogether = 16;        // rows of W whose totals are rounded together if x has one row
 constexpr int64_t kTall = 64;        // rows of W that all rows of x are multiplied by before the next
 constexpr int64_t kPanel = 64;       // rows of x at a time, whose sums are kept from one cut to the next
 constexpr int64_t kCut = 1 << 12;    // bytes of a cut of a row: four of W and four of x fit into L1
 
-// What x is multiplied with, and where the product goes.
+// The weights that x is multiplied by, and the destination of the result.
 template <class T>
 struct Layer {
   const T *weight, *bias;  // bias may be null
@@ -41,7 +41,7 @@ struct Rows {
   }
 
  private:
-  // A panel of x stays in the L2 cache meanwhile. Not inlined: between that rounding's begin and end.
+  // A panel of x stays in the L2 cache meanwhile. Not inlined, so that it stays between `Rounding`'s begin and end.
   [[gnu::noinline]] void each_output(const Layer<T>& layer, int64_t begin, int64_t end) const {
     for (; begin < end; begin += kTall) {
       const int64_t until = std::min(begin + kTall, end);
@@ -56,11 +56,11 @@ struct Rows {
     }
   }
 
-  struct Cut {  // of every row; all but the last are whole steps
+  struct Cut {  // a cut of every row; all but the last cut are whole steps
     int64_t begin, end;
   };
 
-  // Whether memory is read fastest by several rows of W at a time: it is not on AMD's CPUs.
+  // True if memory is read fastest by several rows of W at a time. This is not the case on AMD CPUs.
   static bool reads_several() {
 #ifdef __x86_64__
     static const bool intel = __builtin_cpu_is("intel");
@@ -95,8 +95,8 @@ struct Rows {
     Cut cut{0, 0};
     do {
       cut = {cut.end, std::min(cut.end + length, in)};
-      // The columns to ask for while one row after the other is multiplied: a share for each, since more at
-      // once than the memory can answer would hold up everything.
+      // Prefetches columns while one row after the other is multiplied, a share for each row: more requests at
+      // once than the memory can answer would stall everything.
       const int64_t share = first > 0 ? 0 : round_up((cut.end - cut.begin + last - 1) / last, Dot<T>::step);
       const auto ahead = [&](int64_t r, int64_t count) {
         return Cut{cut.begin + r * share, cut.begin + (r + count) * share};
@@ -127,7 +127,7 @@ struct Rows {
       finish<O, R>(layer, o, r, acc, k);
   }
 
-  // Adds what is left of the rows from `k` on and the bias, and stores.
+  // Adds the rest of the rows from `k` on and the bias, and stores.
   template <int O, int R>
   void finish(const Layer<T>& layer, int64_t o, int64_t r, const F32x16 (&acc)[R * O], int64_t k) const {
     const T *w = layer.weight + o * in, *xs = x + r * in;

@@ -1,4 +1,4 @@
-// linear.h on the matrix unit (simd/amx.h), for two rows of x and more. The unit computes
+// linear.h on the matrix unit (simd/amx.h), for two or more rows of x. The unit computes
 // C[m][n] += Σ_k A[m][k] B[k][n] over 32 k at a time:
 //
 //   A   16 outputs × 32 k of W, loaded in place from the weight of `nn.Linear` (leading dimension `in`)
@@ -24,7 +24,7 @@ namespace workhorse::linear {
 constexpr int64_t kHigh = 2 * kTile;  // outputs at a time
 constexpr int kBeside = 2;            // tiles of B at a time
 
-// Rows of x packed for the unit, to be multiplied by any number of weights.
+// Rows of x packed for the unit; they can be multiplied by any number of weights.
 struct TiledRows {
   const BFloat16* x;
   int64_t rows, in;
@@ -53,7 +53,7 @@ struct TiledRows {
       block(layer, o, std::min(end - o, kHigh), layer.weight + o * in);
   }
 
-  // Computes `height` outputs, at most 32, from `o` on, for every row; `w` points to their weights.
+  // Computes `height` outputs, up to 32, from `o` on, for every row; `w` points to their weights.
   void block(const Layer<BFloat16>& layer, int64_t o, int64_t height, const BFloat16* w) const {
     for (int64_t c = 0; c < columns; c += kBeside) {
       const bool two = columns - c > 1;
@@ -119,7 +119,7 @@ struct TiledRows {
                                (__m256i)round((F32x16)_mm512_add_ps((__m512)v[i], add)));
   }
 
-  // Loads a tile of A that reaches past the edge of W, padded with zeros.
+  // Loads a tile of A that crosses the edge of W, padded with zeros.
   void load_edge(const BFloat16* w, int64_t height, int64_t width) const {
     alignas(64) BFloat16 whole[kTile][kDepth] = {};
     for (int64_t i = 0; i < height; i++)

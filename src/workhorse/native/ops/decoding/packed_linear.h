@@ -1,4 +1,4 @@
-// y = x Wᵀ + b with W packed into 4 or 8 bits a weight; x and y are bfloat16 or float32.
+// y = x Wᵀ + b with W packed into 4 or 8 bits per weight; x and y are bfloat16 or float32.
 //
 // The lanes of a vector are 16 outputs, so nothing is summed across lanes. Each block of 16 outputs and
 // group of 32 k has 512 bytes of codes (8 bits) or 256 (4 bits), and, in a separate array, 16 scales in
@@ -9,8 +9,8 @@
 //                                        k = 8 v + 4 + i in the upper; `levels[code]` is 128 + the level
 //
 // x is converted, once per call, to 16-bit integers scaled by the largest magnitude of each group. The
-// error is at most 2⁻¹⁶ of that magnitude; rounding to bfloat16 has 2⁻⁹ of each number. Sums begin at
-// -128 Σ x, which cancels the offset of W.
+// error is at most 2⁻¹⁶ of that magnitude; rounding to bfloat16 has an error of 2⁻⁹ of each element. Sums begin
+// at -128 Σ x, which cancels the offset of W.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +23,9 @@ namespace workhorse::packed_linear {
 
 constexpr int kLanes = 16;
 constexpr int kGroup = kFactors;
-constexpr int kOffset = 128;  // codes are that much larger than levels
+constexpr int kOffset = 128;  // difference between a code and its level
 
-// The first `count` of 16 numbers in memory; the others are 0, and not touched.
+// The first `count` of 16 elements in memory; the others are 0, and their memory is not read.
 template <class T>
 inline F32x16 read_first(const T* from, int64_t count) {
   if (count >= kLanes) return widen(from);
@@ -51,7 +51,7 @@ struct Fixed {
 
   template <class T>
   explicit Fixed(const T* x) {
-    // Compared as integers, the bits of magnitudes have the same order, and NaN is the largest.
+    // Compared as integers, the bits of magnitudes have the same order as the magnitudes, and NaN is the largest.
     uint32_t magnitude = 0;
     for (int k = 0; k < kGroup; k++)
       magnitude = std::max(magnitude, as<uint32_t>(to_float(x[k])) & 0x7fffffff);
@@ -75,7 +75,7 @@ struct PackedWeight {
 
   const uint8_t* codes;
   const BFloat16* scales;
-  const uint8_t* levels;  // 16 of them, for 4 bits
+  const uint8_t* levels;  // the 16 levels of 4-bit codes
   int64_t groups;
 
   const uint8_t* code(int64_t block) const { return codes + block * groups * bytes; }
@@ -100,9 +100,9 @@ struct PackedLinear {
   const T *x, *bias;  // bias may be null
   T* y;
   int64_t rows, out;
-  Fixed* fixed;  // (rows, groups): x, once it is packed
+  Fixed* fixed;  // (rows, groups): x after packing
 
-  // Converts rows [begin, end) of x likewise.
+  // Converts rows [begin, end) of x.
   void pack(int64_t begin, int64_t end) const {
     const int64_t first = begin * weight.groups;
     packed_linear::pack(x + first * kGroup, (end - begin) * weight.groups, fixed + first);

@@ -1,4 +1,4 @@
-// `packed_linear.h` on the matrix unit of Intel's CPUs (AMX), for many rows of x in bfloat16.
+// `packed_linear.h` on the matrix unit of Intel CPUs (AMX), for many rows of x in bfloat16.
 //
 // The codes of a block and a group are in the order of the unit's right operand: 16 adjacent outputs,
 // each with four k. So W is expanded into tiles lane by lane, rounded to bfloat16, in a few instructions per
@@ -15,12 +15,12 @@ namespace workhorse::packed_linear {
 
 #ifdef __AMX_BF16__
 
-// Each row is one cache line; a row that crosses two lines is loaded at half the speed.
+// Aligned so that each row is one cache line: a row that crosses two lines is loaded at half the speed.
 struct alignas(64) Tile {
   BFloat16 numbers[kTile][kDepth];
 };
 
-constexpr int kManyRows = 12;  // the fewest rows for which this is faster than `packed_linear.h`
+constexpr int kManyRows = 12;  // minimum rows for which this is faster than `packed_linear.h`
 
 template <int Bits>
 struct PackedTiles {
@@ -89,7 +89,7 @@ struct PackedTiles {
     }
   }
 
-  // Stores a row of a tile: two adjacent numbers of each lane.
+  // Stores a row of a tile: two adjacent elements of each lane.
   static void pairs(BFloat16* to, __m512 even, __m512 odd) {
     _mm512_store_si512(to, woven(round((F32x16)even, (F32x16)odd)));
   }

@@ -1,9 +1,10 @@
 // A decoding step as a program: one instruction for each module of the model that computes something.
 //
-// Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for products
-// with packed weights. An instruction that `joins` the one before it is done right after it for each row; together they
-// are a stage. A stage is divided among the threads by outputs or by rows, so that no sum depends on how many there
-// are. One whose first instruction `waits` begins with a barrier; execute/native_decoding/program.py decides which do.
+// Values are in registers, which are matrices with a row for each token. A packed register holds fixed-point elements
+// for matmuls with packed weights. An instruction that `joins` the one before it runs right after it for each row;
+// together they form a stage. The threads divide a stage by outputs or by rows, so no sum depends on the number of
+// threads. A stage whose first instruction `waits` begins with a barrier; execute/native_decoding/program.py decides
+// which stages wait.
 #pragma once
 
 #include <cstddef>
@@ -19,27 +20,27 @@
 
 namespace workhorse::step {
 
-// What an instruction does with registers `to`, `from` and `other`, and weights number `weight` and `bias`,
-// -1 where there is none. The meaning of `options` and `numbers` stands beside each.
+// Operations on the registers `to`, `from` and `other`, with the weights of index `weight` and `bias` (-1 for none).
+// The comment on each operation gives the meaning of `options` and `numbers`.
 enum class Op : int64_t {
   kEmbed,         // to = rows of weight, by token
   kEmbedPosition,  // to = rows of weight, by position + options[0]
   kScale,         // to = from · numbers[0]
   kAdd,           // to = from + other
-  kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in parts of options[0] numbers; [1]: bits
-  kActivate,      // to = act(from), times other if there is one; options[0]: Activation
+  kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in slices of options[0] elements; [1]: flags
+  kActivate,      // to = act(from), times other if given; options[0]: Activation
   kLinear,        // to = from weightᵀ + bias, options[0] outputs
   kPack,          // to, packed, = from
-  kPackedLinear,  // likewise with packed from; options[1]: scales, [2]: levels or -1
-  kRotate,        // to is rotated in heads of options[0] numbers; [1]: angles, [2]: bits
-  kStore,         // from and other go into the cache, as keys and values; options[0]: layer, [1]: table
+  kPackedLinear,  // kLinear with packed from; options[1]: scales, [2]: levels or -1
+  kRotate,        // to is rotated in heads of options[0] elements; [1]: angles, [2]: flags
+  kStore,         // stores from and other in the cache, as keys and values; options[0]: layer, [1]: table
   kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale
-  kLast,          // to = the rows of from that logits are wanted of; from here on there are no others
+  kLast,          // to = the rows of from whose logits are wanted; later instructions have only these rows
 };
 
 enum class Activation : int64_t { kRelu, kReluSquared, kGelu, kGeluTanh, kSilu, kSigmoid };
 
-// Bits of options[1] of a norm, and options[2] of a rotation.
+// Flags in options[1] of a norm, and in options[2] of a rotation.
 constexpr int64_t kCentred = 1, kRoundedNormal = 2, kRoundedGain = 4;
 constexpr int64_t kInterleaved = 1, kInFloat32 = 2;
 
@@ -48,41 +49,41 @@ struct Instruction {
   int64_t waits, joins, to, from, other, weight, bias, options[4];
 };
 
-// Whether an instruction computes each row from the same row of what it reads.
+// True if an instruction computes each row only from the same row of its inputs.
 constexpr bool rowwise(Op op) {
   return op != Op::kLinear && op != Op::kPackedLinear && op != Op::kAttend && op != Op::kLast;
 }
 
 struct Register {
   std::byte* at;
-  int64_t width;  // numbers in a row
+  int64_t width;  // elements in a row
 };
 
-// A layer's keys or values.
+// The keys or values of a layer.
 template <class T>
 struct Stored {
   T* data;
   int64_t head_stride, block_stride, slot_stride, heads, width;
 };
 
-// The blocks of each sequence, (batch, blocks).
+// The block table of each sequence, (batch, blocks).
 struct BlockTable {
   const int64_t* at;
   int64_t blocks;
 };
 
-// Cosines, then sines: (positions, pairs) each.
+// Cosines and sines, (positions, pairs) each.
 struct Angles {
   const void *cos, *sin;
   int64_t pairs;
 };
 
-// Consecutive sequences with equally many new tokens.
+// Consecutive sequences with the same number of new tokens.
 struct Batch {
-  int64_t sequence, sequences, seq, token;  // the first sequence, their number, tokens of each, the first token
+  int64_t sequence, sequences, seq, token;  // first sequence, number of sequences, tokens of each, first token
 };
 
-// The slots that the tokens of a pass see in layers of one reach.
+// The slots that the tokens of a pass see in layers with the same window or chunk.
 struct Seen {
   std::vector<int64_t> first, last;
 };
@@ -90,7 +91,7 @@ struct Seen {
 template <class T>
 struct Pass {
   const Instruction* instructions;
-  const double* numbers;  // two for each
+  const double* numbers;  // two for each instruction
   int64_t count;
   std::vector<Register> registers;
   std::vector<const void*> weights;
@@ -99,14 +100,14 @@ struct Pass {
   std::vector<BlockTable> tables;
   std::vector<Seen> seen;
   std::vector<Batch> batches;
-  const int64_t *tokens, *positions, *sequences;  // of each token; which sequence it belongs to
+  const int64_t *tokens, *positions, *sequences;  // id, position and sequence of each token
   int64_t total, block;                           // number of tokens; slots of a block
-  int64_t few;                        // up to so many rows linear layers are dot products, for more they are gemms
-  const int64_t* wanted;  // the tokens that logits are wanted of
+  int64_t few;                        // maximum rows for dot products in linear layers; for more, gemms
+  const int64_t* wanted;  // the tokens whose logits are wanted
   int64_t wanted_count;
   int64_t shares;
 
-  // What one thread does; [from, to) are its shares.
+  // The work of one thread; [from, to) are its shares.
   void run(Team& team, int64_t from, int64_t to) const {
     int64_t rows = total;
     int64_t in_order = -1;
@@ -127,8 +128,8 @@ struct Pass {
   }
 
  private:
-  static constexpr int64_t kUnitBytes = 1 << 15;   // of weights that a thread reads at a time
-  static constexpr int64_t kUnitColumns = 1 << 7;  // of a gemm, about
+  static constexpr int64_t kUnitBytes = 1 << 15;   // bytes of weights that a thread reads at a time
+  static constexpr int64_t kUnitColumns = 1 << 7;  // columns of a gemm per unit, approximately
 
   T* row(int64_t reg, int64_t r) const {
     return (T*)registers[reg].at + r * registers[reg].width;
@@ -156,7 +157,7 @@ struct Pass {
   }
 
   // Divides an instruction into units by `divide(units, function of a unit)`. `in_order`: the register whose rows
-  // this thread has put in order for gemms, or -1.
+  // this thread has packed for gemms, or -1.
   template <class Divide>
   void work_together(const Instruction& now, float number, int64_t rows, int64_t& in_order,
                      const Divide& divide) const {
@@ -243,7 +244,7 @@ struct Pass {
            [&](int64_t unit) { all.run(layer, unit * size, std::min(out, (unit + 1) * size)); });
   }
 
-  // A unit has some outputs of all rows. Gemms that read the same register put it in order once on each thread.
+  // A unit has some outputs of all rows. Gemms that read the same register pack it once on each thread.
   template <class Divide>
   void gemm(const Instruction& now, int64_t rows, int64_t& in_order, const Divide& divide) const {
     using namespace gemm_vectors;
@@ -260,7 +261,7 @@ struct Pass {
     thread_local ScratchBuffer buffer;
     const FewRows<T> product{x, w, rows, in, y, out, bias};
     divide(units, [&](int64_t unit) {
-      // Only here: memory that grows loses what a thread without units has in order.
+      // Allocate only here: growing the memory loses the rows that a thread without units has packed.
       Word* const packed = (Word*)buffer.at_least(product.room() * sizeof(Word));
       if (in_order != now.from) product.pack(packed);
       in_order = now.from;
@@ -290,7 +291,7 @@ struct Pass {
     for (int64_t h = 0; h < width(now.to); h += now.options[0]) rotate(now, positions[r], row(now.to, r) + h);
   }
 
-  // The pairs of a head, in place, in float32 or rounded to T after every operation.
+  // Rotates the pairs of a head in place, in float32 or rounded to T after every operation.
   void rotate(const Instruction& now, int64_t position, T* head) const {
     const Angles& by = angles[now.options[1]];
     const int64_t pairs = by.pairs, at = position * pairs;
@@ -326,7 +327,7 @@ struct Pass {
   void attend(const Instruction& now, float scale, const Divide& divide) const {
     const int64_t kv_heads = keys[now.options[1]].heads;
     std::vector<attend::Attend<T>> parts;
-    std::vector<int64_t> ends;  // units of all batches up to each
+    std::vector<int64_t> ends;  // cumulative number of units of the batches
     int64_t units = 0, in_all = 0;
     for (const Batch& batch : batches) in_all += batch.sequences * kv_heads;
     for (const Batch& batch : batches) {

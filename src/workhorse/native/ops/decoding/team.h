@@ -1,10 +1,10 @@
 // Threads that work through a list of stages together, within one parallel region.
 //
-// The units of a stage are divided evenly; a thread that has done its own takes those of others, so that one
-// which other programs keep waiting is helped. Between stages that depend on each other all wait: they look
-// for a while, since the others are about to come, and then sleep, since something else has their cores. Who
-// had to sleep looks half as long the next time, and who had not a little longer: threads of several programs
-// that all look for long keep the cores from those that they look for.
+// The units of a stage are divided evenly. A thread that has finished its own units takes those of other threads, which
+// helps a thread that other programs keep waiting. All threads wait between stages that depend on each other. They spin
+// for a while, because the others are expected soon, and then sleep, because something else has their cores. A thread
+// that had to sleep spins half as long the next time, and one that did not spins a little longer. If threads of several
+// programs all spun for long, they would keep the cores from the threads that they wait for.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace workhorse {
 
-// Tells the core that this thread waits in a loop.
+// Signals the core that this thread spins.
 inline void pause() {
 #ifdef __SSE2__
   _mm_pause();
@@ -27,12 +27,12 @@ inline void pause() {
 
 class Team {
  public:
-  // `shares` of the work are done by as many threads or fewer, each of which has some of them.
+  // `shares` of the work are done by at most that number of threads; each thread has some of them.
   Team(int64_t shares, int64_t stages) : shares_(shares), next_(new std::atomic<int64_t>[shares * stages]) {
     for (int64_t i = 0; i < shares * stages; i++) next_[i].store(0, std::memory_order_relaxed);
   }
 
-  // Calls work(unit) for the units of a stage that are left, this thread's own first.
+  // Calls work(unit) for the remaining units of the stage, this thread's own units first.
   template <class F>
   void divide(int64_t stage, int64_t share, int64_t units, const F& work) {
     for (int64_t i = 0; i < shares_; i++) {
@@ -42,13 +42,13 @@ class Team {
     }
   }
 
-  // Returns once all shares have come here; `mine` of them come with this thread.
+  // Returns once all shares have arrived; `mine` of them arrive with this thread.
   void wait(int64_t mine) {
     const int32_t round = round_.load(std::memory_order_acquire);
     if (come_.fetch_add(mine, std::memory_order_acq_rel) + mine == shares_) {
       come_.store(0, std::memory_order_relaxed);
-      // Sequentially consistent: libstdc++ wakes nobody if it sees nobody asleep, and a weaker store may become
-      // visible after it has looked, to a thread that has gone to sleep in between.
+      // Sequentially consistent: libstdc++ wakes no thread if it sees none asleep. A weaker store may become visible
+      // only after that check, to a thread that fell asleep in between.
       round_.store(round + 1, std::memory_order_seq_cst);
       round_.notify_all();
       return;

@@ -1,8 +1,8 @@
-// The product of a few rows and a weight that is not put in order.
+// The matmul of a few rows and a weight that is not packed.
 //
-// C = A Wᵀ + bias. To put W in order takes as long as its product with some fifty rows (a dozen where bfloat16 is
-// widened). Here its words are broadcast from where they lie, or from kHigh rows that are widened at a time, and A,
-// which is small, is put in order instead. Every number of C has the bits that `Product` gives it.
+// C = A Wᵀ + bias. Packing W takes as long as multiplying it by some fifty rows (a dozen if bfloat16 is widened). Here
+// the words of W are broadcast from their place in memory, or from kHigh rows that are widened at a time. A, which is
+// small, is packed instead. Every element of C has the same bits as with `Product`.
 #pragma once
 
 #include "ops/gemm/vectors.h"
@@ -11,7 +11,7 @@ namespace workhorse::gemm_vectors {
 
 template <class T>
 struct FewRows {
-  const T *a, *w;  // (rows, k) and (columns, k), one row after the other
+  const T *a, *w;  // (rows, k) and (columns, k), rows contiguous
   int64_t rows, k;
   T* c;
   int64_t stride;  // of C
@@ -19,15 +19,15 @@ struct FewRows {
 
   static constexpr int64_t kMost = 256;  // rows; for more, `Product` is as fast
 
-  // Whether W can be read row by row: in whole words, or widened.
+  // True if W can be read row by row: in whole words, or widened.
   static bool suits(int64_t k) { return k % kOfWord<T> == 0; }
 
-  // The words of memory that `pack` and `run` need.
+  // The number of words of memory that `pack` and `run` need.
   int64_t room() const {
     return panels() * kWide * (words<T>(k) + kColumns) + (kAsItLies<T> ? 0 : kHigh * kWhole + 16);
   }
 
-  // Puts A in order: for each part of k, panel by panel.
+  // Packs A: for each part of k, panel by panel.
   void pack(Word* to) const {
     const Operand<T> all{a, k, true};
     for (int64_t from = 0; from < k; from += part_of<T>(k)) {
@@ -37,7 +37,7 @@ struct FewRows {
     }
   }
 
-  // Computes columns [n, n_end) with what `pack` left there.
+  // Computes columns [n, n_end) from the memory that `pack` filled.
   void run(Word* packed, int64_t n, int64_t n_end) const {
     Word* const totals = packed + panels() * kWide * words<T>(k);
     Word* const widened = totals + panels() * kWide * kColumns;
@@ -48,7 +48,7 @@ struct FewRows {
   }
 
  private:
-  static constexpr int64_t kColumns = 11 * kHigh;  // between which parts of k are added up
+  static constexpr int64_t kColumns = 11 * kHigh;  // columns whose parts of k are added up together
 
   int64_t panels() const { return (rows + kWide - 1) / kWide; }
 
@@ -74,16 +74,16 @@ struct FewRows {
     }
   }
 
-  // kHigh rows of W, one number to a word.
+  // kHigh rows of W, one element per word.
   void widen_rows(const T* from, int64_t depth, Word* to) const {
     for (int i = 0; i < kHigh; i++, from += k, to += depth)
       for (int64_t d = 0; d < depth; d += 16) workhorse::put(to + d, load_words(from + d, depth - d));
   }
 
-  // The products of kHigh rows of W and a panel of A; meanwhile it asks for the `later` rows of W, if any.
+  // The products of kHigh rows of W and a panel of A. Meanwhile it prefetches the `later` rows of W, if any.
   void multiply(InPlace rows_of_w, const T* later, const Word* panel, int64_t depth, Sums& result) const {
-    constexpr int64_t line = 64 / sizeof(T) / kOfWord<T>;  // words of W in a line of memory
-    Sums sums = {};  // which nobody else knows, so that GCC keeps them in registers
+    constexpr int64_t line = 64 / sizeof(T) / kOfWord<T>;  // words of W in a cache line
+    Sums sums = {};  // a local without aliases, so that GCC keeps it in registers
     for (int64_t d = 0; d < depth; d++, rows_of_w.step(), panel += kWide) {
       if (later && d % line == 0)
         for (int i = 0; i < kHigh; i++) expect(later + i * k + d * kOfWord<T>);
@@ -92,7 +92,7 @@ struct FewRows {
     each_sum([&](int i, int l) { result[i][l] = sums[i][l]; });
   }
 
-  // Writes sums of kHigh columns, from column j on, by kWide rows, from row r on.
+  // Writes sums of kHigh columns from column j on, and kWide rows from row r on.
   void put(Sums& sums, int64_t r, int64_t j) const {
     if (bias) {
       const F32x16 all = first_of<16, F32x16>(bias + j, kHigh, [](const T* numbers) { return widen(numbers); });

@@ -1,8 +1,8 @@
-// Operands of a gemm in vectors: how they lie in memory, and panels of them.
+// Operands of a gemm with vectors: their layout in memory, and panels of them.
 //
-// A panel holds, for one word of k after the other, that word of each of its lanes: rows of A or columns of B.
-// A word is one number of float32, or two of bfloat16, neighbours along k; where these are not multiplied two at a
-// time (`kPairs`), it is one of bfloat16, widened.
+// A panel holds, for each word of k in turn, that word of each of its lanes, which are rows of A or columns of B. A
+// word is one float32, or two bfloat16 that are adjacent along k. If bfloat16 is not multiplied in pairs (`kPairs`), a
+// word is one bfloat16, widened.
 #pragma once
 
 #include "simd/elementwise.h"
@@ -13,18 +13,18 @@ namespace workhorse::gemm_vectors {
 using Word = uint32_t;
 
 template <class T>
-constexpr int kOfWord = kPairs ? sizeof(Word) / sizeof(T) : 1;  // numbers
+constexpr int kOfWord = kPairs ? sizeof(Word) / sizeof(T) : 1;  // elements of a word
 
-// Whether a word is four bytes as they lie in memory, and not a number widened.
+// True if a word is four bytes copied from memory, not a widened element.
 template <class T>
 constexpr bool kAsItLies = kOfWord<T> * sizeof(T) == sizeof(Word);
 
-constexpr int64_t kAhead = 64;  // words of a row to ask for before they are put in order
+constexpr int64_t kAhead = 64;  // words of a row to prefetch before packing
 
 template <class T>
 constexpr int64_t words(int64_t numbers) { return (numbers + kOfWord<T> - 1) / kOfWord<T>; }
 
-// `numbers` of up to N numbers, then zeros.
+// `numbers` of at most N elements, then zeros.
 template <int N, class V, class T, class F>
 inline V first_of(const T* from, int64_t numbers, F read) {
   if (numbers >= N) return read(from);
@@ -33,7 +33,7 @@ inline V first_of(const T* from, int64_t numbers, F read) {
   return read(kept);
 }
 
-// Up to 16 words, of so many numbers; zeros after them.
+// At most 16 words, of the given number of elements; zeros after them.
 template <class T>
 inline U32x16 load_words(const T* from, int64_t numbers) {
   return first_of<16 * kOfWord<T>, U32x16>(from, numbers, [](const T* all) {
@@ -42,12 +42,12 @@ inline U32x16 load_words(const T* from, int64_t numbers) {
   });
 }
 
-// One operand in memory.
+// An operand in memory.
 template <class T>
 struct Operand {
   const T* at;
-  int64_t stride;  // numbers from one row to the next
-  bool along;      // whether k runs along the rows
+  int64_t stride;  // elements from one row to the next
+  bool along;      // true if k runs along the rows
 
   // Packs `lanes` lanes from `lane` on and `depth` k from `k` on into a panel of W lanes, a multiple of 16,
   // padded with zeros.
@@ -82,7 +82,7 @@ struct Operand {
       for (int g = 0; g < W; g += 16) put(to + g, of_lanes(from + g, lanes - g, k + 1 < depth));
   }
 
-  // A word of each of 16 lanes; `more`: whether its second number is there.
+  // A word of each of 16 lanes; `more`: true if its second element exists.
   U32x16 of_lanes(const T* from, int64_t lanes, bool more) const {
     if constexpr (kOfWord<T> == 1) {
       return load_words(from, lanes);

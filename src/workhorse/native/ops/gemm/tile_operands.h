@@ -6,13 +6,13 @@
 //   left    tile[lane][k]
 //   right   tile[k / 2][lane][k % 2], pairs of k adjacent
 //
-// A tile of float32 is split into two tiles, the upper parts of its numbers and the lower parts.
+// A tile of float32 is split into two tiles, the upper parts of its elements and the lower parts.
 //
 // In memory k runs along the rows or down the columns, so there are four ways to fill a tile:
 //
 //            k along the rows                       k down the columns
-//   left     unchanged                              32 × 16 numbers transposed
-//   right    16 × 16 pairs of numbers transposed    two rows interleaved
+//   left     unchanged                              32 × 16 elements transposed
+//   right    16 × 16 pairs of elements transposed    two rows interleaved
 #pragma once
 
 #include <algorithm>
@@ -29,17 +29,17 @@ constexpr int kPanel = 2 * kTile;  // lanes multiplied at once: two tiles
 
 enum class Side { left, right };
 
-// How many bfloat16 numbers represent one of type T; see bf16_split.h.
+// Number of bfloat16 elements that represent one element of type T; see bf16_split.h.
 template <class T>
 constexpr int kParts = sizeof(T) / sizeof(BFloat16);
 
 template <class T>
-constexpr int64_t kStepBytes = 2 * kTileBytes * kParts<T>;  // of one step, 32 k, of a panel
+constexpr int64_t kStepBytes = 2 * kTileBytes * kParts<T>;  // bytes of one step, 32 k, of a panel
 
 inline __mmask32 first_of_32(int64_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 
 // 16 bytes of each of four rows, which are `apart` bytes apart. This does the first step of a transpose
-// for free: the other steps stay within the quarters of a vector.
+// at no cost: the other steps stay within the quarters of a vector.
 inline __m512i quarters(const char* row, int64_t apart) {
   const auto quarter = [&](int i) { return _mm_loadu_si128((const __m128i*)(row + i * apart)); };
   __m512i v = _mm512_castsi128_si512(quarter(0));
@@ -96,24 +96,24 @@ inline void weave(const char* from, int64_t stride, char* to) {
   }
 }
 
-// One operand of a gemm in memory.
+// An operand of a gemm in memory.
 template <class T>
 struct Operand {
   const T* at;
-  int64_t stride;  // numbers from one row to the next
-  bool along;      // whether k runs along the rows
+  int64_t stride;  // elements from one row to the next
+  bool along;      // true if k runs along the rows
 
   const T* number(int64_t lane, int64_t k) const {
     return at + (along ? lane * stride + k : k * stride + lane);
   }
 
-  // Whether left tiles of so many lanes and k can be loaded in place.
+  // True if left tiles of this many lanes and k can be loaded in place.
   bool ready(int64_t lanes, int64_t depth) const {
     return kParts<T> == 1 && along && lanes % kPanel == 0 && depth % kDepth == 0;
   }
 
   // Packs panels of `lanes` lanes from `lane` on and `depth` k from `k` on, padded with zeros. A panel
-  // holds its steps of 32 k one after the other; a step is two tiles, or for split numbers two of upper
+  // holds its steps of 32 k in sequence. A step is two tiles; for split elements, two tiles of upper
   // parts and then two of lower parts. The operand is read in the order of memory.
   template <Side side>
   void pack(int64_t lane, int64_t lanes, int64_t k, int64_t depth, char* to) const {
@@ -139,7 +139,7 @@ struct Operand {
     return (column / 2 * steps + step) * kStepBytes<T> + column % 2 * kTileBytes;
   }
 
-  // Fills one tile, or the two of split numbers.
+  // Fills one tile, or two tiles for split elements.
   template <Side side>
   void fill(const T* from, int64_t lanes, int64_t depth, char* to) const {
     constexpr int64_t below = 2 * kTileBytes;
@@ -167,7 +167,7 @@ struct Operand {
     }
   }
 
-  // Splits the numbers of a tile, 32 at a time in the order of memory.
+  // Splits the elements of a tile, 32 at a time in the order of memory.
   template <class Store>
   void split_tile(const T* from, int64_t lanes, int64_t depth, const Store& store) const {
     const int64_t step = stride;

@@ -1,5 +1,5 @@
-// The epilogue of a gemm: partial sums and a bias are added to the sums of the matrix unit, tiles are
-// transposed if needed, and results rounded and stored, a few rows at a time while the unit computes the
+// The epilogue of a gemm. It adds partial sums and a bias to the sums of the matrix unit, transposes tiles
+// if needed, and rounds and stores results, a few rows at a time while the unit computes the
 // next sums.
 #pragma once
 
@@ -12,8 +12,8 @@ namespace workhorse::gemm_tiles {
 
 constexpr int64_t kSums = kPanel * kPanel;
 
-// Where results go: row i, column j is stored at at[i * stride + j], or, transposed, at
-// at[j * stride + i]. A bias belongs to each column, or, transposed, to each row.
+// Destination of results: row i, column j is stored at at[i * stride + j] or, if transposed, at
+// at[j * stride + i]. A bias belongs to each column or, if transposed, to each row.
 template <class T>
 struct Result {
   T* at;
@@ -22,7 +22,7 @@ struct Result {
   bool transposed;
 };
 
-// The first `count` of 32 numbers, the others 0.
+// The first `count` of 32 elements; the others are 0.
 inline void load_first(const BFloat16* from, int64_t count, F32x16& low, F32x16& high) {
   const __m512i both = _mm512_maskz_loadu_epi16(first_of_32(count), from);
   low = widen((U16x16)_mm512_castsi512_si256(both));

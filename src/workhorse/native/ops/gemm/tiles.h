@@ -10,7 +10,7 @@
 //              partial sums
 //
 // (the layers of 10.1145/1356052.1356053). The epilogue of one tile, which accumulates, rounds and stores
-// its sums, overlaps with the computation of the next (ops/gemm/tile_sums.h).
+// its sums, overlaps with the computation of the next tile (ops/gemm/tile_sums.h).
 #pragma once
 
 #include "ops/gemm/tile_operands.h"
@@ -21,8 +21,8 @@ namespace workhorse::gemm_tiles {
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t kWhole = 1536;        // the longest k that is not split, in bfloat16 numbers
-constexpr int64_t kCut = 512;           // the k of a part otherwise, likewise
+constexpr int64_t kWhole = 1536;        // the longest k that is not split, in bfloat16 elements
+constexpr int64_t kCut = 512;           // the k of a part otherwise, in bfloat16 elements
 constexpr int64_t kBlock = 3 << 18;     // bytes of a block of B
 constexpr int64_t kTotals = 1 << 18;    // partial sums kept between parts of k
 
@@ -120,7 +120,7 @@ struct Product {
       before.finish(kPanel);
     }
 
-    // The same for split numbers: three products for each pair of tiles.
+    // The same for split elements: three products for each pair of tiles.
     void multiply_split(const char* a, const char* b, int64_t steps) {
       Sums<T>& before = sums[current ^ 1];
       const int64_t rows = (kPanel + steps - 1) / steps;

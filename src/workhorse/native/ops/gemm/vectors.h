@@ -1,4 +1,4 @@
-// Gemms of float32, or of bfloat16 summed in float32, in vectors of 32 or 64 bytes.
+// Gemms of float32, or of bfloat16 summed in float32, with vectors of 32 or 64 bytes.
 //
 // C = A₁ B₁ + A₂ B₂ + …; each vector of a panel of B is multiplied by every lane of a panel of A:
 //
@@ -6,8 +6,8 @@
 //   L1 cache   a panel of A, reused for every panel of B
 //   L2 cache   a packed block of B, reused for every panel of A
 //
-// (the layers of 10.1145/1356052.1356053). How a number is rounded depends on the lengths of k alone, and in bfloat16
-// on whether it is widened: not on the threads, or on how many rows and columns there are.
+// (the layers of 10.1145/1356052.1356053). The rounding of an element depends only on the lengths of k and, in
+// bfloat16, on whether it is widened. It does not depend on the threads or on the numbers of rows and columns.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,10 @@
 
 namespace workhorse::gemm_vectors {
 
-constexpr int kVectors = kRegister == 64 ? 2 : 1;   // side by side: as many sums as the registers hold, which
-constexpr int kHigh = kRegister == 64 ? 12 : 6;     // are lanes of a panel of A
-constexpr int kWide = 16 * kVectors;                // by lanes of a panel of B
-constexpr int kGroup = 48;             // lanes of A that are packed at once, so that lines of memory are used whole
+constexpr int kVectors = kRegister == 64 ? 2 : 1;   // vectors side by side. The registers hold sums of
+constexpr int kHigh = kRegister == 64 ? 12 : 6;     // kHigh lanes of a panel of A
+constexpr int kWide = 16 * kVectors;                // by kWide lanes of a panel of B
+constexpr int kGroup = 48;             // lanes of A that are packed at once, to use whole cache lines
 constexpr int64_t kWhole = 768;        // words of the longest k that is not split
 constexpr int64_t kCut = 256;          // words of a part otherwise
 constexpr int64_t kBlock = 1 << 17;    // words of a block of B
@@ -39,7 +39,7 @@ inline F32x16 add_product(F32x16 sum, Word a, U32x16 b) {
     return fma(as<float>(a), as<F32x16>(b), sum);
 }
 
-using Sums = F32x16[kHigh][kVectors];  // of a panel of A by a panel of B
+using Sums = F32x16[kHigh][kVectors];  // sums of a panel of A by a panel of B
 
 template <class F>
 inline void each_sum(F f) {
@@ -49,18 +49,18 @@ inline void each_sum(F f) {
     for (int j = 0; j < kVectors; j++) f(i, j);
 }
 
-// The numbers of a part of k: parts are summed one after the other.
+// The elements of a part of k: parts are summed one after the other.
 template <class T>
 inline int64_t part_of(int64_t k) {
   return words<T>(k) <= kWhole ? k : even_part(k, kCut * kOfWord<T>, kOfWord<T>);
 }
 
-// Where they go: to C, or, before the last part of k, to `totals`.
+// Destination of the sums: C, or `totals` before the last part of k.
 template <class T>
 struct Target {
   T* at;
   int64_t stride, rows, columns;
-  const T* bias;  // of the first column, or null
+  const T* bias;  // bias of the first column, or null
   float* totals;  // kHigh × kWide
   bool first_part, last_part;
 
@@ -81,7 +81,7 @@ struct Target {
   }
 };
 
-// Words of a panel of A: packed, or where they lie in memory.
+// Words of a panel of A: packed, or at their place in memory.
 struct Packed {
   const Word* at;
   Word operator[](int row) const { return at[row]; }
@@ -116,14 +116,14 @@ void multiply(Left a, const Word* b, int64_t depth, const Target<T>& to) {
   to.put(sums);
 }
 
-// Two matrices to be multiplied, A of (rows, k) and B of (k, columns).
+// Two matrices to multiply, A of (rows, k) and B of (k, columns).
 template <class T>
 struct Term {
   Operand<T> a, b;
   int64_t k;
 };
 
-// The sum of the products of some terms.
+// The sum of the matmuls of some terms.
 template <class T>
 struct Product {
   std::vector<Term<T>> terms;

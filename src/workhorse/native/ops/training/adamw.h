@@ -1,6 +1,6 @@
-// An update of AdamW (1711.05101), in one pass over memory. Sums of products are written out as fma: left
-// to the compiler, a number would be rounded differently in a vector and after the last whole one, and so
-// by another process that has another part of the weight.
+// An AdamW update (1711.05101) in one pass over memory. Sums of products are written out as fma. A compiler could
+// round an element differently in a vector and after the last whole vector. Then a process with another shard of the
+// weight would get other bits.
 #pragma once
 
 #include <cmath>

@@ -1,7 +1,7 @@
-// Attention for training, one head at a time: what `attention_float32.h` and `attention_pairs.h` share. The forward
-// pass takes 64 queries by all keys, with an ordinary softmax; the backward pass computes the weights again from the
-// normaliser of each query (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as
-// columns, so that the softmax of a query stays in one lane and no tile of scores has to be transposed.
+// Attention for training, one head at a time: code shared by `attention_float32.h` and `attention_pairs.h`. The forward
+// pass multiplies 64 queries by all keys, with an ordinary softmax. The backward pass computes the weights again from
+// the normaliser of each query (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as
+// columns, so the softmax of a query stays in one lane and no tile of scores has to be transposed.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ constexpr int64_t kBlock = 64;  // queries of a forward tile; keys of a backward
 
 inline int64_t padded(int64_t n) { return round_up(n, kLanes); }
 
-// A thread's scratch memory, of at least so many numbers.
+// A thread's scratch memory, with space for at least the given number of elements.
 template <class T>
 T* room(std::vector<T>& of, int64_t numbers) {
   if (int64_t(of.size()) < numbers) of.resize(numbers);
@@ -37,7 +37,7 @@ struct Head {
   T* row(int64_t i) const { return at + i * stride; }
 };
 
-// Σ y dy of each query, which its softmax subtracts from the gradient of each weight.
+// Σ y dy of each query; the softmax gradient subtracts it from the gradient of each weight.
 template <class T>
 void put_deltas(Head<T> y, Head<T> dy, int64_t seq, int64_t width, float* to) {
   for (int64_t i = 0; i < seq; i++) {
@@ -68,14 +68,14 @@ inline void transpose_words(int64_t rows, int64_t columns, const void* from, int
     }
 }
 
-// The scores of a key, replaced by `instead` for queries before it. Lane 0 is query number `query`.
+// The scores of a key, replaced by `instead` for queries before it. Lane 0 is the query of index `query`.
 inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float instead) {
   return select(lane_numbers() < int32_t(std::min(key - query, kLanes)), F32x16{} + instead, score);
 }
 
-// Scores of a column of 16 queries, from number `query` on.
+// Scores of a column of 16 queries, from index `query` on.
 struct Scores {
-  const float* at;  // of key 0; those of the next key lie kBlock numbers on
+  const float* at;  // scores of key 0; the scores of the next key follow after kBlock elements
   int64_t query;
   float scale;
   bool causal;
@@ -85,7 +85,7 @@ struct Scores {
     return causal && key > query ? hide(found, key, query, -std::numeric_limits<float>::infinity()) : found;
   }
 
-  // The largest of the first `keys`.
+  // The largest of the first `keys` scores.
   F32x16 peak(int64_t keys) const {
     F32x16 largest = (*this)(0);
     for (int64_t key = 1; key < keys; key++) {
@@ -96,7 +96,7 @@ struct Scores {
   }
 };
 
-// The weight of a key for 16 queries, from number `query` on, by their scores and log-sum-exp.
+// The weight of a key for 16 queries from index `query` on, from their scores and log-sum-exp.
 inline F32x16 weight_again(F32x16 score, F32x16 lse, float scale, bool causal, int64_t key, int64_t query) {
   const F32x16 exponent = fma(score, scale, -lse), weight = exponential(select(exponent > 0.0f, F32x16{}, exponent));
   return causal && key > query ? hide(weight, key, query, 0) : weight;

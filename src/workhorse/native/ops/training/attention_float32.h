@@ -1,5 +1,5 @@
-// Attention multiplied in float32, also of bfloat16 that the CPU cannot multiply in pairs. If it is causal, tiles of 16
-// keys by 16 queries that see none of them are left out.
+// Attention computed in float32, also for bfloat16 if the CPU cannot multiply it in pairs. Causal attention skips tiles
+// of 16 keys by 16 queries in which no query sees a key.
 #pragma once
 
 #include <cmath>
@@ -10,11 +10,11 @@
 
 namespace workhorse::attention {
 
-// A tile of sums, as large as the registers hold: its rows, and vectors of columns.
+// A tile of sums, as large as the registers allow: its rows, and vectors of columns.
 constexpr int kHigh = kRegister == 64 ? 8 : kRegister == 32 ? 6 : 2;
 constexpr int kVectors = kRegister == 64 ? 2 : 1;
 
-// A matrix whose rows (Along), or columns, are contiguous.
+// A matrix with contiguous rows (Along) or columns.
 template <bool Along>
 struct Left {
   const float* at;
@@ -47,7 +47,7 @@ inline void multiply_tile(int64_t depth, Left<Along> a, const float* b, int64_t 
     for (int j = 0; j < Vectors; j++) put(c + i * c_stride + 16 * j, sums[i][j]);
 }
 
-// c (rows, columns) = a (rows, depth) · b, or c += a · b if `more`; columns in whole vectors.
+// c (rows, columns) = a (rows, depth) · b, or c += a · b if `more`; columns are whole vectors.
 template <bool Along>
 void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Along> a, const float* b, int64_t b_stride, float* c,
               int64_t c_stride, bool more = false) {
@@ -85,7 +85,7 @@ class Float32 {
         multiply(std::min(kLanes, all - key), padded(n) - from, width_, Left<true>{keys + key * wide_, wide_},
                  q_t + first * wide_ + from, kBlock, scores + key * kBlock + from, kBlock);
       }
-      // Later keys are ahead of all 16 queries from j on.
+      // All 16 queries from j on see no later keys.
       const auto seen = [&](int64_t j) { return causal ? std::min(all, first + j + kLanes) : all; };
       for (int64_t j = 0; j < n; j += kLanes)
         found[j / kLanes] = softmax({scores + j, first + j, scale, causal}, seen(j), scores + j);
@@ -187,7 +187,7 @@ class Float32 {
     return to;
   }
 
-  // What was copied, transposed in blocks of (padded width, kBlock): as one matrix, all its lines could share a few
+  // The copy, transposed in blocks of (padded width, kBlock): as one matrix, all its lines could share a few
   // sets of the cache.
   const float* transposed(const float* copy, Room& of) const {
     float* const to = room(of, wide_ * round_up(seq_, kBlock));

@@ -1,4 +1,4 @@
-// Attention of bfloat16, multiplied two numbers at a time by PyTorch's batch-reduce gemm (`brgemm`), which is oneDNN's.
+// Attention of bfloat16, multiplied in pairs by oneDNN's batch-reduce gemm, which PyTorch calls `brgemm`.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -68,7 +68,7 @@ class Pairs {
   //   Yᵀ = Vᵀ softmax(K Qᵀ · scale)
   void forward(Head<BFloat16> q, Head<BFloat16> k, Head<BFloat16> v, float scale, bool causal, Head<BFloat16> y,
                float* lse) {
-    float peaks[kBlock], inverses[kBlock];  // of each query: its largest score, and 1 / Σ exp(score - peak)
+    float peaks[kBlock], inverses[kBlock];  // largest score, and 1 / Σ exp(score - peak), of each query
     Word *const q_t = room(q_t_, seq_ * width_ / 2), *const words = room(words_, seq_ * std::max(kBlock, width_) / 2);
     BFloat16* const v_t = room(transposed_, seq_ * width_);
     float *const scores = room(scores_, seq_ * kBlock), *const out = room(out_, width_ * kBlock);
@@ -80,7 +80,7 @@ class Pairs {
       multiply(keys, n, width_, k.at, k.stride, q_t + first, seq_, scores, kBlock);
       for (int64_t j = 0; j < n; j += kLanes) {
         const Scores score{scores + j, first + j, scale, causal};
-        // Keys from here on are ahead of all these queries.
+        // None of these queries sees the keys from here on.
         const int64_t seen = causal ? std::min(keys, first + j + kLanes) : keys;
         const F32x16 peak = score.peak(seen);
         F32x16 total{};
@@ -106,7 +106,7 @@ class Pairs {
   //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQᵀ = Kᵀ Sᵀ
   void backward(Head<BFloat16> q, Head<BFloat16> k, Head<BFloat16> v, Head<BFloat16> y, Head<BFloat16> dy,
                 const float* lse, float scale, bool causal, Head<BFloat16> dq, Head<BFloat16> dk, Head<BFloat16> dv) {
-    constexpr int64_t kQueries = 512;  // of a tile: the tiles of a step together stay within the L2 cache
+    constexpr int64_t kQueries = 512;  // queries of a tile: the tiles of a step together stay within the L2 cache
     const int64_t all = seq_ * width_, square = kBlock * padded(std::min(kQueries, seq_));
     Word *const q_pairs = room(q_, all / 2), *const q_t = room(q_t_, all / 2);
     Word *const dy_pairs = room(dy_, all / 2), *const dy_t = room(dy_t_, all / 2);

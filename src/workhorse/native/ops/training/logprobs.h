@@ -1,4 +1,4 @@
-// Log-probabilities of targets, and the gradient of a weighted sum of them, a row of logits at a time.
+// Log-probabilities of targets, and the gradient of a weighted sum of them, one row of logits at a time.
 #pragma once
 
 #include <cmath>
@@ -9,22 +9,22 @@
 
 namespace workhorse::logprobs {
 
-// What a row tells, in nats: the target's log-probability, the log of the sum of exponentials, and the
+// Results of a row in nats: the log-probability of the target, the log of the sum of exponentials, and the
 // entropy.
 struct Terms {
   float target, logsumexp, entropy;
 };
 
-// By which a loss multiplies them.
+// Coefficients by which a loss multiplies the terms.
 struct Coefficients {
-  float target, logsumexp, square, entropy;  // the third, the square of logsumexp
+  float target, logsumexp, square, entropy;  // the third is the coefficient of the square of logsumexp
 };
 
-// Of z, `multiplier` times the logits. With coefficients the logits become the gradient of the loss. The row
-// is read three times and stays in the cache meanwhile. Without kEntropy that term is 0.
+// Terms of z = `multiplier` times the logits. With coefficients, the logits become the gradient of the loss. The row
+// is read three times and stays in the cache meanwhile. Without kEntropy the entropy is 0.
 template <bool kEntropy, class T>
 Terms score(int64_t vocab, T* logits, int64_t target, float multiplier, const Coefficients* by) {
-  constexpr float kFar = -1e4f;  // times a probability of 0 it is 0, as -inf is not
+  constexpr float kFar = -1e4f;  // finite, because -inf times a probability of 0 would be NaN
   F32x16 peaks = F32x16{} - INFINITY;
   float largest = -INFINITY;
   const auto raise = [](auto& peak, auto other) { peak = select(other > peak, other, peak); };

@@ -40,7 +40,7 @@ struct Momentum {
       for (int64_t i = 0; i < n; ++i) direction.write(i, update(gradient, momentum, i) * scale);
       return;
     }
-    constexpr int64_t kTile = 16;  // rows whose column is one cache line of the result, nearly
+    constexpr int64_t kTile = 16;  // number of rows whose column nearly fills a cache line of the result
     for (int64_t first = 0; first < rows; first += kTile)
       for (int64_t j = 0; j < columns; ++j)
         for (int64_t i = first; i < std::min(first + kTile, rows); ++i)
@@ -55,8 +55,8 @@ struct Momentum {
   }
 };
 
-// weight · kept - size · update, of one matrix; the update may lie transposed. As in adamw.h, nothing is
-// left for the compiler to contract.
+// weight · kept - size · update for one matrix; the update may be transposed. As in adamw.h, the compiler
+// cannot contract any operation.
 inline void move(weights::Split weight, weights::Narrow update, int64_t rows, int64_t columns, bool transposed,
                  float kept, float size) {
   if (!transposed) {

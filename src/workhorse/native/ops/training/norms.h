@@ -1,4 +1,4 @@
-// Norms of a training step, with one pass forwards and one backwards.
+// Norms of a training step, with one forward and one backward pass.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ void add_row(int64_t width, const T* a, const T* b, T* sum) {
   each(width, [=]<class V>(V, int64_t i) { write(sum + i, read<V>(a + i) + read<V>(b + i)); });
 }
 
-// y = (x - mean) · rstd · gain + shift for one row. LayerNorm is Centred, RMSNorm keeps the mean at 0.
-// One that is Rounded multiplies by the gain what T has of the rest.
+// y = (x - mean) · rstd · gain + shift for one row. LayerNorm is Centred; RMSNorm keeps the mean at 0.
+// A Rounded norm rounds the rest to T before it multiplies by the gain.
 template <bool Centred, bool Rounded, class T>
 Moments forward(int64_t width, const T* x, const float* gain, const float* shift, float eps, T* y) {
   const Moments row = moments(width, x, eps, Centred);
@@ -25,7 +25,7 @@ Moments forward(int64_t width, const T* x, const float* gain, const float* shift
   return row;
 }
 
-// The gradient of one row; those of gain and shift are added to sums over rows.
+// The gradient of one row; the gradients of gain and shift are added to sums over rows.
 template <bool Centred, class T>
 void backward(int64_t width, const T* dy, const T* x, const float* gain, Moments row,
               T* dx, float* dgain, float* dshift) {

@@ -1,4 +1,4 @@
-// Numbers in memory as float32, bfloat16, or float32 in two parts: a bfloat16 and the low bits that it lacks
+// Values in memory as float32, bfloat16, or float32 in two parts: a bfloat16 and its missing low bits
 // (optim/master_weights.py). The loops over them vectorise.
 #pragma once
 
@@ -25,7 +25,7 @@ struct Split {
   }
 
  private:
-  static constexpr float kNotANumber = __builtin_nanf("");  // others' bits could carry over
+  static constexpr float kNotANumber = __builtin_nanf("");  // rounding the bits of other NaNs could carry over
 };
 
 struct Narrow {  // bfloat16

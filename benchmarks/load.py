@@ -30,7 +30,7 @@ def workhorse(shape: str, models: str, cached: bool, threads: int) -> Round:
     from workhorse import load
 
     def weights(folder: Path) -> Iterable["Tensor"]:
-        model = load(folder, dtype="bfloat16", tell=lambda _line: None)
+        model = load(folder, dtype="bfloat16", notify=lambda _line: None)
         return model.decoder.parameters()
 
     return _rounds(weights, shape, models, cached, threads)

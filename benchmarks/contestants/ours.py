@@ -156,7 +156,7 @@ def generate(
         huggingface_folder(shape, models),
         device=device,
         execution="compiled" if compiled else "auto",
-        tell=lambda _line: None,
+        notify=lambda _line: None,
         **LOAD_OPTIONS[precision],
     )
     prompts = random_tokens(batch, prompt_tokens, DECODING[shape].vocab_size)

@@ -31,8 +31,8 @@ from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.shards import local
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
-from workhorse.parallel.division.layers import LayerTeam, divide_layers
-from workhorse.parallel.division.sequences import SequenceTeam
+from workhorse.parallel.division.layers import TensorParallelGroup, divide_layers
+from workhorse.parallel.division.sequences import ContextParallelGroup
 from workhorse.parallel.division.sharding import shard
 from workhorse.parallel.division.stages import Pipeline, divide_stages, keep_stage
 from workhorse.parallel.processes.group import Group
@@ -117,7 +117,7 @@ def _sharded(decoder: Decoder, device: torch.device) -> Objective:
 def _in_layers(decoder: Decoder, device: torch.device) -> Objective:
     del device
     objective = NextToken(decoder)
-    team = LayerTeam(Group(0, 1), decoder.config.vocab_size)
+    team = TensorParallelGroup(Group(0, 1), decoder.config.vocab_size)
     divide_layers(objective, decoder.config, team)
     return objective
 
@@ -132,7 +132,7 @@ def _in_stages(decoder: Decoder, device: torch.device) -> Objective:
 
 def _in_sequences(decoder: Decoder, device: torch.device) -> Objective:
     del device
-    team = SequenceTeam(Group(0, 1))
+    team = ContextParallelGroup(Group(0, 1))
     return Divided(NextToken(decoder, team=team), team)
 
 

@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from workhorse.data import DataConfig, iterate_texts
+from workhorse.data import DataConfig, iterate_documents
 from workhorse.data.stdlib import modules
 from workhorse.tokenizers import BpeConfig, Tokenizer, load_tokenizer, train_tokenizer
 
@@ -39,7 +39,7 @@ def tokenizer(data: str, root: str) -> Tokenizer:
     folder = Path(root) / f"tokenizer-{Path(data).stem}"
     if not folder.exists():
         learned = train_tokenizer(
-            BpeConfig(vocab_size=VOCAB_SIZE), iterate_texts(corpus(data, root))
+            BpeConfig(vocab_size=VOCAB_SIZE), iterate_documents(corpus(data, root))
         )
         with tempfile.TemporaryDirectory(dir=root) as temporary:
             learned.save(Path(temporary) / "new")

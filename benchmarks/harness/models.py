@@ -75,7 +75,7 @@ def _write_gguf(folder: Path, precision: str, path: Path) -> None:
     import workhorse
     from workhorse.checkpoints.gguf import write_gguf
 
-    decoder = workhorse.load(folder, dtype=precision, tell=lambda _line: None).decoder
+    decoder = workhorse.load(folder, dtype=precision, notify=lambda _line: None).decoder
     write_gguf(path, decoder, model_type="llama", dtype=GGUF_TYPES[precision])  # pyright: ignore
 
 

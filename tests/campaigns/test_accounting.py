@@ -16,7 +16,7 @@ EXACT = QUANTITIES[:-1]
 
 
 def test_the_account_is_what_a_step_does() -> None:
-    rows = measure_all([], tell=print)
+    rows = measure_all([], notify=print)
     assert len(rows) >= 100
     for row in rows:
         for quantity in EXACT:

@@ -20,7 +20,9 @@ def fetch(rank: int, names: Sequence[str], environment: dict[str, str], said: Pa
         for one in names:
             name, _, revision = one.partition(" ")
             try:
-                found = resolve_model(name, revision=revision or None, weights=weights, tell=print)
+                found = resolve_model(
+                    name, revision=revision or None, weights=weights, notify=print
+                )
                 print(found)
             except WorkhorseError as error:
                 print("refused:", error)

@@ -120,17 +120,17 @@ def test_the_tokenizer_of_keys_alone(name: str) -> None:
     """Files of other programs contain no `tokenizer.json`."""
     tokenizer = trained(name)
     first = [token for token in ("<|bos|>", "<s>") if token in tokenizer.vocabulary]
-    tokenizer = tokenizer.beginning_with(*first)
+    tokenizer = tokenizer.with_prefix(*first)
     keys, remarks = tokenizer_metadata(tokenizer, tokenizer.vocab_size + 3)
     others = read_vocabulary({**keys, vocabulary.WHOLE: None}, tokenizer.vocab_size + 3)
     assert others.vocabulary == tokenizer.vocabulary
     assert others.special_tokens == tokenizer.special_tokens
     assert others.prefix_ids == tokenizer.prefix_ids
     for text in ("Hello world, it's 12345!", " two  lines\n\nof text\t", "naïve Zoë 中文 <|eos|>"):
-        ids = tokenizer.encode_text(text)
+        ids = tokenizer.encode_sequence(text)
         assert others.decode(ids) == tokenizer.decode(ids)
         if vocabulary.RUNS_OF_SPACES not in remarks:
-            assert others.encode_text(text) == ids
+            assert others.encode_sequence(text) == ids
 
 
 def test_a_tokenizer_json_of_another_vocabulary_is_passed_over() -> None:
@@ -157,7 +157,7 @@ def test_a_tokenizer_json_of_another_vocabulary_is_passed_over() -> None:
     ],
 )
 def test_a_damaged_tokenizer(changes: dict[str, Any], words: str) -> None:
-    keys, _ = tokenizer_metadata(trained("bpe").beginning_with("<|bos|>"), 400)
+    keys, _ = tokenizer_metadata(trained("bpe").with_prefix("<|bos|>"), 400)
     with pytest.raises(WorkhorseError, match=rf"^(its tokenizer is )?(llama\.cpp's )?{words}"):
         read_vocabulary({**keys, vocabulary.WHOLE: None, **changes}, 400)
 
@@ -190,7 +190,7 @@ def test_every_name_of_a_rule_is_read() -> None:
             assert canonical_rule(name) == rule
     text = "it's 12345 + <x> DON'T"
     ids = {
-        pre: read_vocabulary(keys_of_others(pre=pre), 400).encode_text(text)
+        pre: read_vocabulary(keys_of_others(pre=pre), 400).encode_sequence(text)
         for pre in ("llama3", "llama-bpe", "dbrx", "glm4", "smaug-bpe")
     }
     assert ids["llama3"] == ids["llama-bpe"]

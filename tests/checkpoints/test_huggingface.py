@@ -22,7 +22,7 @@ from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
 from workhorse.model.load import load
-from workhorse.models.huggingface.rotation import contradictions
+from workhorse.models.huggingface.rotation import conflicting_settings
 
 TIED = GROUPED | {"tie_word_embeddings": True}
 TEXT = torch.arange(3, 15)[None]
@@ -232,7 +232,7 @@ def test_what_contradicts_the_rest_is_told(
 
 def test_damaged_rotations_that_do_not_count_are_no_contradiction() -> None:
     rope = {"rope_scaling": {"type": "yarn"}, "rope_parameters": {"full_attention": 2.0}}
-    assert contradictions(rope) == []
+    assert conflicting_settings(rope) == []
 
 
 def test_sampling_options_count_where_the_file_samples(tmp_path: Path) -> None:
@@ -240,9 +240,9 @@ def test_sampling_options_count_where_the_file_samples(tmp_path: Path) -> None:
     path = folder / "generation_config.json"
     options = {"temperature": 0.6, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1}
     path.write_text(json.dumps(options))
-    assert load(folder, tell=print).sampling == {}
+    assert load(folder, notify=print).sampling == {}
     path.write_text(json.dumps({**options, "do_sample": True}))
-    model = load(folder, tell=print)
+    model = load(folder, notify=print)
     assert model.sampling == options
     assert model.with_sampling(GenerationConfig(), ["top_k"]).replace(top_k=5) == GenerationConfig(
         **options
@@ -254,7 +254,7 @@ def test_sampling_options_count_where_the_file_samples(tmp_path: Path) -> None:
     )
     path.write_text(json.dumps({"temperature": -1.0, "top_k": 0, "do_sample": True}))
     told: list[str] = []
-    assert load(folder, tell=told.append).sampling == {}
+    assert load(folder, notify=told.append).sampling == {}
     assert "is not used for sampling: temperature=-1 is negative" in " ".join(told)
 
 

@@ -46,18 +46,18 @@ def test_what_is_written_to_a_weight_does_not_reach_the_file(tmp_path: Path) -> 
     folder = written(tmp_path, RENAMED)
     file = folder / "model.safetensors"
     before = hashlib.sha256(file.read_bytes()).digest()
-    changed = workhorse.load(folder, dtype="bfloat16", tell=lambda _: None).decoder
+    changed = workhorse.load(folder, dtype="bfloat16", notify=lambda _: None).decoder
     with torch.no_grad():
         for weight in changed.parameters():
             weight.zero_()
     assert hashlib.sha256(file.read_bytes()).digest() == before
-    again = workhorse.load(folder, dtype="bfloat16", tell=lambda _: None).decoder
+    again = workhorse.load(folder, dtype="bfloat16", notify=lambda _: None).decoder
     assert all(bool(weight.any()) for weight in again.parameters())
 
 
 IMPORTS = """
 import sys, workhorse
-workhorse.load(sys.argv[1], tell=lambda _: None)
+workhorse.load(sys.argv[1], notify=lambda _: None)
 print("torch._dynamo" in sys.modules)
 """
 
@@ -75,7 +75,7 @@ def own():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 def load():
-    decoder = workhorse.load(sys.argv[1], dtype=sys.argv[2], tell=lambda _: None).decoder
+    decoder = workhorse.load(sys.argv[1], dtype=sys.argv[2], notify=lambda _: None).decoder
     assert all(weight.view(-1)[::1024].any() for weight in decoder.parameters())
     return decoder
 load()  # imports everything before memory is measured
@@ -101,4 +101,4 @@ def test_weights_that_are_a_link_to_nothing_are_one_line(tmp_path: Path, target:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(target)
     with pytest.raises(WorkhorseError, match=r"model\.safetensors"):
-        workhorse.load(folder, tell=lambda _: None)
+        workhorse.load(folder, notify=lambda _: None)

@@ -243,7 +243,7 @@ def sharded(tmp_path):
         ({"a": "x\x00.safetensors"}, "is not the name of a file in the folder"),
         ({"a": "x.bin"}, "in 'x.bin', which is not a safetensors file"),
         ({"a": 5}, "in 5, which is not a safetensors file"),
-        ({"a": "gone.safetensors"}, "gone.safetensors is missing; fetch the model again"),
+        ({"a": "gone.safetensors"}, "gone.safetensors is missing; download the model again"),
         ({"more": "model-00001-of-00002.safetensors"}, "tensor 'more' is only in the index"),
         ({"a": "model-00002-of-00002.safetensors"}, "tensor 'a' is only in the (index|shard)"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workhorse.checkpoints.gguf import find_gguf_family
-from workhorse.checkpoints.huggingface.export import write_huggingface, written_out
+from workhorse.checkpoints.huggingface.export import to_equivalent, write_huggingface
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import convert, save
@@ -88,7 +88,7 @@ def test_convert_counts_what_it_wrote(tmp_path: Path) -> None:
 
 def test_a_tied_head_becomes_a_copy() -> None:
     decoder = config(head={"tied": True}).build("eager", dtype=torch.float64)
-    untied = written_out(decoder, config())
+    untied = to_equivalent(decoder, config())
     tokens = torch.randint(0, 61, (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(untied(tokens), decoder(tokens))

@@ -140,7 +140,7 @@ def test_show_of_a_gguf_file(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("gguf")
-    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", tell=list)
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", notify=list)
     out = printed(capsys, "show", str(tmp_path / "m.gguf"))
     assert "# Stored as: GGUF file.\n# Weights: 0.0 MiB in float16 and float32.\n" in out
     assert "# Tokenizer: 260 tokens" in out

@@ -47,7 +47,7 @@ def test_train_then_report(
     report = json.loads(capsys.readouterr().out)
     assert report["bytes"] == len((TEXT + "naïve 東京\n" * 5).encode())
     assert report["bytes_per_token"] > 1.5
-    assert report["changed_texts"] == 0
+    assert report["changed_documents"] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workhorse.data import DataConfig, Document, files, iterate_texts, read_documents
+from workhorse.data import DataConfig, Document, files, iterate_documents, read_documents
 from workhorse.data import documents as documents_module
 from workhorse.data.documents import HASHES, hash_of, threshold
 from workhorse.errors import WorkhorseError
@@ -269,8 +269,8 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
         "b": {"kind": "jsonl", "path": second, "validation_fraction": 0},
     }
     config = DataConfig(corpus={"kind": "mixture", "sources": sources})
-    assert list(iterate_texts(config)) == ["first", "second", "third"]
-    assert list(iterate_texts(config, "validation")) == []
+    assert list(iterate_documents(config)) == ["first", "second", "third"]
+    assert list(iterate_documents(config, "validation")) == []
 
 
 # Errors

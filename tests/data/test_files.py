@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.data import DataConfig
-from workhorse.data.documents import iterate_texts
+from workhorse.data.documents import iterate_documents
 from workhorse.data.files import Advice, open_bytes, read_text, visible_files
 from workhorse.errors import WorkhorseError
 
@@ -98,4 +98,4 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     source = DataConfig.from_dict(
         {"corpus": {"kind": "jsonl", "path": str(lines), "validation_fraction": 0}}
     )
-    assert list(iterate_texts(source)) == ["ab"]
+    assert list(iterate_documents(source)) == ["ab"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.data import DataConfig, check_sources, iterate_texts, prepare, read_documents
+from workhorse.data import DataConfig, check_sources, iterate_documents, prepare, read_documents
 from workhorse.data.config import source_of
 from workhorse.data.files import encoding_of, kind_of
 from workhorse.data.preparation import prepare_tokenizer
@@ -111,7 +111,7 @@ def test_a_file_of_a_folder_is_named_however_it_is_read(
     config = DataConfig(
         corpus={"kind": "folder", "path": folder, "errors": errors, "validation_fraction": 0}
     )
-    for read in (check_sources, lambda config: list(iterate_texts(config))):
+    for read in (check_sources, lambda config: list(iterate_documents(config))):
         with pytest.raises(WorkhorseError) as raised:
             read(config)
         assert str(raised.value) == f"{folder}/{line}"
@@ -124,7 +124,7 @@ def test_a_file_is_refused_before_a_tokenizer_is_trained_or_text_encoded(
     config = DataConfig(
         corpus={"kind": "mixture", "sources": {"x": {"kind": "folder", "path": folder}}}
     )
-    monkeypatch.setattr("workhorse.data.preparation.iterate_texts", None)
+    monkeypatch.setattr("workhorse.data.preparation.iterate_documents", None)
     remedy = r"exclude it with data\.corpus\.sources\.x\.glob='\*\*/\*\.txt'"
     with pytest.raises(WorkhorseError, match=remedy):
         prepare_tokenizer(tokenizer_config({"kind": "bpe", "vocab_size": 300}), config, tmp_path)

@@ -86,7 +86,7 @@ def test_it_is_told_if_more_is_held_out_than_trains(
         (texts / name).write_text("x" * length)
     lines: list[str] = []
     config = DataConfig(corpus={"kind": "folder", "path": texts})
-    prepare(config, tokenizer, tmp_path / "data", tell=lines.append)
+    prepare(config, tokenizer, tmp_path / "data", notify=lines.append)
     assert bool(lines) == told
     assert not told or lines[0].startswith(
         "the validation split has 401 tokens and the training split 4, because only whole documents"
@@ -97,12 +97,12 @@ def test_unknown_characters_are_counted_kept_and_told(
     config: DataConfig, tokenizer, tmp_path: Path
 ) -> None:
     told: list[str] = []
-    known = prepare(config, tokenizer, tmp_path / "known", tell=told.append)
+    known = prepare(config, tokenizer, tmp_path / "known", notify=told.append)
     assert (known.train.unknown_rate, told) == (0, [])
     lines = [json.dumps({"text": text.replace("é", "?")}) + "\n" for text in TEXTS]
     config.sources["corpus"].path.write_text("".join(lines))
     for _ in range(2):  # prepared, then opened again
-        dataset = prepare(config, tokenizer, tmp_path / "data", tell=told.append)
+        dataset = prepare(config, tokenizer, tmp_path / "data", notify=told.append)
         splits = (dataset.train, dataset.validation)
         tokens = sum(split.n_tokens for split in splits)
         unknown = sum(stream.n_unknown for split in splits for stream in split.streams)

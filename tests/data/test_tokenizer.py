@@ -41,7 +41,7 @@ def test_a_vocabulary_that_stays_smaller_is_told_every_time(
     said: list[str] = []
     for size in (4096, 4096, 270):
         made = prepare_tokenizer(
-            BpeConfig(vocab_size=size), config, tmp_path / "data", tell=said.append
+            BpeConfig(vocab_size=size), config, tmp_path / "data", notify=said.append
         )
         if size == 4096:
             missing = 4096 - made.vocab_size

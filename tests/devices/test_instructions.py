@@ -47,7 +47,7 @@ def test_without_a_level_the_cpu_has_what_it_has(
 def test_pairs_of_bfloat16_are_multiplied_where_that_is_quick_or_asked_for(
     monkeypatch: pytest.MonkeyPatch, maker: str
 ) -> None:
-    monkeypatch.setattr(instructions, "told_of_cpu", lambda _: maker)
+    monkeypatch.setattr(instructions, "cpuinfo_field", lambda _: maker)
     monkeypatch.delenv(SWITCH, raising=False)
     assert WIDENED not in compiler_flags()  # the CPU has a matrix unit
     monkeypatch.setattr(instructions, "_on_this_cpu", lambda: ALL - LEVELS["amx"].adds)

@@ -32,10 +32,10 @@ def test_a_preset_that_does_not_fit_is_refused_before_it_is_made(free) -> None:
         r"choose a narrower dtype \(bfloat16\), or a smaller model"
     )
     with pytest.raises(WorkhorseError, match=line):
-        workhorse.load("llama-7b", device="cpu", tell=list)
+        workhorse.load("llama-7b", device="cpu", notify=list)
     free(1e-3)
     with pytest.raises(WorkhorseError, match=r"in bfloat16 needs 237\.\d MiB and 1\.0 MiB"):
-        workhorse.load("gpt2", device="cpu", dtype="bfloat16", tell=list)
+        workhorse.load("gpt2", device="cpu", dtype="bfloat16", notify=list)
 
 
 def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
@@ -43,7 +43,7 @@ def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
 ) -> None:
     pytest.importorskip("gguf")
     convert(run_folder, tmp_path / "half", "hf", dtype="bfloat16")
-    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="bfloat16", tell=list)
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="bfloat16", notify=list)
     free(0)
     with pytest.raises(WorkhorseError, match="run with its weights in float32 needs"):
         workhorse.load(run_folder, device="cpu")
@@ -59,7 +59,7 @@ def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
 
 def test_a_gguf_file_must_fit(run_folder: Path, tmp_path: Path, free) -> None:
     pytest.importorskip("gguf")
-    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="q8_0", tell=list)
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="q8_0", notify=list)
     free(0)
     with pytest.raises(WorkhorseError, match=r"m\.gguf with its weights in float32 needs"):
         workhorse.load(tmp_path / "m.gguf", device="cpu")

@@ -102,7 +102,7 @@ def test_the_type_of_the_weights(to: str, run_folder: Path, tmp_path: Path) -> N
 def test_gguf(run_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     notes: list[str] = []
-    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", tell=notes.append)
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", notify=notes.append)
     from gguf import GGUFReader
 
     assert {tensor.name for tensor in GGUFReader(tmp_path / "m.gguf").tensors} >= {
@@ -269,8 +269,8 @@ def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
-    convert(run, tmp_path / "m.gguf", "gguf", tell=lambda _: None)
-    convert(tmp_path / "m.gguf", tmp_path / "again", "hf", tell=lambda _: None)
+    convert(run, tmp_path / "m.gguf", "gguf", notify=lambda _: None)
+    convert(tmp_path / "m.gguf", tmp_path / "again", "hf", notify=lambda _: None)
     for copy in ("hf", "m.gguf", "again"):
         again = workhorse.load(tmp_path / copy, kernel="eager")
         assert again.encode(text) == ours.encode(text)
@@ -282,8 +282,8 @@ def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path
 def test_all_end_tokens_go_into_a_gguf_file(run_folder: Path, tmp_path: Path) -> None:
     model = replace(workhorse.load(run_folder, device="cpu"), stop_tokens=(1, 4))
     for name, source in (("m.gguf", model), ("plain.gguf", replace(model, tokenizer=None))):
-        convert(source, tmp_path / name, "gguf", tell=list)
-        again = workhorse.load(tmp_path / name, device="cpu", tell=list)
+        convert(source, tmp_path / name, "gguf", notify=list)
+        again = workhorse.load(tmp_path / name, device="cpu", notify=list)
         assert set(again.stop_tokens) >= {1, 4}
 
 
@@ -292,7 +292,7 @@ def test_a_gguf_file_is_a_model_everywhere(
 ) -> None:
     pytest.importorskip("gguf")
     file = tmp_path / "m.gguf"
-    convert(run_folder, file, "gguf", tell=lambda _: None)
+    convert(run_folder, file, "gguf", notify=lambda _: None)
     assert_same_model(file, run_folder)
     assert workhorse.load(file, quantize="int8").decoder is not None
     assert main(["generate", str(file), "--prompt", "a", "--max-new-tokens", "2", "--json"]) == 0

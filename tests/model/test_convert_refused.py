@@ -121,7 +121,7 @@ def test_a_place_that_the_system_refuses(
     place = tmp_path / name
     refused = rf"^cannot write {place}: "
     with pytest.raises(WorkhorseError, match=refused):
-        convert(model, place, to, tell=lambda line: None)
+        convert(model, place, to, notify=lambda line: None)
     with pytest.raises(WorkhorseError, match=refused):
         workhorse.save(model, place)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "texts", "run"}
@@ -143,10 +143,10 @@ def test_weights_that_no_model_computes_with_are_not_written(
         with torch.no_grad():
             weight[3] = wrong
         with pytest.raises(WorkhorseError, match=rf"norm.weight has .*{refused}"):
-            convert(model, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
+            convert(model, tmp_path / "out", to, dtype=dtype, notify=lambda line: None)
     empty = replace(model, decoder=model.config.build(device="meta"))
     with pytest.raises(WorkhorseError, match="on the device meta and has no weights; load or init"):
-        convert(empty, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
+        convert(empty, tmp_path / "out", to, dtype=dtype, notify=lambda line: None)
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "run"}
 
 

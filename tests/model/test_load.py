@@ -70,7 +70,7 @@ def test_a_text_of_a_model_from_elsewhere_begins_at_bos_or_else_at_eos(model):
     assert loaded.encode("") == [256]
     few = train_tokenizer(BytesConfig(), [])
     assert replace(loaded, tokenizer=few).start == few.eos_id
-    begun = replace(loaded, tokenizer=loaded.text.beginning_with("<|eos|>"))
+    begun = replace(loaded, tokenizer=loaded.text.with_prefix("<|eos|>"))
     assert (begun.start, begun.encode("a")) == (257, [257, 97])
     assert replace(loaded, trained=False).start is None
 
@@ -147,7 +147,7 @@ def test_a_preset_has_random_weights_and_says_so():
 @pytest.mark.usefixtures("small_gpt2")
 def test_dtype_and_quiet():
     told = []
-    loaded = workhorse.load("gpt2", dtype="bfloat16", tell=told.append)
+    loaded = workhorse.load("gpt2", dtype="bfloat16", notify=told.append)
     assert loaded.decoder.embedding.tokens.weight.dtype == torch.bfloat16
     assert len(told) == 1
     assert len(loaded.generate("ab", max_new_tokens=3).tokens) == 3
@@ -217,13 +217,13 @@ def test_an_option_of_load_that_is_none(option: str, value: object) -> None:
         workhorse.load("gpt2", **{option: value})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("tell", [5, None, "print"])
-def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("notify", [5, None, "print"])
+def test_what_cannot_be_told_anything(notify, run_folder: Path, tmp_path: Path) -> None:
     for use in (workhorse.load, partial(convert, target=tmp_path / "out", to="hf")):
         with pytest.raises(
-            WorkhorseError, match=r"^tell=.* is not a function; give one that takes a string"
+            WorkhorseError, match=r"^notify=.* is not a function; give one that takes a string"
         ):
-            use(run_folder, tell=tell)
+            use(run_folder, notify=notify)
 
 
 @pytest.mark.parametrize("rows", [None, "3", 0, -1, 1.5, float("nan"), True])
@@ -254,7 +254,7 @@ def test_only_a_text_is_encoded(prompt, model) -> None:
 @pytest.mark.usefixtures("small_gpt2")
 def test_types_and_devices_of_torch():
     loaded = workhorse.load(
-        "gpt2", dtype=torch.bfloat16, device=torch.device("cpu"), tell=lambda line: None
+        "gpt2", dtype=torch.bfloat16, device=torch.device("cpu"), notify=lambda line: None
     )
     assert loaded.decoder.embedding.tokens.weight.dtype == torch.bfloat16
 
@@ -278,11 +278,11 @@ def test_quantised_while_it_is_read(
 def test_a_model_can_be_executed_by_other_means(run_folder: Path) -> None:
     """The parameters are the same; the original decoder stays as its config builds it."""
     model = workhorse.load(run_folder)
-    plain = model.executed("reference")
+    plain = model.with_execution("reference")
     assert plain.decoder is plain.reference is model.reference
     assert plain.announcement == "decode: reference"
     assert type(plain.decoder) is Decoder
-    again = plain.executed()
+    again = plain.with_execution()
     for name, weight in model.reference.named_parameters():
         assert dict(model.decoder.named_parameters())[name] is weight
         assert dict(again.decoder.named_parameters())[name] is weight

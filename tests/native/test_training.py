@@ -14,13 +14,13 @@ from workhorse.nn.attention.kernels import Scoring, Sdpa
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
-from workhorse.transforms.record import become
+from workhorse.transforms.record import as_subclass
 
 pytestmark = needs("training")
 
 
 def native_sdpa(scoring: Scoring) -> TrainingSdpa:
-    return become(Sdpa(scoring, 0), TrainingSdpa, operators=TRAINING)
+    return as_subclass(Sdpa(scoring, 0), TrainingSdpa, operators=TRAINING)
 
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,7 +233,7 @@ def test_adamw_of_float32_in_one_pass_is_pytorchs() -> None:
 def test_adamw_counts_the_updates_of_each_weight(updates: list[torch.Tensor], message: str) -> None:
     numbers = [torch.ones(3)]
     rates = {
-        "shrink": 1.0,
+        "grad_scale": 1.0,
         "rate": 0.1,
         "beta1": 0.9,
         "beta2": 0.9,

@@ -22,7 +22,7 @@ from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.context import context_alone
 from workhorse.nn.norms import NormFacts, RMSNorm, RMSNormMultipliedFirst
 from workhorse.transforms.quantization import QuantizedLinear, quantize
-from workhorse.transforms.record import become, replace_modules
+from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class CentredRMSNorm(RMSNormMultipliedFirst):
@@ -45,7 +45,7 @@ class Undeclared(RMSNorm):
 def decoder_with(kind: type[RMSNorm]) -> Decoder:
     decoder = llama(d_model=64, n_layers=2, n_heads=2, d_ff=64, vocab_size=64).build()
     replace_modules(
-        decoder, lambda module: become(module, kind) if type(module) is RMSNorm else module
+        decoder, lambda module: as_subclass(module, kind) if type(module) is RMSNorm else module
     )
     for parameter in decoder.parameters():
         if parameter.ndim == 1:

@@ -151,11 +151,11 @@ def updated(config: AdamWConfig, compiled: bool, device: str = "cpu") -> list[Te
     adamw = AdamW(weights, config, weight_decay=0.1, masters=masters, compiled=compiled)
     for weight in weights.values():
         weight.grad = torch.zeros_like(weight)
-    for schedule, shrink in ((1.0, 0.5), (0.3, 1.0), (0.3, torch.nan), (0.1, 1.0), (0.2, 0.7)):
+    for schedule, grad_scale in ((1.0, 0.5), (0.3, 1.0), (0.3, torch.nan), (0.1, 1.0), (0.2, 0.7)):
         for weight in weights.values():
             assert weight.grad is not None
             weight.grad.copy_(torch.randn(weight.shape, generator=generator))
-        adamw.step(schedule, torch.tensor(shrink, device=device))
+        adamw.step(schedule, torch.tensor(grad_scale, device=device))
     return [*map(masters.read, weights), *adamw.tensors().values()]
 
 

@@ -22,15 +22,15 @@ from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
 from workhorse.optim.shards import local
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.experts import ExpertTeam
+from workhorse.parallel.division.experts import ExpertParallelGroup
 from workhorse.parallel.division.layers import divide_layers
 from workhorse.parallel.division.parts import ModelPart, check_divisible
-from workhorse.parallel.division.sequences import SequenceTeam
+from workhorse.parallel.division.sequences import ContextParallelGroup
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.objectives.objective import CountedElsewhere, Divided, Objective, counts_here
+from workhorse.train.objectives.objective import Divided, Objective, UncountedObjective, counts_here
 
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])
@@ -66,7 +66,7 @@ def worst_of_experts(world: World, chosen: list[int]) -> float:
         for weight in whole.parameters():
             weight.normal_()
     own = deepcopy(whole)
-    team = ExpertTeam(world, world.size, torch.device("cpu"))
+    team = ExpertParallelGroup(world, world.size, torch.device("cpu"))
     team.divide(own)
     x = torch.randn(world.size, 5, 8)
     found: list[tuple[Tensor, Tensor]] = []
@@ -90,7 +90,7 @@ def worst_of_parts(
     teams: Teams,
     config: DecoderConfig,
     documents: Tensor | None,
-    make_objective: Callable[[Decoder, SequenceTeam | None], Objective],
+    make_objective: Callable[[Decoder, ContextParallelGroup | None], Objective],
 ) -> float:
     """Largest error of the loss and the gradients, relative to the largest element or to 1."""
     whole, batch = make(config), batch_of(config, documents)
@@ -109,7 +109,7 @@ def worst_of_parts(
     if documents is None:
         checkpoint_activations(decoder)
     if not counts_here(objective, teams):
-        objective = CountedElsewhere(objective)
+        objective = UncountedObjective(objective)
     if teams.sequences is not None:
         objective = Divided(objective, teams.sequences)
     loss, count, *gradients = pass_over(decoder, objective, batch)

@@ -25,7 +25,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import MODEL_TYPES, Fields, family
 from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.models.huggingface.fields import ALIASES, OLDER, SILENT, with_own_names
-from workhorse.models.huggingface.rotation import BESIDE, contradictions
+from workhorse.models.huggingface.rotation import BESIDE, conflicting_settings
 
 FILES: dict[str, dict[str, Any]] = {}
 for _path in sorted(Path(__file__).with_name("older").glob("*.py")):
@@ -77,7 +77,7 @@ def test_rope_scaling_beside_rope_parameters_means_what_it_means_there(model_typ
     ours = family(model_type).read(Fields(file))
     assert list(compare_plain(plain(ours), plain(expected))) == []
     expected = "rope_scaling differs from rope_parameters; rope_scaling is used"
-    assert any(one.startswith(expected) for one in contradictions(file))
+    assert any(one.startswith(expected) for one in conflicting_settings(file))
 
 
 def test_every_second_name_of_a_key_is_known() -> None:
@@ -176,7 +176,7 @@ def understood(values: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]
         ours = plain(family(values["model_type"]).read(fields))
     except WorkhorseError as error:
         return None, [str(error)]
-    return ours, [*fields.unused(), *contradictions(values)]
+    return ours, [*fields.unused(), *conflicting_settings(values)]
 
 
 def mappings(file: dict[str, Any]) -> Iterator[tuple[str, ...]]:

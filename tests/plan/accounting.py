@@ -167,7 +167,7 @@ def setting(case: Case) -> str:
     return ", ".join([*said, "native" if case.native else "PyTorch"])
 
 
-def measure_all(only: list[str], tell: Any = lambda line: None) -> list[Row]:
+def measure_all(only: list[str], notify: Any = lambda line: None) -> list[Row]:
     """Measure all rows, in two processes one after the other."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def measure_all(only: list[str], tell: Any = lambda line: None) -> list[Row]:
             here = [sys.executable, "-m", "tests.plan.accounting", *only, "--rows", str(found)]
             subprocess.run(here, env=environment, check=True, stdout=subprocess.DEVNULL)
             rows += [Row(**json.loads(line)) for line in found.read_text().splitlines()]
-            tell(f"{len(rows)} rows")
+            notify(f"{len(rows)} rows")
     order = [case.name for case in cases()]
     return sorted(rows, key=lambda row: order.index(row.name))
 

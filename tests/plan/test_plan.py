@@ -149,7 +149,7 @@ def test_settings_hold_for_a_model_without_a_recipe() -> None:
 
 def test_minutes_come_to_the_steps_that_the_time_of_one_allows() -> None:
     said: list[str] = []
-    found = plan("gpt2", [*SMALL[1:], "train.minutes=5"], device="h100", tell=said.append)
+    found = plan("gpt2", [*SMALL[1:], "train.minutes=5"], device="h100", notify=said.append)
     assert found["train"]["minutes"] is None
     assert found["time"]["steps"] == found["train"]["steps"]
     assert 0.9 * 300 < found["time"]["seconds"] <= 300

@@ -72,7 +72,7 @@ def texts_with_tokens(reference: Any) -> list[str]:
 def check_same(reference: Any, ours: Tokenizer, texts: list[str]) -> None:
     for text in texts:
         ids = reference(text)["input_ids"]
-        assert ours.encode_text(text, allow_special=True) == ids, text
+        assert ours.encode_sequence(text, allow_special=True) == ids, text
         for skip in (False, True):
             decoded = reference.decode(ids, skip_special_tokens=skip)
             assert ours.decode(ids, skip_special=skip) == decoded
@@ -112,7 +112,7 @@ def test_what_transformers_saved_again_reads_the_same(
     shutil.copy(path / "config.json", tmp_path)
     again = load_tokenizer(tmp_path)
     check_same(theirs(tmp_path), again, TEXTS + texts_with_tokens(reference))
-    assert again.encode_text(TEXTS[7]) == ours.encode_text(TEXTS[7])
+    assert again.encode_sequence(TEXTS[7]) == ours.encode_sequence(TEXTS[7])
 
 
 def test_a_megabyte_of_text(folder_of: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_megabyte_of_text(folder_of: Any) -> None:
     for name in ("llama 3", "llama 2"):
         _, (reference, ours) = folder_of(name)
         ids = reference(text)["input_ids"]
-        assert ours.encode_text(text, allow_special=True) == ids
+        assert ours.encode_sequence(text, allow_special=True) == ids
         assert ours.decode(ids) == reference.decode(ids)
 
 
@@ -165,7 +165,7 @@ def test_what_we_save_reads_the_same_in_transformers(
     """In Workhorse's own files, without a model and with a model of another type."""
     _, (reference, ours) = published
     ours.save(tmp_path)
-    assert load_tokenizer(tmp_path).encode_text(TEXTS[7]) == ours.encode_text(TEXTS[7])
+    assert load_tokenizer(tmp_path).encode_sequence(TEXTS[7]) == ours.encode_sequence(TEXTS[7])
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     again = theirs(tmp_path)
     assert again.special_tokens_map == reference.special_tokens_map
@@ -187,9 +187,9 @@ def test_a_type_with_rules_of_its_own_is_refused(folder_of: Any, tmp_path: Path)
 def test_a_native_tokenizer_can_begin_texts_with_bos(trained: Any, tmp_path: Path) -> None:
     for name in ("bpe", "byte_fallback_bpe", "unigram"):
         plain = trained(name)
-        assert plain.encode_text("The fox") == plain.encode("The fox")
-        ours = plain.beginning_with(plain.roles["bos"])
-        assert ours.encode_text("The fox") == [plain.bos_id, *plain.encode("The fox")]
+        assert plain.encode_sequence("The fox") == plain.encode("The fox")
+        ours = plain.with_prefix(plain.roles["bos"])
+        assert ours.encode_sequence("The fox") == [plain.bos_id, *plain.encode("The fox")]
         folder = tmp_path / name
         ours.save(folder, model_type="llama")
         (folder / "config.json").write_text('{"model_type": "llama"}')

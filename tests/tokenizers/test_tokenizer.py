@@ -189,7 +189,7 @@ def test_what_is_no_text_is_not_encoded(tokenizer: Tokenizer, text: Any) -> None
     line = r"^.* is not a string; pass a str$"
     for encode in (
         tokenizer.encode,
-        tokenizer.encode_text,
+        tokenizer.encode_sequence,
         lambda one: tokenizer.encode_batch([one]),
     ):
         with pytest.raises(WorkhorseError, match=line):
@@ -225,7 +225,7 @@ def test_ids_of_an_array_are_ids(trained: Trained) -> None:
 @pytest.mark.parametrize("name", [5, None, b"a"])
 def test_what_is_no_name_names_no_token(trained: Trained, name: Any) -> None:
     bpe = trained("bpe")
-    for use in (bpe.token_id, bpe.beginning_with, lambda one: bpe.with_role("bos", one)):
+    for use in (bpe.token_id, bpe.with_prefix, lambda one: bpe.with_role("bos", one)):
         with pytest.raises(WorkhorseError, match=r"token=.* is not a string; pass a str"):
             use(name)
 

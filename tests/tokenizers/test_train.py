@@ -27,7 +27,7 @@ from workhorse.tokenizers.training import (
     MAX_CHARACTERS,
     MAX_RUN,
     counted,
-    pieces_of_texts,
+    split_documents,
     stable_vocabulary,
 )
 
@@ -224,7 +224,7 @@ def test_progress_counts_the_bytes() -> None:
 
 def test_long_texts_are_cut_at_line_ends() -> None:
     text = "x " * (MAX_CHARACTERS // 2 - 5) + "\n" + "y " * (MAX_CHARACTERS // 2) + "z"
-    pieces = list(pieces_of_texts([text]))
+    pieces = list(split_documents([text]))
     assert "".join(pieces) == text
     assert [piece[-1] for piece in pieces] == ["\n", " ", "z"]
     assert max(map(len, pieces)) <= MAX_CHARACTERS
@@ -241,7 +241,7 @@ def test_a_counted_corpus_can_be_read_again() -> None:
 def test_a_long_run_without_a_space_is_cut_and_told() -> None:
     texts = ["ab cd " + "x" * (2 * MAX_RUN) + "y ef", " " * (MAX_RUN + 1), "z" * (MAX_RUN - 1)]
     with pytest.warns(UserWarning, match="2,048 characters without a space, .*'xxxxx") as told:
-        pieces = list(pieces_of_texts(texts))
+        pieces = list(split_documents(texts))
     assert len(told) == 1
     assert "".join(pieces) == "".join(texts)
     assert [len(piece) for piece in pieces] == [6, MAX_RUN, MAX_RUN, 4, MAX_RUN, 1, MAX_RUN - 1]

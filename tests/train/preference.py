@@ -8,7 +8,7 @@ from torch import Tensor
 
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
-from workhorse.parallel.division.sequences import SequenceTeam
+from workhorse.parallel.division.sequences import ContextParallelGroup
 from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome
 
 
@@ -20,7 +20,7 @@ class PreferenceConfig(ObjectiveConfig):
     def rows_together(self) -> int:
         return 2
 
-    def build(self, decoder: Decoder, team: SequenceTeam | None = None) -> "Preference":
+    def build(self, decoder: Decoder, team: ContextParallelGroup | None = None) -> "Preference":
         return Preference(decoder, team)
 
 
@@ -35,7 +35,7 @@ class Preference(ModelObjective):
     def __init__(
         self,
         decoder: Decoder,
-        team: SequenceTeam | None = None,
+        team: ContextParallelGroup | None = None,
         reference: Decoder | None = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(), team)

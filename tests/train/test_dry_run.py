@@ -10,7 +10,7 @@ import torch
 
 from tests.parallel.runs import GATED, fields
 from workhorse.memory.device_memory import device_memory
-from workhorse.train import Recipe, dry_run, estimate, remarks_on, train
+from workhorse.train import Recipe, dry_run, estimate, recipe_warnings, train
 
 FIGURES = ("parameters", "micro_batch_size", "tokens", "exports_as")
 
@@ -19,7 +19,7 @@ def test_a_dry_run_has_the_figures_and_where_the_run_would_stand(
     make_recipe, tmp_path: Path
 ) -> None:
     recipe, said = make_recipe(steps=3), []
-    found = dry_run(recipe, tmp_path / "run", tell=said.append)
+    found = dry_run(recipe, tmp_path / "run", notify=said.append)
     assert {name: found[name] for name in FIGURES} == {
         name: estimate(recipe)[name] for name in FIGURES
     }
@@ -39,7 +39,7 @@ def test_a_taken_folder_is_refused_where_given_and_else_told(
     train(recipe, folder)
     with pytest.raises(ValueError, match="already contains a run"):
         dry_run(recipe, folder)
-    assert "run_directory" not in dry_run(recipe, tell=said.append)
+    assert "run_directory" not in dry_run(recipe, notify=said.append)
     assert said[0].startswith(f"{folder} already contains a run")
     assert dry_run(make_recipe(steps=2), folder, resume=True)["step"] == 1
 
@@ -73,7 +73,7 @@ def test_each_of_several_processes_has_its_share_of_the_memory(
     assert found["memory"]["peak"]["total"] == own.total < one["memory"]["peak"]["total"]
     assert (found["memory"]["room"], found["memory"]["fits"]) == (250, False)
     said: list[str] = []
-    dry_run(divided, tmp_path / "run", tell=said.append)
+    dry_run(divided, tmp_path / "run", notify=said.append)
     assert "needs 4 processes; start them with --workers 4 or torchrun" in said
 
 
@@ -101,6 +101,6 @@ def test_parts_that_were_not_asked_for_are_said(
     if "preset" in changes:
         model["blocks"] = {"main": {"attention": {"n_heads": 2, "position": {"kind": "rope"}}}}
     model = {key: value for key, value in model.items() if value is not None}
-    remarks = remarks_on(recipe.model_copy(update={"model": model}))
+    remarks = recipe_warnings(recipe.model_copy(update={"model": model}))
     assert len(remarks) == len(said)
     assert all(map(str.startswith, remarks, said))

@@ -9,15 +9,15 @@ import pytest
 from tests.train.runs import assert_same_run, step_losses
 from workhorse.checkpoints import CheckpointStore
 from workhorse.train import read_metrics, train
-from workhorse.train.recipe.recipe import JumpConfig
-from workhorse.train.resume import JumpedError
+from workhorse.train.recipe.recipe import LossSpikeConfig
+from workhorse.train.resume import LossSpikeError
 
 JUMPS = {"window": 2, "in_a_row": 1}
 
 
 def jumping_at(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
     """Treat these losses as spikes."""
-    monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: loss in losses)
+    monkeypatch.setattr(LossSpikeConfig, "is_spike", lambda _, loss, before: loss in losses)
 
 
 def losses(run: Path) -> list[float]:
@@ -29,7 +29,7 @@ def backs(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("before", "loss", "jumps"),
+    ("before", "loss", "loss_spikes"),
     [
         ([1.0, 3.0], 4.1, True),  # mean 2, deviation 1
         ([1.0, 3.0], 4.0, False),
@@ -37,8 +37,8 @@ def backs(run: Path) -> list[dict[str, Any]]:
         ([2.0, 2.0], 2.0, False),
     ],
 )
-def test_what_a_jump_is(before: list[float], loss: float, jumps: bool) -> None:
-    assert JumpConfig(deviations=2.0, window=2).is_jump(loss, before) == jumps
+def test_what_a_jump_is(before: list[float], loss: float, loss_spikes: bool) -> None:
+    assert LossSpikeConfig(deviations=2.0, window=2).is_spike(loss, before) == loss_spikes
 
 
 def test_a_run_goes_back_and_on_without_the_rows_since(
@@ -58,7 +58,7 @@ def test_a_run_goes_back_and_on_without_the_rows_since(
     train(make_recipe(keep=3), by_hand, resume=True)
 
     jumping_at(monkeypatch, losses(tmp_path / "whole")[6])
-    train(make_recipe(jumps=JUMPS), tmp_path / "run")
+    train(make_recipe(loss_spikes=JUMPS), tmp_path / "run")
     assert_same_run(by_hand, tmp_path / "run")
     (back,) = backs(tmp_path / "run")
     assert (back["step"], back["jumped"], back["rows"]) == (4, 7, 3 * 4)
@@ -71,13 +71,13 @@ def test_the_losses_it_compares_with_survive_a_stop(
 ) -> None:
     seen: list[list[float]] = []
 
-    def note(_: JumpConfig, loss: float, before: list[float]) -> bool:
+    def note(_: LossSpikeConfig, loss: float, before: list[float]) -> bool:
         del loss
         seen.append(before)
         return False
 
-    monkeypatch.setattr(JumpConfig, "is_jump", note)
-    constant = {"jumps": JUMPS, "schedule": {"kind": "constant"}}
+    monkeypatch.setattr(LossSpikeConfig, "is_spike", note)
+    constant = {"loss_spikes": JUMPS, "schedule": {"kind": "constant"}}
     train(make_recipe(**constant), tmp_path / "whole")
     whole = seen.copy()
     seen.clear()
@@ -93,7 +93,7 @@ def test_no_checkpoint_is_saved_while_the_loss_is_high(
 ) -> None:
     train(make_recipe(), tmp_path / "whole")
     jumping_at(monkeypatch, losses(tmp_path / "whole")[7])
-    train(make_recipe(jumps={**JUMPS, "in_a_row": 2}), tmp_path / "run")
+    train(make_recipe(loss_spikes={**JUMPS, "in_a_row": 2}), tmp_path / "run")
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [12, 4]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -101,18 +101,18 @@ def test_no_checkpoint_is_saved_while_the_loss_is_high(
 def test_where_nothing_is_saved_a_jump_is_the_end(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: len(before) == 2)
-    with pytest.raises(JumpedError, match="loss spike at step 3, but no checkpoint has been"):
-        train(make_recipe(jumps=JUMPS), tmp_path / "run")
+    monkeypatch.setattr(LossSpikeConfig, "is_spike", lambda _, loss, before: len(before) == 2)
+    with pytest.raises(LossSpikeError, match="loss spike at step 3, but no checkpoint has been"):
+        train(make_recipe(loss_spikes=JUMPS), tmp_path / "run")
 
 
 def test_a_run_does_not_go_back_for_ever(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: len(before) == 2)
-    recipe = make_recipe(jumps={**JUMPS, "most": 3}, checkpoint_every=2)
+    monkeypatch.setattr(LossSpikeConfig, "is_spike", lambda _, loss, before: len(before) == 2)
+    recipe = make_recipe(loss_spikes={**JUMPS, "most": 3}, checkpoint_every=2)
     line = "loss spike at step 3, after returning to a checkpoint 3 times"
-    with pytest.raises(JumpedError, match=line):
+    with pytest.raises(LossSpikeError, match=line):
         train(recipe, tmp_path / "run")
     (back,) = backs(tmp_path / "run")  # only the latest, as no checkpoint followed the others
     assert back["rows"] == 3 * 4

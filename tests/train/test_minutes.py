@@ -118,7 +118,7 @@ def test_the_first_process_decides(make_recipe) -> None:
     world: Any = Second()
     batches: Any = range(100)
     config = make_recipe(**LONGER).train
-    told = {"held_out": 0, "tell": lambda line: None, "clock": clock_of(1e-3)}
+    told = {"held_out": 0, "notify": lambda line: None, "clock": clock_of(1e-3)}
     assert settle(config, step, batches, world, **told).steps == 77
     assert step.done == 3
 

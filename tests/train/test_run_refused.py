@@ -12,7 +12,7 @@ import torch
 from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import check_held
-from workhorse.train import Recipe, estimate, rehearse, train
+from workhorse.train import Recipe, check_run, estimate, train
 from workhorse.train.check import own_gpu
 
 
@@ -230,7 +230,7 @@ def test_a_run_without_its_recipe_is_told_apart_from_no_run(make_recipe, tmp_pat
 
 
 @pytest.mark.parametrize("recipe", [None, 5, "r.yaml", [], {}, Path("r.yaml")])
-@pytest.mark.parametrize("use", [train, rehearse, estimate])
+@pytest.mark.parametrize("use", [train, check_run, estimate])
 def test_what_is_no_recipe(use: Any, recipe: Any, tmp_path: Path) -> None:
     places = () if use is estimate else (tmp_path / "run",)
     with pytest.raises(WorkhorseError, match=r"^recipe must be a Recipe, not .*; load one from a"):

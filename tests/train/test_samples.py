@@ -2,7 +2,7 @@
 
 import pytest
 
-from workhorse.data import DataConfig, beginning
+from workhorse.data import DataConfig, sequence_start
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
@@ -31,14 +31,14 @@ def test_a_sample_begins_as_training_did(  # noqa: PLR0917
 ) -> None:
     data = DataConfig(corpus="stdlib", bos=bos, eos=eos)
     config = SamplesConfig(prompts=("", "a"))
-    sampler = Sampler(tokenizer, config, beginning(tokenizer, data), decoder.max_seq_len)
+    sampler = Sampler(tokenizer, config, sequence_start(tokenizer, data), decoder.max_seq_len)
     assert sampler.tokens == [empty, text]
 
 
 def test_where_nothing_begins_a_text_an_empty_prompt_is_refused(
     decoder: Decoder, tokenizer: Tokenizer
 ) -> None:
-    begin = beginning(tokenizer, DataConfig(corpus="stdlib", eos=False))
+    begin = sequence_start(tokenizer, DataConfig(corpus="stdlib", eos=False))
     with pytest.raises(WorkhorseError, match="empty prompt, but training puts neither"):
         Sampler(tokenizer, SamplesConfig(prompts=("a", "")), begin, decoder.max_seq_len)
     assert Sampler(tokenizer, SamplesConfig(prompts=("a",)), begin, 32).tokens == [[97]]

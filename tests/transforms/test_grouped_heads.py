@@ -144,10 +144,10 @@ def test_a_class_without_groups_gives_way_to_one_that_has_them(tmp_path: Path) -
     with quiet():
         config = hf.GPT2Config(vocab_size=11, n_embd=16, n_layer=1, n_head=4, n_positions=8)
         hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    found = convert(tmp_path / "gpt2", tmp_path / "few", "hf", n_kv_heads=1, tell=list)
+    found = convert(tmp_path / "gpt2", tmp_path / "few", "hf", n_kv_heads=1, notify=list)
     assert found.architecture == "GPTBigCodeForCausalLM"
     with pytest.raises(WorkhorseError, match="no transformers class can represent this model"):
-        convert(tmp_path / "gpt2", tmp_path / "two", "hf", n_kv_heads=2, tell=list)
+        convert(tmp_path / "gpt2", tmp_path / "two", "hf", n_kv_heads=2, notify=list)
 
 
 def test_quantised_weights_have_no_mean() -> None:

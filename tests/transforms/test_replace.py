@@ -23,7 +23,7 @@ from workhorse.models.families.llama import llama
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.quantization import QuantizedLinear, quantize
-from workhorse.transforms.record import become, combined, replace_modules
+from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 SOME = COVERING[:12]
 TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
@@ -58,7 +58,7 @@ def test_what_takes_a_modules_place_holds_what_it_held() -> None:
     heard: list[str] = []
     plain = nn.Linear(3, 2)
     plain.register_forward_hook(lambda *_: heard.append("before"))
-    made = become(plain, Doubled, factor=3)
+    made = as_subclass(plain, Doubled, factor=3)
     made.register_forward_hook(lambda *_: heard.append("after"))
     assert made.weight is plain.weight
     assert made.factor == 3
@@ -70,7 +70,7 @@ def test_what_takes_a_modules_place_holds_what_it_held() -> None:
 def test_a_module_at_several_places_stays_one() -> None:
     shared = nn.Linear(3, 3)
     root = nn.Sequential(shared, nn.Sequential(shared), nn.ReLU())
-    same = replace_modules(root, lambda m: become(m, Doubled) if type(m) is nn.Linear else m)
+    same = replace_modules(root, lambda m: as_subclass(m, Doubled) if type(m) is nn.Linear else m)
     assert same is root
     assert type(root[0]) is Doubled
     assert root[0] is root[1][0]
@@ -78,19 +78,19 @@ def test_a_module_at_several_places_stays_one() -> None:
 
 def test_a_root_is_replaced_too() -> None:
     root = nn.Linear(3, 3)
-    assert type(replace_modules(root, lambda module: become(module, Doubled))) is Doubled
+    assert type(replace_modules(root, lambda module: as_subclass(module, Doubled))) is Doubled
 
 
 def test_a_combined_class_is_made_once_and_named_after_both() -> None:
-    kind = combined("Minus", Negated, nn.Linear)
-    assert kind is combined("Minus", Negated, nn.Linear)
-    made, x = become(nn.Linear(3, 2), kind), torch.randn(4, 3)
+    kind = mixin_class("Minus", Negated, nn.Linear)
+    assert kind is mixin_class("Minus", Negated, nn.Linear)
+    made, x = as_subclass(nn.Linear(3, 2), kind), torch.randn(4, 3)
     assert "MinusLinear" in repr(made)
     assert torch.equal(made(x), -nn.functional.linear(x, made.weight, made.bias))
 
 
 def test_combined_classes_of_one_name_are_told_apart_by_pickle() -> None:
-    kinds = combined("Minus", Negated, nn.Linear), combined("Minus", Negated, Other.Linear)
+    kinds = mixin_class("Minus", Negated, nn.Linear), mixin_class("Minus", Negated, Other.Linear)
     assert kinds[0] is not kinds[1]
     for kind in kinds:
         assert pickle.loads(pickle.dumps(kind)) is kind
@@ -98,7 +98,7 @@ def test_combined_classes_of_one_name_are_told_apart_by_pickle() -> None:
 
 
 def test_a_module_of_a_combined_class_is_unpickled_in_another_process() -> None:
-    made = become(nn.Linear(3, 2), combined("Minus", Negated, nn.Linear))
+    made = as_subclass(nn.Linear(3, 2), mixin_class("Minus", Negated, nn.Linear))
     code = """
 import pickle, sys
 from torch import nn

@@ -91,7 +91,7 @@ class StoredModel(Protocol):
 
 def open_stored(
     model: str | Path,
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
     *,
     weights: bool = True,
 ) -> StoredModel:
@@ -101,7 +101,7 @@ def open_stored(
         model: a run directory or one of its checkpoints, a folder written by `convert`, a Hugging
             Face directory, a GGUF file, or `ORG/NAME` or `ORG/NAME@REVISION` on the hub. A model on
             the hub is downloaded if it is not in the cache.
-        tell: called with a message that names the commit of a model on the hub.
+        notify: called with a message that names the commit of a model on the hub.
         weights: True to download the weights of a model on the hub.
 
     Raises:
@@ -119,7 +119,7 @@ def open_stored(
         from workhorse.checkpoints.huggingface.load import resolve_model
 
         try:
-            path = resolve_model(str(model), weights=weights, tell=tell)
+            path = resolve_model(str(model), weights=weights, notify=notify)
         except WorkhorseError as error:
             raise WorkhorseError(f"there is no folder {model}; as a hub id: {error}") from None
     if GgufFile.is_one(path):

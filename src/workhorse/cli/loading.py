@@ -166,7 +166,7 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
             kernel=running.kernel,
             quantize=running.quantize,
             execution=running.execution,
-            tell=remarks.append,
+            notify=remarks.append,
         )
     if with_text:
         _ = loaded.text  # raises without a tokenizer; only the Python API accepts token ids

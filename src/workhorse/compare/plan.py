@@ -66,7 +66,7 @@ def check_different(recipes: Mapping[str, Recipe]) -> None:
     """
     seen: dict[str, str] = {}
     for name, recipe in recipes.items():
-        same = recipe.written_out().replace(description="")
+        same = recipe.to_equivalent().replace(description="")
         fields = repr(same.replace(data=same.data.replace(cache_dir=None)).to_dict())
         if (other := seen.setdefault(fields, name)) != name:
             raise ConfigError(
@@ -293,10 +293,10 @@ def make_plan(
         _check_contexts(study, name, plain, sizes[tokenizer])
         steps = _steps(study.budget, name, plain, flops, step_seconds)
 
-        def tell(line: str, name: str = name) -> None:
+        def notify(line: str, name: str = name) -> None:
             told.setdefault(line, []).append(name)
 
-        recipe = _recipe(study, name, {**settings, "train.steps": steps}, tell)
+        recipe = _recipe(study, name, {**settings, "train.steps": steps}, notify)
         _check_rates(study, name, recipe)
         _check_room(name, recipe, sizes[tokenizer])
         variants[name] = Variant(name, settings, recipe, parameters, flops)
@@ -360,13 +360,13 @@ def _recipe(
     study: Study,
     name: str,
     settings: Settings,
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
 ) -> Recipe:
     """A variant's recipe: the base with the settings applied."""
     assert isinstance(study.base, dict), "read_study reads the base"
     changes = [f"{key}={written(value)}" for key, value in settings.items()]
     try:
-        return Recipe.from_dict(with_init(override_recipe(study.base, changes, tell)))
+        return Recipe.from_dict(with_init(override_recipe(study.base, changes, notify)))
     except ConfigError as error:
         raise error.below(f"variants.{name}") from None
 

@@ -182,7 +182,7 @@ def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
             recipe.data,
             folder.data,
             progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
-            tell=lambda line: on_event({"kind": "notice", "message": line}),
+            notify=lambda line: on_event({"kind": "notice", "message": line}),
         )
         return made.vocab_size
 
@@ -254,17 +254,17 @@ class _Run:
                 work,
                 self.jobs,
                 self.plan.study.contexts,
-                on_event=self._tell,
+                on_event=self._notify,
                 on_end=self._end,
                 signals=self.signals,
             )
         for trial, recipe, out in work:
             if self.signals.received:  # the signal arrived between two trials
                 return self.signals.received.name
-            self._tell(trial, {"kind": "begin"})
-            tell = partial(self._tell, trial)
+            self._notify(trial, {"kind": "begin"})
+            notify = partial(self._notify, trial)
             contexts = self.plan.study.contexts
-            stopped = run_trial(recipe, out, tell, contexts=contexts, signals=self.signals)
+            stopped = run_trial(recipe, out, notify, contexts=contexts, signals=self.signals)
             if stopped:
                 return stopped
             self._end(trial)
@@ -273,13 +273,13 @@ class _Run:
     def _recipe(self, trial: Trial) -> Recipe:
         return self.plan.recipe(trial, str(self.folder.data), self.threads)
 
-    def _tell(self, trial: Trial, event: Event) -> None:
+    def _notify(self, trial: Trial, event: Event) -> None:
         self.on_event({**event, "trial": str(trial)})
 
     def _end(self, trial: Trial) -> None:
         outcome = self.folder.outcome(trial, self.plan.study.contexts)
         assert outcome is not None, f"{trial} is finished"
-        self._tell(
+        self._notify(
             trial, {"kind": "end_of_trial", "steps": self._steps(trial), **outcome.to_dict()}
         )
 

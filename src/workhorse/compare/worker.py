@@ -37,7 +37,7 @@ def main() -> None:
             out.write(json.dumps(event) + "\n")
             out.flush()
 
-    def tell(event: dict[str, Any]) -> None:
+    def notify(event: dict[str, Any]) -> None:
         if event["kind"] in TOLD:
             say(event)
 
@@ -48,7 +48,7 @@ def main() -> None:
             ended["stopped_by"] = run_trial(
                 recipe,
                 Path(job["out"]),
-                tell,
+                notify,
                 contexts=job["contexts"],
                 signals=StopSignals(),
             )

@@ -5,7 +5,7 @@ the union is written `Annotated[A | B, Field(discriminator="kind")]`.
 
 A mark declares whether a resumed run may change a field:
 
-    learning_rate: Annotated[float, OnResume.GOES_ON] = 1e-3
+    learning_rate: Annotated[float, OnResume.CONTINUES] = 1e-3
 
 A mark applies to the field and everything nested in it, unless a nested field has its own mark. The
 default is `NEW_RUN`. If a section changes its `kind`, the mark of `kind` (if any) decides for the
@@ -220,10 +220,10 @@ def configs_in(annotation: Any) -> list[type[Config]]:
 class OnResume(Enum):
     """Rules for changing a setting when a run is resumed; the values are shown in the reference."""
 
-    TAKEN = "may change; the training stays the same"
+    NO_EFFECT = "may change; the training stays the same"
     ROUNDED = "may change; results are then rounded differently"
-    GOES_ON = "may change; training continues with the new value"
-    SAME_TEXT = "may change if the tokens stay the same"
+    CONTINUES = "may change; training continues with the new value"
+    SAME_DATA = "may change if the tokens stay the same"
     NEW_RUN = "needs a new run"
 
 

@@ -7,18 +7,18 @@ batch = batches[step]
 
 from workhorse.data.batches import Batch, Batches, ValidationBatches
 from workhorse.data.config import (
-    Beginning,
     DataConfig,
+    SequenceStart,
     SourceConfig,
-    beginning,
-    beginning_token,
+    sequence_start,
     source_of,
+    start_token,
 )
 from workhorse.data.dataset import Dataset, Split, TokenStream, open_dataset
 from workhorse.data.documents import (
     Document,
     check_source_files,
-    iterate_texts,
+    iterate_documents,
     read_documents,
 )
 from workhorse.data.inspection import RowView, describe, view_rows
@@ -30,27 +30,27 @@ __all__ = [
     "IGNORE",
     "Batch",
     "Batches",
-    "Beginning",
     "DataConfig",
     "Dataset",
     "Document",
     "RowView",
+    "SequenceStart",
     "SourceConfig",
     "Split",
     "TokenStream",
     "ValidationBatches",
-    "beginning",
-    "beginning_token",
     "check_separators",
     "check_source_files",
     "check_sources",
     "describe",
-    "iterate_texts",
+    "iterate_documents",
     "open_dataset",
     "prepare",
     "prepare_tokenizer",
     "read_documents",
+    "sequence_start",
     "source_of",
+    "start_token",
     "stream_of",
     "view_rows",
 ]

@@ -31,7 +31,7 @@ Packing = Literal["windows", "random_windows", "documents"]
 class HeldOut(Config):
     """The validation split of a source: a fraction of its text, or a separate path."""
 
-    validation: Annotated[Path | None, OnResume.SAME_TEXT] = None
+    validation: Annotated[Path | None, OnResume.SAME_DATA] = None
     """A separate path for the validation split, read like `path`. All of `path` is then used for
     training."""
     validation_fraction: Fraction | None = None
@@ -66,9 +66,9 @@ class TextConfig(HeldOut):
     """
 
     kind: Literal["text"] = "text"
-    path: Annotated[Path, OnResume.SAME_TEXT]
+    path: Annotated[Path, OnResume.SAME_DATA]
     """A file, plain or compressed with gzip or zstd. `-` is the standard input."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
     """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
@@ -80,11 +80,11 @@ class FolderConfig(HeldOut):
     """
 
     kind: Literal["folder"] = "folder"
-    path: Annotated[Path, OnResume.SAME_TEXT]
+    path: Annotated[Path, OnResume.SAME_DATA]
     """The folder."""
-    glob: Annotated[str, OnResume.SAME_TEXT] = "**/*"
+    glob: Annotated[str, OnResume.SAME_DATA] = "**/*"
     """Pattern of the files to read, as for `pathlib.Path.glob`."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
     """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
@@ -96,12 +96,12 @@ class JsonlConfig(HeldOut):
     """
 
     kind: Literal["jsonl"] = "jsonl"
-    path: Annotated[Path, OnResume.SAME_TEXT]
+    path: Annotated[Path, OnResume.SAME_DATA]
     """A file, plain or compressed with gzip or zstd, or a folder of `.jsonl[.gz|.zst]` files. `-`
     is the standard input."""
     text_field: str = "text"
     """Key of the text in each object. Lines whose text is null or empty are skipped."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
     """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
@@ -113,11 +113,11 @@ class ParquetConfig(HeldOut):
     """
 
     kind: Literal["parquet"] = "parquet"
-    path: Annotated[Path, OnResume.SAME_TEXT]
+    path: Annotated[Path, OnResume.SAME_DATA]
     """A file, or a folder of `.parquet` files."""
     text_field: str = "text"
     """Name of the text column. Rows whose text is null or empty are skipped."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
     """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
     U+FFFD."""
 
@@ -217,7 +217,7 @@ class DataConfig(Config):
     """True to begin every document with the tokenizer's bos token."""
     eos: bool = True
     """True to end every document with the tokenizer's eos token."""
-    cache_dir: Annotated[Path | None, OnResume.TAKEN] = None
+    cache_dir: Annotated[Path | None, OnResume.NO_EFFECT] = None
     """Folder for token shards that runs can share. None: a folder in the run directory."""
 
     @field_validator("corpus", mode="before")
@@ -259,7 +259,7 @@ class DataConfig(Config):
 
 
 @dataclass(frozen=True)
-class Beginning:
+class SequenceStart:
     """The tokens that a model expects at the beginning of a sequence."""
 
     prefix: tuple[int, ...]
@@ -277,7 +277,7 @@ class Beginning:
         return tokens or ([] if self.start is None else [self.start])
 
 
-def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
+def sequence_start(tokenizer: "Tokenizer", data: DataConfig | None) -> SequenceStart:
     """Return the tokens that a model expects at the beginning of a sequence.
 
     Args:
@@ -289,13 +289,13 @@ def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
     bos = tokenizer.bos_id
     if data is None:
         prefix = tuple(tokenizer.prefix_ids)
-        before = beginning_token(tokenizer)
+        before = start_token(tokenizer)
     else:
         prefix = (bos,) if data.bos and bos is not None else ()
         before = tokenizer.eos_id if data.eos else None
-    return Beginning(prefix, prefix[-1] if prefix else before)
+    return SequenceStart(prefix, prefix[-1] if prefix else before)
 
 
-def beginning_token(tokenizer: "Tokenizer") -> int | None:
+def start_token(tokenizer: "Tokenizer") -> int | None:
     """Return the token before a document if the training data is unknown: bos, or else eos."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

@@ -134,7 +134,7 @@ def read_documents(
             yield from _in_pieces(name, blocks)
 
 
-def iterate_texts(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
+def iterate_documents(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
     """Read the text of a split, source by source, in strings of up to `PIECE_CHARS` characters."""
     for name, source in config.sources.items():
         for document in read_documents(source, split, key=config.key_of(name)):

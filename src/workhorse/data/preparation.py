@@ -39,7 +39,7 @@ from workhorse.data.documents import (
     Document,
     SplitName,
     check_text_files,
-    iterate_texts,
+    iterate_documents,
     read_documents,
 )
 from workhorse.data.manifest import (
@@ -166,7 +166,7 @@ def prepare_tokenizer(
     folder: Path,
     *,
     progress: Progress | None = None,
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
 ) -> "Tokenizer":
     """Train a tokenizer on the training split of a corpus, or load it if nothing changed.
 
@@ -175,7 +175,7 @@ def prepare_tokenizer(
         data_config: the corpus; its `cache_dir`, if set, replaces `folder`.
         folder: folder for tokenizers, each in a subfolder named after a hash of its inputs.
         progress: called with the number of bytes that the training has read.
-        tell: called with a warning if the tokenizer has fewer tokens than requested.
+        notify: called with a warning if the tokenizer has fewer tokens than requested.
 
     Raises:
         WorkhorseError: a source cannot be read, or the tokenizer cannot be trained on it.
@@ -191,7 +191,7 @@ def prepare_tokenizer(
     home = root / f"tokenizer-{key}"
     if not home.exists():
         check_text_files(data_config)
-        texts = _watched(iterate_texts(data_config), text_bytes(sources), progress)
+        texts = _watched(iterate_documents(data_config), text_bytes(sources), progress)
         tokenizer = train_tokenizer(tokenizer_config, texts)
         with writing(root):
             root.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def prepare_tokenizer(
                 (Path(temporary) / "new").rename(home)
     tokenizer = load_tokenizer(home)
     if missing := missing_tokens(tokenizer_config, tokenizer):
-        tell(
+        notify(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, {missing:,} fewer than "
             "tokenizer.vocab_size: the corpus is too small for more"
         )
@@ -234,7 +234,7 @@ def prepare(
     *,
     progress: Progress | None = None,
     verify: bool = False,
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
 ) -> Dataset:
     """Write the token shards of a corpus, or open them if they exist already.
 
@@ -245,8 +245,8 @@ def prepare(
         progress: called with the number of bytes done and in total.
         verify: True to compare the checksums of existing shards even if this process has already
             done so. A damaged shard is written again in any case.
-        tell: called with a warning if validation has more tokens than training, or if the text has
-            characters outside the vocabulary.
+        notify: called with a warning if validation has more tokens than training, or if the text
+            has characters outside the vocabulary.
 
     Raises:
         WorkhorseError: a source cannot be read or changes while it is read, a split is empty, or
@@ -265,7 +265,7 @@ def prepare(
     dataset = open_dataset(home, config.weights)
     for line in (mostly_held_out(dataset), unknown_text(dataset)):
         if line is not None:
-            tell(line)
+            notify(line)
     return dataset
 
 

@@ -183,22 +183,22 @@ def pack(ends: Indices, seq_len: int) -> PackingPlan:
 def _best_fit(lengths: list[int], room: int) -> Indices:
     """Assign each length to a row by best fit; the lengths must be sorted, longest first."""
     rows_with: dict[int, list[int]] = defaultdict(list)  # room left -> rows
-    rooms = 0  # bit r is set while some row has exactly r left
+    cache_stores = 0  # bit r is set while some row has exactly r left
     placed = np.empty(len(lengths), dtype=np.int64)
     n_rows = 0
     for index, length in enumerate(lengths):
-        enough = rooms >> length
+        enough = cache_stores >> length
         if enough:
             left = length + (enough & -enough).bit_length() - 1  # the lowest set bit
             row = rows_with[left].pop()
             if not rows_with[left]:
-                rooms &= ~(1 << left)
+                cache_stores &= ~(1 << left)
         else:
             left, row, n_rows = room, n_rows, n_rows + 1
         placed[index] = row
         left -= length
         rows_with[left].append(row)
-        rooms |= 1 << left
+        cache_stores |= 1 << left
     return placed
 
 

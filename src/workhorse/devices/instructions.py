@@ -89,7 +89,7 @@ def widens() -> bool:
     level = _level()
     if level is not None:
         return WIDENED in LEVELS[level].flags
-    return told_of_cpu("vendor_id") == "GenuineIntel" and not cpu_has("amx_bf16")
+    return cpuinfo_field("vendor_id") == "GenuineIntel" and not cpu_has("amx_bf16")
 
 
 def cpu_has(instructions: str) -> bool:
@@ -119,7 +119,7 @@ def levels_here() -> list[str]:
 
 
 @functools.cache
-def told_of_cpu(*names: str) -> str:
+def cpuinfo_field(*names: str) -> str:
     """The first entry of /proc/cpuinfo with one of these names; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -21,7 +21,7 @@ class Destination(Protocol):
     def copy_(self, source: Tensor, /) -> object: ...
 
 
-class Elsewhere:
+class SkippedDestination:
     """Destination that ignores the source, because another rank has the tensor.
 
     Args:

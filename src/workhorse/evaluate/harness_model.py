@@ -16,7 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from workhorse.data import DataConfig, beginning_token
+from workhorse.data import DataConfig, start_token
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.evaluate.evaluation import check_causal
 from workhorse.evaluate.scoring import Question, Score, by_length, score
@@ -235,7 +235,7 @@ class HarnessModel(TemplateLM):
         prefix is not used.
         """
         from_elsewhere = self._model.data is None
-        found = beginning_token(self.tokenizer) if from_elsewhere else self._model.start
+        found = start_token(self.tokenizer) if from_elsewhere else self._model.start
         if found is None:
             raise WorkhorseError(
                 f"the task scores a text without context, but {self._model.name} has no token "

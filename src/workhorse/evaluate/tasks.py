@@ -323,7 +323,7 @@ def _quiet() -> Iterator[None]:
     import datasets.config
 
     shows_bars = not datasets.are_progress_bars_disabled()
-    tells = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    reports = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
     loggers = [logging.getLogger(name) for name in QUIET]
     levels = [logger.level for logger in loggers]
     datasets.disable_progress_bars()
@@ -335,6 +335,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = tells
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = reports
         if shows_bars:
             datasets.enable_progress_bars()

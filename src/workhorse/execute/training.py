@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from workhorse.nn import Decoder
 from workhorse.nn.logprobs import HeadLoss, Shaping, TokenLogprobs, score
 from workhorse.nn.watched import Watch
-from workhorse.transforms.record import become, combined, replace_modules
+from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 
 class Checkpointed(nn.Module):
@@ -27,8 +27,8 @@ class Checkpointed(nn.Module):
 def checkpoint_activations(decoder: Decoder) -> None:
     """Make every layer of a decoder compute its activations again in the backward pass."""
     for name, layer in list(decoder.layers.named_children()):
-        kind = combined("Checkpointed", Checkpointed, type(layer))
-        decoder.layers.set_submodule(name, become(layer, kind))
+        kind = mixin_class("Checkpointed", Checkpointed, type(layer))
+        decoder.layers.set_submodule(name, as_subclass(layer, kind))
 
 
 class Compiled(nn.Module):
@@ -48,8 +48,8 @@ def compile_layers(decoder: Decoder) -> None:
         decoder: the decoder, after every other transform.
     """
     for name, layer in list(decoder.layers.named_children()):
-        kind = combined("Compiled", Compiled, type(layer))
-        compiled = become(layer, kind, watch=Watch(layer.modules(), from_now=True))
+        kind = mixin_class("Compiled", Compiled, type(layer))
+        compiled = as_subclass(layer, kind, watch=Watch(layer.modules(), from_now=True))
         compiled.compile()
         decoder.layers.set_submodule(name, compiled)
 
@@ -60,7 +60,7 @@ def compile_logprobs(objective: nn.Module) -> None:
     def choose(module: nn.Module) -> nn.Module:
         if type(module) not in (HeadLoss, TokenLogprobs):
             return module
-        return become(module, combined("Compiled", CompiledLogprobs, type(module)))
+        return as_subclass(module, mixin_class("Compiled", CompiledLogprobs, type(module)))
 
     replace_modules(objective, choose)
 

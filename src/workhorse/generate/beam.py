@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from workhorse.generate.checks import (
-    TextOfTokens,
+    StreamingTokenizer,
     TextStream,
     check_prompts,
     stop_tokens,
     usable_vocab,
 )
 from workhorse.generate.config import Completion, GenerationConfig
-from workhorse.generate.runner import Chunk, Runner, room_for, wait
+from workhorse.generate.runner import Chunk, Runner, tokens_needed, wait
 from workhorse.generate.sampling import all_finite, below, check_finite, logit_bias
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn import Decoder
@@ -45,7 +45,7 @@ def beam_search(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     *,
-    tokenizer: TextOfTokens | None = None,
+    tokenizer: StreamingTokenizer | None = None,
 ) -> list[list[Completion]]:
     """Find up to `config.beams` completions of each prompt, best first.
 
@@ -65,7 +65,7 @@ def beam_search(
     running = list(searches)
     new = config.max_new_tokens - 1
     rows, longest = len(fitting) * config.beams, max(map(len, fitting))
-    each_text = room_for(longest, new, decoder.max_seq_len)
+    each_text = tokens_needed(longest, new, decoder.max_seq_len)
     runner = Runner(decoder, tokens=rows * each_text, sequences=rows)
     started = time.perf_counter()
     sequences = [TokenSequence(prompt, runner.cache, exact=config.exact) for prompt in fitting]
@@ -197,7 +197,7 @@ def _advance(searches: Sequence[_Search], logprobs: Tensor, stops: frozenset[int
 def _completion(
     hypothesis: _Hypothesis,
     config: GenerationConfig,
-    tokenizer: TextOfTokens | None,
+    tokenizer: StreamingTokenizer | None,
     prompt: Sequence[int],
 ) -> Completion:
     text = ""

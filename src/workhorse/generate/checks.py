@@ -80,7 +80,7 @@ class TextStream:
         return self._scanner.push(self._tokens.finish()) + self._scanner.finish()
 
 
-class TextOfTokens(Protocol):
+class StreamingTokenizer(Protocol):
     """The tokenizer interface that generation needs; `workhorse.tokenizers.Tokenizer` has it."""
 
     vocab_size: int
@@ -133,7 +133,7 @@ def check_prompts(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
-    tokenizer: TextOfTokens | None,
+    tokenizer: StreamingTokenizer | None,
 ) -> list[list[int]]:
     """Convert prompts to token ids, cut to the decoder's context if the config allows it.
 
@@ -214,7 +214,7 @@ def check_draft(
     decoder: Decoder,
     draft: Decoder | None,
     speculate: int,
-    tokenizer: TextOfTokens | None,
+    tokenizer: StreamingTokenizer | None,
 ) -> None:
     """Check that a draft can guess tokens for this decoder.
 
@@ -269,13 +269,13 @@ def _check_id(token: int, vocab: int, whose: str, remedy: str) -> None:
         )
 
 
-def usable_vocab(decoder: Decoder, tokenizer: TextOfTokens | None) -> int:
+def usable_vocab(decoder: Decoder, tokenizer: StreamingTokenizer | None) -> int:
     """Number of ids that may be chosen. An embedding may be padded beyond the tokenizer's ids."""
     size = decoder.config.vocab_size
     return size if tokenizer is None else min(size, tokenizer.vocab_size)
 
 
-def stop_tokens(config: GenerationConfig, tokenizer: TextOfTokens | None) -> frozenset[int]:
+def stop_tokens(config: GenerationConfig, tokenizer: StreamingTokenizer | None) -> frozenset[int]:
     """Ids that end a completion: from the config if it has any, else the tokenizer's eos."""
     if config.stop_tokens is not None:
         return frozenset(config.stop_tokens)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from workhorse.errors import WorkhorseError
 from workhorse.generate.beam import beam_search
 from workhorse.generate.checks import (
-    TextOfTokens,
+    StreamingTokenizer,
     check_draft,
     check_models,
     check_prompts,
@@ -15,7 +15,7 @@ from workhorse.generate.checks import (
 )
 from workhorse.generate.config import Completion, Delta, GenerationConfig
 from workhorse.generate.engine import Engine
-from workhorse.generate.runner import room_for
+from workhorse.generate.runner import tokens_needed
 from workhorse.generate.speculation import slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
@@ -25,7 +25,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig | None = None,
     *,
-    tokenizer: TextOfTokens | None = None,
+    tokenizer: StreamingTokenizer | None = None,
     draft: Decoder | None = None,
     batch_size: int = 32,
 ) -> list[Completion]:
@@ -85,7 +85,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig | None = None,
     *,
-    tokenizer: TextOfTokens | None = None,
+    tokenizer: StreamingTokenizer | None = None,
     draft: Decoder | None = None,
     batch_size: int = 32,
 ) -> Iterator[Delta]:
@@ -118,7 +118,7 @@ def _deltas(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     *,
-    tokenizer: TextOfTokens | None,
+    tokenizer: StreamingTokenizer | None,
     draft: Decoder | None,
     batch_size: int,
 ) -> Iterator[Delta]:
@@ -127,7 +127,9 @@ def _deltas(
         return
     at_once = min(max(batch_size // config.n_samples, 1), len(prompts))
     slack, new = slack_of(config, decoder), config.max_new_tokens - 1
-    needs = sorted(room_for(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts)
+    needs = sorted(
+        tokens_needed(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts
+    )
     engine = Engine(
         decoder,
         tokenizer=tokenizer,

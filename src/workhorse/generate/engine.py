@@ -18,7 +18,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError, shown
 from workhorse.execute.native_decoding.layers import decoding_operators
 from workhorse.generate.checks import (
-    TextOfTokens,
+    StreamingTokenizer,
     check_draft,
     check_functions,
     check_models,
@@ -29,7 +29,7 @@ from workhorse.generate.checks import (
 )
 from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondition
-from workhorse.generate.runner import Chunk, Logits, Runner, room_for, wait
+from workhorse.generate.runner import Chunk, Logits, Runner, tokens_needed, wait
 from workhorse.generate.sampling import Chooser
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import PIECE, TokenSequence
@@ -67,7 +67,7 @@ class Engine:
         self,
         decoder: Decoder,
         *,
-        tokenizer: TextOfTokens | None = None,
+        tokenizer: StreamingTokenizer | None = None,
         draft: Decoder | None = None,
         max_sequences: int = 32,
         max_tokens: int | None = None,
@@ -220,7 +220,7 @@ class Engine:
                 f"create the engine with max_sequences={config.n_samples}"
             )
         context, slack = self.decoder.max_seq_len, self._runner.slack
-        most = room_for(prompt_tokens, config.max_new_tokens - 1, context, slack)
+        most = tokens_needed(prompt_tokens, config.max_new_tokens - 1, context, slack)
         if not self._runner.cache.holds(most):
             raise WorkhorseError(
                 f"the request needs {most} tokens of cache, and the engine has "

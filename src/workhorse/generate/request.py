@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workhorse.generate.checks import TextOfTokens, TextStream, stop_tokens
+from workhorse.generate.checks import StreamingTokenizer, TextStream, stop_tokens
 from workhorse.generate.config import Delta, FinishReason, GenerationConfig, TokenLogprob
 from workhorse.generate.sequence import TokenSequence
 
@@ -74,7 +74,7 @@ class Request:
         seed: int,
         context: int,
         *,
-        tokenizer: TextOfTokens | None,
+        tokenizer: StreamingTokenizer | None,
         processors: Sequence[LogitProcessor] = (),
         stop_conditions: Sequence[StopCondition] = (),
     ) -> None:

@@ -37,7 +37,7 @@ def on_sampling_device(logits: Tensor) -> Tensor:
     return logits.cpu() if logits.device.type == "mps" else logits
 
 
-def room_for(prompt: int, new: int, context: int, slack: int = 0) -> int:
+def tokens_needed(prompt: int, new: int, context: int, slack: int = 0) -> int:
     """Number of tokens of cache that a prompt and up to `new` more tokens need."""
     return max(min(prompt + new, context) + slack, prompt)
 

@@ -23,7 +23,7 @@ from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.stages import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
-from workhorse.transforms.record import become, replace_modules
+from workhorse.transforms.record import as_subclass, replace_modules
 
 if TYPE_CHECKING:
     from workhorse.train.recipe.recipe import TrainConfig
@@ -37,8 +37,8 @@ def with_gpu_kernels(module: Module) -> Module:
 
     def choose(part: nn.Module) -> nn.Module:
         if type(part) is Sdpa:
-            return become(part, FusedSdpa)
-        return become(part, FusedDropout) if type(part) is nn.Dropout else part
+            return as_subclass(part, FusedSdpa)
+        return as_subclass(part, FusedDropout) if type(part) is nn.Dropout else part
 
     replace_modules(module, choose)
     return module

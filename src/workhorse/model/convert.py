@@ -18,7 +18,7 @@ from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.files.text_formats import to_path
 from workhorse.generate.checks import token_ids
-from workhorse.model.load import check_tell, load
+from workhorse.model.load import check_callback, load
 from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.models.describe import count_parameters
@@ -60,7 +60,7 @@ def convert(
     *,
     dtype: DTypeName = "auto",
     n_kv_heads: int | None = None,
-    tell: Callable[[str], object] = warn_caller,
+    notify: Callable[[str], object] = warn_caller,
 ) -> Converted:
     """Write a model in another format.
 
@@ -72,7 +72,7 @@ def convert(
             `q4_k` are only for `gguf`.
         n_kv_heads: the number of key and value heads into which the heads of every layer are
             merged; see `workhorse.transforms.grouped_heads`.
-        tell: see `load`.
+        notify: see `load`.
 
     Raises:
         WorkhorseError: the source cannot be read, no class or architecture of the format can hold
@@ -87,14 +87,14 @@ def convert(
         raise WorkhorseError(f"dtype={shown(dtype)} is not a dtype; choose {known}")
     if dtype in QUANTIZED and to != "gguf":
         raise WorkhorseError(f"dtype={dtype} is for --to gguf, not {to}; choose another dtype")
-    check_tell(tell)
+    check_callback(notify)
     _check_target(target, to)
     # Find the model type before the weights are read, so that an unsupported config fails early.
     family = None if to == "workhorse" else _family(source, to, n_kv_heads)
     if isinstance(source, Model):
         model = source
     else:
-        model = load(source, device="cpu", dtype=_held(dtype), execution="reference", tell=tell)
+        model = load(source, device="cpu", dtype=_held(dtype), execution="reference", notify=notify)
     if n_kv_heads is not None:
         model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder
@@ -102,7 +102,7 @@ def convert(
     held = dtype_name(decoder.embedding.tokens.weight.dtype)
     name = held if dtype == "auto" else dtype
     if family is not None and to == "gguf":
-        _write_gguf(target, model, family, name, tell)
+        _write_gguf(target, model, family, name, notify)
     else:
         write = write_model if family is None else partial(write_huggingface, family=family)
         write(
@@ -223,7 +223,7 @@ def _is_built(own: nn.Module, expected: nn.Module) -> bool:
 
 
 def _write_gguf(
-    target: Path, model: Model, family: Family, dtype: str, tell: Callable[[str], object]
+    target: Path, model: Model, family: Family, dtype: str, notify: Callable[[str], object]
 ) -> None:
     from workhorse.checkpoints.gguf import write_gguf
 
@@ -237,7 +237,7 @@ def _write_gguf(
         stop_tokens=model.stop_tokens,
     )
     for note in notes:
-        tell(note)
+        notify(note)
 
 
 def _family(
@@ -285,7 +285,7 @@ def _whole_tokenizer(model: Model) -> Tokenizer | None:
         return tokenizer
     names = {index: token for token, index in tokenizer.special_tokens.items()}
     if tuple(tokenizer.prefix_ids) != model.prefix:
-        tokenizer = tokenizer.beginning_with(*(names[index] for index in model.prefix))
+        tokenizer = tokenizer.with_prefix(*(names[index] for index in model.prefix))
     if model.start is None or model.start == tokenizer.bos_id:
         return tokenizer
     return tokenizer.with_role("bos", names[model.start])

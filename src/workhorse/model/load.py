@@ -48,7 +48,7 @@ def load(
     kernel: KernelName = "auto",
     quantize: Quantization = "none",
     execution: Execution = "auto",
-    tell: Callable[[str], object] = warn_caller,
+    notify: Callable[[str], object] = warn_caller,
 ) -> Model:
     """Load a model from disk or the Hugging Face hub, or build a preset with random weights.
 
@@ -68,7 +68,7 @@ def load(
         execution: how the decoder is executed; see `Execution`. `compiled`: the first step on a
             machine waits for the compiler (tens of seconds), later ones for the compiled program
             to load (seconds). `reference`: for training, export or inspection.
-        tell: called with each warning: that weights are random, or that a part of a directory was
+        notify: called with each warning: that weights are random, or that a part of a directory was
             not used.
 
     Raises:
@@ -84,13 +84,13 @@ def load(
         if not isinstance(value, str) or value not in known:
             choices = ", ".join(map(str, known))
             raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
-    check_tell(tell)
+    check_callback(notify)
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
     if is_stored(name):
         places: Places = mapped_weights
         if quantize != "none":
             places = partial(place_codes, format=quantize)
-        stored = open_stored(model, tell)
+        stored = open_stored(model, notify)
         check_stored(
             stored,
             where,
@@ -98,30 +98,30 @@ def load(
             codes_per_byte=None if quantize == "none" else FORMATS[quantize].per_byte,
         )
         decoder = stored.load_decoder(where, type_of_weights, kernel, places)
-        loaded = _with_text(stored, decoder, tell)
+        loaded = _with_text(stored, decoder, notify)
     elif name in preset_names():
-        tell(f"{name} is a preset: its weights are random and its tokens are bytes")
+        notify(f"{name} is a preset: its weights are random and its tokens are bytes")
         loaded = _random(name, where, type_of_weights or torch.float32, kernel, quantize)
     else:
         raise no_such_model(name)
-    return loaded.executed(execution)
+    return loaded.with_execution(execution)
 
 
-def check_tell(tell: object) -> None:
-    """Raise a WorkhorseError if `tell` is not callable."""
-    if not callable(tell):
+def check_callback(notify: object) -> None:
+    """Raise a WorkhorseError if `notify` is not callable."""
+    if not callable(notify):
         raise WorkhorseError(
-            f"tell={shown(tell)} is not a function; give one that takes a string, such as print"
+            f"notify={shown(notify)} is not a function; give one that takes a string, such as print"
         )
 
 
-def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], object]) -> Model:
+def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], object]) -> Model:
     """Combine a decoder from disk with the tokenizer and the options stored next to it."""
     for remark in stored.remarks:
-        tell(f"{stored.path}: {remark}")
+        notify(f"{stored.path}: {remark}")
     tokenizer = stored.tokenizer() if stored.has_tokenizer else None
     if tokenizer is None:
-        tell(f"{stored.path} {NO_TOKENIZER}")
+        notify(f"{stored.path} {NO_TOKENIZER}")
     is_run = isinstance(stored, RunDirectory)
     return Model(
         str(stored.path),
@@ -134,18 +134,18 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         and bool(tokenizer.chat_templates)
         and (not is_run or stored.recipe().get("init") is not None),
         family=stored.family,
-        sampling=_sampling_of(stored, tell),
+        sampling=_sampling_of(stored, notify),
     )
 
 
-def _sampling_of(stored: StoredModel, tell: Callable[[str], object]) -> dict[str, Any]:
+def _sampling_of(stored: StoredModel, notify: Callable[[str], object]) -> dict[str, Any]:
     """The sampling options stored with a model, if they are valid."""
     if not isinstance(stored, HuggingFaceDirectory):
         return {}
     try:
         GenerationConfig(**stored.sampling)
     except ConfigError as error:
-        tell(f"{stored.path}: generation_config.json is not used for sampling: {error}")
+        notify(f"{stored.path}: generation_config.json is not used for sampling: {error}")
         return {}
     return stored.sampling
 

@@ -14,7 +14,7 @@ from workhorse.checkpoints.stored import (
     open_stored,
     weights_on_disk,
 )
-from workhorse.data import Beginning, DataConfig, beginning
+from workhorse.data import DataConfig, SequenceStart, sequence_start
 from workhorse.devices.memory import size
 from workhorse.errors import WorkhorseError, shown
 from workhorse.execute.body import Execution
@@ -35,14 +35,14 @@ from workhorse.tokenizers import ChatTemplate, Tokenizer
 
 
 def describe(
-    model: str | Path, *, tell: Callable[[str], object] = lambda line: None
+    model: str | Path, *, notify: Callable[[str], object] = lambda line: None
 ) -> dict[str, Any]:
     """Describe a model's shape, parameters, weights on disk, tokenizer and config, in plain data.
 
     Args:
         model: an argument for `load`. For a model on the hub, all files but the weights are
             downloaded.
-        tell: called with the commit that a name on the hub refers to.
+        notify: called with the commit that a name on the hub refers to.
 
     Returns:
         See `workhorse.models.describe.details` for a preset. For a stored model, in addition to the
@@ -58,7 +58,7 @@ def describe(
         if name in preset_names():
             return details(find_preset(name))
         raise no_such_model(name)
-    stored = open_stored(model, tell, weights=False)
+    stored = open_stored(model, notify, weights=False)
     config = stored.config
     found = facts(name, stored.kind, config)
     if stored.family is not None:
@@ -133,7 +133,7 @@ class Model:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sampling options of `generation_config.json`: the defaults of options given by name."""
     body: DecodingBody | None = None
-    """The body created by `executed`; None: `decoder` is as its config builds it."""
+    """The body created by `with_execution`; None: `decoder` is as its config builds it."""
     built: Decoder | None = None
     """The decoder that the body was created from."""
 
@@ -148,7 +148,7 @@ class Model:
         body = self.body or decoding_body(self.decoder, "reference")
         return body.announcement
 
-    def executed(self, execution: Execution = "auto") -> "Model":
+    def with_execution(self, execution: Execution = "auto") -> "Model":
         """Return the same model with another way of execution.
 
         Args:
@@ -190,9 +190,9 @@ class Model:
         return self._beginning.start
 
     @property
-    def _beginning(self) -> Beginning:
-        found = beginning(self.text, self.data)
-        return found if self.trained or found.prefix else Beginning((), None)
+    def _beginning(self) -> SequenceStart:
+        found = sequence_start(self.text, self.data)
+        return found if self.trained or found.prefix else SequenceStart((), None)
 
     def encode(self, prompt: str) -> list[int]:
         """Encode a prompt, with the start tokens of a document in the training.

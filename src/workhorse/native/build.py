@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-from workhorse.devices.instructions import SWITCH, compiler_flags, switched_off, told_of_cpu
+from workhorse.devices.instructions import SWITCH, compiler_flags, cpuinfo_field, switched_off
 from workhorse.devices.names import cache_folder
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import one_process_at_a_time
@@ -256,7 +256,7 @@ def _sources() -> Path:
 
 def _cpu() -> str:
     """The CPU's instruction set flags: `-march=native` compiles for them."""
-    return told_of_cpu("flags", "Features") or platform.machine() + platform.processor()
+    return cpuinfo_field("flags", "Features") or platform.machine() + platform.processor()
 
 
 def _paths(name: str) -> list[str]:

@@ -212,7 +212,7 @@ class Training(BlockOperators):
         mean_squares: list[Tensor],
         updates: list[Tensor],
         *,
-        shrink: float,
+        grad_scale: float,
         rate: float,
         beta1: float,
         beta2: float,
@@ -224,12 +224,12 @@ class Training(BlockOperators):
         Args:
             weights: float32; or bfloat16, with low bits.
             low_bits: int16, as `workhorse.optim.master_weights` splits weights; empty for float32.
-            gradients: bfloat16 or float32; multiplied by `shrink`.
+            gradients: bfloat16 or float32; multiplied by `grad_scale`.
             means: first moments, bfloat16 or float32.
             mean_squares: second moments, float32.
             updates: (), float32, for each weight: its number of updates so far, incremented in
                 place.
-            shrink: see `gradients`.
+            grad_scale: see `gradients`.
             rate: the learning rate.
             beta1: see AdamW.
             beta2: see AdamW.
@@ -243,7 +243,7 @@ class Training(BlockOperators):
             means,
             mean_squares,
             updates,
-            shrink,
+            grad_scale,
             rate,
             beta1,
             beta2,
@@ -256,7 +256,7 @@ class Training(BlockOperators):
         gradients: list[Tensor],
         momenta: Tensor,
         *,
-        shrink: float,
+        grad_scale: float,
         momentum: float,
         nesterov: bool,
     ) -> Tensor:
@@ -265,7 +265,7 @@ class Training(BlockOperators):
         Args:
             gradients: gradients of matrices or stacks (…, rows, columns), bfloat16 or float32.
             momenta: (gradients, …, rows, columns), float32.
-            shrink: multiplier of the gradients.
+            grad_scale: multiplier of the gradients.
             momentum: see Muon.
             nesterov: see Muon.
 
@@ -273,7 +273,7 @@ class Training(BlockOperators):
             (matrices, shorter side, longer side), bfloat16, each matrix of norm 1.
         """
         operator = torch.ops.workhorse.muon_directions.default
-        return operator(gradients, momenta, shrink, momentum, nesterov)
+        return operator(gradients, momenta, grad_scale, momentum, nesterov)
 
     def split_move_(
         self,

@@ -118,7 +118,7 @@ class Block(nn.Module, ABC):
         entry = cache.inputs.get("feed_forward") if cache else None
         return self.feed_forward(self.feed_forward_convolution(x, context, entry))
 
-    def rooms(self, cache: Layers[Room]) -> list[Room]:
+    def cache_stores(self, cache: Layers[Room]) -> list[Room]:
         """Create this layer's entries or stores in a cache: attention first, then convolutions.
 
         Raises:
@@ -129,7 +129,7 @@ class Block(nn.Module, ABC):
         return [self.attention.cache_entry(cache), *short]
 
     def entry(self, entries: Iterator[CacheEntry]) -> CacheEntry:
-        """Take the next entries, one for each of this layer's `rooms`, as one entry."""
+        """Take the next entries, one for each of this layer's `cache_stores`, as one entry."""
         attention = next(entries)
         inputs = {name: next(entries) for name in self._convolutions()}
         return LayerEntry(attention, inputs) if inputs else attention

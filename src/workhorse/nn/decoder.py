@@ -235,12 +235,12 @@ class Decoder(nn.Module):
                 attention is not causal.
         """
         cache = Cache(batch, capacity, self.device, slack)
-        cache.entries = self.rooms(cache)
+        cache.entries = self.cache_stores(cache)
         return cache
 
-    def rooms(self, cache: Layers[Room]) -> list[Room]:
-        """Create the entries or stores of all layers in a cache; see `Block.rooms`."""
-        return [room for layer in self._blocks() for room in layer.rooms(cache)]
+    def cache_stores(self, cache: Layers[Room]) -> list[Room]:
+        """Create the entries or stores of all layers in a cache; see `Block.cache_stores`."""
+        return [room for layer in self._blocks() for room in layer.cache_stores(cache)]
 
     def next_logits_packed(
         self, tokens: Tokens, index: Sequence[int], cache: PackedView
@@ -268,7 +268,7 @@ class Decoder(nn.Module):
             WorkhorseError: the cache would have no slots, or the attention is not causal.
         """
         cache = PagedCache(tokens, sequences, self.device, self.max_seq_len, slack)
-        cache.stores = self.rooms(cache)
+        cache.stores = self.cache_stores(cache)
         return cache
 
     def initialize(self, generator: torch.Generator | None = None) -> "Decoder":

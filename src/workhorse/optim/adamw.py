@@ -63,12 +63,12 @@ class _CompiledNumbers(NamedTuple):
     """Other inputs of a compiled update than weights and state; their addresses never change."""
 
     numbers: Tensor
-    shrink: Tensor
+    grad_scale: Tensor
     constants: Tensor
 
 
 def _compiled_loops(
-    states: list[State], numbers: Tensor, shrink: Tensor, constants: Tensor
+    states: list[State], numbers: Tensor, grad_scale: Tensor, constants: Tensor
 ) -> None:
     """Update weights that have low bits, each by a compiled loop; see `compiled.adamw_`."""
     update = compiled_adamw_()
@@ -76,7 +76,7 @@ def _compiled_loops(
         assert one.low_bits is not None
         state = one.weight, one.low_bits, one.mean, one.mean_square
         flat = *(tensor.view(-1) for tensor in state), one.gradient.reshape(-1)
-        update(*flat, its_numbers, shrink, constants)
+        update(*flat, its_numbers, grad_scale, constants)
 
 
 class AdamW:
@@ -128,7 +128,7 @@ class AdamW:
         self._recorded = Recorded()
 
     @torch.no_grad()
-    def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
+    def step(self, schedule: float, grad_scale: float | Tensor = 1.0) -> None:
         """Make one update; for the arguments see `Optimizer.step`."""
         native: dict[bool, list[State]] = {False: [], True: []}
         whole: list[State] = []
@@ -145,17 +145,17 @@ class AdamW:
             elif has_low_bits and self.compiled:
                 compiled.append(one)
             else:
-                self._update_in_chunks(one, schedule, shrink)
+                self._update_in_chunks(one, schedule, grad_scale)
         if operators is not None:
             for states in filter(None, native.values()):
-                self._update_natively(operators, states, schedule, number(shrink))
+                self._update_natively(operators, states, schedule, number(grad_scale))
         if compiled:
-            self._update_compiled(compiled, schedule, shrink)
-        if whole and (isinstance(shrink, Tensor) or shrink != 1):
+            self._update_compiled(compiled, schedule, grad_scale)
+        if whole and (isinstance(grad_scale, Tensor) or grad_scale != 1):
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
-                [one.gradient for one in whole], shrink
+                [one.gradient for one in whole], grad_scale
             )
-        self._update(whole, schedule, refused(shrink))
+        self._update(whole, schedule, refused(grad_scale))
 
     def _states(self) -> list[State]:
         weights = [local(weight).detach() for weight in self.parameters.values()]
@@ -165,7 +165,7 @@ class AdamW:
         return [State(*row) for row in zip(*rows, strict=True)]
 
     def _update_natively(
-        self, operators: Training, states: list[State], schedule: float, shrink: float
+        self, operators: Training, states: list[State], schedule: float, grad_scale: float
     ) -> None:
         """Update in one pass over memory; either all weights have low bits or none has."""
         operators.adamw_(
@@ -175,7 +175,7 @@ class AdamW:
             [one.mean for one in states],
             [one.mean_square for one in states],
             [one.updates for one in states],
-            shrink=shrink,
+            grad_scale=grad_scale,
             rate=self.learning_rate * schedule,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
@@ -184,22 +184,22 @@ class AdamW:
         )
 
     def _update_compiled(
-        self, states: list[State], schedule: float, shrink: float | Tensor
+        self, states: list[State], schedule: float, grad_scale: float | Tensor
     ) -> None:
         """Update weights that have low bits, each by one compiled loop."""
         rate, like = self.learning_rate * schedule, states[0].mean_square
-        if not isinstance(shrink, Tensor):
-            shrink = like.new_full((), shrink)
+        if not isinstance(grad_scale, Tensor):
+            grad_scale = like.new_full((), grad_scale)
         torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-            [one.updates for one in states], shrink.isfinite().float()
+            [one.updates for one in states], grad_scale.isfinite().float()
         )
         config, counts = self.config, [one.updates for one in states]
         numbers = numbers_of(counts, rate, 1 - rate * self.weight_decay, config.beta1, config.beta2)
         if self._numbers is None:
             constants = constants_of(config.beta1, config.beta2, config.eps, like.device)
-            self._numbers = _CompiledNumbers(numbers, shrink.clone(), constants)
+            self._numbers = _CompiledNumbers(numbers, grad_scale.clone(), constants)
         self._numbers.numbers.copy_(numbers)
-        self._numbers.shrink.copy_(shrink)
+        self._numbers.grad_scale.copy_(grad_scale)
         update = partial(_compiled_loops, states, *self._numbers)
         if like.device.type == "cuda":
             # the addresses of low bits, state and numbers never change
@@ -208,15 +208,15 @@ class AdamW:
         else:
             update()
 
-    def _update_in_chunks(self, one: State, schedule: float, shrink: float | Tensor) -> None:
+    def _update_in_chunks(self, one: State, schedule: float, grad_scale: float | Tensor) -> None:
         """Update tensors that are not all float32, in chunks widened to float32 for the kernel."""
-        done, skips = one.updates.clone(), refused(shrink)
+        done, skips = one.updates.clone(), refused(grad_scale)
         numbers = one.weight, one.gradient, one.mean, one.mean_square
         rest = () if one.low_bits is None else (one.low_bits,)
         for rounded, part, narrow, square, *lower in chunks(*numbers, *rest):
             master, wide = join(rounded, *lower) if lower else rounded, narrow.float()
             one.updates.copy_(done)
-            chunk = State(master, part.float() * shrink, wide, square, one.updates)
+            chunk = State(master, part.float() * grad_scale, wide, square, one.updates)
             self._update([chunk], schedule, skips)
             narrow.copy_(wide)
             for old, new in zip((rounded, *lower), split(master) if lower else (), strict=False):

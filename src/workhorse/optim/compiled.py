@@ -26,7 +26,7 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
     mean_square: Tensor,
     gradient: Tensor,
     numbers: Tensor,
-    shrink: Tensor,
+    grad_scale: Tensor,
     constants: Tensor,
 ) -> None:
     """Update a weight and its state in place.
@@ -41,13 +41,13 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
         mean_square: (n,) running mean of the squared gradient, float32.
         gradient: (n,) of any floating-point dtype.
         numbers: (4,) float32, the scalars of this weight's step; see `numbers_of`.
-        shrink: () float32, factor of the gradient; if it is not finite, nothing changes.
+        grad_scale: () float32, factor of the gradient; if it is not finite, nothing changes.
         constants: (5,) float32; see `constants_of`.
     """
     beta1, of_gradient, beta2, of_square, eps = constants.unbind()
     learning_rate, kept, correction1, correction2 = numbers.unbind()
-    master, skips = join(weight, low_bits), ~shrink.isfinite()
-    step = gradient.float() * shrink
+    master, skips = join(weight, low_bits), ~grad_scale.isfinite()
+    step = gradient.float() * grad_scale
     new_mean = mean.float() * beta1 + step * of_gradient
     new_square = mean_square * beta2 + step.square() * of_square
     root = (new_square / correction2).sqrt() + eps

@@ -118,12 +118,12 @@ def shrink_on_device(loss: Tensor, norm: Tensor, scale: float, grad_clip: float 
     return torch.where(finite, clipped / scale, torch.nan).float()
 
 
-def refused(shrink: float | Tensor) -> Tensor | None:
+def refused(grad_scale: float | Tensor) -> Tensor | None:
     """True, as a tensor (), if the device skips the update; None if the host decided to make it."""
-    return ~shrink.isfinite() if isinstance(shrink, Tensor) else None
+    return ~grad_scale.isfinite() if isinstance(grad_scale, Tensor) else None
 
 
-def number(shrink: float | Tensor) -> float:
+def number(grad_scale: float | Tensor) -> float:
     """The factor as a float, for updates that the host decides."""
-    assert not isinstance(shrink, Tensor), "native operators need a float"
-    return shrink
+    assert not isinstance(grad_scale, Tensor), "native operators need a float"
+    return grad_scale

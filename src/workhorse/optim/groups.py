@@ -225,7 +225,7 @@ def build_optimizer(
 class Part(Protocol):
     """The update rule of a group of parameters."""
 
-    def step(self, schedule: float, shrink: float | Tensor) -> None: ...
+    def step(self, schedule: float, grad_scale: float | Tensor) -> None: ...
 
     def tensors(self) -> dict[str, Tensor]: ...
 
@@ -242,16 +242,17 @@ class Optimizer:
         found = map(self.masters.gradient, self.masters.parameters)
         return [gradient for gradient in found if gradient is not None]
 
-    def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
+    def step(self, schedule: float, grad_scale: float | Tensor = 1.0) -> None:
         """Update every parameter once.
 
         Args:
             schedule: factor of every learning rate.
-            shrink: factor of the gradient, possibly applied in place. A tensor () on the device is
-                not waited for; if it is not finite, nothing changes. Native operators need a float.
+            grad_scale: factor of the gradient, possibly applied in place. A tensor () on the device
+                is not waited for; if it is not finite, nothing changes. Native operators need a
+                float.
         """
         for part in self.parts:
-            part.step(schedule, shrink)
+            part.step(schedule, grad_scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state that the next step depends on, by parameter name; no copies."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from workhorse.devices.transfer import Destination, Elsewhere
+from workhorse.devices.transfer import Destination, SkippedDestination
 from workhorse.native import Training
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.parts import Cut, ModelPart
+    from workhorse.parallel.division.parts import ModelPart, TensorSlice
 
 CHUNK = 2**18
 """Number of elements updated at once on a CPU: intermediate results then stay in its cache."""
@@ -71,7 +71,7 @@ def _room_beside(weight: Tensor, bits: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=bits.dtype, device=part.device)
 
 
-class OwnPart:
+class LocalShard:
     """Destination that copies this rank's part of a whole float32 tensor.
 
     Args:
@@ -81,7 +81,7 @@ class OwnPart:
     """
 
     def __init__(
-        self, weight: Tensor, low_bits: Tensor | None = None, cut: "Cut | None" = None
+        self, weight: Tensor, low_bits: Tensor | None = None, cut: "TensorSlice | None" = None
     ) -> None:
         self.weight, self.low_bits, self.cut = weight, low_bits, cut
 
@@ -174,10 +174,10 @@ class MasterWeights:
         into: dict[str, Destination] = {}
         if self.part is not None:
             beside = self.part.beside(tensors)
-            into |= {name: Elsewhere(tensor.shape) for name, tensor in beside.items()}
+            into |= {name: SkippedDestination(tensor.shape) for name, tensor in beside.items()}
         for name, tensor in tensors.items():
             cut = None if self.part is None else self.part.cut(name, tensor)
-            own = OwnPart(tensor, self.low_bits.get(name), cut)
+            own = LocalShard(tensor, self.low_bits.get(name), cut)
             into[name if cut is None else cut.name] = own
         return into
 

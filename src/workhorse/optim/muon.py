@@ -22,7 +22,7 @@ from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.parts import Cut
+    pass
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`: the steepest at 0 that keep singular
@@ -83,7 +83,7 @@ class Muon:
         }
 
     @torch.no_grad()
-    def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
+    def step(self, schedule: float, grad_scale: float | Tensor = 1.0) -> None:
         """Make one update; for the arguments see `Optimizer.step`."""
         config = self.config
         for shapes, group in self.groups.items():
@@ -93,23 +93,23 @@ class Muon:
             operators, update = self._operators_for(group), self._update
             if operators is not None:
                 update = partial(self._update_natively, operators)
-            update(group, self.momenta[shapes], shrink=shrink, kept=kept, size=size)
+            update(group, self.momenta[shapes], grad_scale=grad_scale, kept=kept, size=size)
 
     def _update(
         self,
         group: Mapping[str, nn.Parameter],
         momenta: Tensor,
         *,
-        shrink: float | Tensor,
+        grad_scale: float | Tensor,
         kept: float | Tensor,
         size: float,
     ) -> None:
         """Update matrices of one shape to `weight · kept - size · direction`."""
         weights = [self.masters.read(name) for name in group]
         update = torch.stack(self.masters.gradients(group)).float()
-        if isinstance(shrink, Tensor) or shrink != 1:
-            update *= shrink
-        if (skips := refused(shrink)) is not None:
+        if isinstance(grad_scale, Tensor) or grad_scale != 1:
+            update *= grad_scale
+        if (skips := refused(grad_scale)) is not None:
             update = torch.where(skips, momenta, update)  # so that the momenta do not change
             kept = torch.where(skips, 1.0, kept)
         momentum = self.config.momentum
@@ -133,7 +133,7 @@ class Muon:
         group: Mapping[str, nn.Parameter],
         momenta: Tensor,
         *,
-        shrink: float | Tensor,
+        grad_scale: float | Tensor,
         kept: float,
         size: float,
     ) -> None:
@@ -150,7 +150,7 @@ class Muon:
         directions = operators.muon_directions(
             gradients,
             whole,
-            shrink=number(shrink),
+            grad_scale=number(grad_scale),
             momentum=config.momentum,
             nesterov=config.nesterov,
         )
@@ -165,7 +165,7 @@ class Muon:
             lower = [self.masters.low_bits[name] for name in group]
             operators.split_move_(weights, lower, update, kept=kept, size=size)
 
-    def _cut(self, name: str) -> "Cut | None":
+    def _cut(self, name: str) -> "TensorSlice | None":
         """Position of this rank's part in the whole matrix, if layers are divided over ranks."""
         part = self.masters.part
         return None if part is None else part.cuts[name]

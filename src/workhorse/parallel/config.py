@@ -107,7 +107,7 @@ class ParallelismConfig(Config):
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
     """Number of processes, a divisor of `data` × `shard`, that divide the routed experts of every
     mixture and exchange tokens (2006.16668 §3). `shard` does not divide experts further."""
-    reshard: Annotated[Literal["pass", "step"], OnResume.TAKEN] = "pass"
+    reshard: Annotated[Literal["pass", "step"], OnResume.NO_EFFECT] = "pass"
     """When processes of `shard` free gathered weights. `pass`: after each pass of a layer, so that
     one or two layers are gathered at a time. `step`: at the end of the step, so that weights are
     gathered once per step, but all are held unsharded until then. With `step` and an exact
@@ -116,7 +116,7 @@ class ParallelismConfig(Config):
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
     """The order in which gradients are summed."""
-    patience: Annotated[float, OnResume.TAKEN] = Field(
+    patience: Annotated[float, OnResume.NO_EFFECT] = Field(
         default=LONGEST_PATIENCE, ge=1, le=LONGEST_PATIENCE
     )
     """Maximum seconds without a completed step (with its validation and save) in a run of several
@@ -129,7 +129,7 @@ class ParallelismConfig(Config):
         return {name: getattr(self, name) for name in DIVIDED}
 
     @property
-    def in_step(self) -> bool:
+    def lockstep(self) -> bool:
         """True if ranks hold parts of the weights, so that they run their passes in lockstep."""
         return max(self.shard, self.expert, self.tensor, self.pipeline) > 1
 
@@ -272,7 +272,7 @@ class ParallelismConfig(Config):
                 f"{name} is more than train.batch_size={rows}, but each part needs a row; choose "
                 f"at most {rows}, or set train.batch_size={self.parts} or more"
             )
-        if self.in_step and rows % self.parts:
+        if self.lockstep and rows % self.parts:
             raise ConfigError(
                 f"{name} does not divide train.batch_size={rows}, but processes that divide "
                 f"weights need equal numbers of rows; choose a divisor of {rows}"

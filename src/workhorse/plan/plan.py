@@ -51,7 +51,7 @@ def plan(
     budget: float | None = None,
     context: int | None = None,
     measure: bool = False,
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
     show: Callable[[str], object] = lambda doing: None,
 ) -> dict[str, Any]:
     """Estimate parameters, arithmetic, memory, time and cost of a training, as plain data.
@@ -71,7 +71,7 @@ def plan(
             training.
         context: number of tokens of a served sequence; None: the maximum.
         measure: True to measure this machine's peak.
-        tell: callback for each warning about the settings.
+        notify: callback for each warning about the settings.
         show: callback for progress messages.
 
     Returns:
@@ -85,7 +85,7 @@ def plan(
     """
     _check_finite(memory=memory, utilization=utilization, price=price, budget=budget)
     _check_options(device, measure, price=price, utilization=utilization)
-    subject = find_subject(source, list(settings), tell, devices=devices)
+    subject = find_subject(source, list(settings), notify, devices=devices)
     spec = None if device is None else find_device(device)
     target = torch.device("cuda") if spec else resolve_device(subject.train.device)
     train = _for_device(subject.train, target, spec)
@@ -104,7 +104,7 @@ def plan(
         )
     show("recording a training step")
     train = _with_micro_batch(config, train, target, mesh, room, packed=subject.packed)
-    train = _with_steps(subject, train, peak, spec, utilization=utilization, tell=tell)
+    train = _with_steps(subject, train, peak, spec, utilization=utilization, notify=notify)
     fullest = device_memory(config, train, target, mesh, packed=subject.packed)
     show("searching for the largest step that fits")
     most = None if room is None else _limits(subject, train, target, room)
@@ -221,7 +221,7 @@ def _with_steps(
     spec: DeviceConfig | None,
     *,
     utilization: float | None,
-    tell: Callable[[str], object],
+    notify: Callable[[str], object],
 ) -> TrainConfig:
     """Replace `train.minutes` by the number of steps that fit into this time."""
     if train.minutes is None:
@@ -232,7 +232,7 @@ def _with_steps(
     assert time is not None, "the peak is known"
     seconds = time["seconds"]
     found = with_steps(train, steps_within(train, 60 * train.minutes, seconds))
-    tell(remark(train, found, seconds))
+    notify(remark(train, found, seconds))
     return found
 
 

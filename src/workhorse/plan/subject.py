@@ -128,7 +128,7 @@ class Subject:
 def find_subject(
     source: str | Path,
     settings: Iterable[str] = (),
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
     *,
     devices: int | None = None,
 ) -> Subject:
@@ -137,7 +137,7 @@ def find_subject(
     Args:
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value`.
-        tell: callback for a warning about each key that is dropped or shortened.
+        notify: callback for a warning about each key that is dropped or shortened.
         devices: number of devices; None: the number that the mesh has.
 
     Raises:
@@ -149,7 +149,7 @@ def find_subject(
     path = Path(source)
     in_file = path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
     if in_file or is_on_dial(source):
-        recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(source), others, tell)))
+        recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(source), others, notify)))
         config = recipe.decoder_config(vocab_size_of(recipe))
         mesh = _mesh(of_mesh, recipe.parallel, devices)
         return Subject(str(source), "recipe", config, recipe.train, mesh, recipe.data.packed)
@@ -157,12 +157,12 @@ def find_subject(
         fields = run.recipe()
         config = DecoderConfig.from_dict(run.config.to_dict())
         fields["model"] = config.to_dict()
-        recipe = Recipe.from_dict(override_recipe(fields, others, tell))
+        recipe = Recipe.from_dict(override_recipe(fields, others, notify))
         config, mesh = _config_of(recipe), _mesh(of_mesh, recipe.parallel, devices)
         return Subject(str(source), "run", config, recipe.train, mesh, recipe.data.packed)
-    kind, config = _model(source, tell)
+    kind, config = _model(source, notify)
     mesh = _mesh(of_mesh, UNDIVIDED, devices)
-    recipe, assumed = _assumed(config, others, tell, rows=mesh.parts)
+    recipe, assumed = _assumed(config, others, notify, rows=mesh.parts)
     config = _config_of(recipe)
     packed = recipe.data.packed
     return Subject(str(source), kind, config, recipe.train, mesh, packed, tuple(assumed))
@@ -182,18 +182,18 @@ def _mesh(
         raise error.below("parallel") from None
 
 
-def _model(source: str | Path, tell: Callable[[str], object]) -> tuple[str, DecoderConfig]:
+def _model(source: str | Path, notify: Callable[[str], object]) -> tuple[str, DecoderConfig]:
     name = str(source)
     if not is_stored(name):
         if name in preset_names():
             return "preset", find_preset(name).config
         raise no_such_model(name)
-    stored = open_stored(source, tell, weights=False)
+    stored = open_stored(source, notify, weights=False)
     return stored.kind, stored.config
 
 
 def _assumed(
-    config: DecoderConfig, settings: list[str], tell: Callable[[str], object], *, rows: int
+    config: DecoderConfig, settings: list[str], notify: Callable[[str], object], *, rows: int
 ) -> tuple[Recipe, list[str]]:
     """A default recipe for a model without one, and the settings that were assumed."""
     train: dict[str, Any] = {
@@ -217,7 +217,7 @@ def _assumed(
     tokens = CHINCHILLA_TOKENS_PER_PARAMETER * count_parameters(_config_of(endless))["total"]
     if "steps" in train:
         train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))
-    recipe = Recipe.from_dict(override_recipe(fields, settings, tell))
+    recipe = Recipe.from_dict(override_recipe(fields, settings, notify))
     shown = {**train, "optimizer.kind": "adamw"}
     del shown["optimizer"]
     assumed = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.tokenizer import Tokenizer
-from workhorse.tokenizers.training import Progress, pieces_of_texts
+from workhorse.tokenizers.training import Progress, split_documents
 
 _WORD = re.compile(r"\S+")
 
@@ -32,7 +32,7 @@ class TokenizerReport:
     """Fraction of the tokens that are unk; 0 for tokenizers with byte tokens."""
     used_share: float
     """Fraction of the vocabulary that occurs in the documents."""
-    changed_texts: int
+    changed_documents: int
     """Number of documents that `decode(encode(text))` changes."""
     first_change: str | None
     """The first difference, as `'before' -> 'after'`."""
@@ -54,7 +54,7 @@ def tokenizer_report(
     n_texts = n_bytes = n_words = n_tokens = n_unknown = n_changed = 0
     used: set[int] = set()
     first_change = None
-    for text in pieces_of_texts(texts, progress):
+    for text in split_documents(texts, progress):
         ids = tokenizer.encode(text)
         back = tokenizer.decode(ids)
         n_texts += 1
@@ -82,7 +82,7 @@ def tokenizer_report(
         unknown_tokens=n_unknown,
         unknown_rate=n_unknown / n_tokens,
         used_share=len(used) / tokenizer.vocab_size,
-        changed_texts=n_changed,
+        changed_documents=n_changed,
         first_change=first_change,
     )
 

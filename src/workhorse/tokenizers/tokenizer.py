@@ -130,7 +130,7 @@ class Tokenizer:
         """Count the ids that stand for characters outside the vocabulary."""
         return 0 if self.unk_id is None else ids.count(self.unk_id)
 
-    def encode_text(self, text: str, *, allow_special: bool = False) -> list[int]:
+    def encode_sequence(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Encode a complete sequence as in the model's training: with `prefix_ids`, `suffix_ids`.
 
         With `allow_special`, the ids are equal to `AutoTokenizer(text)`, otherwise to
@@ -276,7 +276,7 @@ class Tokenizer:
         texts = folder_texts(self.definition, self.roles, self.chat_templates)
         write_folder(Path(folder), {name: text.encode() for name, text in texts.items()})
 
-    def beginning_with(self, *tokens: str) -> "Tokenizer":
+    def with_prefix(self, *tokens: str) -> "Tokenizer":
         """Return a copy of this tokenizer that begins every complete sequence with `tokens`.
 
         Raises:

@@ -48,7 +48,7 @@ _SPACE, _NO_SPACE = re.compile(r"\s"), re.compile(r"\S")
 Progress = Callable[[int, int | None], None]
 
 
-def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> Iterator[str]:
+def split_documents(texts: Iterable[str], progress: Progress | None = None) -> Iterator[str]:
     """Yield the documents, cut at `MAX_CHARACTERS` (at line ends) and `MAX_RUN`.
 
     Args:
@@ -245,7 +245,7 @@ def train_tokenizer(
             f"config={shown(config)} is not a tokenizer config; pass one such as "
             "BpeConfig(vocab_size=4096), or use tokenizer_config for a dict"
         )
-    return _TRAINING[type(config)](config, pieces_of_texts(texts, progress))
+    return _TRAINING[type(config)](config, split_documents(texts, progress))
 
 
 def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:

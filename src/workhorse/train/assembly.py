@@ -19,7 +19,7 @@ from workhorse.checkpoints import (
 )
 from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.config.base import ConfigError
-from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
+from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer, sequence_start
 from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.execute.body import with_parameters_of
 from workhorse.execute.choose import decoding_body, training_announcement
@@ -64,12 +64,12 @@ def assemble(
     """
     config = recipe.train
     checkpoint = at.checkpoint
-    tell = partial(_tell, on_event)
+    notify = partial(_notify, on_event)
     if config.threads:
         use_threads(config.threads)
     listener = _with_trackers(recipe, run, on_event) if world.is_first else on_event
     with world.first_before_others():
-        tokenizer = _tokenizer(recipe, run, tell)
+        tokenizer = _tokenizer(recipe, run, notify)
         if recipe.init is not None and checkpoint is None:
             check_tokens(recipe.init, tokenizer)
         dataset = _dataset(recipe, tokenizer, run, on_event)
@@ -91,10 +91,10 @@ def assemble(
         decoder_config,
         device,
         world,
-        partial(_give_weights, recipe, decoder_config, checkpoint, tell=tell),
+        partial(_give_weights, recipe, decoder_config, checkpoint, notify=notify),
     )
     minutes = config.minutes
-    recipe = _with_steps(recipe, built, batches, dataset, world=world, tell=tell)
+    recipe = _with_steps(recipe, built, batches, dataset, world=world, notify=notify)
     config = recipe.train
     constants["recipe"] = recipe.to_dict()
     seed_everything(config.seed)
@@ -127,10 +127,10 @@ def assemble(
     loop.metrics.open()
     run.rewrite_recipe(recipe.to_yaml())  # last: from here on all changes count as accepted
     for change in at.changes:
-        loop.tell("change", setting=change.setting, before=change.before, now=change.now)
+        loop.notify("change", setting=change.setting, before=change.before, now=change.now)
     operators = training_operators(device, training_dtype(config.dtype, device), config.execution)
     compiled = config.execution == "compiled"
-    tell(training_announcement(step.objective, operators, compiled=compiled))
+    notify(training_announcement(step.objective, operators, compiled=compiled))
     _tell_start(loop, recipe, decoder_config, dataset, settings, minutes=minutes)
     return loop
 
@@ -152,7 +152,7 @@ def _built(
     give_weights: GiveWeights,
 ) -> _Built:
     """Build the decoder with its initial weights, and the step that trains it."""
-    train, parallel, divided = recipe.train, recipe.parallel, world.in_step
+    train, parallel, divided = recipe.train, recipe.parallel, world.lockstep
     teams = make_teams(world, parallel, config.vocab_size)
     if divided:
         decoder, other = teams.build(config, train.kernel, "meta"), None
@@ -176,7 +176,7 @@ def _with_steps(
     dataset: Dataset,
     *,
     world: World,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Recipe:
     """Replace `minutes` of a recipe by `steps`, by timing a separate copy of the model."""
     config, held_out = recipe.train, dataset.validation
@@ -184,7 +184,7 @@ def _with_steps(
         return recipe
     seed_everything(config.seed)
     rows = 0 if held_out is None else held_out.n_tokens / config.tokens_per_step
-    config = settle(config, built().step, batches, world, held_out=rows, tell=tell)
+    config = settle(config, built().step, batches, world, held_out=rows, notify=notify)
     gc.collect()  # frees the memory of the timed model
     return recipe.replace(train=config.to_dict())
 
@@ -198,7 +198,7 @@ def _dataset(
         tokenizer,
         run.data_folder,
         progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
-        tell=partial(_tell, on_event),
+        notify=partial(_notify, on_event),
     )
 
 
@@ -246,7 +246,7 @@ def _tell_start(
     *,
     minutes: float | None,
 ) -> None:
-    loop.tell(
+    loop.notify(
         "start",
         time=time.time(),
         name=recipe.name,
@@ -268,7 +268,7 @@ def _tell_start(
     )
 
 
-def _tell(on_event: Listener, line: str) -> None:
+def _notify(on_event: Listener, line: str) -> None:
     on_event({"kind": "notice", "message": line})
 
 
@@ -279,7 +279,7 @@ def _give_weights(
     decoder: Decoder,
     places: Places,
     *,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Checkpoint | None:
     """Set a decoder's weights: from a checkpoint, from the recipe's `init`, or random ones.
 
@@ -289,7 +289,7 @@ def _give_weights(
         checkpoint: the checkpoint to continue from, or None.
         decoder: the decoder, with allocated weights.
         places: returns the tensors of the decoder that weights are copied to.
-        tell: called with each notice.
+        notify: called with each notice.
 
     Returns:
         The checkpoint of `init` whose optimizer state must be loaded too, or None.
@@ -300,7 +300,7 @@ def _give_weights(
     if recipe.init is not None:
         with_optimizer = recipe.init_optimizer
         return start_weights(
-            recipe.init, decoder, tell, places=places, with_optimizer=with_optimizer
+            recipe.init, decoder, notify, places=places, with_optimizer=with_optimizer
         )
     into = places(decoder)
     for name, values in config.draw(decoder.device):
@@ -325,10 +325,10 @@ def _fitted(
     return fitted.replace(micro_batch_size=-world.most(-size)) if isinstance(size, int) else fitted
 
 
-def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:
+def _tokenizer(recipe: Recipe, run: RunDirectory, notify: Callable[[str], None]) -> Tokenizer:
     """Return the run's tokenizer; it is trained on the training data if there is none yet."""
     if not run.tokenizer_folder.exists():
-        made = prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder, tell=tell)
+        made = prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder, notify=notify)
         run.save_tokenizer(made)
     return run.tokenizer()
 
@@ -367,16 +367,16 @@ def _sampler(
     training body itself generates, with collectives.
     """
     samples, parallel = recipe.train.samples, recipe.parallel
-    if samples is None or not (world.is_first or world.in_step):
+    if samples is None or not (world.is_first or world.lockstep):
         return None
     execution = "reference" if recipe.train.execution == "reference" else "auto"
     trained = step.objective.decoder
-    begin = beginning(tokenizer, recipe.data)
+    begin = sequence_start(tokenizer, recipe.data)
     sampler = Sampler(tokenizer, samples, begin, trained.max_seq_len)
-    if not world.in_step:
+    if not world.lockstep:
         return partial(sampler, decoding_body(reference, execution, wait=True).decoder)
     if max(parallel.context, parallel.tensor, parallel.pipeline, parallel.expert) > 1:
-        return teams.of_texts()(partial(sampler, trained))
+        return teams.for_generation()(partial(sampler, trained))
     from workhorse.parallel.division.sharding import whole_weights  # importing takes a second
 
     def sample() -> list[dict[str, str]]:
@@ -389,7 +389,7 @@ def _sampler(
 
 def _together(step: TrainingStep, world: World, call: Call | None) -> Call | None:
     """Wrap a function that uses parts of the model; weights sharded by FSDP are gathered first."""
-    if call is None or not world.in_step:
+    if call is None or not world.lockstep:
         return call
     from workhorse.parallel.division.sharding import gathered  # importing takes a second
 
@@ -402,13 +402,13 @@ def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Lis
         for name in recipe.train.trackers
     }
 
-    def tell_all(event: Event) -> None:
+    def notify_all(event: Event) -> None:
         on_event(event)
         for name, track in list(trackers.items()):
             try:
                 track(event)
             except Exception as error:  # a failing tracker must not stop training
                 del trackers[name]
-                _tell(on_event, f"the tracker {name} failed and is disabled: {error!r}")
+                _notify(on_event, f"the tracker {name} failed and is disabled: {error!r}")
 
-    return tell_all
+    return notify_all

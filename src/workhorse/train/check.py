@@ -9,7 +9,7 @@ from workhorse.data import (
     Split,
     check_separators,
     check_sources,
-    iterate_texts,
+    iterate_documents,
     read_documents,
     stream_of,
 )
@@ -66,7 +66,7 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
     return device
 
 
-def remarks_on(recipe: Recipe) -> list[str]:
+def recipe_warnings(recipe: Recipe) -> list[str]:
     """List likely mistakes in the recipe of a new run and important defaults, one line each."""
     return [*_context_kept(recipe), *_positions_and_norm(recipe), *_optimizer_chosen(recipe.train)]
 
@@ -148,7 +148,7 @@ def check_length(recipe: Recipe) -> None:
             short[name] = documents
     if not short:
         return
-    tokenizer = train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data))
+    tokenizer = train_tokenizer(recipe.tokenizer, iterate_documents(recipe.data))
     for name, documents in short.items():
         stream = stream_of(name, documents, tokenizer, recipe.data)
         Batches(

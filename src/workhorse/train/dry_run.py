@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.data import Batch, iterate_texts
+from workhorse.data import Batch, iterate_documents
 from workhorse.devices.memory import available
 from workhorse.devices.names import use_threads
 from workhorse.memory.account import account
@@ -21,10 +21,10 @@ from workhorse.optim.groups import parameters_by_role
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.tokenizers import train_tokenizer
-from workhorse.train.check import check_length, check_recipe, remarks_on
+from workhorse.train.check import check_length, check_recipe, recipe_warnings
 from workhorse.train.minutes import after_timing, as_begun, steps_within, with_steps
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
-from workhorse.train.run import rehearse, why_taken
+from workhorse.train.run import check_run, reason_not_free
 from workhorse.train.step.build import build_step, measured_peak
 
 TIMED_BYTES = 2**30
@@ -90,7 +90,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         config = with_steps(config, steps_within(config, after_timing(config.minutes), seconds))
     steps = config.length
     return {
-        "recipe": recipe.written_out().to_dict(),
+        "recipe": recipe.to_equivalent().to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
         "parameters": {"total": sum(roles.values()), "active": active, **roles},
@@ -114,7 +114,7 @@ def vocab_size_of(recipe: Recipe) -> int:
     size = getattr(recipe.tokenizer, "vocab_size", None)
     if size is not None:
         return size
-    return train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data)).vocab_size
+    return train_tokenizer(recipe.tokenizer, iterate_documents(recipe.data)).vocab_size
 
 
 def time_steps(
@@ -144,15 +144,15 @@ def dry_run(
     out: str | Path | None = None,
     *,
     resume: bool = False,
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Report what `train` would do with a recipe and the resources it needs. Writes nothing.
 
     Args:
         recipe: the recipe to train.
-        out: the run directory; None for `runs/NAME`. If that default is taken, `tell` gets a line.
+        out: the run directory; None for `runs/NAME`. `notify` gets a line if it is taken.
         resume: True to continue the run in `out`.
-        tell: called with each notice of `train`, before steps are timed.
+        notify: called with each notice of `train`, before steps are timed.
 
     Returns:
         The result of `estimate`. Unless `runs/NAME` is taken, it also has `run_directory`, `step`
@@ -163,11 +163,11 @@ def dry_run(
         WorkhorseError: `train` would refuse before its first step.
     """
     folder = Path("runs") / recipe.name if out is None else Path(out)
-    taken = "" if resume or out is not None else why_taken(folder)
+    taken = "" if resume or out is not None else reason_not_free(folder)
     if taken:
-        notices, place = [taken, *remarks_on(recipe)], {}
+        notices, place = [taken, *recipe_warnings(recipe)], {}
     else:
-        at = rehearse(recipe, folder, resume=resume)
+        at = check_run(recipe, folder, resume=resume)
         recipe = as_begun(RunDirectory(folder), recipe) if resume else recipe
         notices = list(at.notices)
         if not resume:
@@ -179,7 +179,7 @@ def dry_run(
     if (asked := recipe.parallel.processes) > 1:
         notices.append(f"needs {asked} processes; start them with --workers {asked} or torchrun")
     for line in notices:
-        tell(line)
+        notify(line)
     found = estimate(recipe) | place
     steps = found["steps"]
     found["seconds"] *= max(0, steps - found.get("step", 0)) / steps

@@ -23,7 +23,7 @@ SETTINGS_SHOWN = 3
 def start_weights(
     init: str,
     decoder: Decoder,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     places: Places = weights_of,
     with_optimizer: bool = False,
@@ -33,7 +33,7 @@ def start_weights(
     Args:
         init: the model: a folder or a hub id; with an optimizer, a run directory.
         decoder: the decoder that receives the weights.
-        tell: called with each notice, in one line.
+        notify: called with each notice, in one line.
         places: returns the tensors of the decoder that the weights are copied to.
         with_optimizer: True if the optimizer's state will be loaded too.
 
@@ -47,7 +47,7 @@ def start_weights(
     """
     if with_optimizer:
         run = RunDirectory.at(Path(init))
-        checkpoint = run.checkpoint(tell) if run.exists else None
+        checkpoint = run.checkpoint(notify) if run.exists else None
         if checkpoint is None:
             raise WorkhorseError(
                 f"init={init} is not a run with an intact checkpoint, so it has no optimizer "
@@ -59,7 +59,7 @@ def start_weights(
     stored = open_stored(init)
     trained = stored.load_decoder(dtype=torch.float32)
     for remark in stored.remarks:
-        tell(remark)
+        notify(remark)
     _copy_weights(init, decoder, trained.config, weights_of(trained), places)
     return None
 

@@ -105,7 +105,7 @@ class Counters:
     bad_in_a_row: int = 0
     jumps_in_a_row: int = 0
     losses: list[float] = field(default_factory=list)
-    """Losses of the last steps without a spike, at most `train.jumps.window`."""
+    """Losses of the last steps without a spike, at most `train.loss_spikes.window`."""
     times_back: int = 0
     """Number of times the run has returned to a checkpoint before a loss spike."""
     seconds: float = 0.0
@@ -167,7 +167,7 @@ class Loop:
     def __post_init__(self) -> None:
         own: Callable[[Mapping[str, Tensor]], Slices] = whole
         world = ALONE
-        if self.world.in_step:
+        if self.world.lockstep:
             world = self.world
             own = partial(own_slices, rank=world.rank, part=self.step.optimizer.masters.part)
         self._saver = Saver(self.store, self._saved, world, own)
@@ -211,7 +211,7 @@ class Loop:
                 self.check_place()  # its error may explain the failed save
             with contextlib.suppress(Exception):  # the first failure is the one to report
                 # with sharded weights the other ranks would have to save too
-                alone = self._consistent and not self.world.in_step
+                alone = self._consistent and not self.world.lockstep
                 if alone and not self._saver.failed and self.saved != self.counters.step:
                     self.save()
                 self._saver.wait()
@@ -225,7 +225,7 @@ class Loop:
             return False
         reason = signals.received.name if signals.received else "finished"
         peaks = self.world.gather(torch.tensor(peak_memory(self.step.device)))
-        self.tell(
+        self.notify(
             "end",
             reason=reason,
             time=time.time(),
@@ -290,8 +290,8 @@ class Loop:
 
     def _has_jumped(self) -> bool:
         """Return True if enough spikes in a row require a return to the last checkpoint."""
-        jumps, counters = self.config.jumps, self.counters
-        return jumps is not None and counters.jumps_in_a_row >= jumps.in_a_row
+        loss_spikes, counters = self.config.loss_spikes, self.counters
+        return loss_spikes is not None and counters.jumps_in_a_row >= loss_spikes.in_a_row
 
     def _is_to_stop(self, signals: StopSignals) -> bool:
         """Return True if any rank has received a signal; all then stop after the same step."""
@@ -307,7 +307,7 @@ class Loop:
         if self.world.is_first:
             self.check_place()
             self.metrics.sync()
-        elif not self.world.in_step:
+        elif not self.world.lockstep:
             return
         state = {
             **self.constants,
@@ -334,7 +334,7 @@ class Loop:
             return
         counters.skipped_steps += 1
         counters.bad_in_a_row += 1
-        self.tell("skipped_step", loss=result.loss, grad_norm=result.grad_norm)
+        self.notify("skipped_step", loss=result.loss, grad_norm=result.grad_norm)
         if counters.bad_in_a_row >= self.config.max_bad_steps:
             go_on = (
                 "resume from the last checkpoint with --resume"
@@ -351,14 +351,14 @@ class Loop:
 
     def _compare(self, loss: float) -> None:
         """Count a loss as a spike, or add it to the losses that later ones are compared with."""
-        jumps, counters = self.config.jumps, self.counters
-        if jumps is None:
+        loss_spikes, counters = self.config.loss_spikes, self.counters
+        if loss_spikes is None:
             return
-        if jumps.is_jump(loss, counters.losses):
+        if loss_spikes.is_spike(loss, counters.losses):
             counters.jumps_in_a_row += 1
         else:
             counters.jumps_in_a_row = 0
-            counters.losses = [*counters.losses, loss][-jumps.window :]
+            counters.losses = [*counters.losses, loss][-loss_spikes.window :]
 
     def _of_processes(self, seconds: float) -> dict[str, list[float]]:
         """Gather each rank's seconds in passes per step; empty for a single process."""
@@ -375,7 +375,7 @@ class Loop:
         *,
         warming_up: bool,
     ) -> None:
-        self.tell(
+        self.notify(
             "step",
             loss=result.loss,
             **result.terms,
@@ -398,17 +398,17 @@ class Loop:
         if self.validate is not None and (ended or (every and step % every == 0)):
             rows = None if ended else config.rows_in_validation
             measured = self.validate(rows)
-            self.tell("validation", **asdict(measured), whole=rows is None)
+            self.notify("validation", **asdict(measured), whole=rows is None)
         samples = config.samples
         if self.sample and samples and (ended or step % samples.every == 0):
-            self.tell("samples", samples=self.sample())
+            self.notify("samples", samples=self.sample())
 
     def _saved(self, step: int, path: Path) -> None:
-        self.tell("checkpoint", step=step, path=str(path))
+        self.notify("checkpoint", step=step, path=str(path))
         while self.store.remarks:
             self.on_event({"kind": "notice", "message": self.store.remarks.pop(0)})
 
-    def tell(self, kind: str, **values: Any) -> None:
+    def notify(self, kind: str, **values: Any) -> None:
         """Write an event to the metrics file and pass it to `on_event`; only rank 0 does so."""
         if not self.world.is_first:
             return

@@ -21,7 +21,7 @@ from workhorse.train.step.step import TrainingStep
 
 TIMED, MOST_TIMED = 0.05, 30.0
 """Steps are timed for the fraction `TIMED` of a run's time, up to `MOST_TIMED` seconds."""
-Tell = Callable[[str], object]
+Notify = Callable[[str], object]
 
 
 def settle(
@@ -31,7 +31,7 @@ def settle(
     world: World,
     *,
     held_out: float,
-    tell: Tell,
+    notify: Notify,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrainConfig:
     """Time steps and return the settings with `steps` in place of `minutes`; rank 0 decides.
@@ -43,17 +43,17 @@ def settle(
         batches: the batch of each step.
         world: the processes of the run.
         held_out: the number of batches in the validation split.
-        tell: called with each notice.
+        notify: called with each notice.
         clock: returns seconds since any fixed moment.
     """
     assert train.minutes is not None
     seconds = 60 * train.minutes
-    tell(f"timing steps to find the number that takes train.minutes={train.minutes:g}")
+    notify(f"timing steps to find the number that takes train.minutes={train.minutes:g}")
     began = clock()
     a_step = time_steps(step, batches, world, min(TIMED * seconds, MOST_TIMED), clock)
     steps = steps_within(train, seconds - (clock() - began), a_step, held_out=held_out)
     found = with_steps(train, world.most(steps if world.is_first else 0))
-    tell(remark(train, found, a_step))
+    notify(remark(train, found, a_step))
     return found
 
 

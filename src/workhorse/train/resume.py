@@ -216,7 +216,7 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
     return Resumption(step, rows, state, changes, notices, checkpoint)
 
 
-class JumpedError(WorkhorseError):
+class LossSpikeError(WorkhorseError):
     """A loss spike without a checkpoint to return to, or one too many."""
 
 
@@ -239,19 +239,20 @@ def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
         jumped: the progress of the run at the spike.
 
     Raises:
-        JumpedError: no checkpoint is saved, or the run has returned `train.jumps.most` times.
+        LossSpikeError: no checkpoint is saved, or the run has returned as often as
+            `train.loss_spikes.most`.
     """
-    assert recipe.train.jumps is not None
+    assert recipe.train.loss_spikes is not None
     remedy = "with a lower learning rate or a longer warm-up"
-    if jumped.times_back == recipe.train.jumps.most:
-        raise JumpedError(
+    if jumped.times_back == recipe.train.loss_spikes.most:
+        raise LossSpikeError(
             f"loss spike at step {jumped.step}, after returning to a checkpoint "
-            f"{jumped.times_back} times (train.jumps.most); resume from the last checkpoint with "
+            f"{jumped.times_back} times (train.loss_spikes.most); resume from the last checkpoint with "
             f"--resume {remedy}"
         )
     checkpoint = newest(lambda line: None)
     if checkpoint is None:
-        raise JumpedError(
+        raise LossSpikeError(
             f"loss spike at step {jumped.step}, but no checkpoint has been saved to return to; "
             f"restart {remedy}, or save more often (train.checkpoint_every)"
         )
@@ -297,7 +298,7 @@ def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
     for path, old, new in differences(before.to_dict(), now.to_dict()):
         rule = rule_of(now, path)
         if exact and path in (("parallel", "data"), ("parallel", "shard")):
-            rule = OnResume.TAKEN
+            rule = OnResume.NO_EFFECT
         yield Change(".".join(path), old, new, rule)
 
 

@@ -19,7 +19,7 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.group import Group, watched
 from workhorse.parallel.processes.world import World, join_processes
 from workhorse.train.assembly import assemble
-from workhorse.train.check import check_recipe, remarks_on
+from workhorse.train.check import check_recipe, recipe_warnings
 from workhorse.train.loop import Loop, StopSignals
 from workhorse.train.minutes import as_begun
 from workhorse.train.recipe.recipe import Recipe
@@ -135,7 +135,7 @@ def _train(
             recipe = as_begun(run, recipe)
             resumed = plan_resumption(run, recipe, into.newest)
         else:
-            resumed = Resumption(notices=remarks_on(recipe))
+            resumed = Resumption(notices=recipe_warnings(recipe))
         for line in resumed.notices:
             on_event({"kind": "notice", "message": line})
         fresh = world.is_first and not resume
@@ -168,7 +168,7 @@ def _train(
                 f"loss spike at step {jumped.step:,}: resuming from step {at.step:,} and skipping "
                 f"{rows:,} rows"
             )
-            loop.tell("back", jumped=jumped.step, rows=rows, message=line)
+            loop.notify("back", jumped=jumped.step, rows=rows, message=line)
         with world.first_before_others():
             if world.is_first:
                 write_report(run)
@@ -215,7 +215,7 @@ def _named(parallel: ParallelismConfig) -> str:
     return " ".join(several) or "parallel.data=1"
 
 
-def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resumption:
+def check_run(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resumption:
     """Run the checks of `train` on a recipe and a run directory. Writes nothing.
 
     Returns:
@@ -232,11 +232,11 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
     return (
         plan_resumption(run, as_begun(run, recipe))
         if resume
-        else Resumption(notices=remarks_on(recipe))
+        else Resumption(notices=recipe_warnings(recipe))
     )
 
 
-def why_taken(out: str | Path) -> str:
+def reason_not_free(out: str | Path) -> str:
     """Return one line that says why no run can start in a directory; empty if one can."""
     try:
         RunDirectory(out).check_free()

@@ -82,7 +82,7 @@ class Saver:
             WorkhorseError: it could not be written, and no other rank waits for this one.
         """
         if self._writing is not None and self._writing[1].done():
-            if self.world.in_step and self._writing[1].exception():
+            if self.world.lockstep and self._writing[1].exception():
                 return  # `wait` raises the error on all ranks
             self.wait()
 
@@ -105,7 +105,7 @@ class Saver:
 
     def _has_room_for_copies(self, tensors: Tensors) -> bool:
         size = sum(one.values.nbytes for slices in tensors.values() for one in slices.values())
-        sharers = environment.count_here() if self.world.in_step else 1
+        sharers = environment.count_here() if self.world.lockstep else 1
         free = free_memory()
         return free is not None and COPIES * size * sharers <= free
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from workhorse.data import Beginning, DataConfig, Split, ValidationBatches
+from workhorse.data import DataConfig, SequenceStart, Split, ValidationBatches
 from workhorse.data.config import Packing
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
@@ -36,7 +36,7 @@ class Sampler:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, config: SamplesConfig, begin: Beginning, context: int
+        self, tokenizer: Tokenizer, config: SamplesConfig, begin: SequenceStart, context: int
     ) -> None:
         self.tokenizer = tokenizer
         self.prompts = config.prompts

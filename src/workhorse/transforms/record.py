@@ -121,7 +121,7 @@ Module = TypeVar("Module", bound=nn.Module)
 Root = TypeVar("Root", bound=nn.Module)
 
 
-def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
+def as_subclass(module: nn.Module, kind: type[Module], **options: Any) -> Module:
     """Create a module of a subclass with the parameters, children and hooks of another.
 
     Args:
@@ -137,7 +137,7 @@ def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
 
 
 @functools.cache
-def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
+def mixin_class(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
     """Create the class that inherits from a mixin and `kind`.
 
     Its qualified name equals its name: PyTorch 2.11 cannot compile modules of a class if they
@@ -162,7 +162,7 @@ def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[M
 
 
 _MADE: dict[str, type[nn.Module]] = {}
-"""Classes that `combined` created, by name."""
+"""Classes that `mixin_class` created, by name."""
 
 
 def __getattr__(name: str) -> type[nn.Module]:
@@ -174,7 +174,7 @@ def __getattr__(name: str) -> type[nn.Module]:
 
 def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:
     """Create an empty module of a combined class, which pickle fills."""
-    made = combined(prefix, change, kind)
+    made = mixin_class(prefix, change, kind)
     return made.__new__(made)
 
 

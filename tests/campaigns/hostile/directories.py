@@ -1,7 +1,7 @@
 """Malicious model directories, each made by a small change to a valid one.
 
-A folder `outside` next to the directory must never be read. A file `executed` appears there if code
-of the model is run.
+A folder `outside` next to the directory must never be read. A file `executed` appears there if
+code of the model is run.
 """
 
 import json

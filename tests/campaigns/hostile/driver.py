@@ -27,7 +27,7 @@ EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that fo
 
 def use(path: Path) -> str:
     """Load, generate and chat as a user does, and return the output of the chat template."""
-    model = workhorse.load(path, device="cpu", tell=lambda line: None)
+    model = workhorse.load(path, device="cpu", notify=lambda line: None)
     if model.tokenizer is None:
         model.generate([1, 2], max_new_tokens=2)
         return ""

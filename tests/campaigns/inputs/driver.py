@@ -65,7 +65,7 @@ def warm_up(place: Path) -> None:
     presets()
 
 
-def become(attempt: Attempt, place: Path, streams: tuple[int, int, int]) -> None:
+def as_subclass(attempt: Attempt, place: Path, streams: tuple[int, int, int]) -> None:
     """Run the command in the fork; never returns."""
     code = 70  # a code that no command returns
     try:
@@ -112,7 +112,7 @@ def examine(attempt: Attempt, place: Path) -> dict[str, Any]:
         started = time.perf_counter()
         child = os.fork()
         if child == 0:
-            become(attempt, place, (given.fileno(), out.fileno(), err.fileno()))
+            as_subclass(attempt, place, (given.fileno(), out.fileno(), err.fileno()))
         watch = os.pidfd_open(child)
         hangs = not select.select([watch], [], [], SECONDS)[0]
         if hangs:

@@ -121,8 +121,8 @@ def test_what_may_change_on_resuming_is_told():
         (section,) = sections_at(key)
         return (section.shared or section.kinds[0].keys)[0].on_resume
 
-    assert rule("train.steps") == OnResume.GOES_ON.value
-    assert rule("train.schedule.warmup_steps") == OnResume.GOES_ON.value  # from `schedule`
+    assert rule("train.steps") == OnResume.CONTINUES.value
+    assert rule("train.schedule.warmup_steps") == OnResume.CONTINUES.value  # from `schedule`
     assert rule("train.seq_len") == rule("model.d_model") == OnResume.NEW_RUN.value
 
 

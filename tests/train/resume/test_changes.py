@@ -16,7 +16,7 @@ from workhorse.data import Batches, DataConfig, prepare
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.train import Recipe, read_metrics, rehearse, train, with_init
+from workhorse.train import Recipe, check_run, read_metrics, train, with_init
 
 
 def recorded(out: Path) -> list[tuple[int, str, Any, Any]]:
@@ -119,7 +119,7 @@ def test_rows_with_an_offset_are_the_same_rows(corpus: Path, tmp_path: Path) -> 
 def test_another_rate_of_muon_says_which_rate_stays(make_recipe, run: Path) -> None:
     def told(**optimizer: Any) -> list[str]:
         recipe = make_recipe(steps=24, optimizer={"kind": "muon", **optimizer})
-        return rehearse(recipe, run, resume=True).notices
+        return check_run(recipe, run, resume=True).notices
 
     stays = "embeddings, head and norms keep train.optimizer.adamw.learning_rate="
     assert [line for line in told(learning_rate=0.004) if stays in line]
@@ -128,7 +128,7 @@ def test_another_rate_of_muon_says_which_rate_stays(make_recipe, run: Path) -> N
 
 
 def test_more_steps_say_what_becomes_of_the_rate(make_recipe, run: Path) -> None:
-    at = rehearse(make_recipe(steps=24), run, resume=True)
+    at = check_run(make_recipe(steps=24), run, resume=True)
     changes = "the learning rate changes from"
     (line,) = [line for line in at.notices if line.startswith(changes)]
     assert line.startswith(f"{changes} 0.000115 at step 12 to 0.00055 at step 13; to keep it, ")

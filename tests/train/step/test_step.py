@@ -68,8 +68,8 @@ def test_loss_is_the_mean_over_what_counts(decoder: Decoder, batch: Batch) -> No
 def test_long_gradients_are_shortened_and_reported_whole(decoder: Decoder, batch: Batch) -> None:
     step = make_step(decoder, grad_clip=1e-3)
     lengths = []
-    step.optimizer.step = lambda schedule, shrink: lengths.append(
-        shrink * torch.stack([p.grad.norm() for p in decoder.parameters()]).norm().item()
+    step.optimizer.step = lambda schedule, grad_scale: lengths.append(
+        grad_scale * torch.stack([p.grad.norm() for p in decoder.parameters()]).norm().item()
     )
     result = step.update(*step.backward(batch), schedule=1.0)
     assert result.grad_norm > 0.01

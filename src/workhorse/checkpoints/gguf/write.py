@@ -20,7 +20,7 @@ from workhorse.checkpoints.gguf.vocabulary import (
     end_metadata,
     tokenizer_metadata,
 )
-from workhorse.checkpoints.huggingface.export import written_out
+from workhorse.checkpoints.huggingface.export import to_equivalent
 from workhorse.checkpoints.tensors import check_numbers
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.files.gguf_file import BLOCKS
@@ -185,7 +185,7 @@ def write_gguf(
     architecture = _architecture(model_type)
     equivalent = family_of(model_type).equivalent(decoder.config)
     if equivalent is not None:
-        decoder = written_out(decoder, equivalent)
+        decoder = to_equivalent(decoder, equivalent)
     data, remarks = readable(decoder.config, windows=architecture.windows)
     if differences := architecture.differences(data):
         raise WorkhorseError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def written_out(decoder: Decoder, config: DecoderConfig) -> Decoder:
+def to_equivalent(decoder: Decoder, config: DecoderConfig) -> Decoder:
     """The same model as a decoder with an equivalent config.
 
     Args:
@@ -93,7 +93,7 @@ def write_huggingface(
     if equivalent is None:
         differences = in_the_way(family.differences(decoder.config), decoder.config)
         raise WorkhorseError(f"cannot be exported as {family.architecture}: {differences}")
-    decoder = written_out(decoder, equivalent)
+    decoder = to_equivalent(decoder, equivalent)
     weights = weights_of(decoder)
     dtype = dtype or decoder.embedding.tokens.weight.dtype
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}

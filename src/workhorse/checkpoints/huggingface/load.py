@@ -34,7 +34,7 @@ from workhorse.models.huggingface import Family, Fields, family
 from workhorse.models.huggingface.family import SPECIAL_IDS
 from workhorse.models.huggingface.fields import with_own_names
 from workhorse.models.huggingface.moves import read_tensors
-from workhorse.models.huggingface.rotation import contradictions
+from workhorse.models.huggingface.rotation import conflicting_settings
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 
@@ -63,7 +63,7 @@ def resolve_model(
     *,
     revision: str | None = None,
     weights: bool = True,
-    tell: Callable[[str], object] = lambda line: None,
+    notify: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """The local folder of a model on the hub, downloaded if it is not in the cache.
 
@@ -72,7 +72,7 @@ def resolve_model(
         revision: a branch, tag or commit; `main` if `name` does not contain one either. Only a
             commit always gives the same files.
         weights: True to download the weights; all other files are small.
-        tell: called with a message that names the commit of a branch or tag.
+        notify: called with a message that names the commit of a branch or tag.
 
     Raises:
         WorkhorseError: there is no such model or revision, the user has no access to it, or it is
@@ -87,7 +87,7 @@ def resolve_model(
     folder = _snapshot(parts["name"], wanted, ALLOWED if weights else ALLOWED[1:])
     if not _COMMIT.fullmatch(wanted):
         commit = folder.name
-        tell(f"{parts['name']} at {wanted} is commit {commit}; pin it with @{commit}")
+        notify(f"{parts['name']} at {wanted} is commit {commit}; pin it with @{commit}")
     return folder
 
 
@@ -312,7 +312,7 @@ def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
 
 
 def _remarks(whole: Mapping[str, Any], fields: Fields) -> list[str]:
-    remarks = contradictions(fields.values)
+    remarks = conflicting_settings(fields.values)
     if "auto_map" in whole:
         remarks.append("config.json refers to custom code (auto_map), which is never run")
     if unused := fields.unused():

@@ -380,14 +380,14 @@ class RunDirectory:
         load_weights(decoder, weights, places)
         return decoder.eval()
 
-    def checkpoint(self, tell: Callable[[str], None]) -> Checkpoint | None:
+    def checkpoint(self, notify: Callable[[str], None]) -> Checkpoint | None:
         """The checkpoint to load, including the optimizer's state; None if there is none.
 
         Args:
-            tell: called with a message for each damaged checkpoint that is skipped.
+            notify: called with a message for each damaged checkpoint that is skipped.
         """
         store = self.store()
-        return store.newest(tell) if self.step is None else store.load(self.step)
+        return store.newest(notify) if self.step is None else store.load(self.step)
 
     def _weights(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         store = self.store()

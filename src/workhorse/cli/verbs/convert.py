@@ -52,7 +52,7 @@ def command(
         to or "gguf",  # pyright: ignore[reportArgumentType]
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         n_kv_heads=n_kv_heads,
-        tell=warn,
+        notify=warn,
     )
     what = f" as {result.architecture}" if result.architecture else ""
     text = f"{result.path}: {result.parameters:,} parameters{what}, {result.dtype}"

@@ -125,10 +125,10 @@ def _prepared(
     folder = RunDirectory(out or Path("runs") / recipe.name).data_folder
     with progress("training the tokenizer", unit="bytes") as report:
         tokenizer = prepare_tokenizer(
-            recipe.tokenizer, recipe.data, folder, progress=report, tell=warn
+            recipe.tokenizer, recipe.data, folder, progress=report, notify=warn
         )
     with progress("preparing data", unit="bytes") as report:
-        dataset = prepare(recipe.data, tokenizer, folder, progress=report, tell=warn)
+        dataset = prepare(recipe.data, tokenizer, folder, progress=report, notify=warn)
     return recipe, tokenizer, dataset
 
 

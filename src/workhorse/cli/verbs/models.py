@@ -51,7 +51,7 @@ def show_model(model: str, as_json: bool) -> None:
     from workhorse.model.model import describe
     from workhorse.models.describe import page
 
-    found = describe(model, tell=warn)
+    found = describe(model, notify=warn)
     if as_json:
         print_result(found, as_json, text="")
     else:

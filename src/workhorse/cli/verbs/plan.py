@@ -71,7 +71,7 @@ def command(
     if page is not None:
         check_place(page)  # a large plan takes minutes
     with status() as show:
-        found = plan(source, overrides, **options, tell=warn, show=show)
+        found = plan(source, overrides, **options, notify=warn, show=show)
     print_result(found, as_json, text="\n".join(lines(found)))
     if page is not None:
         from workhorse.plan.page import write_page

@@ -150,7 +150,7 @@ def encode_command(
 
     loaded = load_tokenizer(tokenizer, drop_leading_space=drop_leading_space or None)
     text = _stdin() if text == "-" else text
-    encode = loaded.encode_text if whole else loaded.encode
+    encode = loaded.encode_sequence if whole else loaded.encode
     ids = encode(text, allow_special=allow_special)
     _print_pieces(loaded, ids, as_json, n_bytes=len(text.encode()))
 
@@ -253,13 +253,13 @@ def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
 
 
 def _page(result: dict[str, Any]) -> str:
-    changed = f"{result['changed_texts']:,} of {counted(result['texts'], 'document')} change"
+    changed = f"{result['changed_documents']:,} of {counted(result['texts'], 'document')} change"
     lines = [
         f"bytes per token   {result['bytes_per_token']:.3f}",
         f"tokens per word   {result['tokens_per_word']:.3f}",
         f"unknown           {result['unknown_rate']:.4%} of tokens",
         f"vocabulary used   {result['used_share']:.1%} of {result['vocab_size']:,} tokens",
-        f"round trip        {changed if result['changed_texts'] else 'exact'}",
+        f"round trip        {changed if result['changed_documents'] else 'exact'}",
         f"measured on       {counted(result['bytes'], 'byte')}, {counted(result['words'], 'word')}",
     ]
     if result["first_change"]:

@@ -113,7 +113,7 @@ def command(
         raise click.UsageError("--max-restarts needs --workers of 2 or more; add --workers")
     workers = workers or (environment.count() if environment.count() > 1 else None)
     goes_on = resume or environment.attempt() > 0
-    settings = _read(recipe, changes, out, resume=goes_on, workers=workers, tell=notices.append)
+    settings = _read(recipe, changes, out, resume=goes_on, workers=workers, notify=notices.append)
     if again := environment.attempt():
         notices.append(f"restart {again} of all processes, because one had failed")
     if workers is not None:
@@ -169,7 +169,7 @@ def _read(
     *,
     resume: bool,
     workers: int | None,
-    tell: Callable[[str], object],
+    notify: Callable[[str], object],
 ) -> Any:
     """Read a recipe with overrides applied.
 
@@ -189,7 +189,7 @@ def _read(
     from workhorse.checkpoints import RunDirectory
     from workhorse.train import Recipe, on_workers, override_recipe, resumed_recipe, with_init
 
-    fields = override_recipe(written, overrides, tell)
+    fields = override_recipe(written, overrides, notify)
     if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
         fields = resumed_recipe(fields, run)
     if workers is not None:
@@ -214,7 +214,7 @@ def _train(
     from workhorse.cli.train_progress import show_training
     from workhorse.devices.names import resolve_device
     from workhorse.native.allocator import keep_freed_memory
-    from workhorse.parallel.processes.world import LostError, ToldError
+    from workhorse.parallel.processes.world import LostError, ReportedError
     from workhorse.train import StopSignals, train
 
     device = resolve_device(settings.train.device)
@@ -232,7 +232,7 @@ def _train(
         try:
             with keep_freed_memory(device):
                 result = begin(on_event=show)
-        except ToldError:
+        except ReportedError:
             click.get_current_context().exit(ExitCode.USAGE)
     print_result(result.to_dict(), as_json, text=_summary(result))
     if result.stopped_by is not None:
@@ -277,14 +277,14 @@ def _dry_run(
     from workhorse.native.allocator import keep_freed_memory
     from workhorse.train import dry_run
 
-    tell = partial(print, file=sys.stderr)
+    notify = partial(print, file=sys.stderr)
     for line in notices:
-        tell(line)
+        notify(line)
     with keep_freed_memory(resolve_device(settings.train.device)):
-        found = dry_run(settings, out, resume=resume, tell=tell)
+        found = dry_run(settings, out, resume=resume, notify=notify)
     lines = _figures(found)
     if show_recipe:  # the figures as comments, so that the whole is a recipe
-        lines = [settings.written_out().to_yaml(), *(f"# {line}" for line in lines)]
+        lines = [settings.to_equivalent().to_yaml(), *(f"# {line}" for line in lines)]
     print_result(found, as_json, text="\n".join(lines))
 
 

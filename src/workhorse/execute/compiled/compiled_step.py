@@ -34,7 +34,7 @@ from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.contiguous import CacheTensors
 from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.record import become, transforms_of
+from workhorse.transforms.record import as_subclass, transforms_of
 
 if TYPE_CHECKING:
     from workhorse.execute.compiled.step_compiler import Program
@@ -142,7 +142,7 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
     check_fixed(decoder, "compiled")
     kept = ProgramFolder(folder or cache_folder() / "programs")
     watch = Watch(decoder.modules())
-    return become(decoder, CompiledDecoder, folder=kept, programs={}, watch=watch)
+    return as_subclass(decoder, CompiledDecoder, folder=kept, programs={}, watch=watch)
 
 
 class CompiledDecoder(FixedStepDecoder):

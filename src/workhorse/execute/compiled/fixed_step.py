@@ -26,7 +26,7 @@ from workhorse.nn.cache.paged import EMPTY
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.record import become, combined
+from workhorse.transforms.record import as_subclass, mixin_class
 
 
 class Variant(NamedTuple):
@@ -153,9 +153,9 @@ def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "Captur
             angles that depend on the sequence length.
     """
     check_fixed(decoder, "captured as CUDA graphs")
-    kind = combined("Captured", CapturedDecoder, type(decoder))
+    kind = mixin_class("Captured", CapturedDecoder, type(decoder))
     options = {"recorder": recorder or CudaGraphs(), "watch": Watch(decoder.modules())}
-    return become(decoder, kind, **options)
+    return as_subclass(decoder, kind, **options)
 
 
 class CudaGraphs:

@@ -22,7 +22,7 @@ from workhorse.nn.attention.masks import AttentionPattern, Placement
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.cache.paged import InBlocks
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
-from workhorse.transforms.record import become, replace_modules
+from workhorse.transforms.record import as_subclass, replace_modules
 
 
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
@@ -39,7 +39,7 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
 
     def choose(module: nn.Module) -> nn.Module:
         replaced = type(module) is Sdpa and module in served
-        return become(module, DecodingSdpa, decoding=decoding) if replaced else module
+        return as_subclass(module, DecodingSdpa, decoding=decoding) if replaced else module
 
     replace_modules(decoder, choose)
 
@@ -141,7 +141,7 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
         dtype = module.weight.dtype
         gemm = gemms[dtype]
         few_rows = (DOT_ROWS if gemm is None else DOT_ROWS_BESIDE_GEMM)[dtype]
-        return become(
+        return as_subclass(
             module,
             StreamedLinear,
             decoding=decoding,

@@ -27,7 +27,7 @@ from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up
 from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.record import become
+from workhorse.transforms.record import as_subclass
 
 MAX_TOKENS = 256
 """Maximum number of tokens of a step, over all sequences. For more, attention that computes whole
@@ -55,7 +55,7 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
         few = most = 1
     options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
-    return become(decoder, kind, **options, watch=Watch(decoder.modules()))
+    return as_subclass(decoder, kind, **options, watch=Watch(decoder.modules()))
 
 
 class Angles:

@@ -11,7 +11,7 @@ from workhorse.native import Training
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.watched import watched
-from workhorse.transforms.record import become, replace_modules
+from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class TrainingSdpa(Sdpa):
@@ -45,7 +45,7 @@ def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is Sdpa:
-            return become(module, TrainingSdpa, operators=operators)
+            return as_subclass(module, TrainingSdpa, operators=operators)
         return module
 
     return replace_modules(root, choose)
@@ -74,7 +74,7 @@ def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is Attention:
-            return become(module, TrainingAttention, multiply=multiply)
+            return as_subclass(module, TrainingAttention, multiply=multiply)
         return module
 
     return replace_modules(root, choose)

@@ -35,7 +35,7 @@ from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Sum, Unchanged
 from workhorse.nn.watched import watched
-from workhorse.transforms.record import become, replace_modules
+from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class NativeBlock(NativePreNorm):
@@ -100,7 +100,7 @@ def replace_blocks(root: nn.Module, multiply: Gemm) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is NativePreNorm:
-            return become(module, NativeBlock, multiply=multiply)
+            return as_subclass(module, NativeBlock, multiply=multiply)
         return module
 
     return replace_modules(root, choose)

@@ -20,7 +20,7 @@ from workhorse.nn.embedding import Head
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp
 from workhorse.nn.products import product
 from workhorse.nn.watched import watched
-from workhorse.transforms.record import become, replace_modules
+from workhorse.transforms.record import as_subclass, replace_modules
 
 ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """The dtypes that the matrix unit multiplies at each precision of float32 gemms."""
@@ -152,7 +152,7 @@ def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is nn.Linear and module not in of_heads:
-            return become(module, NativeLinear, multiply=multiply)
+            return as_subclass(module, NativeLinear, multiply=multiply)
         return module
 
     return replace_modules(root, choose)
@@ -288,11 +288,13 @@ def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) 
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is GatedMlp:
-            return become(module, NativeGatedMlp, multiply=multiply)
+            return as_subclass(module, NativeGatedMlp, multiply=multiply)
         if type(module) is Gated and (native := activation_of(module.activation)):
-            return become(module, NativeGated, native=native, operators=operators)
+            return as_subclass(module, NativeGated, native=native, operators=operators)
         if type(module) is Mlp and (native := activation_of(module.activation)):
-            return become(module, NativeMlp, native=native, operators=operators, multiply=multiply)
+            return as_subclass(
+                module, NativeMlp, native=native, operators=operators, multiply=multiply
+            )
         return module
 
     return replace_modules(root, choose)

@@ -15,7 +15,7 @@ from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Sum
 from workhorse.nn.products import autocast_dtype
 from workhorse.nn.watched import watched
-from workhorse.transforms.record import become, combined, replace_modules
+from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -62,11 +62,11 @@ def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is PreNorm:
-            return become(module, NativePreNorm, operators=operators)
+            return as_subclass(module, NativePreNorm, operators=operators)
         facts = plain.norm_facts(module)
         if facts is not None and not (facts.centred and facts.rounds_normal):  # has no operator
-            kind = combined("Native", NativeNorm, type(module))
-            return become(module, kind, operators=operators)
+            kind = mixin_class("Native", NativeNorm, type(module))
+            return as_subclass(module, kind, operators=operators)
         return module
 
     return replace_modules(root, choose)

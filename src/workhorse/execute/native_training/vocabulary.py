@@ -10,7 +10,7 @@ from workhorse.native import Training
 from workhorse.nn.embedding import Head
 from workhorse.nn.logprobs import WHOLE, HeadLoss, Shaping, TokenLogprobs
 from workhorse.nn.products import Multiply, product
-from workhorse.transforms.record import become, combined, replace_modules
+from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 
 class Float32SumEmbedding(nn.Embedding):
@@ -48,7 +48,7 @@ def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn
         if type(module) is not nn.Embedding:
             return module
         tied = module.weight in of_heads
-        return become(module, Float32SumEmbedding, tied=tied, operators=operators)
+        return as_subclass(module, Float32SumEmbedding, tied=tied, operators=operators)
 
     return replace_modules(root, choose)
 
@@ -157,7 +157,7 @@ def replace_logprobs(
     def choose(module: nn.Module) -> nn.Module:
         if type(module) not in (HeadLoss, TokenLogprobs):
             return module
-        kind = combined("Native", NativeLogprobs, type(module))
-        return become(module, kind, multiplies=multiply, operators=operators)
+        kind = mixin_class("Native", NativeLogprobs, type(module))
+        return as_subclass(module, kind, multiplies=multiply, operators=operators)
 
     return replace_modules(root, choose)

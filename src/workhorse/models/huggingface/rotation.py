@@ -72,7 +72,7 @@ def read_rope(
     theta = rope.get("rope_theta", theta)
     fraction = rope.get("partial_rotary_factor", fraction)
     counts = {"rope_theta": theta, "partial_rotary_factor": fraction}
-    for beside, key in BESIDE.items():  # ignored keys that get no line from `contradictions`
+    for beside, key in BESIDE.items():  # ignored keys that get no line from `conflicting_settings`
         if key in rope.values or hf.values.get(beside) == counts[key]:
             hf.ignore(beside)
     return RopeConfig(
@@ -84,7 +84,7 @@ def read_rope(
     )
 
 
-def contradictions(values: Mapping[str, Any]) -> list[str]:
+def conflicting_settings(values: Mapping[str, Any]) -> list[str]:
     """One line for each RoPE setting that a config gives twice and differently.
 
     `rope_scaling` wins over `rope_parameters`, and a value inside a mapping wins over a top-level

@@ -162,7 +162,7 @@ class PagedCache:
         slack: number of a sequence's newest tokens that `truncate` can always remove.
 
     Attributes:
-        stores: stores of all layers, in the order of their `Block.rooms`.
+        stores: stores of all layers, in the order of their `Block.cache_stores`.
         pools: block pools, one for each reach.
     """
 

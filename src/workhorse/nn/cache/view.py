@@ -57,7 +57,7 @@ class CacheView(ABC):
     """The rows of a batch in a cache.
 
     Attributes:
-        entries: entries of all layers, in the order of their `Block.rooms`.
+        entries: entries of all layers, in the order of their `Block.cache_stores`.
         length: number of columns consumed so far, counted in the longest row.
         lengths: number of tokens in each row, int64 `(batch,)`.
         uniform: True if all rows hold the positions 0, 1, 2 … to the same length, without padding.

@@ -16,10 +16,10 @@ from workhorse.nn.experts.mixture import Experts, GroupedLinear, Groups
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.processes.group import Group, with_gradient
 from workhorse.parallel.processes.world import World
-from workhorse.transforms.record import become, combined, replace_modules
+from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 
-class ExpertTeam:
+class ExpertParallelGroup:
     """The expert-parallel group: ranks that divide the experts of every mixture.
 
     Args:
@@ -43,14 +43,14 @@ class ExpertTeam:
 
         def choose(module: nn.Module) -> nn.Module:
             if isinstance(module, GroupedLinear):
-                made = become(module, combined("Divided", _DividedLinear, type(module)))
+                made = as_subclass(module, mixin_class("Divided", _DividedLinear, type(module)))
                 for name, weight in list(made.named_parameters(recurse=False)):
                     setattr(made, name, self._part(weight))
                 return made
             if isinstance(module, Experts):
-                kind = combined("Divided", _DividedExperts, type(module))
+                kind = mixin_class("Divided", _DividedExperts, type(module))
                 own = module.n_experts // self.group.size
-                return become(module, kind, team=self, n_experts=own)
+                return as_subclass(module, kind, team=self, n_experts=own)
             return module
 
         replace_modules(root, choose)
@@ -72,7 +72,7 @@ class _DividedLinear(GroupedLinear):
 class _DividedExperts(Experts):
     """A mixin for divided experts; `n_experts` is the number of experts on this rank."""
 
-    team: ExpertTeam
+    team: ExpertParallelGroup
 
     def of_sorted(self, rows: Tensor, experts: Tensor) -> Tensor:
         group, own = self.team.group, self.n_experts

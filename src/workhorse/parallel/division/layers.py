@@ -31,10 +31,10 @@ from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.optim.shards import is_sharded
 from workhorse.parallel.config import share_of
 from workhorse.parallel.processes.group import Group, summed, with_gradient
-from workhorse.transforms.record import become, combined, replace_modules
+from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 
-class LayerTeam:
+class TensorParallelGroup:
     """The tensor-parallel group: ranks that divide every layer.
 
     Args:
@@ -48,7 +48,7 @@ class LayerTeam:
 
     def __init__(self, group: Group, vocabulary: int) -> None:
         self.group, self.vocabulary = group, vocabulary
-        self.grows = False
+        self.generating = False
 
     def tokens_of(self, rank: int) -> range:
         """The ids of the vocabulary that a rank has."""
@@ -61,30 +61,30 @@ class LayerTeam:
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's tokens of x, (batch, seq, …)."""
-        return x if self.grows else x.chunk(self.group.size, dim=1)[self.group.rank]
+        return x if self.generating else x.chunk(self.group.size, dim=1)[self.group.rank]
 
-    def take_in(self, x: Tensor) -> Tensor:
+    def copy_to_ranks(self, x: Tensor) -> Tensor:
         """Gather the tokens of all ranks, (batch, seq, …); reduce-scatter the gradient."""
-        return x if self.grows else with_gradient(self.joined, self.parted, x)
+        return x if self.generating else with_gradient(self.gathered, self.split, x)
 
-    def give_out(self, y: Tensor) -> Tensor:
+    def reduce_from_ranks(self, y: Tensor) -> Tensor:
         """Reduce-scatter: sum y over the ranks and keep this rank's tokens; gather the gradient."""
-        return self.group.add(y) if self.grows else with_gradient(self.parted, self.joined, y)
+        return self.group.add(y) if self.generating else with_gradient(self.split, self.gathered, y)
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce of x; the gradient is all-reduced too."""
         return with_gradient(self.group.add, self.group.add, x)
 
-    def joined(self, own: Tensor) -> Tensor:
+    def gathered(self, own: Tensor) -> Tensor:
         """All-gather the tokens of all ranks, (batch, seq, …), in order."""
         return torch.cat(self.group.gather(own).unbind(), dim=1)
 
-    def parted(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """Reduce-scatter: sum x, (batch, seq, …), over the ranks and keep this rank's tokens."""
         return summed(self.group.exchange(torch.stack(x.chunk(self.group.size, dim=1))))
 
 
-def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) -> None:
+def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorParallelGroup) -> None:
     """Make this rank's part of a model communicate with the other ranks, in place.
 
     Args:
@@ -119,14 +119,18 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) 
         if module not in changes:
             return module
         options = {"pattern": patterns[module]} if module in patterns else {}
-        kind = combined("Divided", changes[module], type(module))
-        return become(module, kind, team=team, **options)
+        kind = mixin_class("Divided", changes[module], type(module))
+        return as_subclass(module, kind, team=team, **options)
 
     replace_modules(objective, choose)
 
 
 def _pattern(
-    attention: SelfAttention, config: DecoderConfig, name: str, layer: int, team: LayerTeam
+    attention: SelfAttention,
+    config: DecoderConfig,
+    name: str,
+    layer: int,
+    team: TensorParallelGroup,
 ) -> AttentionPattern:
     """The attention pattern of this rank's heads."""
     whole = config.blocks[name].grouped
@@ -160,27 +164,27 @@ def _last_products(module: nn.Module) -> list[nn.Module]:
 class _OfTeam(nn.Module):
     """A mixin for modules that are divided among a tensor-parallel group."""
 
-    team: LayerTeam
+    team: TensorParallelGroup
 
 
 class _Block(_OfTeam, Block):
     def attend(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
-        return super().attend(self.team.take_in(x), context, cache)
+        return super().attend(self.team.copy_to_ranks(x), context, cache)
 
     def feed(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
-        return super().feed(self.team.take_in(x), context, cache)
+        return super().feed(self.team.copy_to_ranks(x), context, cache)
 
 
 class _SubLayer(_OfTeam):
     def forward(self, x: Hidden, *others: Any) -> Hidden:
-        return self.team.give_out(super().forward(x, *others))
+        return self.team.reduce_from_ranks(super().forward(x, *others))
 
 
 class _Mixture(_OfTeam, MixtureOfExperts):
     """Reduces the sum of the experts over the ranks before the nonlinear operations after it."""
 
     def mix(self, x: Hidden) -> Hidden:
-        return self.team.give_out(super().mix(x))
+        return self.team.reduce_from_ranks(super().mix(x))
 
 
 class _LastProduct(_OfTeam):
@@ -227,7 +231,7 @@ class _Table(_OfTeam):
 
     def forward(self, tokens: Tokens) -> Hidden:
         here, row = _here(tokens, self.team)
-        return self.team.give_out(super().forward(row) * here[..., None])
+        return self.team.reduce_from_ranks(super().forward(row) * here[..., None])
 
 
 class _Head(_OfTeam):
@@ -238,7 +242,7 @@ class _Head(_OfTeam):
     def forward(self, x: Hidden) -> Logits:
         team = self.team
         own = super().forward(x)
-        assert team.grows, "TokenLogprobs computes the loss"
+        assert team.generating, "TokenLogprobs computes the loss"
         padded = F.pad(own, (0, team.most_tokens - own.shape[-1]))
         tokens = [team.tokens_of(rank) for rank in range(team.group.size)]
         logits = zip(team.group.gather(padded), tokens, strict=True)
@@ -249,7 +253,7 @@ class _Logprobs(_OfTeam, TokenLogprobs):
     """Log-probabilities over the full vocabulary, from each rank's logits; equal on all ranks."""
 
     def read(self, x: Hidden, head: Head) -> Tensor:
-        return self.team.take_in(super().read(x, head))
+        return self.team.copy_to_ranks(super().read(x, head))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -257,7 +261,7 @@ class _Logprobs(_OfTeam, TokenLogprobs):
 
 
 class _PartOfVocabulary(Vocabulary):
-    def __init__(self, team: LayerTeam) -> None:
+    def __init__(self, team: TensorParallelGroup) -> None:
         self.team = team
 
     def most(self, own: int) -> int:
@@ -274,7 +278,7 @@ class _PartOfVocabulary(Vocabulary):
         return self.team.group.add(of_rows)
 
 
-def _here(tokens: Tensor, team: LayerTeam) -> tuple[Tensor, Tensor]:
+def _here(tokens: Tensor, team: TensorParallelGroup) -> tuple[Tensor, Tensor]:
     """Mask of the tokens in this rank's vocabulary, and their indices in it; 0 for the others."""
     own = team.tokens_of(team.group.rank)
     here = (tokens >= own.start) & (tokens < own.stop)

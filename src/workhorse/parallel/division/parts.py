@@ -27,7 +27,7 @@ _OF_ONE_HEAD = re.compile(r"(.+\.[qk]_norm\.heads\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """The slice of a tensor of the whole model that is on this rank."""
 
     name: str
@@ -100,7 +100,7 @@ class ModelPart:
             if _owner(name) in self.elsewhere
         }
 
-    def cut(self, name: str, tensor: Tensor) -> Cut:
+    def cut(self, name: str, tensor: Tensor) -> TensorSlice:
         """The slice of a parameter, or of an optimizer state named `<parameter>.<state>`."""
         if name in self.cuts:
             return self.cuts[name]
@@ -115,7 +115,7 @@ class ModelPart:
         """The parameters, or the optimizer states, that only other ranks have."""
         return self.elsewhere if tensors.keys() <= self.cuts.keys() else self._states_elsewhere
 
-    def copies(self, cut: Cut) -> int:
+    def copies(self, cut: TensorSlice) -> int:
         """Number of ranks of the tensor-parallel group with the same slice of a tensor."""
         return self.members // cut.ways
 
@@ -125,7 +125,7 @@ class ModelPart:
             own = own if team is None else team.group.add(own)
         return own
 
-    def whole_stack(self, parts: Tensor, cut: Cut) -> Tensor:
+    def whole_stack(self, parts: Tensor, cut: TensorSlice) -> Tensor:
         """Gather a stack of whole tensors from a stack of this rank's slices, all with one cut."""
         if cut.ways == 1:
             return parts
@@ -133,7 +133,7 @@ class ModelPart:
         of_members = self.teams.layers.group.gather(parts)[:: self.copies(cut)]
         return torch.cat(of_members.unbind(), dim=1 + _divided_axis(cut))
 
-    def part_of_stack(self, stack: Tensor, cut: Cut) -> Tensor:
+    def part_of_stack(self, stack: Tensor, cut: TensorSlice) -> Tensor:
         """Split this rank's slices off the result of `whole_stack`."""
         if cut.ways == 1:
             return stack
@@ -146,7 +146,7 @@ def _owner(state: str) -> str:
     return state.rpartition(".")[0]
 
 
-def _divided_axis(cut: Cut) -> int:
+def _divided_axis(cut: TensorSlice) -> int:
     (axis,) = (n for n, size in enumerate(cut.shape) if size != cut.sizes[n])
     return axis
 
@@ -157,18 +157,18 @@ def _cuts(
     vocabulary: int,
     member: int,
     members: int,
-) -> dict[str, Cut]:
+) -> dict[str, TensorSlice]:
     """The slice of each parameter on this rank: by head, by vocabulary, or evenly on one axis."""
     heads = Counter(found[1] for name in whole if (found := _OF_ONE_HEAD.fullmatch(name)))
     own_heads = Counter(found[1] for name in own if (found := _OF_ONE_HEAD.fullmatch(name)))
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, TensorSlice] = {}
     for name, sizes in own.items():
         if found := _OF_ONE_HEAD.fullmatch(name):  # each head has a separate tensor
             before, head, after = found.groups()
             ways = heads[before] // own_heads[before]
             first = member * ways // members * own_heads[before]
             there = f"{before}{first + int(head)}{after}"
-            cuts[name] = Cut(there, sizes, (0,) * len(sizes), sizes, ways)
+            cuts[name] = TensorSlice(there, sizes, (0,) * len(sizes), sizes, ways)
             continue
         shape = whole[name]
         starts, ways = [0] * len(shape), 1
@@ -179,7 +179,7 @@ def _cuts(
             elif size != of:
                 ways = of // size
                 starts[axis] = member * ways // members * size
-        cuts[name] = Cut(name, shape, tuple(starts), sizes, ways)
+        cuts[name] = TensorSlice(name, shape, tuple(starts), sizes, ways)
     return cuts
 
 

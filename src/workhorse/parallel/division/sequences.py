@@ -21,7 +21,7 @@ from workhorse.parallel.config import share_of
 from workhorse.parallel.processes.group import Group, summed, with_gradient
 
 
-class SequenceTeam:
+class ContextParallelGroup:
     """The context-parallel group: ranks with consecutive chunks of the same sequences.
 
     Args:
@@ -54,10 +54,10 @@ class SequenceTeam:
 
 
 class DividedSequences(CacheView):
-    """A cache view of the tokens of all ranks; see `SequenceTeam.view`."""
+    """A cache view of the tokens of all ranks; see `ContextParallelGroup.view`."""
 
     def __init__(
-        self, team: SequenceTeam, decoder: Decoder, tokens: Tokens, documents: Tokens | None
+        self, team: ContextParallelGroup, decoder: Decoder, tokens: Tokens, documents: Tokens | None
     ) -> None:
         rows, seq = tokens.shape
         self.team = team
@@ -73,7 +73,7 @@ class DividedSequences(CacheView):
             runs = number_runs(torch.cat(team.group.gather(documents).unbind(), dim=1))
             self.positions = self.positions - runs.starts
             self.documents = runs.numbers
-        self.entries = decoder.rooms(self)
+        self.entries = decoder.cache_stores(self)
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> "DividedEntry":
         """The entry of a layer with that reach; see `Layers`."""
@@ -119,7 +119,7 @@ class DividedEntry(CacheEntry):
         reach: number of latest tokens that a query sees; None: all.
     """
 
-    def __init__(self, team: SequenceTeam, reach: int | None) -> None:
+    def __init__(self, team: ContextParallelGroup, reach: int | None) -> None:
         self.team = team
         self.reach = reach
 

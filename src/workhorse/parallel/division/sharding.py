@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
-from workhorse.parallel.division.experts import ExpertTeam
+from workhorse.parallel.division.experts import ExpertParallelGroup
 from workhorse.parallel.division.parts import TIED_TABLE, ModelPart
 from workhorse.parallel.processes.exchange import Node, TreeSum, own_sum
 from workhorse.parallel.processes.group import Group
@@ -34,7 +34,7 @@ def holders(
     world: World,
     parallel: ParallelismConfig,
     part: ModelPart | None,
-    experts: ExpertTeam | None,
+    experts: ExpertParallelGroup | None,
     *,
     tied: bool = False,
 ) -> dict[Group, list[str]]:
@@ -74,7 +74,7 @@ class _Kind(NamedTuple):
     of_experts: bool
     """True if it belongs to divided routed experts."""
     ways: int
-    """Number of different slices of the parameter; see `Cut.ways`."""
+    """Number of different slices of the parameter; see `TensorSlice.ways`."""
     tied: bool
     """True if the first and the last stage have it."""
 

@@ -21,7 +21,7 @@ from workhorse.nn.products import wide
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.parallel.config import share_of
 from workhorse.parallel.processes.group import Group, with_gradient
-from workhorse.transforms.record import become, combined, replace_modules
+from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 
 class Turn(NamedTuple):
@@ -61,7 +61,7 @@ class Pipeline:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.grows = False
+        self.generating = False
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def own(self, layers: int) -> range:
@@ -121,9 +121,11 @@ def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) 
 
     def choose(module: nn.Module) -> nn.Module:
         if isinstance(module, TokenLogprobs) and not pipeline.group.is_last:
-            return become(module, combined("Staged", _NoLogprobs, type(module)))
+            return as_subclass(module, mixin_class("Staged", _NoLogprobs, type(module)))
         if isinstance(module, Head):
-            return become(module, combined("Staged", _ToAll, type(module)), pipeline=pipeline)
+            return as_subclass(
+                module, mixin_class("Staged", _ToAll, type(module)), pipeline=pipeline
+            )
         return module
 
     replace_modules(objective, choose)
@@ -216,6 +218,6 @@ class _ToAll(Head):
         logits = super().forward(x)
         return (
             self.pipeline.group.broadcast_last_(logits.contiguous())
-            if self.pipeline.grows
+            if self.pipeline.generating
             else logits
         )

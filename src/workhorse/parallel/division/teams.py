@@ -16,8 +16,8 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import BlockConfig
 from workhorse.parallel.config import ParallelismConfig, share_of
-from workhorse.parallel.division.layers import LayerTeam
-from workhorse.parallel.division.sequences import SequenceTeam
+from workhorse.parallel.division.layers import TensorParallelGroup
+from workhorse.parallel.division.sequences import ContextParallelGroup
 from workhorse.parallel.division.stages import Pipeline, keep_stage
 from workhorse.parallel.processes.group import AbsentGroup, Group
 from workhorse.parallel.processes.world import World
@@ -61,21 +61,21 @@ def _part_of(block: BlockConfig, d_model: int, ways: int) -> BlockConfig:
 class Teams(NamedTuple):
     """The groups of a rank, one for each kind of parallelism; None: not used."""
 
-    sequences: SequenceTeam | None = None
-    layers: LayerTeam | None = None
+    sequences: ContextParallelGroup | None = None
+    layers: TensorParallelGroup | None = None
     stages: Pipeline | None = None
     first: int = 0
     """The first rank of the run with the same part of the model."""
 
     @property
-    def tells(self) -> bool:
+    def reports(self) -> bool:
         """True if this rank reports values that all ranks of a tensor-parallel group share."""
         return self.layers is None or self.layers.group.is_first
 
     @property
     def has_loss(self) -> bool:
         """True if this rank reports the loss of its rows, so that each token is counted once."""
-        return self.tells and (self.stages is None or self.stages.group.is_last)
+        return self.reports and (self.stages is None or self.stages.group.is_last)
 
     def build(
         self, whole: DecoderConfig, kernel: KernelName, device: torch.device | str
@@ -99,16 +99,16 @@ class Teams(NamedTuple):
         return decoder.initialize()
 
     @contextmanager
-    def of_texts(self) -> Generator[None]:
+    def for_generation(self) -> Generator[None]:
         """Switch to generation: undivided sequences, and logits on all ranks."""
         teams = [team for team in (self.layers, self.stages) if team is not None]
         for team in teams:
-            team.grows = True
+            team.generating = True
         try:
             yield
         finally:
             for team in teams:
-                team.grows = False
+                team.generating = False
 
 
 NO_TEAMS = Teams()
@@ -153,9 +153,9 @@ def _teams(
     """Create the groups along the axes of the mesh with more than one process."""
     sequences = layers = stages = None
     if parallel.context > 1:
-        sequences = SequenceTeam(group_along("context"))
+        sequences = ContextParallelGroup(group_along("context"))
     if parallel.tensor > 1:
-        layers = LayerTeam(group_along("tensor"), vocabulary)
+        layers = TensorParallelGroup(group_along("tensor"), vocabulary)
     if parallel.pipeline > 1:
         stages = Pipeline(group_along("pipeline"))
     return Teams(sequences, layers, stages)

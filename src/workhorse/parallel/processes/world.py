@@ -36,7 +36,7 @@ class LostError(WorkhorseError):
     """Another process of the run exited or stopped responding."""
 
 
-class ToldError(LostError):
+class ReportedError(LostError):
     """Another process of the run exited after it reported an error."""
 
 
@@ -64,7 +64,7 @@ class World(Group):
     ) -> None:
         super().__init__(rank, size, process_group)
         self.parallel = parallel
-        self.in_step = parallel.in_step
+        self.lockstep = parallel.lockstep
 
     @property
     def replicas(self) -> int:
@@ -122,7 +122,7 @@ class World(Group):
         """
         share = self.share(count)
         yield from ((number, True) for number in share)
-        if self.in_step and len(share) < -(-count // self.replicas):
+        if self.lockstep and len(share) < -(-count // self.replicas):
             yield 0, False
 
 
@@ -139,7 +139,7 @@ def join_processes() -> Generator[Group]:
     Raises:
         WorkhorseError: the environment is incomplete, or the other processes cannot be reached.
         LostError: another process exited or stopped responding.
-        ToldError: another process exited after it reported an error.
+        ReportedError: another process exited after it reported an error.
     """
     size = environment.count()
     if size == 1:
@@ -164,7 +164,7 @@ def join_processes() -> Generator[Group]:
     except RuntimeError as error:
         if not _is_loss(error):
             raise
-        kind = ToldError if _is_told(own) else LostError
+        kind = ReportedError if _is_told(own) else LostError
         raise kind(
             "another process of the run exited or stopped responding; see its error message or the "
             "last line of the output"
@@ -173,7 +173,9 @@ def join_processes() -> Generator[Group]:
         if _tells(own):
             raise
         time.sleep(REFUSAL_GRACE)  # the agent ends all processes as soon as one exits
-        raise ToldError("another process of the run failed first; see its error message") from error
+        raise ReportedError(
+            "another process of the run failed first; see its error message"
+        ) from error
     finally:
         dist.destroy_process_group()
         gc.collect()  # destroys groups still held by the run's objects, before Python exits

@@ -128,7 +128,7 @@ Change = Callable[[str, bool, bool], str]
 """Changes a string: `(string, is_assistant, is_content) -> new string`."""
 
 
-class StandIns:
+class Placeholders:
     """A chat with placeholders, and the string that each placeholder replaces.
 
     Args:

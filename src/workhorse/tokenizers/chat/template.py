@@ -17,7 +17,7 @@ from workhorse.tokenizers.chat.limits import MAX_SOURCE
 from workhorse.tokenizers.chat.messages import (
     Chat,
     ChatMessage,
-    StandIns,
+    Placeholders,
     checked,
     in_parts,
     with_reasoning,
@@ -197,8 +197,8 @@ class ChatTemplate:
             _check_roles(chat, [*encoder.names])
         now = datetime.now()
 
-        def marked(chat: Chat) -> tuple[Chat, StandIns, str]:
-            typed = StandIns(chat, encoder, tokenizer.special_tokens)
+        def marked(chat: Chat) -> tuple[Chat, Placeholders, str]:
+            typed = Placeholders(chat, encoder, tokenizer.special_tokens)
             text = self._render(typed.without_contents, add_generation_prompt, now)
             _check_whole(chat, typed.missing(text))
             return chat, typed, text

@@ -24,7 +24,7 @@ from workhorse.nn.experts.router import Router, Routing
 from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import SequenceTeam
+    from workhorse.parallel.division.sequences import ContextParallelGroup
 
 
 class Balanced(Wrapped):
@@ -94,11 +94,11 @@ class Balancer:
         *,
         weight: float = 0.0,
         rate: float = 0.0,
-        team: "SequenceTeam | None" = None,
-        tells: bool = True,
+        team: "ContextParallelGroup | None" = None,
+        reports: bool = True,
     ) -> None:
         self.team = team
-        self.tells = tells
+        self.reports = reports
         self.weight = weight
         self.rate = rate
         self.watching = False
@@ -139,7 +139,7 @@ class Balancer:
         total = torch.zeros((), device=targets.device)
         for layer, n_experts in self.n_experts.items():
             self.loads.setdefault(layer, torch.zeros(n_experts, device=targets.device))
-        for layer, routing in self.routings if self.tells else ():
+        for layer, routing in self.routings if self.reports else ():
             loads = loads_of(routing, counted)
             self.loads[layer] += loads.sum(dim=0)
             if self.weight:

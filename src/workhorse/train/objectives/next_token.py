@@ -10,18 +10,18 @@ from workhorse.nn import Decoder, HeadLoss
 from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import SequenceTeam
+    from workhorse.parallel.division.sequences import ContextParallelGroup
 
 
 class NextTokenConfig(ObjectiveConfig):
     """The cross-entropy of the next token, weighted if the data has weights."""
 
     kind: Literal["next_token"] = "next_token"
-    z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
+    z_loss: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
     """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), which is
     added to the loss. The reported loss is the cross-entropy without it."""
 
-    def build(self, decoder: Decoder, team: "SequenceTeam | None" = None) -> "NextToken":
+    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "NextToken":
         return NextToken(decoder, self.z_loss, team)
 
 
@@ -35,7 +35,7 @@ class NextToken(ModelObjective):
     """
 
     def __init__(
-        self, decoder: Decoder, z_loss: float = 0.0, team: "SequenceTeam | None" = None
+        self, decoder: Decoder, z_loss: float = 0.0, team: "ContextParallelGroup | None" = None
     ) -> None:
         super().__init__(decoder, HeadLoss(), team)
         self.z_loss = z_loss

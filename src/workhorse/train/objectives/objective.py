@@ -17,7 +17,7 @@ from workhorse.nn.logprobs import count_of
 from workhorse.nn.shapes import Hidden
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import SequenceTeam
+    from workhorse.parallel.division.sequences import ContextParallelGroup
     from workhorse.parallel.division.teams import Teams
 
 Denominator = Literal["tokens", "sequences", "groups"]
@@ -52,7 +52,7 @@ class ObjectiveConfig(Config):
         return 1
 
     @abstractmethod
-    def build(self, decoder: Decoder, team: "SequenceTeam | None" = None) -> "Objective":
+    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Objective":
         """Build the objective of a decoder.
 
         Args:
@@ -120,7 +120,7 @@ class ModelObjective(Objective):
     """
 
     def __init__(
-        self, decoder: Decoder, logprobs: TokenLogprobs, team: "SequenceTeam | None" = None
+        self, decoder: Decoder, logprobs: TokenLogprobs, team: "ContextParallelGroup | None" = None
     ) -> None:
         super().__init__()
         self.decoder = decoder
@@ -197,7 +197,7 @@ class Wrapped(Objective):
         return self.objective.state_of_update()
 
 
-class CountedElsewhere(Wrapped):
+class UncountedObjective(Wrapped):
     """Wraps an objective whose loss is counted on another rank of the team.
 
     The loss is 0 on this rank, but has the gradient; count and figures are 0.
@@ -229,7 +229,7 @@ class Divided(Wrapped):
         team: the ranks among which sequences are split.
     """
 
-    def __init__(self, objective: Objective, team: "SequenceTeam") -> None:
+    def __init__(self, objective: Objective, team: "ContextParallelGroup") -> None:
         super().__init__(objective)
         self.team = team
 

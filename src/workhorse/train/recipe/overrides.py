@@ -114,11 +114,11 @@ def _named(parts: list[str], fields: Any) -> Iterator[str]:
         yield ".".join([*parts[:at], str(name), *parts[at + 1 :]])
 
 
-Tell = Callable[[str], object]
+Notify = Callable[[str], object]
 
 
 def override_recipe(
-    written: Mapping[str, Any], overrides: Iterable[str], tell: Tell
+    written: Mapping[str, Any], overrides: Iterable[str], notify: Notify
 ) -> dict[str, Any]:
     """Apply `section.key=value` settings to the fields of a recipe.
 
@@ -129,7 +129,7 @@ def override_recipe(
     Args:
         written: the fields in the file.
         overrides: the settings.
-        tell: called with a line for each key that is dropped or shortened.
+        notify: called with a line for each key that is dropped or shortened.
 
     Raises:
         ConfigError: a setting cannot be applied.
@@ -139,14 +139,14 @@ def override_recipe(
     fields = _with_preset_if_cut(written, settings)
 
     def keep(place: str, section: dict[str, Any], kind: Any) -> dict[str, Any]:
-        return _kept(place, section, kind, tell)
+        return _kept(place, section, kind, notify)
 
     fields = apply_overrides(fields, settings, keep, configs_at)
     for setting in settings:
         _remove_if_null(fields, setting.partition("=")[0])
     _check_pattern(fields.get("model"), settings)
-    _keep_one_length(fields, settings, tell)
-    return _fit_warmup(written, fields, tell)
+    _keep_one_length(fields, settings, notify)
+    return _fit_warmup(written, fields, notify)
 
 
 def _check_preset(model: Any, settings: list[str]) -> None:
@@ -179,7 +179,7 @@ def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapp
     return {**written, "model": preset_with(str(model["preset"]), changes)}
 
 
-def _kept(place: str, section: dict[str, Any], kind: Any, tell: Tell) -> dict[str, Any]:
+def _kept(place: str, section: dict[str, Any], kind: Any, notify: Notify) -> dict[str, Any]:
     """Return the keys that a section keeps when its kind changes, and report the others."""
     configs = configs_at(place)
     new, old = configs.get(str(kind)), configs.get(str(section.get("kind")))
@@ -197,7 +197,7 @@ def _kept(place: str, section: dict[str, Any], kind: Any, tell: Tell) -> dict[st
     ]
     if left_out:
         was = f" of kind {section['kind']}" if "kind" in section else ""
-        tell(f"{place}.kind={kind} drops {', '.join(left_out)}{was}")
+        notify(f"{place}.kind={kind} drops {', '.join(left_out)}{was}")
     return kept
 
 
@@ -241,7 +241,7 @@ def _check_pattern(model: Any, settings: list[str]) -> None:
             )
 
 
-def _keep_one_length(fields: dict[str, Any], settings: list[str], tell: Tell) -> None:
+def _keep_one_length(fields: dict[str, Any], settings: list[str], notify: Notify) -> None:
     """Remove the file's `train.steps` if `train.minutes` is set, and vice versa."""
     train, given = fields.get("train"), {setting.partition("=")[0] for setting in settings}
     if not isinstance(train, dict):
@@ -249,11 +249,11 @@ def _keep_one_length(fields: dict[str, Any], settings: list[str], tell: Tell) ->
     for new, old in (("minutes", "steps"), ("steps", "minutes")):
         is_set = f"train.{new}" in given and f"train.{old}" not in given
         if is_set and train.get(new) is not None and train.get(old) is not None:
-            tell(f"train.{new}={train[new]} replaces train.{old}={train.pop(old)}")
+            notify(f"train.{new}={train[new]} replaces train.{old}={train.pop(old)}")
 
 
 def _fit_warmup(
-    written: Mapping[str, Any], fields: dict[str, Any], tell: Callable[[str], object]
+    written: Mapping[str, Any], fields: dict[str, Any], notify: Callable[[str], object]
 ) -> dict[str, Any]:
     """Shorten the warm-up of a recipe in proportion to the run.
 
@@ -263,7 +263,7 @@ def _fit_warmup(
     Args:
         written: the fields in the file.
         fields: the fields with overrides.
-        tell: called with one line if the warm-up is shortened.
+        notify: called with one line if the warm-up is shortened.
     """
     try:
         before, now = written["train"], fields["train"]
@@ -276,7 +276,7 @@ def _fit_warmup(
         short = warmup * steps // before["steps"]
     except (KeyError, TypeError):  # a default, or an error that validation reports
         return fields
-    tell(
+    notify(
         f"train.schedule.warmup_steps is shortened to {short}, in proportion to "
         f"train.steps={steps}: the recipe has {warmup} of {before['steps']} steps"
     )

@@ -24,7 +24,7 @@ from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.report.metrics import TrackerName
 
 
-class JumpConfig(Config):
+class LossSpikeConfig(Config):
     """After a loss spike, return to the last checkpoint and skip the rows read until the spike.
 
     PaLM did this by hand (2204.02311 §5.1). Training on the same rows from another checkpoint
@@ -42,7 +42,7 @@ class JumpConfig(Config):
     most: int = Field(default=5, ge=1)
     """Maximum number of returns in a run; the next spike stops it with an error."""
 
-    def is_jump(self, loss: float, before: Sequence[float]) -> bool:
+    def is_spike(self, loss: float, before: Sequence[float]) -> bool:
         """Return True if a loss is a spike compared with the earlier losses.
 
         Args:
@@ -115,13 +115,13 @@ class TrainConfig(Config):
     Sizes are totals over all processes, except `micro_batch_size`, which is per process.
     """
 
-    steps: Annotated[Count | None, OnResume.GOES_ON] = None
+    steps: Annotated[Count | None, OnResume.CONTINUES] = None
     """Number of updates of the weights. None: determined by `minutes`."""
     minutes: float | None = Field(default=None, gt=0, le=LONGEST)
     """Time of the steps and validations, in place of `steps`. When the run begins, steps are timed
     for a twentieth of this time, at most 30 seconds; their results are discarded. The run's own
     recipe stores the resulting number of steps, and a resumed run keeps it."""
-    batch_size: Annotated[Count, OnResume.GOES_ON]
+    batch_size: Annotated[Count, OnResume.CONTINUES]
     """Sequences per step."""
     seq_len: Count
     """Predicted tokens per sequence."""
@@ -134,23 +134,23 @@ class TrainConfig(Config):
 
     objective: AnyObjective = NextTokenConfig()
     """The loss that training minimises."""
-    optimizer: Annotated[OptimizerConfig, OnResume.GOES_ON] = MuonConfig()
+    optimizer: Annotated[OptimizerConfig, OnResume.CONTINUES] = MuonConfig()
     """How a step updates the weights from the gradient."""
-    schedule: Annotated[ScheduleConfig, OnResume.GOES_ON] = CosineConfig()
+    schedule: Annotated[ScheduleConfig, OnResume.CONTINUES] = CosineConfig()
     """The factor on every learning rate at each step."""
-    grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
+    grad_clip: Annotated[float | None, OnResume.CONTINUES] = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; a larger gradient is scaled down. None: no clipping."""
-    balance_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
+    balance_loss: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
     """Weight of the loss that balances the load of a mixture's experts within each sequence
     (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. It is computed per
     sequence, so that the gradient does not depend on `micro_batch_size`; `balance_rate` balances
     whole batches. Padding does not count."""
-    balance_rate: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
+    balance_rate: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
     """Change of the selection bias of each expert per update, towards an equal load (0.001 in
     2408.15664)."""
-    max_bad_steps: Annotated[Count, OnResume.TAKEN] = 10
+    max_bad_steps: Annotated[Count, OnResume.NO_EFFECT] = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite."""
-    jumps: Annotated[JumpConfig | None, OnResume.GOES_ON] = None
+    loss_spikes: Annotated[LossSpikeConfig | None, OnResume.CONTINUES] = None
     """Reaction to loss spikes; None: continue training."""
 
     device: Annotated[str, OnResume.ROUNDED] = "auto"
@@ -186,22 +186,22 @@ class TrainConfig(Config):
     activation_checkpointing: Annotated[bool, OnResume.ROUNDED] = False
     """Keep one activation per layer and recompute the rest in the backward pass."""
 
-    log_every: Annotated[Count, OnResume.TAKEN] = 10
+    log_every: Annotated[Count, OnResume.NO_EFFECT] = 10
     """Steps between log lines of metrics."""
-    eval_every: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
+    eval_every: Annotated[Count | Literal["auto"] | None, OnResume.NO_EFFECT] = "auto"
     """Steps between validations. `auto`: ten validations in a run, but at least ten steps apart.
     None: only after the last step."""
-    eval_batches: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
+    eval_batches: Annotated[Count | Literal["auto"] | None, OnResume.NO_EFFECT] = "auto"
     """Batches in a validation, spread evenly over the split. `auto`: a number that takes about 3 %
     of the training time, at least one. None: the whole split. After the last step it is always the
     whole split."""
-    samples: Annotated[SamplesConfig | None, OnResume.TAKEN] = None
+    samples: Annotated[SamplesConfig | None, OnResume.NO_EFFECT] = None
     """Completions to generate during training; None: none."""
-    checkpoint_every: Annotated[Count, OnResume.TAKEN] = 1000
+    checkpoint_every: Annotated[Count, OnResume.NO_EFFECT] = 1000
     """Steps between checkpoints. There is also one after the last step."""
-    keep: Annotated[Count, OnResume.TAKEN] = 2
+    keep: Annotated[Count, OnResume.NO_EFFECT] = 2
     """Number of checkpoints to keep; older ones are removed."""
-    trackers: Annotated[tuple[TrackerName, ...], OnResume.TAKEN] = ()
+    trackers: Annotated[tuple[TrackerName, ...], OnResume.NO_EFFECT] = ()
     """Experiment trackers that get the metrics, in addition to `metrics.jsonl`."""
 
     @model_validator(mode="before")
@@ -292,6 +292,8 @@ def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
     fields = dict(fields)
     if "z_loss" in fields and isinstance(objective := fields.get("objective", {}), dict):
         fields["objective"] = {"z_loss": fields.pop("z_loss"), **objective}
+    if "jumps" in fields:
+        fields.setdefault("loss_spikes", fields.pop("jumps"))
     if isinstance(old := fields.get("compile"), bool):
         fields.setdefault("execution", "compiled" if old else "auto")
         del fields["compile"]
@@ -303,9 +305,9 @@ def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
 class Recipe(Config):
     """One training run, from raw text to a model."""
 
-    name: Annotated[str, OnResume.TAKEN]
+    name: Annotated[str, OnResume.NO_EFFECT]
     """Name of the run. Its folder is `runs/NAME` unless another is given."""
-    description: Annotated[str, OnResume.TAKEN] = ""
+    description: Annotated[str, OnResume.NO_EFFECT] = ""
     """Description for people, such as the hardware it was written for, its duration, its
     results."""
     init: str | None = None
@@ -423,7 +425,7 @@ class Recipe(Config):
         check_divisible(config, self.train.kernel, self.parallel)
         return config
 
-    def written_out(self) -> Self:
+    def to_equivalent(self) -> Self:
         """Return the recipe with all settings of its model, including settings from a preset.
 
         A missing `vocab_size` is not added, because the tokenizer determines it.

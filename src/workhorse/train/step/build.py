@@ -23,7 +23,7 @@ from workhorse.parallel.division.stages import divide_stages, one_forward_one_ba
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
-from workhorse.train.objectives.objective import CountedElsewhere, Divided, Objective, counts_here
+from workhorse.train.objectives.objective import Divided, Objective, UncountedObjective, counts_here
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
 from workhorse.train.step.reduction import Reduction, ShardedReduction
@@ -177,12 +177,12 @@ def _divide(
     micro_batches: MicroBatches,
 ) -> Callable[[MasterWeights, int], Reduction]:
     """Divide weights among the processes; returns what makes the sum of their gradients."""
-    if not world.in_step:
+    if not world.lockstep:
         return partial(Reduction, world, parallel)
-    from workhorse.parallel.division.experts import ExpertTeam  # takes a second
+    from workhorse.parallel.division.experts import ExpertParallelGroup  # takes a second
     from workhorse.parallel.division.sharding import holders, reshard, shard
 
-    experts = ExpertTeam(world, parallel.expert, device) if parallel.expert > 1 else None
+    experts = ExpertParallelGroup(world, parallel.expert, device) if parallel.expert > 1 else None
     if experts is not None:
         experts.divide(objective)
     trained = {name: own for name, own in decoder.named_parameters() if own.requires_grad}
@@ -213,7 +213,7 @@ def _objective(
     team = teams.sequences
     objective: Objective = config.objective.build(decoder, team)
     if not counts_here(objective, teams):
-        objective = CountedElsewhere(objective)
+        objective = UncountedObjective(objective)
     if has_mixtures(whole):
         balancer = Balancer(
             decoder,
@@ -221,7 +221,7 @@ def _objective(
             weight=config.balance_loss,
             rate=config.balance_rate,
             team=team,
-            tells=teams.tells,
+            reports=teams.reports,
         )
         objective = Balanced(objective, balancer)
     return objective if team is None else Divided(objective, team)

@@ -230,17 +230,17 @@ class TrainingStep:
         # One copy of all figures, started before the update is queued: the host waits only once.
         figures = ToHost(torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]))
         if self.device_decides:
-            shrink = shrink_on_device(loss, norm, self.scale.value, self.grad_clip)
-            self.optimizer.step(schedule, shrink)
+            grad_scale = shrink_on_device(loss, norm, self.scale.value, self.grad_clip)
+            self.optimizer.step(schedule, grad_scale)
         loss_value, norm_value, *extra = figures.wait()
         norm_value /= self.scale.value
         terms = dict(zip(self._terms, extra, strict=True))
         result = StepResult(loss_value, norm_value, counted, terms)
         if result.finite and not self.device_decides:
-            shrink = 1 / self.scale.value
+            grad_scale = 1 / self.scale.value
             if self.grad_clip is not None and norm_value > self.grad_clip:
-                shrink *= self.grad_clip / norm_value
-            self.optimizer.step(schedule, shrink)
+                grad_scale *= self.grad_clip / norm_value
+            self.optimizer.step(schedule, grad_scale)
         self.objective.after_update(result.finite)
         self.scale.update(result.finite)
         self.optimizer.masters.zero_grad()

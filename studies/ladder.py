@@ -88,7 +88,7 @@ def report(tested: list[tuple[str, dict[str, Any], float]], everything: dict[str
             predicted from the ladder alone.
         everything: what `fit_laws` gives of the ladder and these rungs.
     """
-    lines = ["# A ladder", "", "`python -m studies.ladder`", ""]
+    lines = ["# A scaling ladder", "", "`python -m studies.ladder`", ""]
     lines.append("| run | parameters | tokens | FLOPs | loss |")
     lines.append("| --- | --: | --: | --: | --: |")
     lines += [
@@ -96,7 +96,11 @@ def report(tested: list[tuple[str, dict[str, Any], float]], everything: dict[str
         f"| {one['loss']:.4f} |"
         for one in everything["runs"]
     ]
-    lines += ["", "Each of these was predicted from all runs before it, and then trained:", ""]
+    lines += [
+        "",
+        "The loss of each of these runs was predicted from all earlier runs, and then measured:",
+        "",
+    ]
     lines.append("| rung | law | predicted | 95 % | measured | inside |")
     lines.append("| --- | --- | --: | --: | --: | --- |")
     for name, predicted, loss in tested:
@@ -107,7 +111,7 @@ def report(tested: list[tuple[str, dict[str, Any], float]], everything: dict[str
                 f"| {name} | {law['name']} | {one['loss']:.4f} | {one['low']:.4f} to "
                 f"{one['high']:.4f} | {loss:.4f} | {inside} |"
             )
-    lines += ["", "The laws of all these runs:"]
+    lines += ["", "The laws fitted to all runs:"]
     for law in everything["laws"]:
         numbers = ", ".join(
             f"{name} = {one['value']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
@@ -125,7 +129,7 @@ def report(tested: list[tuple[str, dict[str, Any], float]], everything: dict[str
 
 def _divisions(law: Parametric, flops: Sequence[float]) -> list[str]:
     """How a law divides the least FLOPs of some runs, the most, and what lies in their middle."""
-    lines = ["| FLOPs | parameters | tokens | tokens a parameter |", "| --: | --: | --: | --: |"]
+    lines = ["| FLOPs | parameters | tokens | tokens per parameter |", "| --: | --: | --: | --: |"]
     for budget in (min(flops), (min(flops) * max(flops)) ** 0.5, max(flops)):
         parameters, tokens = law.optimum(budget)
         lines.append(

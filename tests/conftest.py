@@ -1,4 +1,4 @@
-"""Setup of every test: no network, a fixed random state, a run directory to load."""
+"""Settings and fixtures of all tests: no network, a fixed random state, a small run directory."""
 
 import gc
 import os
@@ -20,41 +20,41 @@ from workhorse.native.operators import LOADERS, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
-# The same examples on every run, so that failures are reproducible.
+# Hypothesis draws the same examples in every run, so that a failure can be reproduced.
 hypothesis.settings.register_profile("workhorse", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("workhorse")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the native operators before any test runs, if they were never compiled here.
+    """Compile the native operators before any test runs, unless they are already compiled.
 
-    Otherwise they would be compiled in the background and become available in the middle of the
-    tests. SIGINT is set to its default because a shell ignores it for background processes, and
-    some tests interrupt themselves.
+    Otherwise they would be compiled in the background and become available during some test. Also
+    restore Python's SIGINT handler: a shell starts background jobs with SIGINT ignored, and some
+    tests interrupt themselves.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Collect less often: scanning the imported objects took a twentieth of the time.
+    # By default, a twentieth of the time is spent in garbage collection of imported modules.
     gc.set_threshold(10_000, 20, 20)
     if not hasattr(config, "workerinput"):
         resolve(*LOADERS, wait=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of campaigns that would be deselected: it takes seconds in each process."""
+    """Skip campaigns that would be deselected: importing them takes seconds in each process."""
     deselected = "not campaign" in config.option.markexpr
     return True if deselected and collection_path == Path(__file__).parent / "campaigns" else None
 
 
 @pytest.fixture(autouse=True)
 def _fixed_random_state() -> None:
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats the stack each time
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats a stack trace in each call
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
 def _handlers_of_signals() -> Iterator[None]:
-    """Restore the signal handlers that a test changed when it started processes."""
+    """Restore signal handlers after each test; code that starts processes may replace them."""
     signals = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(one) for one in signals]
     yield
@@ -64,7 +64,7 @@ def _handlers_of_signals() -> Iterator[None]:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """A run of a bytes model of context 32; its validation data is the folder `texts` beside it."""
+    """A run directory: a byte-level model of context 32; the folder `texts` has held-out data."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in ("a", "b", "c"):
@@ -107,7 +107,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests marked `slow`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `slow` tests; run tests marked `early` first; skip `cuda` without a CUDA device."""
+    """Mark `slow` tests, run `early` tests first, and skip `cuda` tests without a CUDA device."""
     mark_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch.cuda.is_available():
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """Mark the cases that `grids.yaml` reserves for `make test-all`."""
+    """Mark cases as slow that `grids.yaml` excludes from the default suite."""
     grids: dict[str, int] = yaml.safe_load((Path(__file__).parent / "grids.yaml").read_text())
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:

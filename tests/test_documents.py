@@ -1,9 +1,9 @@
-"""Every command and block of the README and docs/ works as the page says.
+"""Every command and code block of the README and of docs/ runs without errors.
 
-Each page is followed from top to bottom in a new folder with the files that a reader has: the
-recipes, some documents and a downloaded model. Pages after the README also have the runs that it
-makes. `documents.yaml` lists what is replaced by something smaller, what is not run, and why. A
-block of an unknown kind fails.
+Each page is followed from top to bottom in a separate folder with recipes, documents and a Hugging
+Face model. For all pages except docs/commands.md the folder also has a finished run.
+`documents.yaml` lists the replacements that make commands fast, and the blocks that are not run,
+with the reason. A block in an unknown language fails.
 """
 
 import io
@@ -35,11 +35,11 @@ ROOT = Path(__file__).parent.parent
 PLAN: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "documents.yaml").read_text("utf-8"))
 PAGES: list[str] = PLAN["pages"]
 MESSAGES = "Hello\n/exit\n"
-"""The input that a reader types into `chat`."""
+"""Input of `workhorse chat`."""
 
 
 class Block(NamedTuple):
-    """A fenced block."""
+    """A fenced block of a page; `where` is the page and the line."""
 
     language: str
     text: str
@@ -54,7 +54,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def in_small(text: str, page: str) -> str:
-    """A page's text with the test's smaller replacements."""
+    """Replace strings of a page as `documents.yaml` lists them, so that commands are fast."""
     for table in (page, "everywhere"):
         for old, new in PLAN["instead"].get(table, {}).items():
             text = text.replace(old, new)
@@ -62,12 +62,12 @@ def in_small(text: str, page: str) -> str:
 
 
 def entry(table: str, text: str) -> str | None:
-    """The plan's entry for a line or block that begins with one of the table's keys."""
+    """The entry in a table of `documents.yaml` for a line or block, matched by its beginning."""
     return next((said for start, said in PLAN[table].items() if text.startswith(start)), None)
 
 
 class Reader:
-    """A reader who follows a page, block by block."""
+    """Follows a page block by block: runs commands and code, reads YAML, saves files."""
 
     def __init__(self, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.page = page
@@ -89,20 +89,22 @@ class Reader:
             for line in block.text.replace("\\\n", " ").splitlines():
                 self.run(line.strip(), block.where)
         else:
-            pytest.fail(f"{block.where}: a block of {block.language}; what is to be done with it?")
+            pytest.fail(
+                f"{block.where}: unknown block language {block.language}; add it to Reader.follow"
+            )
 
     def run(self, line: str, where: str) -> None:
         if not line or line.startswith("#") or entry("not_run", line) is not None:
             return
         words = shlex.split(line, comments=True)
-        assert words[0] == "workhorse", f"{where}: what is to be done with {line!r}?"
+        assert words[0] == "workhorse", f"{where}: {line!r} is not a workhorse command"
         self.monkeypatch.setattr("sys.stdin", io.StringIO(MESSAGES))
         errors = io.StringIO()
         self.monkeypatch.setattr("sys.stderr", errors)
         assert main(words[1:]) == 0, f"{where}: {line}\n{errors.getvalue()}"
 
     def read_yaml(self, block: Block) -> None:
-        """Read a file, a section of a recipe, a whole recipe, or a part of one."""
+        """Read a block: a file, a recipe, one section with its place, or several sections."""
         fields = parse_yaml(block.text)
         title = re.match(r"# (\S+)\n", block.text)
         if title and title[1].endswith(".yaml"):
@@ -121,7 +123,7 @@ class Reader:
 
 
 def config_at(place: str, kind: str | None) -> Any:
-    """The config of that kind at a place of a recipe."""
+    """The config class at a place of a recipe, selected by its kind."""
     found = [
         config
         for config, places in recipe_configs()[1].items()
@@ -134,7 +136,7 @@ def config_at(place: str, kind: str | None) -> Any:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes, studies, documents and a model, without runs."""
+    """A folder with small recipes and studies, documents and a Hugging Face model; no runs."""
     folder = tmp_path_factory.mktemp("before")
     (folder / "recipes").mkdir()
     for file in sorted((ROOT / "recipes").glob("*.yaml")):
@@ -149,7 +151,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(24):
             text = "".join(f"def f{number}(x):\n    return {name!r}, {n}\n\n" for n in range(12))
             (folder / name / f"{number}.txt").write_text(text)
-    (folder / "book.txt").write_text("One text alone, long enough for a line or two. " * 9)
+    (folder / "book.txt").write_text("A single file, long enough for a line or two. " * 9)
     _somebody_elses_model(folder / "their-model", folder)
     return folder
 
@@ -166,7 +168,7 @@ def _somebody_elses_model(target: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_runs(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the demo's run, under all names that pages give it."""
+    """The same folder with the demo's run, under every name that pages use for it."""
     folder = tmp_path_factory.mktemp("after") / "folder"
     shutil.copytree(fresh, folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -181,7 +183,7 @@ def with_runs(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_page_does_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
-    """`Reader.follow` fails at the first block that does not work."""
+    """`Reader.follow` raises an error at the first block that fails."""
     start: Path = request.getfixturevalue("fresh" if page == "docs/commands.md" else "with_runs")
     folder = tmp_path / "folder"
     shutil.copytree(start, folder)
@@ -200,7 +202,7 @@ def test_every_page_is_gone_through():
 def test_the_plan_has_nothing_that_no_page_needs():
     texts = {page: (ROOT / page).read_text("utf-8") for page in PAGES}
     everything = "".join(texts.values())
-    everything += in_small(everything, "everywhere")  # replacements can contain other keys
+    everything += in_small(everything, "everywhere")  # some strings result from another replacement
     for page, table in PLAN["instead"].items():
         assert [old for old in table if old not in texts.get(page, everything)] == [], page
     for table in ("files", "shown", "not_run"):
@@ -208,7 +210,7 @@ def test_the_plan_has_nothing_that_no_page_needs():
 
 
 def inline_commands(page: str) -> Iterator[str]:
-    """Commands within a sentence."""
+    """Commands that are quoted in sentences."""
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
     yield from re.findall(r"`workhorse ([a-z][^`]*)`", text)
 

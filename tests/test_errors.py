@@ -1,4 +1,4 @@
-"""Values are quoted safely in messages."""
+"""Formatting of values in error messages."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""The recipes of this project."""
+"""The recipes in `recipes/`."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loading, training and generating leave the state of their process unchanged."""
+"""Loading, training and generating do not change global state of the process."""
 
 import os
 import subprocess

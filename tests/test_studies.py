@@ -1,4 +1,4 @@
-"""The studies of this project."""
+"""The studies in `studies/`, and the programs next to them."""
 
 import json
 import math
@@ -18,11 +18,11 @@ LADDER = (
     " model.blocks.main.attention.n_heads=1; model.blocks.main.feed_forward.d_ff=64;"
     " data.corpus={{kind: folder, path: {texts}}}"
 )
-"""Settings that make the rungs of a ladder small."""
+"""Settings that make the models of the scaling ladder small."""
 SEARCHES = ("width",)
-"""Studies whose answer is the search for the learning rate."""
+"""Studies with one seed: their result is the table of the learning rate search."""
 CHARACTERS = 67
-"""Vocabulary size of a tokenizer whose size depends on its text."""
+"""Vocabulary size assumed for a character tokenizer, whose size depends on its corpus."""
 STUDIES = sorted((Path(__file__).parent.parent / "studies").glob("*.yaml"))
 
 
@@ -37,7 +37,7 @@ def test_every_study_can_be_planned_whole_and_quick(file: Path):
 
 
 def test_the_page_about_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each line of the page shows what its words say."""
+    """The page has all charts, and its curves support the sentences next to them."""
     monkeypatch.setattr("sys.argv", ["depth", "--out", str(tmp_path / "depth.html")])
     depth.main()
     page = (tmp_path / "depth.html").read_text()
@@ -58,7 +58,7 @@ def test_the_page_about_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_coordinates_grow_with_the_width_by_the_usual_rules_and_not_by_mup():
-    """The coordinate check of muP: changes by a few steps, plotted against the width."""
+    """The coordinate check of muP: the change of activations after a few steps, by width."""
     slopes = {
         rules: coordinates.slopes(coordinates.changes(rules, widths=(32, 256)))
         for rules in coordinates.RULES
@@ -87,7 +87,7 @@ def test_a_ladder_predicts_its_next_rung_and_then_trains_it(
     text = (out / "ladder.md").read_text()
     assert text.count("power law of compute") == 3
     (predicted,) = out.glob("depth-2-*.json")
-    assert len(json.loads(predicted.read_text())["runs"]) == 5  # without the rung itself
+    assert len(json.loads(predicted.read_text())["runs"]) == 5  # without the predicted run itself
     assert predicted.stat().st_mtime < (out / predicted.stem / "metrics.jsonl").stat().st_mtime
 
 

@@ -1,4 +1,4 @@
-"""A mode that rejects operators whose result the host must see."""
+"""A dispatch mode that rejects operators for which a GPU would synchronise with the host."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "at
 
 
 class WithoutHost(TorchDispatchMode):
-    """Rejects operators that need the host, also on a CPU."""
+    """Raises an error for operators that need the host, also on a CPU."""
 
     def __torch_dispatch__(
         self,

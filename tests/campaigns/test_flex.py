@@ -1,4 +1,4 @@
-"""Campaign: compiled FlexAttention gives the eager results, where others need a full mask.
+"""Campaign: compiled FlexAttention, which needs no full mask, gives the eager results.
 
     make campaigns    or    python -m pytest -m campaign tests/campaigns/test_flex.py
 

@@ -265,13 +265,17 @@ def swapped(architecture: str, field: str, value: object) -> Patch:
 MISTAKES: dict[str, tuple[str, int, Patch]] = {
     "rows of q and k unpermuted": ("llama", 0, swapped("llama", "pairing", "half")),
     "rows of q and k permuted": ("qwen2", 0, swapped("qwen2", "pairing", "interleaved")),
-    "norm without its 1": ("gemma", 0, patch_tensors("_offset_weights", lambda _: set())),
+    "norm weight without the added 1": (
+        "gemma",
+        0,
+        patch_tensors("_offset_weights", lambda _: set()),
+    ),
     "eps": ("llama", 0, patch_metadata({"attention.layer_norm_rms_epsilon": 1e-3})),
     "theta": ("llama", 0, patch_metadata({"rope.freq_base": 20000.0})),
     "no factors of llama3": ("llama", 2, patch_tensors("_rope_factors", lambda _: {})),
     "yarn's factor": ("llama", 3, patch_metadata({"rope.scaling.factor": 2.0})),
     "yarn's amplitude": ("llama", 5, patch_metadata({"rope.scaling.attn_factor": None})),
-    "linear scaling left out": ("llama", 4, patch_metadata({"rope.scaling.factor": None})),
+    "no linear scaling": ("llama", 4, patch_metadata({"rope.scaling.factor": None})),
     "window": ("gemma2", 0, patch_metadata({"attention.sliding_window": 9})),
     "layers with windows": (
         "gemma2",

@@ -100,7 +100,7 @@ def test_the_sound_directory_is_used(results: dict[str, dict[str, Any]]) -> None
 
 
 def test_what_is_read_outside_would_be_seen(tmp_path: Path) -> None:
-    """Test of the watch itself, with the model as `outside`."""
+    """The watch reports reads of `outside`; here the loaded model itself is watched."""
     make(Case(lambda folder: None, None), tmp_path / "it")
     (tmp_path / "it" / "outside").rename(tmp_path / "elsewhere")
     (tmp_path / "it" / "outside").symlink_to("model")

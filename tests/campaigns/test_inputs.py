@@ -78,7 +78,7 @@ def test_there_are_thousands(answers: dict[str, list[Answer]]) -> None:
 
 
 def test_the_sound_lines_are_accepted(answers: dict[str, list[Answer]]) -> None:
-    """Otherwise every attempt might be rejected for another reason."""
+    """The valid command lines succeed, so that rejections are due to the wrong input."""
     codes = {answer.name: answer.code for group in answers.values() for answer in group}
     sound = [f"recipes/{verb}/sound" for verb in ("train", "data prepare", "train --dry-run")]
     sound += [f"options/generate/0/--max-new-tokens={value!r}" for value in ("1", "1000")]
@@ -92,7 +92,7 @@ def test_every_verb_has_a_line() -> None:
 
 
 def test_what_is_wrong_is_seen() -> None:
-    """Test of `wrong_with` itself."""
+    """`wrong_with` recognises each kind of problem."""
     attempt = Attempt("name", [])
     fine = {"code": 2, "bytes": 0, "changed": [], "stderr": "workhorse: no such file\n"}
     assert wrong_with(attempt, fine) == ""

@@ -1,4 +1,4 @@
-"""Campaign: a thousand requests that start and end at random give the same tokens as alone.
+"""Campaign: a thousand requests that start and end at random give the tokens of separate runs.
 
     make campaign-requests
 

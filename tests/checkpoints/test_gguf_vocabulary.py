@@ -117,7 +117,7 @@ def test_a_tokenizer_comes_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS[:-1])
 def test_the_tokenizer_of_keys_alone(name: str) -> None:
-    """Files of other programs contain no `tokenizer.json`."""
+    """Files of other programs contain no `tokenizer.json`, so the keys must suffice."""
     tokenizer = trained(name)
     first = [token for token in ("<|bos|>", "<s>") if token in tokenizer.vocabulary]
     tokenizer = tokenizer.with_prefix(*first)
@@ -176,7 +176,7 @@ def keys_of_others(**changes: Any) -> dict[str, Any]:
     [("llama-bpe", True), ("llama3", True), ("tekken", True), ("glm4", False), ("gpt-2", False)],
 )
 def test_rules_that_put_bos_before_a_text(pre: str, begins: bool) -> None:
-    """The rule only decides if the file does not have the key."""
+    """The splitting rule decides about bos only if the file lacks `add_bos_token`."""
     keys = keys_of_others(pre=pre, add_bos_token=None)
     bos = keys["tokenizer.ggml.bos_token_id"]
     assert list(read_vocabulary(keys, 400).prefix_ids) == [bos] * begins
@@ -333,7 +333,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 
 
 def test_rules_are_known_by_what_they_do() -> None:
-    """One rule can be written in several ways."""
+    """A splitting rule is recognised in each of its equivalent spellings."""
     sequence = {"type": "Sequence", "pretokenizers": [split(LLAMA3), BYTES]}
     assert rule(sequence, ignore_merges=True) == "llama-bpe"
     assert rule(sequence) == "smaug-bpe"

@@ -318,7 +318,7 @@ def test_weights_of_an_unknown_form_are_refused_by_their_folder(tmp_path: Path) 
 def test_large_tensors_are_read_before_small_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a large tensor's pages would be in memory together with all other copies."""
+    """If read last, a large tensor's pages would be in memory together with all other copies."""
     sizes: list[int] = []
     read = TensorFolder.read
 

@@ -88,7 +88,7 @@ print((own() - before) / sum(weight.nbytes for weight in decoder.parameters()))
     sys.platform != "linux", reason="only Linux reports anonymous memory separately"
 )
 def test_a_model_of_a_file_in_its_type_takes_no_memory_of_its_own(tmp_path: Path) -> None:
-    """17 million weights. With another dtype than the file's, they are copied."""
+    """The model has 17 million weights. If its dtype is not the file's, they are copied."""
     folder = written(tmp_path, llama(**SIZES | {"d_model": 1024, "n_layers": 2}, d_ff=1024))
     command = [sys.executable, "-c", OWN_MEMORY, str(folder)]
     assert float(subprocess.check_output([*command, "bfloat16"], text=True)) < 0.2

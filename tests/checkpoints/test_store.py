@@ -168,7 +168,7 @@ def test_whole_weights_are_found_without_their_optimizer(store: CheckpointStore)
 
 
 def test_a_damaged_newer_checkpoint_displaces_no_whole_one(store: CheckpointStore) -> None:
-    """Otherwise a run that resumes from an older step with a lower `keep` would lose all it has."""
+    """A damaged newer checkpoint must not count for `keep`, or no intact one might remain."""
     (store.path(30) / "optimizer.safetensors").unlink()
     store.keep = 1
     store.save(**contents(25))
@@ -180,7 +180,7 @@ def test_a_damaged_newer_checkpoint_displaces_no_whole_one(store: CheckpointStor
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(store: CheckpointStore) -> None:
-    """This also holds in a later process, which has not seen the damage itself."""
+    """A later process also ignores it for `keep`, although that process has not read it."""
     store.keep = 2
     (store.path(30) / "optimizer.safetensors").unlink()
     assert store.newest().step == 20
@@ -419,7 +419,7 @@ except WorkhorseError as error:
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """Examples are an open file on NFS, or another user's file. A later save deletes it."""
+    """The file may be open on NFS, or belong to another user. A later save deletes it."""
     (store.folder / ".tmp-mine").mkdir()
     with monkeypatch.context() as broken:
         real = getattr(Disk, refused)
@@ -447,7 +447,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
 def test_a_file_that_may_not_be_read_is_not_passed_over_as_damaged(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """For example, with too many open files, a run would resume from an older checkpoint."""
+    """An error such as too many open files must not make a run resume from an older checkpoint."""
     real = os.open
 
     def refuse(path: Path, *given: Any) -> int:

@@ -321,7 +321,7 @@ print((peak() - before) / sum(copy.nbytes for copy in copies.values()))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in another unit")
 def test_copying_everything_away_needs_the_copies_and_little_more(tmp_path):
-    """320 MB in tensors of 8 MB and two shards. The measured memory includes mapped pages."""
+    """The folder has 320 MB, in tensors of 8 MB and two shards. Mapped pages are measured too."""
     tensors = [
         (f"t{i}", (2_000_000,), torch.float32, lambda: torch.rand(2_000_000)) for i in range(40)
     ]

@@ -1,4 +1,4 @@
-"""`workhorse compare`."""
+"""`workhorse compare`: output, reports, and one-line errors."""
 
 import json
 from pathlib import Path

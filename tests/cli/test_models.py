@@ -148,7 +148,7 @@ def test_show_of_a_gguf_file(
 
 
 def test_show_reads_no_weights(run_folder: Path, tmp_path: Path) -> None:
-    """For a model on the hub, the weights are not even downloaded."""
+    """The weights need not exist: for a model on the hub they are not downloaded."""
     convert(run_folder, tmp_path / "hf", "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
     found = describe(tmp_path / "hf")

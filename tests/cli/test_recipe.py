@@ -1,4 +1,4 @@
-"""`workhorse recipe`."""
+"""`workhorse recipe`: the reference of recipe keys in the terminal."""
 
 import json
 

@@ -32,7 +32,7 @@ def test_steps_by_each_kind_of_budget(make_study: MakeStudy):
 
 
 def test_equal_flops_give_a_smaller_variant_more_steps(make_study: MakeStudy):
-    """By hand: per token, a layer costs 6 · (4·16² + n·16·d_ff + 2·16·16) and the head 6 · 16·V."""
+    """Per token, a layer costs 6 · (4·16² + n·16·d_ff + 2·16·16) FLOPs and the head 6 · 16·V."""
     flops = {
         width: 6 * (4 * 16**2 + 3 * 16 * width + 2 * 16 * 16) + 6 * 16 * BYTES for width in (32, 64)
     }
@@ -92,7 +92,7 @@ def test_a_long_warmup_is_shortened_with_the_run_as_on_the_command_line(make_stu
     assert (
         found.variants["plain"].recipe.train.schedule.warmup_steps == 3
     )  # 20 of 40 steps, so 3 of 6
-    assert any("warmup_steps is 3" in line for line in found.notices)
+    assert any("warmup_steps is shortened to 3" in line for line in found.notices)
 
 
 def test_the_recipe_of_a_trial(make_study: MakeStudy):

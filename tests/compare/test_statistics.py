@@ -26,7 +26,7 @@ OTHERS = [1.50, 1.55, 1.48, 1.57, 1.51]
 
 
 def test_an_interval_by_hand():
-    """For 1, 2, 3: mean 2, s = 1, t(0.975, 2) = 4.3027 from tables, so 2 ± 4.3027 / √3."""
+    """Values 1, 2, 3: mean 2, s = 1, t(0.975, 2) = 4.3027 from tables, so 2 ± 4.3027 / √3."""
     found = interval([1.0, 2.0, 3.0])
     assert found.mean == 2
     assert found.high - found.mean == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
@@ -61,7 +61,7 @@ def test_differences_without_spread():
 
 
 def test_holm_by_hand():
-    """0.01 · 4, 0.02 · 3, max(0.03 · 2, before), max(0.04 · 1, before), in the order given."""
+    """Corrected: 0.01 · 4, 0.02 · 3, max(0.03 · 2, previous), max(0.04 · 1, previous)."""
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert holm([0.6, 0.7]) == [1.0, 1.0]
     assert holm([0.03]) == [0.03]
@@ -105,7 +105,7 @@ def test_what_is_detectable_is_seen_four_times_in_five(n: int):
 
 
 def test_the_seeds_that_an_effect_needs():
-    """From a textbook: a paired t-test detects half a deviation with 34 pairs, but not with 33."""
+    """A textbook example: a paired t-test detects half a deviation with 34 pairs, not with 33."""
     assert seeds_for(0.5, 1.0) == 34
     assert seeds_for(0.001, 1.0) is None
     assert seeds_for(0.001, 0.0) == 2

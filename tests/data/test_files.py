@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_that_cannot_be_read_is_not_passed_over(
     folder: Path, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulated, because root can read any folder."""
+    """The error is simulated, because root can read any folder."""
     able = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: Path(path) != folder / closed and able(path, mode)
@@ -46,7 +46,7 @@ def test_a_hidden_folder_may_be_closed(folder: Path, monkeypatch: pytest.MonkeyP
 def test_folders_too_deep_to_search_are_not_blamed_on_the_pattern(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulated, because newer versions of Python can search such folders."""
+    """The error is simulated, because newer versions of Python can search such folders."""
 
     def too_deep(path: Path, pattern: str) -> list[Path]:
         raise RecursionError("maximum recursion depth exceeded")

@@ -92,7 +92,7 @@ def test_progress_counts_the_training_text(config: DataConfig, tmp_path: Path) -
 
 
 def test_a_character_run_has_exactly_the_characters(config: DataConfig, tmp_path: Path) -> None:
-    """As in nanoGPT's character data: one token per character, split at 90%."""
+    """The data equals nanoGPT's character data: one token per character, split at 90%."""
     config.corpus.path.write_text(text := "0123456789" * 30 + "987")
     tokenizer = prepare_tokenizer(CharactersConfig(), config, tmp_path / "data")
     dataset = prepare(config, tokenizer, tmp_path / "data")

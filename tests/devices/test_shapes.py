@@ -103,7 +103,7 @@ def test_tensors_of_meta_stay_so_among_those_of_a_cpu() -> None:
 
 
 def test_what_has_data_keeps_it() -> None:
-    """A tensor with data among tensors on `meta`, such as the counts of a batch."""
+    """Tensors with data, such as the counts of a batch, are computed as usual."""
     with without_data(torch.device("meta")):
         for number in (1, 2, 1):
             assert aten.add.Scalar(torch.tensor([3]), number).tolist() == [3 + number]
@@ -119,7 +119,7 @@ def test_what_has_data_keeps_it() -> None:
 def test_a_step_is_recorded_as_if_nothing_were_remembered(
     config: Any, dtype: Any, packed: bool, device: torch.device, plainly: Any
 ) -> None:
-    """For one rank, and for the first of two stages, cut from a whole model on `meta`."""
+    """The recorded memory is the same with the shape cache; also for the first of two stages."""
     train = TrainConfig(steps=1, batch_size=4, seq_len=12, micro_batch_size=2, dtype=dtype)
     divided = {"parallel": ParallelismConfig(pipeline=2), "stage": 0}
     cases = [{"packed": packed}, *([divided] if packed else [])]

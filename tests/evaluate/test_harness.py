@@ -139,7 +139,7 @@ def test_without_a_batch_size_the_scores_are_the_same(folder, tasks):
 
 
 def test_local_files_ask_nothing_of_a_network(tasks, monkeypatch):
-    """This also holds without the offline settings."""
+    """No network is used, even without the offline settings."""
     attempts = []
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)

@@ -68,7 +68,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_is_in_use_is_not(
 
 
 def test_of_two_writers_of_a_folder_one_succeeds_and_what_is_there_is_whole(tmp_path: Path) -> None:
-    """For example, two `convert` commands with the same target: the other one gets an error."""
+    """Two `convert` commands with one target: one succeeds, and the other gets an error."""
     together, refused = threading.Barrier(2), list[CannotWriteError]()
 
     def write(name: str) -> None:

@@ -66,7 +66,7 @@ def consumed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder], list[tuple[
 
 
 class PieceTokenizer:
-    """Token i is the i-th byte string; `eos_id` is special."""
+    """A tokenizer whose token i is the i-th byte string; `eos_id` is a special token."""
 
     def __init__(self, pieces: list[bytes], eos_id: int | None = None) -> None:
         self.pieces = pieces

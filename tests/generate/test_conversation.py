@@ -92,7 +92,7 @@ def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
 def test_a_reply_that_the_template_shows_otherwise_is_read_again_from_there(
     decoder, tokenizer, read
 ):
-    """As with reasoning models, whose next prompt omits the earlier reasoning."""
+    """Example: the next prompt of a reasoning model omits the earlier reasoning."""
     shortened = IM_TEMPLATE.replace("m.content", "m.content[:4]")
     ascii_only = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
     config = CONFIG.replace(logit_bias=ascii_only)
@@ -189,7 +189,7 @@ def test_tokens_that_the_model_stops_at_end_a_reply_too(decoder, tokenizer):
 
 
 def test_a_short_context_still_remembers(decoder, tokenizer):
-    """Replies of up to 128 tokens in a context of 128."""
+    """With a limit of 128 tokens per reply and a context of 128, messages are still kept."""
     form = TemplateFormat(ChatTemplate(), tokenizer)
     config = GenerationConfig(seed=1, max_new_tokens=128, stop_tokens=tuple(range(128)))
     conversation = Conversation(decoder, tokenizer, form, config)

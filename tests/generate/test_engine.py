@@ -69,7 +69,7 @@ def test_completions_do_not_depend_on_other_requests(make_decoder, attention, ro
 
 
 def test_a_token_is_read_before_the_host_knows_it(make_decoder, monkeypatch):
-    """Except for the last token, which no token follows."""
+    """Each pass starts before the host has the previous token, except after the last token."""
     seen: list[str] = []
     plain_wait, plain_ahead = ToHost.wait, Runner.run_ahead
     monkeypatch.setattr(ToHost, "wait", lambda self: seen.append("known") or plain_wait(self))
@@ -154,7 +154,7 @@ def test_what_is_remembered_gives_way_to_what_is_needed(make_decoder):
 
 
 def test_a_prefix_is_found_behind_a_window(make_decoder):
-    """Its first blocks may be released, since no later token attends to them."""
+    """With a window, the first blocks may be released: no later token attends to them."""
     decoder = make_decoder(max_seq_len=48, window=5)
     config = GenerationConfig(temperature=0, max_new_tokens=2, stop_tokens=())
     engine = Engine(decoder, max_sequences=1, max_tokens=48, prefix_caching=True)

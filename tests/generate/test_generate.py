@@ -288,7 +288,7 @@ def test_samples_share_the_reading_of_their_prompt(make_decoder, consumed):
 
 
 def test_the_text_goes_on_from_its_prompt(make_decoder, letters):
-    """The space before its first word is kept, and a character begun in the prompt is completed."""
+    """The space before the first word is kept, and a character begun in the prompt is completed."""
     tokenizer = letters()
     generate(make_decoder(), [[3, 1]], GenerationConfig(max_new_tokens=1), tokenizer=tokenizer)
     assert tokenizer.after == (3, 1)
@@ -331,7 +331,7 @@ BY_LENGTH = {
 def test_angles_that_depend_on_the_length_depend_on_the_row_s_own(
     make_decoder, kind, window, speculate, truncate
 ):
-    """A short sequence in one batch with a long one, and with one that drops half its context."""
+    """A short sequence is batched with a long one, and with one that drops half its context."""
     scaling = {"kind": kind, "original_max_seq_len": 12, **BY_LENGTH[kind]}
     position = {"kind": "rope", "theta": 100.0, "scaling": scaling}
     decoder = make_decoder(max_seq_len=30, position=position, window=window)

@@ -142,7 +142,7 @@ def test_a_removed_token_is_never_drawn(uniform):
 
 
 def test_the_largest_uniform_stays_within_the_distribution():
-    """Even if rounding makes the probabilities sum to a little more or less than 1."""
+    """The largest uniform draws a valid token, even if rounded probabilities do not sum to 1."""
     logits = random_logits(9, batch=500, vocab=40)
     logits[:, 30:] = -torch.inf
     largest = torch.full((500,), 1 - 2**-53, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_the_largest_uniform_stays_within_the_distribution():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    """Even if one row of the batch makes top-p sort the whole vocabulary."""
+    """A row's draw stays the same if another row makes top-p sort the whole vocabulary."""
     config = GenerationConfig(temperature=0.9, top_k=2500, top_p=0.9, min_p=1e-4)
     logits = random_logits(7, batch=4, vocab=3000)
     logits[2] /= 50

@@ -120,7 +120,7 @@ def arrivals(pick: random.Random, scheduler: Scheduler, count: int, slack: int) 
 @pytest.mark.parametrize("slack", [0, 3])
 @pytest.mark.parametrize("count", [2_000, pytest.param(25_000, marks=pytest.mark.slow)])
 def test_any_load_is_served_within_its_budgets(count, slack, prefix_caching):
-    """Random arrivals, lengths, cancellations, block and token budgets."""
+    """No budget is exceeded for random arrivals, lengths, cancellations and budgets."""
     pick = random.Random(f"{count} {slack} {prefix_caching}")
     served = 0
     while served < count:

@@ -71,7 +71,7 @@ def unspeculated(results):
 
 
 def assert_same(results, expected):
-    """Equal except for the last bits of log-probabilities."""
+    """Assert equal completions, except for the last bits of log-probabilities."""
     for result, plain in zip(unspeculated(results), expected, strict=True):
         assert replace(result, logprobs=None) == replace(plain, logprobs=None)
         for mine, theirs in zip(result.logprobs or (), plain.logprobs or (), strict=True):
@@ -263,7 +263,7 @@ def test_samples_of_a_prompt_are_those_of_the_seeds_that_follow(make_decoder):
 
 
 def test_a_text_may_end_inside_a_guess(make_decoder, letters, with_oracle):
-    """By a stop string across accepted tokens, by eos, and by the limit; also when streamed."""
+    """Completions end by a stop string across accepted tokens, by eos, or by the limit."""
     decoder = make_decoder(seed=2)
     config = GenerationConfig(seed=1, max_new_tokens=20)
     free = generate(decoder, [[1, 2]], config, tokenizer=letters())[0]

@@ -17,7 +17,7 @@ from workhorse.generate.sampling import after_guess
 @settings(max_examples=30)
 @given(st.integers(0, 10_000), st.booleans(), st.booleans())
 def test_after_guess_follows_the_target(seed, sparse_target, sparse_draft):
-    """Sums over all guesses and over a grid of uniforms."""
+    """Probabilities summed over all guesses and a grid of uniforms equal the target's."""
     generator = torch.Generator().manual_seed(seed)
 
     def distribution(sparse: bool) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Paths:
         self.probability = 1.0
 
     def branch(self, chances: list[float]) -> int:
-        """Take one of the choices with a probability above 0."""
+        """Return one of the choices whose probability is above 0."""
         possible = [n for n, chance in enumerate(chances) if chance > 0]
         place = len(self.taken)
         pick = self.script[place] if place < len(self.script) else 0

@@ -110,7 +110,7 @@ def test_shards() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_shards_hold_whole(tied: bool) -> None:
-    """`reshard: pass` gathers weights outside layers and two layers; `reshard: step`, all."""
+    """`reshard: pass` gathers weights outside layers and of two layers; `reshard: step`, all."""
     config = standard().replace(vocab_size=16_384, head={"tied": tied})
     short, long = (
         memory(config, {"shard": 8, "reshard": reshard}, batch_size=8)

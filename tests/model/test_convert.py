@@ -26,7 +26,7 @@ from workhorse.train import Recipe, train, with_init
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 WITH_CONVOLUTIONS = next(file for file in RECIPES if file.stem == "shakespeare-char")
 LEAVING = [file for file in RECIPES if file != WITH_CONVOLUTIONS]
-TEXT = "Every model of a run can go to other people's programs, and come back."
+TEXT = "Models of runs are exported for other programs, and loaded again."
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -36,7 +36,7 @@ def logits(path: Path) -> torch.Tensor:
 
 
 def assert_same_model(path: Path, original: Path) -> None:
-    """Weights equal bit by bit; logits only nearly, since weights have other addresses."""
+    """Assert bitwise equal weights and close logits: weights at other addresses round otherwise."""
     found, expected = (workhorse.load(one).decoder.state_dict() for one in (path, original))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -75,7 +75,7 @@ def test_transformers_reads_what_a_run_became(run_folder: Path, tmp_path: Path) 
 def test_others_begin_a_text_where_training_did(
     to: Format, run_folder: Path, tmp_path: Path
 ) -> None:
-    """After the eos of the document before, although the tokenizer has an untrained bos."""
+    """Sequences begin with the previous document's eos, not with the untrained bos."""
     special = SpecialTokensConfig(pad=None, chat=("<|user|>", "<|end|>"))
     tokenizer = train_tokenizer(BytesConfig(special=special), [])
     run = replace(workhorse.load(run_folder, execution="reference"), tokenizer=tokenizer)

@@ -63,7 +63,7 @@ def test_a_text_begins_as_training_began_it(model):
 
 
 def test_a_text_of_a_model_from_elsewhere_begins_at_bos_or_else_at_eos(model):
-    """For a tokenizer that adds no tokens, as in transformers and the lm-evaluation-harness."""
+    """Sequences without added tokens start with bos, else eos, as in lm-evaluation-harness."""
     loaded = replace(model(), data=None)
     assert loaded.start == 256
     assert loaded.encode("a") == [97]
@@ -370,7 +370,7 @@ def test_a_preset_s_name_is_a_text():
 
 
 def test_prompts_of_one_call_share_the_numbers_of_the_seed(model):
-    """As documented in docs/python.md and docs/generation.md."""
+    """The model is used as docs/python.md and docs/generation.md describe."""
     first, other, again = model().generate_batch(["ab", "c", "ab"], seed=3, max_new_tokens=8)
     assert first == again != other
     assert first.seed == again.seed == other.seed == 3

@@ -27,13 +27,29 @@ NO_FALCON = "are not a Falcon layout; correct the file"
 NOT_SAID = "does not give global or local for 2 layers"
 
 REFUSED = {
-    "a key by the family's own name": ("openai-gpt", {**GPT, "n_embd": None}, "has no 'n_embd'"),
-    "a size": ("gptj", GPT | {"n_head": 0}, "n_head=0 is not above 0; correct the file"),
-    "an activation": ("openai-gpt", GPT | {"afn": "gleu"}, "afn 'gleu' is unknown"),
-    "scores": ("gptj", GPT | {"rotary_dim": 4, "scale_attn_weights": False}, "scale_attn_weights="),
+    "a missing key, named as the family names it": (
+        "openai-gpt",
+        {**GPT, "n_embd": None},
+        "has no 'n_embd'",
+    ),
+    "a number of heads of 0": (
+        "gptj",
+        GPT | {"n_head": 0},
+        "n_head=0 is not above 0; correct the file",
+    ),
+    "an unknown activation": ("openai-gpt", GPT | {"afn": "gleu"}, "afn 'gleu' is unknown"),
+    "unscaled scores": (
+        "gptj",
+        GPT | {"rotary_dim": 4, "scale_attn_weights": False},
+        "scale_attn_weights=",
+    ),
     "a head that is too narrow": ("gptj", GPT, "rotary_dim=64 does not fit a head of width 8"),
-    "pieces": ("codegen", GPT | {"n_head": 2, "rotary_dim": 4}, "n_head=2 is not divisible by 4"),
-    "one after the other": (
+    "heads that are not divisible by 4": (
+        "codegen",
+        GPT | {"n_head": 2, "rotary_dim": 4},
+        "n_head=2 is not divisible by 4",
+    ),
+    "attention and feed-forward in sequence": (
         "falcon",
         FALCON | {"new_decoder_architecture": True, "parallel_attn": False},
         NO_FALCON,
@@ -44,24 +60,32 @@ REFUSED = {
         FALCON | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3},
         NO_FALCON,
     ),
-    "the residual": (
+    "a residual after the norm": (
         "falcon",
         FALCON | {"apply_residual_connection_post_layernorm": True},
         "apply_residual_connection_post_layernorm=True is not supported",
     ),
-    "expansion": ("mpt", MPT | {"expansion_ratio": 2}, "expansion_ratio=2 is not supported"),
+    "another expansion ratio": (
+        "mpt",
+        MPT | {"expansion_ratio": 2},
+        "expansion_ratio=2 is not supported",
+    ),
     "biases": ("mpt", MPT | {"no_bias": False}, "no_bias=False is not supported"),
-    "a norm": ("mpt", MPT | {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is unknown"),
+    "an unknown norm": ("mpt", MPT | {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is unknown"),
     "no ALiBi": ("mpt", MPT | {"attn_config": {"alibi": False}}, "alibi=False is not supported"),
     "grouped heads": (
         "mpt",
         MPT | {"attn_config": {"kv_n_heads": 2}},
         "has 'kv_n_heads', which transformers ignores in MPT; remove it",
     ),
-    "too few kinds": ("gpt_neo", NEO | {"attention_types": [[["global"], 1]]}, NOT_SAID),
-    "kinds without end": ("gpt_neo", NEO | {"attention_types": [[["local"], 10**15]]}, NOT_SAID),
-    "malformed kinds": ("gpt_neo", NEO | {"attention_types": "global"}, NOT_SAID),
-    "another kind": ("gpt_neo", NEO | {"attention_layers": ["global", "sparse"]}, NOT_SAID),
+    "too few layer types": ("gpt_neo", NEO | {"attention_types": [[["global"], 1]]}, NOT_SAID),
+    "10^15 layer types": ("gpt_neo", NEO | {"attention_types": [[["local"], 10**15]]}, NOT_SAID),
+    "malformed layer types": ("gpt_neo", NEO | {"attention_types": "global"}, NOT_SAID),
+    "an unknown layer type": (
+        "gpt_neo",
+        NEO | {"attention_layers": ["global", "sparse"]},
+        NOT_SAID,
+    ),
     "an odd width": ("xglm", XGLM | {"d_model": 33, "attention_heads": 3}, "need an even d_model"),
     "padding at a used position": (
         "xglm",

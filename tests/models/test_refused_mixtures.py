@@ -22,14 +22,18 @@ def stretched(alpha: float) -> dict[str, object]:
 
 
 REFUSED = {
-    "one pair": (DENSE, stretched(50.0) | {"head_dim": 2}, "gives no finite theta for head_dim=2"),
+    "a single pair of features": (
+        DENSE,
+        stretched(50.0) | {"head_dim": 2},
+        "gives no finite theta for head_dim=2",
+    ),
     "an overflow": (
         DENSE,
         stretched(1e300) | {"head_dim": 4},
         "alpha=1e+300 gives no finite theta",
     ),
     "another attention": (DENSE, {"use_cla": True}, "use_cla=True is not supported"),
-    "too few choices": (
+    "too few values of moe_topk": (
         MIXTURE,
         {"moe_topk": [1]},
         "moe_topk has length 1 for 2 layers; give one value per layer",
@@ -40,20 +44,28 @@ REFUSED = {
         {"moe_intermediate_size": 12},
         "all experts have width intermediate_size",
     ),
-    "a floor": ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 is not supported"),
-    "a sigmoid": ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "transformers uses softmax scores"),
-    "an interval of nothing": ("ernie4_5_moe", {"moe_layer_interval": 0}, "is not above zero"),
-    "too few kinds": (
+    "a lower bound of the norm": (
+        "ernie4_5_moe",
+        {"moe_norm_min": 0.5},
+        "moe_norm_min=0.5 is not supported",
+    ),
+    "sigmoid scores": (
+        "ernie4_5_moe",
+        {"moe_gate_act": "sigmoid"},
+        "transformers uses softmax scores",
+    ),
+    "a layer interval of 0": ("ernie4_5_moe", {"moe_layer_interval": 0}, "is not above zero"),
+    "too few layer types": (
         "hy_v3",
         {"mlp_layer_types": ["dense"]},
         "mlp_layer_types has length 1 for 2 layers",
     ),
-    "an unknown kind": (
+    "an unknown layer type": (
         "mellum",
         {"mlp_layer_types": ["dense", "spare"]},
         "mlp layer type 'spare' is unknown; did you mean 'sparse'?",
     ),
-    "two dense layers by another key": (
+    "two dense layers, set by another key": (
         "hy_v3",
         {"first_k_dense_replace": 2},
         "first_k_dense_replace=2 is not supported",

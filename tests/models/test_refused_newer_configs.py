@@ -18,19 +18,19 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
 MSCALE = {"short_mscale": 1.0, "long_mscale": 1.2}
 
 REFUSED = {
-    "a period of nothing": ("gemma3_text", {"sliding_window_pattern": 0}, "is not above zero"),
-    "a period in letters": ("exaone4", {"sliding_window_pattern": "LG"}, "is not a whole number"),
-    "too few kinds": (
+    "a pattern of 0": ("gemma3_text", {"sliding_window_pattern": 0}, "is not above zero"),
+    "a pattern of letters": ("exaone4", {"sliding_window_pattern": "LG"}, "is not a whole number"),
+    "too few layer types": (
         "olmo3",
         {"layer_types": ["full_attention"]},
         "layer_types has length 1 for 2 layers",
     ),
-    "a kind of other families": (
+    "a layer type of another family": (
         "qwen2",
         {"layer_types": ["chunked_attention"] * 2},
         "layer type 'chunked_attention' is unknown",
     ),
-    "too few positions": (
+    "too few values of no_rope_layers": (
         "smollm3",
         {"no_rope_layers": [1]},
         "no_rope_layers has length 1 for 2 layers",
@@ -41,13 +41,17 @@ REFUSED = {
         "layer_types differ",
     ),
     "no window": ("modernbert-decoder", {"local_attention": 1}, "gives an empty window"),
-    "a clip behind a norm": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+    "a clip after a norm": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
     "a cap that is not used": (
         "gemma3_text",
         {"attn_logit_softcapping": 50.0},
         "but does not cap scores",
     ),
-    "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "only causal"),
+    "bidirectional attention": (
+        "gemma3_text",
+        {"use_bidirectional_attention": True},
+        "only causal",
+    ),
     "three experts": ("phimoe", {"num_experts_per_tok": 3}, "this router chooses two experts"),
     "heads wider than their norm": ("bitnet", {"head_dim": 16}, "head_dim=16 is not supported"),
     "a missing original length": (
@@ -60,12 +64,12 @@ REFUSED = {
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         "rope_type 'linear' is not supported",
     ),
-    "two amplitudes": (
+    "two scales of amplitude": (
         "phimoe",
         {"rope_scaling": {"type": "longrope", **LONG, **MSCALE}},
         "short_mscale=1.0 and long_mscale=1.2 is not supported",
     ),
-    "missing rotations": (
+    "missing RoPE parameters": (
         "cohere_compass_text",
         {"rope_parameters": {"sliding_attention": None}},
         "rope_parameters has no 'full_attention'",

@@ -19,7 +19,7 @@ from workhorse.train import Recipe, read_metrics, train
 
 
 def test_two_processes_pass_as_one(tmp_path: Path) -> None:
-    """A part of the grid, with and without documents in turn; a campaign runs the whole grid."""
+    """Runs a part of the grid, alternately with and without documents; a campaign runs all."""
     meshes = [ParallelismConfig(tensor=2), ParallelismConfig(pipeline=2)]
     check_parts(tmp_path, meshes, COVERING[::3], [[None], [DOCUMENTS]])
 

@@ -14,7 +14,7 @@ from workhorse.parallel.division.parts import check_divisible
 
 
 def test_three_members_pass_as_one(tmp_path: Path) -> None:
-    """A part of the grid, with and without documents in turn; a campaign runs the whole grid."""
+    """Runs a part of the grid, alternately with and without documents; a campaign runs all."""
     context = [ParallelismConfig(context=3)]
     check_parts(tmp_path, context, CAUSAL[::4], [[None], [DOCUMENTS]])
 

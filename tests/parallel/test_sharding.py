@@ -20,7 +20,7 @@ def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> di
 
 
 def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
-    """One process; three processes (one without an expert); two pairs with `reshard: step`."""
+    """Runs on one process, on three (one without an expert), and on two pairs (`reshard: step`)."""
     recipe = divisible(
         tmp_path,
         MIXTURE,

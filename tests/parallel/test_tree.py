@@ -48,7 +48,7 @@ def test_any_division_gives_the_same_bits(count: int) -> None:
 
 
 def test_the_order_of_the_summands_shows() -> None:
-    """Otherwise the test above would pass for any order of summation."""
+    """The sum depends on the order, so the previous test can detect a wrong order."""
     leaves = summands(8)
     plain = torch.stack(list(itertools.accumulate(leaves)))[-1]
     assert not torch.equal(plain, recursive(leaves, 0, 8))

@@ -191,7 +191,7 @@ def test_what_every_worker_refuses_is_told_by_one(tmp_path: Path) -> None:
         ),
         ({"WORLD_SIZE": "0"}, "RANK=0 in the environment is not less than WORLD_SIZE=0"),
     ],
-    ids=["a word", "5,000 digits", "Arabic digits", "a rank too many", "none"],
+    ids=["a word", "5,000 digits", "Arabic digits", "a rank above the world size", "none"],
 )
 def test_an_environment_without_sense_is_refused(
     environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +204,7 @@ def test_an_environment_without_sense_is_refused(
 
 
 def test_an_address_that_cannot_be_resolved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch itself would try for ten minutes."""
+    """The error comes at once; PyTorch itself would retry for ten minutes."""
     monkeypatch.setenv("MASTER_ADDR", "no such place")  # not a valid name: no DNS query is sent
     with pytest.raises(WorkhorseError, match=r"MASTER_ADDR='no such place' .* cannot be resolved"):
         environment.check_address(patience=0)

@@ -123,7 +123,7 @@ def full(pair: Pair) -> float:
 
 @torch.no_grad()
 def cached(pair: Pair) -> float:
-    """The same with our sequence in chunks through the cache, and transformers' whole."""
+    """Largest relative difference of logits with our sequence in chunks through the cache."""
     reference = pair.theirs(pair.tokens, use_cache=False).logits
     cache = pair.ours.new_cache(ROWS, SEQ)
     sizes = (7, 1, 1, 5, 1, SEQ - 15)
@@ -133,7 +133,7 @@ def cached(pair: Pair) -> float:
 
 @torch.no_grad()
 def ragged(pair: Pair) -> float:
-    """The same with left-padded prompts of different lengths; transformers runs one at a time."""
+    """Largest relative difference of logits with left-padded prompts; theirs run one by one."""
     longest = max(map(len, PROMPTS))
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in PROMPTS])
     places = [[-1] * (longest - len(row)) + list(range(len(row))) for row in PROMPTS]

@@ -47,7 +47,7 @@ def test_parity(model_type: str, options: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize("options", BY_LENGTH, ids=["dynamic", "longrope"])
 @torch.no_grad()
 def test_rotations_that_depend_on_the_length(options: dict[str, Any], tmp_path: Path) -> None:
-    """Within and beyond the original length: whole sequences, and single tokens with a cache.
+    """Test lengths within and beyond the original one: whole sequences, and cached tokens.
 
     Beyond it, cached keys keep their angles in the reference too.
     """

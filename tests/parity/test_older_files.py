@@ -31,7 +31,7 @@ FILES: dict[str, dict[str, Any]] = {}
 for _path in sorted(Path(__file__).with_name("older").glob("*.py")):
     FILES |= importlib.import_module(f"tests.parity.older.{_path.stem}").FILES
 READ_ONLY = {"mpt-7b-storywriter"}
-"""Files that transformers does not compute as they say: it ignores ALiBi's slopes in MPT."""
+"""Files with settings that transformers ignores: ALiBi's slopes in MPT."""
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -60,7 +60,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.mark.parametrize("model_type", ALL)
 def test_rope_scaling_beside_rope_parameters_means_what_it_means_there(model_type: str) -> None:
-    """For example, a user adds a scaling by hand to a file of transformers 5."""
+    """Such files occur if a user adds a scaling by hand to a file of transformers 5."""
     with quiet():
         file = their_config(model_type, ALL[model_type][0]).to_dict()
         if not file.get("rope_parameters"):
@@ -95,7 +95,7 @@ REFUSED_THERE = ("num_hidden_layers", "qkv_bias", "bias")
 
 @pytest.mark.parametrize("model_type", ALL)
 def test_of_two_names_the_same_counts_as_there(model_type: str) -> None:
-    """In either order, with a remark about the ignored value."""
+    """The same key counts in either order; a remark reports the ignored value."""
     with quiet():
         file = their_config(model_type, ALL[model_type][0]).to_dict()
     names = {**ALIASES.get(model_type, {}), **OLDER.get(model_type, {})}
@@ -137,7 +137,7 @@ OVERRIDDEN = ("granite_swa", "granitemoe_swa")
 
 @pytest.mark.parametrize("model_type", ALL)
 def test_a_key_beside_a_rotation_means_what_it_means_there(model_type: str) -> None:
-    """With `rope_parameters`, and without as in older files. An ignored key is reported."""
+    """Tested with `rope_parameters` and, as in older files, without. Ignored keys are reported."""
     with quiet():
         saved = their_config(model_type, ALL[model_type][0]).to_dict()
     older = {key: value for key, value in saved.items() if key != "rope_parameters"}

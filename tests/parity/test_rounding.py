@@ -1,4 +1,4 @@
-"""bfloat16 compared with transformers: our errors are not larger than those of transformers."""
+"""Our bfloat16 errors are not larger than the errors of transformers."""
 
 import pytest
 

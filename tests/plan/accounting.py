@@ -103,7 +103,7 @@ def models() -> Iterator[tuple[str, DecoderConfig]]:
 
 
 def wider(config: DecoderConfig, times: int) -> DecoderConfig:
-    """The same model with every width multiplied by `times`."""
+    """The config with every width multiplied by `times`."""
     return DecoderConfig.from_dict(_wider(config.to_dict(), times))
 
 

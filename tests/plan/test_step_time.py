@@ -98,7 +98,7 @@ def test_what_is_not_sent_aside_takes_its_time() -> None:
 
 
 def test_what_a_published_run_reached_is_near() -> None:
-    """2104.04473 table 1, 39.1 billion parameters; `studies.scale` has the other models."""
+    """Tests 2104.04473 table 1, 39.1 billion parameters; `studies.scale` has the other models."""
     config = find_preset("gpt2").config.replace(
         **{"vocab_size": 51_200, "d_model": 8192, "n_layers": 48, "max_seq_len": 2048},
         blocks={

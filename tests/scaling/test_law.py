@@ -114,7 +114,7 @@ def test_losses_that_one_size_does_not_lower_have_no_best_division(theta: tuple[
 
 
 def test_runs_on_one_ray_cannot_tell_parameters_from_tokens():
-    """A common compute-optimal ladder: 20 tokens per parameter, rounded to whole steps."""
+    """A compute-optimal ladder (20 tokens per parameter) cannot separate the two exponents."""
     ray = [Point(n, 2048 * round(20 * n / 2048)) for n in (1e6, 2e6, 4e6, 8e6, 1.6e7, 3.2e7, 6.4e7)]
     points = [point._replace(loss=BESIROGLU.loss(*point[:2])) for point in ray]
     for form in ("hoffmann", "kaplan"):

@@ -97,7 +97,7 @@ def test_typed_text_never_becomes_a_control_token(
 
 
 def test_harmless_chats_encode_as_the_rendered_text(trained: Trained) -> None:
-    """As in transformers: the text between control tokens is encoded in one piece."""
+    """The text between control tokens is encoded in one piece, as in transformers."""
     for name in ("bpe", "byte_fallback_bpe", "unigram"):
         tokenizer = trained(name)
         for source in (None, CHATML, LLAMA_2):

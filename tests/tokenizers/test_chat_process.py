@@ -47,7 +47,7 @@ def test_what_comes_back_is_what_went_in(renderer: TemplateProcess) -> None:
 
 
 def test_nothing_is_open_to_it(renderer: TemplateProcess) -> None:
-    """Not even to a template that escapes from jinja's sandbox."""
+    """A template that escapes from jinja's sandbox still cannot open files or start processes."""
     say(renderer, "x")
     of_it = Path(f"/proc/{pid_of(renderer)}")
     if not of_it.exists():

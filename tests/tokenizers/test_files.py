@@ -48,7 +48,7 @@ def test_the_chat_template_is_kept(trained: Trained, tmp_path: Path) -> None:
 def test_of_one_tokenizer_over_another_one_is_there_whole_whatever_fails(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Let each file-system call fail in turn."""
+    """If any file-system call fails, the folder has either the old or the new tokenizer."""
     bpe = trained("bpe")
     first, second = (Tokenizer(bpe.definition, roles, {}) for roles in (bpe.roles, {}))
     real, left = getattr(os, call), 0
@@ -97,7 +97,7 @@ def test_transformers_reads_it_alike(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_a_bos_written_as_a_mapping_is_read(trained: Trained, tmp_path: Path) -> None:
-    """Older versions of transformers write it so."""
+    """Older versions of transformers write bos_token as a mapping."""
     trained("bpe").save(tmp_path)
     settings = {"bos_token": {"content": "<|bos|>", "lstrip": False}, "eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -106,7 +106,7 @@ def test_a_bos_written_as_a_mapping_is_read(trained: Trained, tmp_path: Path) ->
 
 
 def test_a_control_token_that_merges_can_reach_is_guarded() -> None:
-    """As in a `tokenizer.json` that was trained on HTML."""
+    """Merges of a `tokenizer.json` trained on HTML may produce a control token."""
     vocab = {token: number for number, token in enumerate(["<s>", "<", "s", ">", "<s", "a"])}
     model = models.BPE(vocab=vocab, merges=[("<", "s"), ("<s", ">")])
     library = LibraryTokenizer(model)

@@ -1,4 +1,4 @@
-"""Folders like those of published models: the same ids and strings as AutoTokenizer."""
+"""Tokenizers in published folder layouts give the same ids and strings as AutoTokenizer."""
 
 import json
 import shutil
@@ -84,7 +84,7 @@ def test_ids_and_texts_are_those_of_transformers(published: tuple[Path, Pair]) -
 
 
 def test_typed_text_is_that_of_split_special_tokens(published: tuple[Path, Pair]) -> None:
-    """Except if transformers still finds control tokens, as in the pieces of a Unigram model."""
+    """Skips strings in which transformers still finds control tokens, such as Unigram pieces."""
     _, (reference, ours) = published
     controls = set(ours.special_tokens.values()) - {ours.unk_id}
     for text in TEXTS + texts_with_tokens(reference):
@@ -130,7 +130,7 @@ def test_a_megabyte_of_text(folder_of: Any) -> None:
 def test_any_ids_decode_and_stream_as_in_transformers(
     published: tuple[Path, Pair], data: st.DataObject
 ) -> None:
-    """Any output of a model: incomplete characters, invalid bytes, spaces at the start."""
+    """Ids as a model may produce them: incomplete characters, invalid bytes, leading spaces."""
     _, (reference, ours) = published
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=25))
     for skip in (False, True):
@@ -162,7 +162,7 @@ def test_the_same_files_go_back(published: tuple[Path, Pair], tmp_path: Path) ->
 def test_what_we_save_reads_the_same_in_transformers(
     published: tuple[Path, Pair], tmp_path: Path
 ) -> None:
-    """In Workhorse's own files, without a model and with a model of another type."""
+    """Saved in our own format, without a model and next to a model of another type."""
     _, (reference, ours) = published
     ours.save(tmp_path)
     assert load_tokenizer(tmp_path).encode_sequence(TEXTS[7]) == ours.encode_sequence(TEXTS[7])

@@ -136,7 +136,7 @@ def spelled(processor: Any, text: str) -> list[int]:
 def test_the_class_of_llama_keeps_a_leading_space(
     files: str, legacy: bool | None, prefix: bool | None, llama: bytes, tmp_path: Path
 ) -> None:
-    """As in SentencePiece and in a GGUF file of the same model."""
+    """A leading space is kept, as in SentencePiece and in a GGUF file of the same model."""
     said = {"legacy": legacy, "add_prefix_space": prefix}
     said = {name: value for name, value in said.items() if value is not None}
     ours = load_tokenizer(llama_folder(tmp_path, llama, files, **said))

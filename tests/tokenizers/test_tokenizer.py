@@ -155,7 +155,7 @@ def test_a_stream_goes_on_after_a_prompt(tokenizer: Tokenizer) -> None:
 
 
 def test_decoding_is_the_library_s(tokenizer: Tokenizer) -> None:
-    """For valid UTF-8; the library replaces other bytes one by one."""
+    """Decoding equals the library's for valid UTF-8; the library replaces invalid bytes singly."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_str(tokenizer.definition)

@@ -118,7 +118,7 @@ def test_what_an_objective_has_beside_the_decoder_is_trained_too(decoder: Decode
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_weights_are_of_the_type_of_the_trained_ones(decoder: Decoder, dtype: str) -> None:
-    """This allows training an adapter; frozen weights need no optimizer memory."""
+    """Frozen weights get the training dtype and no optimizer memory, as for an adapter."""
     for name, weight in decoder.named_parameters():
         weight.requires_grad_("attention" in name)
     before = {name: weight.clone() for name, weight in decoder.named_parameters()}

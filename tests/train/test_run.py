@@ -68,7 +68,7 @@ def test_the_seed_decides_everything(make_recipe, tmp_path: Path) -> None:
 
 
 def test_on_cuda_batches_wait_in_pinned_memory(make_recipe, tmp_path: Path, monkeypatch) -> None:
-    """Both are simulated: the step claims to be on CUDA, and no memory is pinned."""
+    """CUDA and pinning are simulated: the step claims to be on CUDA; no memory is pinned."""
     pinned: list[int] = []
 
     def note(batch: Batch) -> Batch:
@@ -316,7 +316,7 @@ def test_tensorboard_gets_the_curves(make_recipe, tmp_path: Path) -> None:
 def test_validation_and_evaluation_differ_by_the_ends_of_documents(
     make_recipe, tmp_path: Path, eos: bool
 ) -> None:
-    """On one document in windows of the context nothing else differs; see docs/evaluation.md."""
+    """For one document, in windows of the context, they differ in nothing else."""
     fields = make_recipe().to_dict()
     fields["data"]["eos"] = eos
     result = train(Recipe.from_dict(fields), tmp_path / "run")

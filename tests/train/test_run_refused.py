@@ -201,7 +201,7 @@ def test_a_model_that_memory_cannot_hold_leaves_nothing(
 
 
 def test_a_run_inside_its_own_corpus_is_refused(make_recipe, tmp_path: Path) -> None:
-    """Its files would be documents of the corpus, so the corpus would differ at every resume."""
+    """A run's files would become documents of the corpus, so it would differ at every resume."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(20):

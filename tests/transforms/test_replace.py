@@ -164,7 +164,7 @@ def test_hooks_on_every_module_fire_in_native_training(config: DecoderConfig) ->
 def test_hooks_on_every_module_fire_in_native_decoding(
     config: DecoderConfig, dtype: torch.dtype
 ) -> None:
-    """In the pass over a prompt, and in a step of one token, with a paged cache."""
+    """Hooks fire in the pass over a prompt and in a step of one token, with a paged cache."""
     tokens = random_tokens(config, 2, 6)
 
     def called(decoder: Decoder) -> list[set[str]]:

@@ -22,7 +22,7 @@ from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
 
 if TYPE_CHECKING:
-    pass
+    from workhorse.parallel.division.parts import TensorSlice
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`: the steepest at 0 that keep singular

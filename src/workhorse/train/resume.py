@@ -247,8 +247,8 @@ def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
     if jumped.times_back == recipe.train.loss_spikes.most:
         raise LossSpikeError(
             f"loss spike at step {jumped.step}, after returning to a checkpoint "
-            f"{jumped.times_back} times (train.loss_spikes.most); resume from the last checkpoint with "
-            f"--resume {remedy}"
+            f"{jumped.times_back} times (train.loss_spikes.most); resume from the last checkpoint "
+            f"with --resume {remedy}"
         )
     checkpoint = newest(lambda line: None)
     if checkpoint is None:

@@ -34,21 +34,23 @@ TOKENIZERS = {
     "tokenizer is a device": Case(link(TOKENIZER, "/dev/zero"), None),
     "tokenizer of a gigabyte": Case(sparse(TOKENIZER, 2**30), TOKENIZER),
     "tokenizer is a pickle": Case(content(TOKENIZER, b"cos\nsystem\n(S'true'\ntR."), TOKENIZER),
-    "tokenizer nests": Case(content(TOKENIZER, '{"a": ' + "[" * 100_000), TOKENIZER),
+    "tokenizer with 100,000 nested lists": Case(
+        content(TOKENIZER, '{"a": ' + "[" * 100_000), TOKENIZER
+    ),
     "tokenizer of many lists": Case(
         content(TOKENIZER, '{"a": [' + "[]," * 6_000_000 + "[]]}"), TOKENIZER
     ),
-    "a token of number 2^31": Case(
+    "a token with id 2^31": Case(
         tokenizer(lambda it: it["model"]["vocab"].update(evil=2**31)), None
     ),
-    "an added token of number 2^32": Case(
+    "an added token with id 2^32 - 1": Case(
         tokenizer(lambda it: it["added_tokens"][0].update(id=2**32 - 1)), None
     ),
     "a tokenizer of another model": Case(
         tokenizer(lambda it: it["model"]["vocab"].update({f"x{i}": 300 + i for i in range(999)})),
         None,
     ),
-    "tokens beyond the vocabulary": Case(
+    "token ids beyond the vocabulary": Case(
         tokenizer(
             lambda it: it["model"].update(
                 vocab={k: v + 999 for k, v in it["model"]["vocab"].items()}
@@ -57,7 +59,7 @@ TOKENIZERS = {
         "",
     ),
     "a pattern of exponential time": Case(_splitting("(" * 20 + "[a-z]" + ")*" * 20 + "!"), None),
-    "a pattern that sees everything twice": Case(_splitting("(?=(?:(?:.*)*)*!)"), None),
+    "a pattern with nested repetition in a lookahead": Case(_splitting("(?=(?:(?:.*)*)*!)"), None),
     "an unknown kind of tokenizer": Case(
         tokenizer(lambda it: it["model"].update(type="Evil")), TOKENIZER
     ),
@@ -65,11 +67,11 @@ TOKENIZERS = {
         tokenizer(lambda it: it["model"].update(merges=["evil evil"])), TOKENIZER
     ),
     "a pattern of many brackets": Case(_splitting("(" * 5000 + "a" + ")*" * 5000), None),
-    "settings nest": Case(content(SETTINGS, "[" * 100_000), SETTINGS),
+    "settings with 100,000 nested lists": Case(content(SETTINGS, "[" * 100_000), SETTINGS),
     "settings of a gigabyte": Case(sparse(SETTINGS, 2**30), SETTINGS),
     "settings are outside": Case(link(SETTINGS, "../outside/tokenizer_config.json"), "link out of"),
     "settings are a pipe": Case(pipe(SETTINGS), None),
-    "sentencepiece of noise": Case(
+    "a SentencePiece file of arbitrary bytes": Case(
         several(remove(TOKENIZER), content("tokenizer.model", bytes(range(256)) * 999)),
         "tokenizer.model",
     ),
@@ -109,7 +111,7 @@ TEMPLATES = {
         template("{% for i in range(9999) %}" * 4 + "x" + "{% endfor %}" * 4), "template"
     ),
     "template of a gigabyte": Case(template("{{ 'a' * 1000000000 }}"), "template"),
-    "template doubles a text": Case(
+    "template doubles a string": Case(
         template(
             "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
             "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"

@@ -46,16 +46,18 @@ HEADERS = {
     "a header of many tensors": Case(
         header({f"t{i}": entry([1, 0], 0, 0) for i in range(110_000)}), "more than 850000 values"
     ),
-    "a header of nearly too many tensors": Case(
+    "a header of just few enough tensors": Case(
         header({f"t{i}": entry([0], 1, 1) for i in range(100_000)}), "follows unused bytes"
     ),
-    "a header that nests": Case(header('{"a": ' + "[" * 100_000), "nested deeper"),
-    "a header that says it twice": Case(
+    "a header with 100,000 nested lists": Case(header('{"a": ' + "[" * 100_000), "nested deeper"),
+    "a header with a duplicate key": Case(
         header('{"a": {"dtype": "F32", "dtype": "F16"}}'), "'dtype' occurs twice"
     ),
-    "a header of code": Case(header("__import__('os').system('true')"), "not valid JSON"),
+    "a header that is Python code": Case(
+        header("__import__('os').system('true')"), "not valid JSON"
+    ),
     "an empty file": Case(content(WEIGHTS, ""), "ends within its header"),
-    "a shape below zero": Case(header({"a": entry([-1, -1], 0, 4)}, bytes(4)), "has invalid shape"),
+    "a negative shape": Case(header({"a": entry([-1, -1], 0, 4)}, bytes(4)), "has invalid shape"),
     "a shape that overflows": Case(
         header({"a": entry([2**32, 2**32], 0, 0)}, b""), "needs 73786976294838206464 bytes"
     ),
@@ -66,16 +68,20 @@ HEADERS = {
         header({"a": entry([2**62] * 100_000, 0, 4)}, bytes(4)), "has invalid shape"
     ),
     "a shape of fractions": Case(header({"a": entry([1.5], 0, 4)}, bytes(4)), "has invalid shape"),
-    "offsets backwards": Case(header({"a": entry([1], 4, 0)}, bytes(4)), "data_offsets span -4"),
-    "offsets beyond": Case(header({"a": entry([1], 2**62, 2**62 + 4)}, bytes(4)), "unused"),
+    "an end offset before the start": Case(
+        header({"a": entry([1], 4, 0)}, bytes(4)), "data_offsets span -4"
+    ),
+    "offsets beyond the file": Case(
+        header({"a": entry([1], 2**62, 2**62 + 4)}, bytes(4)), "unused"
+    ),
     "tensors that overlap": Case(
         header({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, bytes(8)), "overlaps"
     ),
     "bytes between tensors": Case(
         header({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12)), "follows unused bytes"
     ),
-    "cut short": Case(header({"a": entry([1000], 0, 4000)}, bytes(3999)), "is truncated"),
-    "something hidden behind": Case(
+    "a truncated file": Case(header({"a": entry([1000], 0, 4000)}, bytes(3999)), "is truncated"),
+    "extra bytes after the last tensor": Case(
         header(_ONE, bytes(1000)), "has extra bytes after the last tensor"
     ),
     "an unknown dtype": Case(header({"a": entry([1], 0, 4, "OBJECT")}, bytes(4)), "'OBJECT'"),
@@ -85,7 +91,7 @@ HEADERS = {
     "a name with a zero byte": Case(
         header({"a\x00b": entry([1], 0, 4)}, bytes(4)), "has an invalid name"
     ),
-    "no bytes of a huge shape": Case(
+    "a huge shape with an axis of 0": Case(
         weights(lm_head__weight=torch.zeros(2**40, 0)), "lm_head.weight"
     ),
 }
@@ -94,20 +100,24 @@ FILES = {
     "weights are a pipe": Case(pipe(WEIGHTS), "is a special file"),
     "weights are a folder": Case(directory(WEIGHTS), "is a folder"),
     "weights are outside": Case(link(WEIGHTS, "../outside/model.safetensors"), "link out of"),
-    "weights are a device": Case(link(WEIGHTS, "/dev/zero"), "link out of its folder"),
-    "weights are memory": Case(link(WEIGHTS, "/proc/self/mem"), "link out of its folder"),
-    "weights are themselves": Case(link(WEIGHTS, WEIGHTS), "symbolic links"),
-    "weights are in a cache that is none": Case(
+    "weights are a link to a device": Case(link(WEIGHTS, "/dev/zero"), "link out of its folder"),
+    "weights are a link to /proc/self/mem": Case(
+        link(WEIGHTS, "/proc/self/mem"), "link out of its folder"
+    ),
+    "weights are a link to themselves": Case(link(WEIGHTS, WEIGHTS), "symbolic links"),
+    "weights are a link to a missing cache": Case(
         link(WEIGHTS, "../../blobs/" + "a" * 40), "is missing"
     ),
-    "index goes up": Case(
+    "index names a file in the parent folder": Case(
         index(instead("../outside/model.safetensors")), "is not the name of a file"
     ),
-    "index goes to the root": Case(
+    "index names an absolute path": Case(
         index(instead("/outside/model.safetensors")), "is not the name of a file"
     ),
-    "index goes down": Case(index(instead("a/b.safetensors")), "is not the name of a file"),
-    "index goes the other way": Case(
+    "index names a file in a subfolder": Case(
+        index(instead("a/b.safetensors")), "is not the name of a file"
+    ),
+    "index names a path with backslashes": Case(
         index(instead("..\\x.safetensors")), "is not the name of a file"
     ),
     "index with a zero byte": Case(
@@ -116,8 +126,8 @@ FILES = {
     "index names a pickle": Case(index(instead("x.bin")), "is not a safetensors file"),
     "index names a number": Case(index(instead(5)), "is not a safetensors file"),  # pyright: ignore
     "index names a missing file": Case(index(instead("x.safetensors")), "is missing"),
-    "index names too little": Case(index(lambda names: names.pop(HEAD)), "is only in the shard"),
-    "index names too much": Case(
+    "index lacks a tensor": Case(index(lambda names: names.pop(HEAD)), "is only in the shard"),
+    "index has an extra tensor": Case(
         index(lambda names: names.update(x=SHARD)), "is only in the index"
     ),
     "index names many files": Case(
@@ -125,7 +135,9 @@ FILES = {
         "files; at most 1000 are supported",
     ),
     "index is empty": Case(index(lambda names: names.clear()), "not a map to file names"),
-    "index nests": Case(index(len, content(INDEX, '{"weight_map": ' + "[" * 99_999)), "nested"),
+    "index with nested lists": Case(
+        index(len, content(INDEX, '{"weight_map": ' + "[" * 99_999)), "nested"
+    ),
     "index is outside": Case(
         index(len, link(INDEX, "../outside/config.json")), "link out of its folder"
     ),
@@ -141,7 +153,7 @@ FILES = {
         "is also in another shard",
     ),
     "a tensor is missing": Case(weights(lm_head__weight=None), HEAD),
-    "a tensor too many": Case(weights(evil=torch.zeros(1)), "evil"),
+    "an extra tensor": Case(weights(evil=torch.zeros(1)), "evil"),
     "a tensor of another shape": Case(weights(lm_head__weight=torch.zeros(16, 257)), HEAD),
     "scales without weights": Case(
         several(
@@ -150,7 +162,7 @@ FILES = {
         ),
         "is a scale without a float8 tensor",
     ),
-    "blocks that do not fit": Case(
+    "scales that do not fit the blocks": Case(
         several(
             config(quantization_config={"quant_method": "mxfp4"}),
             weights(

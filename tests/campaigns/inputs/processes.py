@@ -49,7 +49,7 @@ NO_HOME = {
 }
 OTHERS = {
     "a prompt that is not UTF-8": "workhorse generate run --max-new-tokens 3 --prompt $'\\xff'",
-    "the same as JSON": "workhorse generate run --max-new-tokens 3 --json --prompt $'a\\xff'",
+    "not UTF-8 in JSON": "workhorse generate run --max-new-tokens 3 --json --prompt $'a\\xff'",
     "a path that is not UTF-8": "workhorse generate $'\\xff' --prompt a",
     "data that is not UTF-8": "workhorse evaluate run --data $'\\xff'",
     "an output that is not UTF-8": "workhorse convert run $'out/\\xff' --to hf",
@@ -58,23 +58,25 @@ OTHERS = {
     "a key that is not UTF-8": "workhorse train recipe.yaml --out out $'\\xff'=1",
     "a verb that is not UTF-8": "workhorse $'\\xff'",
     "a stop that is not UTF-8": "workhorse generate run --prompt a --stop $'\\xff'",
-    "a prompt from binary": "workhorse generate run --max-new-tokens 3 --prompt - <binary",
-    "a chat with binary": "workhorse chat run --max-new-tokens 3 <binary",
-    "data from binary": "workhorse evaluate run --data - <binary",
-    "data from nothing": "workhorse evaluate run --data - </dev/null",
+    "a binary prompt": "workhorse generate run --max-new-tokens 3 --prompt - <binary",
+    "a chat with binary input": "workhorse chat run --max-new-tokens 3 <binary",
+    "binary data": "workhorse evaluate run --data - <binary",
+    "empty data": "workhorse evaluate run --data - </dev/null",
     "text from stdin twice": "workhorse tokenizer train - - --vocab-size 280 --out out <text.txt",
     "a corpus from stdin": "workhorse train recipe.yaml data.corpus=stdin --out out <text.txt",
     "a corpus from closed stdin": "workhorse train recipe.yaml data.corpus=stdin --out out <&-",
-    "few descriptors": "ulimit -n 12; workhorse generate run --prompt a",
-    "more descriptors": "ulimit -n 40; workhorse generate run --prompt a --max-new-tokens 3",
-    "small files": "ulimit -f 20; workhorse convert run out --to hf",
-    "small files of a run": "ulimit -f 20; workhorse train recipe.yaml --out out",
-    "small files of a tokenizer": VERBS["tokenizer"].replace("workhorse", "ulimit -f 1; workhorse"),
-    "small files of data": "ulimit -f 0; workhorse data prepare recipe.yaml --out out",
-    "no working folder": "mkdir out; cd out; rmdir ../out; workhorse generate run --prompt a",
-    "no folder to train in": "mkdir out; cd out; rmdir ../out; workhorse train r.yaml --out x",
-    "no place for the temporary": "TMPDIR=/proc/nothing workhorse evaluate run --data - <text.txt",
-    "no threads": "OMP_NUM_THREADS=x workhorse generate run --prompt a --max-new-tokens 3",
+    "12 file descriptors": "ulimit -n 12; workhorse generate run --prompt a",
+    "40 file descriptors": "ulimit -n 40; workhorse generate run --prompt a --max-new-tokens 3",
+    "a limit on file size": "ulimit -f 20; workhorse convert run out --to hf",
+    "a limit on file size, for a run": "ulimit -f 20; workhorse train recipe.yaml --out out",
+    "a limit on file size, for a tokenizer": VERBS["tokenizer"].replace(
+        "workhorse", "ulimit -f 1; workhorse"
+    ),
+    "a limit on file size, for data": "ulimit -f 0; workhorse data prepare recipe.yaml --out out",
+    "removed folder": "mkdir out; cd out; rmdir ../out; workhorse generate run --prompt a",
+    "no training folder": "mkdir out; cd out; rmdir ../out; workhorse train r.yaml --out x",
+    "no temporary folder": "TMPDIR=/proc/nothing workhorse evaluate run --data - <text.txt",
+    "invalid threads": "OMP_NUM_THREADS=x workhorse generate run --prompt a --max-new-tokens 3",
 }
 
 

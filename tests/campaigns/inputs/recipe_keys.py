@@ -28,9 +28,11 @@ RECIPES = {
     "a number": "1",
     "a list": "- 1\n- 2\n",
     "null": "null",
-    "aliases multiplied": ALIASES + "\n" + RECIPE,
-    "aliases multiplied in a key": RECIPE.replace("name: tiny", ALIASES + "\nname: *i"),
-    "aliases of mappings multiplied": "a: &a {k: 1}\n"
+    "aliases that grow exponentially": ALIASES + "\n" + RECIPE,
+    "aliases that grow exponentially, as the name": RECIPE.replace(
+        "name: tiny", ALIASES + "\nname: *i"
+    ),
+    "aliases of mappings that grow exponentially": "a: &a {k: 1}\n"
     + "\n".join(
         f"{name}: &{name} {{{', '.join(f'k{i}: *{before}' for i in range(9))}}}"
         for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -38,10 +40,10 @@ RECIPES = {
     "one alias": RECIPE.replace("validation: texts", "validation: *it").replace(
         "path: texts", "path: &it texts"
     ),
-    "refers to itself": RECIPE + "loop: &loop [*loop]\n",
-    "refers to itself in a mapping": RECIPE + "loop: &loop {in: *loop}\n",
-    "refers to itself as the whole": "&all\nname: *all\n",
-    "an alias of nothing": RECIPE + "loop: *nothing\n",
+    "a list that refers to itself": RECIPE + "loop: &loop [*loop]\n",
+    "a mapping that refers to itself": RECIPE + "loop: &loop {in: *loop}\n",
+    "the whole document refers to itself": "&all\nname: *all\n",
+    "an undefined alias": RECIPE + "loop: *nothing\n",
     "lists nested": RECIPE + "deep: " + "[" * 5000 + "]" * 5000,
     "mappings nested": RECIPE + "deep: " + "{a: " * 5000 + "1" + "}" * 5000,
     "blocks nested": "".join(f"{' ' * n}a:\n" for n in range(3000)),
@@ -49,7 +51,7 @@ RECIPES = {
     "a merge": MERGED,
     "a merge of a list": RECIPE.replace("train:\n", "train:\n  <<: [1, 2]\n"),
     "a merge of itself": "a: &a\n  <<: *a\n",
-    "merges multiplied": "a0: &a0 {k: 1}\n"
+    "merges that grow exponentially": "a0: &a0 {k: 1}\n"
     + "\n".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12)),
     "a date": RECIPE + "when: 2020-01-01\n",
     "a date by its tag": RECIPE + "when: !!timestamp 2020-01-01\n",
@@ -70,8 +72,8 @@ RECIPES = {
     "an int by its tag, to base 60": RECIPE.replace("steps: 2", "steps: !!int 1:2"),
     "a float by its tag": RECIPE.replace("steps: 2", "steps: !!float x"),
     "a bool by its tag": RECIPE.replace("steps: 2", "steps: !!bool x"),
-    "binary that is none": RECIPE.replace("steps: 2", "steps: !!binary é"),
-    "a date that is none": RECIPE.replace("steps: 2", "steps: !!timestamp 2020-99-99"),
+    "invalid binary": RECIPE.replace("steps: 2", "steps: !!binary é"),
+    "an invalid date": RECIPE.replace("steps: 2", "steps: !!timestamp 2020-99-99"),
     "a mapping by its tag": RECIPE.replace("steps: 2", "steps: !!map x"),
     "a key given twice": RECIPE + "name: again\n",
     "a list as a key": RECIPE + "? [1]\n: 2\n",

@@ -26,7 +26,7 @@ ATTENTION = {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}}
 MLP = {"kind": "gated_mlp", "d_ff": 96}
 MIXTURE = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": 32, "bias": True}
 ALL_EXPERTS = MIXTURE | {"top_k": 4}
-"""For comparisons of two roundings: near ties of a router would change the experts."""
+"""A mixture that uses all experts, so rounding cannot change the choice at near ties."""
 
 
 def build(attention: dict[str, Any], feed_forward: dict[str, Any], *, tied: bool = True) -> Decoder:

@@ -177,7 +177,7 @@ def _in_float32(model_type: str, options: dict[str, Any], device: torch.device) 
 def _in_bfloat16(
     model_type: str, options: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], float]:
-    """Our bfloat16 errors against our float32, divided by those of transformers.
+    """Our bfloat16 errors against our float32, divided by transformers' errors.
 
     Returns:
         The ratios, and the share of tokens whose experts rounding did not change.

@@ -177,7 +177,7 @@ def _prefill(subject: Subject, batch: int, setting: Setting) -> Figures:
 
 
 def _guess(subject: Subject, setting: Setting) -> Figures:
-    """Largest possible gain of guesses: all are right. They are looked up in the sequence."""
+    """Largest gain of guesses, which are looked up in the sequence: all of them are right."""
     decoder = subject.make()
     length, new = _lengths(setting)
     prompts = random_tokens(1, length, subject.shape.vocab_size)

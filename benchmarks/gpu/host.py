@@ -191,7 +191,7 @@ def _seconds(take: Callable[[], object], setting: Setting) -> float:
 def _reading(config: DecoderConfig, train: TrainConfig, setting: Setting, packing: Any) -> Figures:
     """Waiting time of steps whose batches are read while the device works, as in training.
 
-    Compared with the same step with a batch in memory, and with unpinned batches.
+    For comparison: the same step with a batch that is already read, and with unpinned batches.
     """
     is_cuda = setting.device.type == "cuda"
     step = built(config, train, setting.device)

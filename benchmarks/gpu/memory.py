@@ -159,7 +159,7 @@ def _peak_of_step(config: DecoderConfig, train: TrainConfig, device: torch.devic
 
 
 def _settled(device: torch.device) -> int:
-    """Bytes that are allocated before the test, including those of the matmul library."""
+    """Bytes that are allocated before the test, including the workspace of the matmul library."""
     gc.collect()
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.ones(256, 256, device=device, dtype=dtype)

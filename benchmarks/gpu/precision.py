@@ -1,4 +1,4 @@
-"""Number formats in training: the losses of 200 steps compared with those of float32.
+"""Number formats in training: the losses of 200 steps compared with float32.
 
 There are two tasks. The first is the tests' task, a small decoder that learns to count; the tests'
 bounds are the goal. The second is larger and learns text; its differences have no bound. Float32

@@ -1,7 +1,7 @@
 """Multi-GPU features as far as one GPU can test them: each kind of parallelism, and checkpoints.
 
 With one rank, parallelism changes no result. The checks show that its code runs on the device and
-that the backend accepts what is sent. FSDP sends nothing to itself, so its exact sums are skipped.
+that the backend accepts the messages. FSDP sends nothing to itself, so its exact sums are skipped.
 Checks with two processes store the output of the command line.
 """
 

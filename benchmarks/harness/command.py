@@ -118,7 +118,7 @@ def chosen(
     Args:
         cases: the cases of the benchmark.
         only: names of contestants; None for all.
-        against: a checkout; each contestant of ours becomes a case with that of the checkout.
+        against: a checkout; each contestant of ours becomes a case with the one there.
     """
     for case in cases:
         kept = [one for one in case.contestants if not only or one.name in only]

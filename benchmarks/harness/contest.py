@@ -23,7 +23,7 @@ class Limit:
     measure: str
     """Name of the contestant's measure."""
     work: float
-    """Amount of it that a contestant uses for one of its own units, such as GFLOP per token."""
+    """The limit's units that a contestant uses for one of its own, such as GFLOP per token."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def documents(data: str, root: str) -> Path:
 
 
 def corpus(data: str, root: str) -> DataConfig:
-    """That file as a corpus, all of it for training."""
+    """The file of `documents` as a corpus without a validation split."""
     source = {"kind": "jsonl", "path": str(documents(data, root)), "validation_fraction": 0.0}
     return DataConfig.from_dict({"corpus": source})
 

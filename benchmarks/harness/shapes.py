@@ -102,7 +102,7 @@ STORED = {
     )
 }
 """Shapes for measuring loading, in bfloat16: 73 MiB to 2 GiB. GPT-2's matrices are stored
-transposed and joined; those of the others are stored as they are used."""
+transposed and joined; the other models' are stored as they are used."""
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64

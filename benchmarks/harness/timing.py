@@ -1,4 +1,4 @@
-"""Rounds run in turn, and the statistics of them.
+"""Rounds run in turn, and their statistics.
 
 An absolute time on a shared machine means little: the same program takes half again as long when a
 neighbour is busy. So contestants take turns (A B C A B C …) and are compared round by round.

@@ -82,4 +82,4 @@ class _Streamer(transformers.generation.streamers.BaseStreamer):
         self._is_prompt = False
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -38,7 +38,7 @@ class DecodingBody(NamedTuple):
 
     @property
     def announcement(self) -> str:
-        """One line: the way of execution, and the modules that fall back to the reference and why.
+        """One line: how the decoder runs, and which modules fall back to the reference and why.
 
         This runs the decoder once to see whether a native program can run whole steps.
         """
@@ -66,7 +66,7 @@ def decoding_body(
     Args:
         reference: the decoder on its final device, in its final dtype, and already quantised if it
             is to be quantised. It is not changed.
-        execution: the way of execution. A program that is compiled for the first time on a machine
+        execution: the execution mode. A program that is compiled for the first time on a machine
             takes tens of seconds at the first step.
         wait: True to wait until native operators are compiled, if this machine has never compiled
             them. Every `execution` other than `auto` waits. Otherwise they are compiled in the
@@ -114,7 +114,7 @@ def _on_a_gpu(reference: Decoder, execution: Execution) -> DecodingBody:
 
 
 def training_announcement(objective: nn.Module, operators: Operators, compiled: bool) -> str:
-    """One line: the way of execution of an objective that `build_step` made."""
+    """One line that says how an objective made by `build_step` runs."""
     heads = [part for part in objective.modules() if isinstance(part, Head)]  # see `TokenLogprobs`
     how = "reference" if operators.training is None else _in_part(objective, heads)
     if operators.training is None and "training" in operators.why_not:

@@ -39,7 +39,7 @@ class Norm(NamedTuple):
 
 
 class BlockOperators:
-    """Block operators. All tensors are contiguous and share one dtype, except those of norms."""
+    """Block operators. All tensors are contiguous and share one dtype, except weights of norms."""
 
     def norm_project(
         self, x: Tensor, norm: Norm, matrices: list[Tensor], biases: list[Tensor | None]
@@ -134,7 +134,7 @@ class BlockOperators:
         act: Activation,
         matrices: list[Tensor],
     ) -> list[Tensor]:
-        """The gradients of `feed`, except those of the matrices.
+        """The gradients of `feed`, except the gradients of the matrices.
 
         Args:
             above: the gradient of out.

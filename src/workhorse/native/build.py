@@ -58,7 +58,7 @@ _LOADING = threading.Lock()
 
 
 class Unavailable(Exception):
-    """There are no native operators here; the message is the reason in one line."""
+    """Native operators are not available; the message is the reason in one line."""
 
 
 def ensure(name: str, *, wait: bool) -> Path:

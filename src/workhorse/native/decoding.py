@@ -35,8 +35,8 @@ class Decoding:
 
         Args:
             x: bfloat16 or float32, on the CPU.
-            weight: of the same dtype, contiguous.
-            bias: of the same dtype, contiguous.
+            weight: the same dtype as x, contiguous.
+            bias: the same dtype as x, contiguous.
         """
         return torch.ops.workhorse.linear.default(x, weight, bias)
 
@@ -76,7 +76,7 @@ class Decoding:
             scales: the bits of a bfloat16 for each output and group.
             levels: 128 + the integer of each 4-bit code; None for 8-bit codes, which already have
                 this form.
-            bias: of the dtype of x.
+            bias: the same dtype as x.
             out_features: number of outputs; the last block may be padded.
             ends: for several weights, the end index of the rows of x of each; None for one weight.
         """
@@ -98,7 +98,7 @@ class Decoding:
 
         Args:
             q: bfloat16 or float32, on the CPU; a few queries per row.
-            k: of the same dtype; the last axis is contiguous, the others have any strides, and a
+            k: the same dtype as q; the last axis is contiguous, the others have any strides, and a
                 block has a multiple of 16 slots. Query heads share its heads in equal groups.
             v: as k.
             table: the blocks of each row, in order, at least up to the last visible slot.

@@ -173,7 +173,7 @@ class Training(BlockOperators):
         offset: float,
         centred: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of x, plus `other`; and those of weight and bias, (2, width), float32.
+        """The gradient of x, plus `other`; and weight's and bias's gradients, (2, width), float32.
 
         Args:
             gradient: the gradient of the normed rows, contiguous.

@@ -153,7 +153,7 @@ class CompiledDecoder(FixedStepDecoder):
     held: Held | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the programs: the compiler pickles the decoder for each of them."""
+        """The state without the programs: the compiler pickles the decoder for each program."""
         return vars(self) | {"programs": {}, "held": None}
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:

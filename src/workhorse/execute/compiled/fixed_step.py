@@ -81,7 +81,7 @@ def fixed_step(decoder: Decoder, variant: Variant, tokens: Tensor, tensors: Cach
 class FixedStepDecoder(Decoder):
     """A decoder that runs fixed-shape steps in another way; everything else runs as before.
 
-    With hooks, all of it runs as before.
+    A decoder with hooks runs everything as before.
     """
 
     watch: Watch
@@ -243,7 +243,7 @@ class CapturedDecoder(FixedStepDecoder):
                 recording = known[shape] = record_step(step, tokens, tensors, self.recorder)
             except RuntimeError as error:
                 self.records = False
-                log.warning("cannot capture steps as CUDA graphs, and run without: %s", error)
+                log.warning("cannot capture steps as CUDA graphs; they run without: %s", error)
                 return step(tokens, tensors)
             if len(known) > MOST_RECORDINGS:
                 del known[next(iter(known))]

@@ -11,7 +11,7 @@ can also decode the matrix from codes of 8 or 4 bits as it reads.
 Written for and tested with PyTorch 2.11 to 2.13:
 
 - `torch.compile(…).aot_compile` and `torch.compiler.load_compiled_function` are public, and called
-  experimental; so are `save_compiled_function` and `disable_guard_check` of what they return;
+  experimental; so are `save_compiled_function` and `disable_guard_check` of their results;
 - `torch._dynamo.mark_dynamic` is documented, and private by its name;
 - `torch._dynamo.config` and `torch._inductor.custom_graph_pass` are private.
 

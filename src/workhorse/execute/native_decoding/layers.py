@@ -126,8 +126,8 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
     Args:
         model: the model.
-        operators: the native operators. Without those of decoding, nothing is replaced; those of
-            the matrix unit and the vectors are used for many rows.
+        operators: the native operators. Without decoding operators, nothing is replaced. The
+            matrix unit's and the vectors' operators are used for many rows.
     """
     decoding = operators.decoding
     if decoding is None:

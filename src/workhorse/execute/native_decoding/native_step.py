@@ -1,7 +1,8 @@
 """A decoder whose steps are one call of a native operator.
 
-Module by module, a step makes a hundred Python calls and as many thread barriers. For a small model
-either costs more than reading the weights. The operator runs the whole step in one parallel region.
+Module by module, a step makes a hundred Python calls and a hundred thread barriers. For a small
+model either costs more than reading the weights. The operator runs the whole step in one parallel
+region.
 Its program is derived from the modules (`program.py`). If the modules compute something without an
 instruction, the step runs module by module.
 """

@@ -138,7 +138,7 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
     cached = len(writer.layers), writer.table(layer.pattern.reach)
     writer.layers.append(CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim))
-    # The cache is not a register: `k` represents what is stored and attended to.
+    # The cache is not a register: `k` represents the stored keys and values.
     writer.write(Op.STORE, k, k, v, options=cached)
     y = writer.reserve(layer.n_heads * layer.value_dim)
     seen = writer.reach(layer.pattern.window, layer.pattern.chunk)

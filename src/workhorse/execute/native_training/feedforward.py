@@ -27,10 +27,10 @@ ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)
 
 
 class Gemm:
-    """Matmuls without gradients: by the fastest available operator, or by PyTorch.
+    """A matmul without gradients, by the fastest available operator or by PyTorch.
 
     Args:
-        operators: the native operators; those of the matrix unit and of vectors are used.
+        operators: the native operators; only `matrix_unit` and `vectors` are used.
         precision: the precision of float32 gemms, `highest` or `high`; see `MatrixUnit.gemm`.
     """
 

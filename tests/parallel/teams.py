@@ -22,8 +22,7 @@ from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
 from workhorse.optim.shards import local
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.experts import ExpertParallelGroup
-from workhorse.parallel.division.layers import divide_layers
+from workhorse.parallel.division.layers import ExpertParallelGroup, divide_layers
 from workhorse.parallel.division.parts import ModelPart, check_divisible
 from workhorse.parallel.division.sequences import ContextParallelGroup
 from workhorse.parallel.division.stages import divide_stages

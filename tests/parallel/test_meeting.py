@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from workhorse.parallel.processes.meeting import meet
+from workhorse.parallel.processes.world import meet
 
 PATIENCE = timedelta(seconds=20)
 

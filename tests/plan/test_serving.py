@@ -6,7 +6,7 @@ import torch
 from tests.plan.families import LATENT, small
 from workhorse.devices.tape import CPU
 from workhorse.models.describe import SCORES, forward_flops
-from workhorse.plan.serving import WAYS, allocated, bytes_of_weights, serving
+from workhorse.plan.limits import WAYS, allocated, bytes_of_weights, serving
 from workhorse.transforms.quantization import FormatName, place_codes
 
 MODELS = {

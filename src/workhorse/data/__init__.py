@@ -5,7 +5,7 @@ batches = Batches(dataset.train, seq_len=256, batch_size=16, seed=1)
 batch = batches[step]
 """
 
-from workhorse.data.batches import Batch, Batches, ValidationBatches
+from workhorse.data.batches import Batch, Batches, RowView, ValidationBatches, describe, view_rows
 from workhorse.data.config import (
     DataConfig,
     SequenceStart,
@@ -21,7 +21,6 @@ from workhorse.data.documents import (
     iterate_documents,
     read_documents,
 )
-from workhorse.data.inspection import RowView, describe, view_rows
 from workhorse.data.preparation import check_separators, prepare, prepare_tokenizer, stream_of
 from workhorse.data.sampling import IGNORE
 from workhorse.data.sources import check_sources

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from workhorse.devices.memory import GIB, size
 from workhorse.files.writing import write_atomically
-from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS
-from workhorse.plan.serving import WAYS
+from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS, WAYS
 from workhorse.plan.subject import LEAST_FITTED
 from workhorse.train.report.chart import shown, ticks
 from workhorse.train.report.page import duration, rendered

@@ -18,8 +18,7 @@ from workhorse.models.describe import active_parameters, count_parameters, forwa
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
-from workhorse.plan.limits import limits, remedies
-from workhorse.plan.serving import serving
+from workhorse.plan.limits import limits, remedies, serving
 from workhorse.plan.step_time import simulated_step
 from workhorse.plan.subject import Subject, find_subject, optima
 from workhorse.train.minutes import remark, steps_within, with_steps

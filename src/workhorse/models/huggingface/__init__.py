@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from workhorse.errors import WorkhorseError, nearest
-from workhorse.models.huggingface.family import IMPOSSIBLE, Family
+from workhorse.models.huggingface.family import IMPOSSIBLE, Family, other_kind
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.other_kinds import other_kind
 from workhorse.nn import DecoderConfig
 
 __all__ = [

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
-from workhorse.parallel.division.experts import ExpertParallelGroup
+from workhorse.parallel.division.layers import ExpertParallelGroup
 from workhorse.parallel.division.parts import TIED_TABLE, ModelPart
 from workhorse.parallel.processes.exchange import Node, TreeSum, own_sum
 from workhorse.parallel.processes.group import Group

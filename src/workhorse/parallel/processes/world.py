@@ -1,4 +1,7 @@
-"""The processes that train one model, and the division of work among them.
+"""The processes that train one model: their rendezvous in a store, and the division of work.
+
+PyTorch's elastic agent keeps its store when it restarts workers, and on several machines only one
+agent counts restarts. The store may therefore contain entries of earlier attempts.
 
 `torchrun` or `workhorse train --workers` starts them and sets their number in the environment. A
 process that was started by itself is a world of size 1 and does not communicate.
@@ -6,12 +9,13 @@ process that was started by itself is a world of size 1 and does not communicate
 
 import gc
 import time
+import uuid
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.config import (
@@ -22,7 +26,38 @@ from workhorse.parallel.config import (
 )
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.group import Group
-from workhorse.parallel.processes.meeting import meet
+
+LOOKS, PAUSE = 20, 0.05
+"""Number of polls for an answer, and seconds between them, before reading rank 0's name again."""
+
+
+def meet(store: Store, rank: int, size: int, patience: timedelta) -> Store:
+    """A private part of a store for these processes; all must call it.
+
+    Rank 0 gives this part a new, unique prefix and answers each of the other ranks. A rank that
+    reads the prefix of an earlier attempt gets no answer and reads again.
+
+    Raises:
+        RuntimeError: the other processes do not arrive in time.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("first", own)
+        for other in range(1, size):
+            store.wait([f"{own}/{other}"], patience)
+            guest = store.get(f"{own}/{other}").decode()
+            store.set(f"{own}/{other}/{guest}", "")
+        return PrefixStore(own, store)
+    until = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < until:
+        first = store.get("first").decode()
+        store.set(f"{first}/{rank}", own)
+        for _ in range(LOOKS):
+            if store.check([f"{first}/{rank}/{own}"]):
+                return PrefixStore(first, store)
+            time.sleep(PAUSE)
+    raise RuntimeError(f"rank 0 of {size} processes does not respond")
+
 
 PATIENCE = timedelta(seconds=LONGEST_PATIENCE)
 """Timeout of collectives: rank 0 may be saving a checkpoint or reading its corpus."""

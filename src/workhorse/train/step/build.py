@@ -179,7 +179,7 @@ def _divide(
     """Divide weights among the processes; returns what makes the sum of their gradients."""
     if not world.lockstep:
         return partial(Reduction, world, parallel)
-    from workhorse.parallel.division.experts import ExpertParallelGroup  # takes a second
+    from workhorse.parallel.division.layers import ExpertParallelGroup  # takes a second
     from workhorse.parallel.division.sharding import holders, reshard, shard
 
     experts = ExpertParallelGroup(world, parallel.expert, device) if parallel.expert > 1 else None

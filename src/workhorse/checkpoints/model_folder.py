@@ -1,7 +1,7 @@
 """Reads and writes a model in Workhorse's own format, which supports any config.
 
 workhorse.json       the decoder's config, and the stop tokens
-model.safetensors    its weights under our names, or an index and several such files
+model.safetensors    its weights under Workhorse's names, or an index and several such files
 tokenizer/
 """
 
@@ -96,7 +96,8 @@ class ModelFolder:
             device: device of the weights.
             dtype: dtype of the weights; `self.dtype` by default.
             kernel: attention kernel.
-            places: function that returns the destinations of the weights.
+            places: function that returns the destination of each weight; by default the weights of
+                the decoder.
 
         Raises:
             WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or a file is
@@ -161,7 +162,7 @@ def write_model(
 
 
 def _same_names(shapes: Mapping[str, Shape], config: DecoderConfig) -> list[Move]:
-    """The moves for a file that uses our own names."""
+    """Map each weight to the stored tensor of the same name."""
     block = next(iter(config.blocks.values()))
     return [Move(same(name, name), (name,), (name,), block) for name in shapes]
 
@@ -183,7 +184,7 @@ def check_new(folder: Path) -> None:
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a temporary folder, and rename it when it is complete.
+    """Create a folder atomically: `fill` writes into a temporary folder, which is then renamed.
 
     Raises:
         WorkhorseError: the folder is in use, or the disk is full or cannot be written.

@@ -158,12 +158,12 @@ def model_name(model: object) -> str:
 
 
 def is_stored(model: str) -> bool:
-    """True if a name refers to a model on disk or on the hub, existing or not, not to a preset."""
+    """Return True if a name means a model on disk or on the hub, existing or not, not a preset."""
     return "/" in model or model.endswith(FILES) or os.path.exists(model)
 
 
 def no_such_model(name: str) -> WorkhorseError:
-    """An error that a name is neither a model on disk or on the hub nor a preset."""
+    """Return an error: the name is neither a model on disk or on the hub nor a preset."""
     remedy = nearest(name, preset_names())
     if not remedy.startswith("did you mean"):
         remedy = "check the path (workhorse models list shows the presets)"
@@ -196,14 +196,16 @@ class Held(NamedTuple):
 
 
 def bytes_on_disk(stored: StoredModel) -> int:
-    """Total bytes of a model's weight files; for a run, of its newest checkpoint. 0 if none."""
+    """Total bytes of a model's weight files; for a run, of its newest checkpoint; 0 if none."""
     if isinstance(stored, GgufFile):
         return stored.path.stat().st_size
     return _in_folder(stored, _bytes) or 0
 
 
 def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
-    """Elements and bytes of each dtype, by name, the most bytes first; empty without weights.
+    """Sum up a model's weight files: elements and bytes by dtype name, the most bytes first.
+
+    The result is empty if there are no weights.
 
     Raises:
         WorkhorseError: a header is damaged.
@@ -249,7 +251,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
-    """The result of `read` for the folder of the weights; None for a run without checkpoint."""
+    """Call `read` with the folder of the weights; return None for a run without checkpoint."""
     if not isinstance(stored, RunDirectory):
         return read(stored.path)
     store = stored.store()

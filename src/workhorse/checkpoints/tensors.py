@@ -13,13 +13,13 @@ from workhorse.nn.attention.kernels import KernelName
 from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]
-"""Function that returns the destination of each weight of an empty decoder, by name."""
+"""Function that returns, by name, the object that each weight of a decoder is copied into."""
 
 
 def empty_decoder(
     config: DecoderConfig, kernel: KernelName, device: torch.device | str, dtype: torch.dtype
 ) -> Decoder:
-    """A decoder whose weights are allocated but not yet filled."""
+    """Build a decoder with allocated but uninitialised weights."""
     return allocate(config.build(kernel, device="meta", dtype=dtype), device)
 
 
@@ -32,10 +32,10 @@ def allocate(decoder: Decoder, device: torch.device | str) -> Decoder:
 
 
 def weights_of(decoder: Decoder) -> dict[str, Tensor]:
-    """Every weight of a decoder once, by its first name. The tensors are not copied.
+    """Return the weights of a decoder by name, without copying. A shared weight is listed once.
 
     Raises:
-        WorkhorseError: some weights are quantised, which no format of ours can store.
+        WorkhorseError: some weights are quantised, which Workhorse's formats cannot store.
     """
     check_weights_kept(decoder)
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
@@ -61,19 +61,19 @@ def check_numbers(name: str, tensor: Tensor) -> None:
 
 
 def mapped_weights(decoder: Decoder) -> dict[str, Destination]:
-    """Like `weights_of`, but a weight stored with its final dtype and layout is not copied.
+    """Return destinations of a decoder's weights that use the memory-mapped file if possible.
 
-    Such a weight is the memory-mapped file itself: available immediately, read from the disk on
-    first use, and copied by the system on a write, so that the file never changes. Other weights
-    are copied into ordinary pages. For huge pages the system may first have to move other memory,
-    which takes longer than the copy.
+    A weight that is stored with its final dtype and layout is not copied. It is available
+    immediately, read from the disk on first use, and copied by the system on a write, so that the
+    file never changes. Other weights are copied into ordinary pages. For huge pages the system may
+    first have to move other memory, which takes longer than the copy.
     """
     mapped: set[int] = set()
     return {name: _MappedWeight(weight, mapped) for name, weight in decoder.named_parameters()}
 
 
 class _MappedWeight:
-    """A destination that adopts the memory of its source if dtype and layout are the same.
+    """A weight to load that shares the memory of its source if dtype and layout are the same.
 
     Args:
         weight: the weight to fill.

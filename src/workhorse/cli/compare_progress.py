@@ -15,7 +15,7 @@ Show = Callable[[Event], None]
 
 @contextmanager
 def show_study() -> Iterator[Show]:
-    """Yield a function that shows the events of a study."""
+    """Yield a function that shows each event of a study on stderr."""
     with _live() if sys.stderr.isatty() else _plain() as show:
         yield show
 
@@ -71,7 +71,7 @@ def _live() -> Iterator[Show]:
 
 
 class _View:
-    """Turns events into lines: the running trials and the progress of the study."""
+    """Keeps the state of a study from its events, and formats it as lines of text."""
 
     def __init__(self) -> None:
         self.trials = self.done = self.total = self.finished = 0
@@ -82,7 +82,7 @@ class _View:
         self.told: set[str] = set()
 
     def take(self, event: Event) -> None:
-        """Update the state from an event."""
+        """Update the state of the study from an event."""
         match event["kind"]:
             case "plan":
                 self.trials, self.done = event["trials"], event["done"]
@@ -102,7 +102,7 @@ class _View:
                 self.done += 1
 
     def reading(self, event: Event) -> str:
-        """The amount of text read, while text is being read; otherwise empty."""
+        """The amount of text read so far, if the event reports reading; otherwise empty."""
         return f"{event['done'] / 1e6:,.1f} MB of text" if event["kind"] == "data" else ""
 
     def steps_done(self) -> int:
@@ -125,7 +125,7 @@ class _View:
         return "; ".join(parts)
 
     def line(self, event: Event) -> str:
-        """The permanent line for an event; empty for most events."""
+        """The line to print for an event; empty for events that only change the progress bar."""
         match event["kind"]:
             case "plan" if event["done"]:
                 return f"resuming: {event['done']} of {event['trials']} trials are done"

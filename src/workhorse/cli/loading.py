@@ -1,4 +1,4 @@
-"""Arguments and flags shared by verbs: MODEL, RECIPE, and the options of loading a model."""
+"""Arguments and options shared by several verbs: paths, `--json`, MODEL and how to execute it."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Path(click.Path):
-    """A path. An empty string is an error, since it would mean the current folder."""
+    """Type of path arguments. An empty string is an error; it would mean the current folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -35,18 +35,22 @@ PATH = _Path()
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as one line of JSON."
 )
-"""The option `--json`, which every verb has; its parameter is `as_json`."""
+"""The option `--json`, which every verb has. The verb's function gets its value as `as_json`."""
 
 
 MOST_ROWS = 65_536
-"""Largest batch size that is accepted, more than fits into the memory of any machine."""
+"""Largest accepted batch size, larger than any machine's memory allows."""
 
 
 def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> Callable[..., Any]:
-    """Add `--device`, `--dtype` and `--threads`, for every verb that runs a model.
+    """Add the options `--device`, `--dtype` and `--threads` to a verb that runs a model.
 
-    The parameters are `device: str`, `dtype: str` and `threads: int` (0: torch's default).
-    `default` is the default that the help shows; True shows the value itself.
+    The verb's function gets `device: str`, `dtype: str` and `threads: int` (0: torch's default).
+
+    Args:
+        verb: the function of the verb.
+        default: text that the help shows as the default of each option; True shows the option's
+            actual default value.
     """
     for option in (
         click.option(
@@ -75,7 +79,10 @@ def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> 
 
 
 def train_settings(**flags: Any) -> list[str]:
-    """The flags given on the command line, even with a default value, as settings of `train`."""
+    """The flags that are given on the command line, as settings `train.NAME=VALUE` of a recipe.
+
+    Flags that are not given are omitted.
+    """
     source = click.get_current_context().get_parameter_source
     return [
         f"train.{name}={value}"
@@ -86,7 +93,7 @@ def train_settings(**flags: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Running:
-    """The flags of `model_options`: how a model is executed."""
+    """How to execute a model: the values of the options that `model_options` adds."""
 
     device: str
     dtype: str
@@ -103,10 +110,13 @@ DECODING = ("auto", "eager", "sdpa")
 def model_options(
     verb: Callable[..., Any], *, kernels: Sequence[str] = DECODING
 ) -> Callable[..., Any]:
-    """Add the argument MODEL and the flags of every verb that runs a model.
+    """Add the argument MODEL, and options for how to execute it, to a verb that runs a model.
 
-    The parameters are `model: str` and `running: Running`, the arguments of `open_model`.
-    `kernels` lists the attention kernels that the verb supports.
+    The verb's function gets `model: str` and `running: Running`, which it passes to `open_model`.
+
+    Args:
+        verb: the function of the verb.
+        kernels: the attention kernels that the verb supports.
     """
 
     @functools.wraps(verb)
@@ -144,12 +154,13 @@ def model_options(
 
 
 def open_model(model: str, running: Running, *, with_text: bool = True) -> "Model":
-    """Load MODEL according to the flags, and print the loader's warnings on stderr.
+    """Load a model as the options of a verb say, and print the loader's warnings on stderr.
 
     Args:
-        model: the argument MODEL.
-        running: the flags.
-        with_text: raise an error if the model has no tokenizer; a draft needs none.
+        model: the argument MODEL of the verb.
+        running: the values of the verb's options.
+        with_text: True to raise an error if the model has no tokenizer. A draft model does not need
+            one.
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load
@@ -169,20 +180,20 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
             notify=remarks.append,
         )
     if with_text:
-        _ = loaded.text  # raises without a tokenizer; only the Python API accepts token ids
+        _ = loaded.text  # raises an error without a tokenizer: verbs cannot pass token ids
     for remark in remarks:
-        if not remark.endswith(NO_TOKENIZER):  # a draft needs none
+        if not remark.endswith(NO_TOKENIZER):  # a draft model does not need a tokenizer
             warn(remark)
     return loaded
 
 
 def announce(model: "Model") -> None:
-    """Print on stderr how the model is executed."""
+    """Print on stderr how a loaded model is executed."""
     print(model.announcement, file=sys.stderr)
 
 
 def recipe_of_run(folder: Path) -> Path:
-    """The path of a run directory's recipe.
+    """The path of the recipe file in a run directory.
 
     Raises:
         WorkhorseError: the folder is not a run directory.

@@ -1,8 +1,8 @@
 '''The command `workhorse`: finds the verb, runs it, and turns the outcome into an exit code.
 
-Each verb is a file in `verbs/` that defines `command`, and a line in `VERBS`. The file imports
-click and `workhorse.cli.*` at its top and the library inside its functions, so that help never
-waits for torch. A complete verb:
+Each verb has a file in `verbs/`, which defines `command`, and a line in `VERBS`. The file imports
+click and `workhorse.cli.*` at its top, and the rest of the library inside its functions, so that
+`--help` does not import torch. A complete verb:
 
     """`workhorse count`: count the tokens of a file."""
 
@@ -64,7 +64,8 @@ VERBS = {
     "models": "List the presets, or show a model's config and size.",
     "convert": "Convert a model to Hugging Face, GGUF or Workhorse format.",
 }
-"""The verbs in the order of `--help`; `workhorse.cli.verbs.VERB` is imported when it is used."""
+"""The verbs and their descriptions in `--help`. The module of a verb is `workhorse.cli.verbs.VERB`;
+it is imported when the verb is used."""
 
 REFUSED_BY_SYSTEM = {
     errno.EACCES,
@@ -92,11 +93,14 @@ REFUSED_BY_SYSTEM = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""Error numbers that a user can correct: such an OSError prints one line and no traceback."""
+"""Error numbers of problems that a user can correct.
+
+For an OSError with one of these, the command prints one line instead of a traceback.
+"""
 
 
 class VerbGroup(click.Group):
-    """The verbs of `VERBS`, each imported only when it is used."""
+    """The group of all verbs in `VERBS`. The module of a verb is imported when the verb is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -135,7 +139,10 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code (see `ExitCode`). Never raises."""
+    """Run one command line and return its exit code (see `ExitCode`).
+
+    All exceptions are printed on stderr instead of raised.
+    """
     try:
         check_folder()
         with command.make_context("workhorse", as_text(arguments)) as context:
@@ -158,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_folder() -> None:
-    """Raise an error if the current folder was removed: PyTorch would abort the process there.
+    """Check that the current folder exists; if it was removed, PyTorch would abort the process.
 
     Raises:
         WorkhorseError: the current folder does not exist.
@@ -170,7 +177,7 @@ def check_folder() -> None:
 
 
 def as_text(arguments: Sequence[str]) -> list[str]:
-    """Decode the arguments as UTF-8, independent of the locale.
+    """Decode command-line arguments as UTF-8, independent of the locale.
 
     Raises:
         WorkhorseError: an argument is not UTF-8.
@@ -185,7 +192,7 @@ def as_text(arguments: Sequence[str]) -> list[str]:
 
 
 def read_ascii_numbers(command: click.Command) -> None:
-    """Make a verb's numeric options accept only ASCII digits. Changes the verb in place.
+    """Change a verb in place, so that its numeric options accept only ASCII digits.
 
     Python's `int` and `float` also accept the digits of other alphabets, and `1_000`.
     """
@@ -209,15 +216,15 @@ def _ascii_number(
 
 NUMBERS = {"integer": "a whole number", "float": "a number"}
 VALID = re.compile(r"a valid (integer|float)( range)?")
-"""Pattern of click's name for a number, which is replaced by that in `NUMBERS`."""
+"""Pattern of click's words for a number in a message; `NUMBERS` has the words to replace them."""
 
 
 def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
-    """The message for an error that the user can correct; empty for a bug in Workhorse.
+    """The one-line message for an error that the user can correct; empty for a bug in Workhorse.
 
     Args:
-        error: the exception that was raised.
-        arguments: the command line's arguments.
+        error: the exception that the verb raised.
+        arguments: the arguments of the command line.
     """
     where = "workhorse"
     match error:
@@ -250,12 +257,15 @@ def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
 
 
 def _verb_in(arguments: Sequence[str]) -> str:
-    """The command that the arguments belong to: errors of click's parser do not name the verb."""
+    """The command with its verb, such as `workhorse train`, from the arguments.
+
+    It is for errors of click's parser, which do not name the verb.
+    """
     return " ".join(["workhorse", *(word for word in arguments[:1] if word in VERBS)])
 
 
 def _begun(error: click.NoSuchOption) -> list[str]:
-    """The flags that start with an unknown flag."""
+    """The flags that begin with the unknown flag of an error, as suggestions."""
     parameters = error.ctx.command.get_params(error.ctx) if error.ctx else []
     flags = [flag for parameter in parameters for flag in parameter.opts]
     return [flag for flag in flags if flag.startswith(error.option_name)]
@@ -283,7 +293,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def run() -> None:
-    """Run `main` on the process's arguments: the console script."""
+    """Entry point of the console script `workhorse`: run `main` on the process's arguments."""
     share_cores()  # must run before torch is imported
     settle_streams()
     if "_WORKHORSE_COMPLETE" in os.environ:  # a shell requests completions

@@ -1,4 +1,4 @@
-"""Output of every verb: the result on stdout, progress on stderr; and the exit codes."""
+"""Output shared by all verbs (results on stdout, progress on stderr), and the exit codes."""
 
 import contextlib
 import enum
@@ -27,23 +27,23 @@ class ExitCode(enum.IntEnum):
     HUNG_UP = 129
     """Stopped by SIGHUP (the terminal was closed), after saving."""
     INTERRUPTED = 130
-    """Stopped by SIGINT."""
+    """Stopped by SIGINT (Ctrl-C)."""
     STOPPED = 143
     """Stopped by SIGTERM, after saving."""
 
     @classmethod
     def after(cls, signal_name: str) -> "ExitCode":
-        """The exit code of a run that this signal stopped."""
+        """The exit code of a run that was stopped by the signal with this name, such as SIGTERM."""
         return cls(128 + signal.Signals[signal_name])
 
 
 def settle_streams() -> None:
-    """Set up the three standard streams so that printing neither fails nor reaches another file.
+    """Set up stdin, stdout and stderr so that printing does not fail or write into another file.
 
-    A closed stream is replaced by /dev/null. Otherwise the next file opened would get the stream's
-    descriptor, and a library's output would be written into that file. A character that a stream's
-    encoding lacks is written as an escape. A failure to write to stderr (its reader has exited, its
-    disk is full) does not stop a training run.
+    A closed stream is replaced by /dev/null. Otherwise the next opened file would get the stream's
+    descriptor, and a library's output would be written into that file. Characters that a stream's
+    encoding does not have are escaped. Failures to write to stderr (its reader has exited, its disk
+    is full) are ignored, so that they do not stop a training run.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -60,11 +60,12 @@ def settle_streams() -> None:
 
 
 _replaced: list[TextIO] = []
-"""References to replaced streams: a stream that is garbage-collected closes its file."""
+"""Streams that were replaced. They are kept here because garbage collection would close their
+files."""
 
 
 class _Forgiving(io.TextIOWrapper):
-    """A stream that ignores failures to write."""
+    """A text stream that ignores errors when writing."""
 
     def write(self, text: str, /) -> int:
         with contextlib.suppress(OSError):
@@ -77,7 +78,10 @@ class _Forgiving(io.TextIOWrapper):
 
 
 def give_up_stdout() -> None:
-    """Flush stdout. If its reader has exited, keep Python from flushing again at exit."""
+    """Flush stdout. If that fails, redirect it to /dev/null, because Python flushes again at exit.
+
+    Flushing fails if the reader of a pipe has exited.
+    """
     try:
         sys.stdout.flush()
     except OSError:
@@ -85,35 +89,39 @@ def give_up_stdout() -> None:
 
 
 def one_line(text: str) -> str:
-    """Make a message one line of bounded length, with control characters escaped."""
+    """Convert a message to one line of at most about `LONGEST` characters.
+
+    Control characters are escaped.
+    """
     line = " ".join(part.strip() for part in text.splitlines())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 
 LONGEST = 600
-"""Maximum number of characters of an error. The middle is cut, since the end has the remedy."""
+"""Maximum number of characters of a message. The middle of longer ones is cut, because the end says
+what to do."""
 
 
 def counted(number: int, noun: str) -> str:
-    """A count with its noun: `1 document`, `1,234 documents`."""
+    """Format a count with its noun: `1 document`, `1,234 documents`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
     """Print a verb's result on stdout: `result` as one line of JSON, or `text` for humans.
 
-    Paths become strings. A number that JSON cannot express (an infinite loss) becomes null.
+    In JSON, paths become strings. Infinite numbers and NaN, which JSON cannot express, become null.
     """
     exact = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(_plain(result), ensure_ascii=not exact) if as_json else text)
 
 
 def for_terminal(text: str) -> str:
-    """Prepare a model's output for printing: on a terminal, make control characters visible.
+    """Prepare a model's output for stdout: if that is a terminal, make control characters visible.
 
-    Printed unchanged they could move the cursor, change colours or set the window's title. Output
-    to a pipe or file is not changed.
+    Otherwise they could move the cursor, change colours or set the window's title. Output to a pipe
+    or file is not changed.
     """
     if not sys.stdout.isatty():
         return text
@@ -122,7 +130,8 @@ def for_terminal(text: str) -> str:
 
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Unicode's control pictures for C0 and DEL. C1 has none and becomes U+FFFD."""
+"""Replacements of control characters. C0 characters and DEL become Unicode's control pictures. C1
+characters have no pictures and become U+FFFD."""
 
 
 def warn(note: str) -> None:
@@ -132,9 +141,9 @@ def warn(note: str) -> None:
 
 @contextmanager
 def status() -> Iterator[Callable[[str], object]]:
-    """Yield `show(doing)`, which shows the current activity if stderr is a terminal.
+    """Yield a function `show(doing)` that shows the current activity, if stderr is a terminal.
 
-    For work that takes seconds and has no known total.
+    It is for work that takes seconds and whose total is not known.
     """
     if not sys.stderr.isatty():
         yield lambda doing: None
@@ -150,7 +159,8 @@ def status() -> Iterator[Callable[[str], object]]:
 def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int | None], None]]:
     """Show progress on stderr: a bar on a terminal, otherwise a line every ten seconds.
 
-    Yields `report(done, total)`, both in `unit`; `total` is None while it is not known.
+    Yields a function `report(done, total)`. Both arguments are counts of `unit`; `total` is None
+    while it is not known.
     """
     with _bar(label, unit) if sys.stderr.isatty() else _lines(label, unit) as report:
         yield report
@@ -200,7 +210,7 @@ def _lines(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]
 
 
 def _plain(value: Any) -> Any:
-    """Convert data to types that JSON can express."""
+    """Convert a value to types that JSON can express, including all nested values."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Parts shared by `generate` and `chat`: sampling flags, reading prompts, reporting speed."""
+"""Functions for the verbs `generate` and `chat`: sampling flags, prompts, and speed."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from workhorse.model.model import Model
 
 LARGEST_FILE = 1 << 26
-"""Largest size of a prompt file in bytes."""
+"""Maximum size of a prompt file in bytes."""
 BOM = "\ufeff"
 """Byte order mark. Some editors write it at the start of a UTF-8 file."""
 
 
 def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
-    """Return the prompts of `--prompt`, followed by the prompts of `--prompt-file`; at least one.
+    """Return the prompts of `--prompt`, followed by those of `--prompt-file`; at least one.
+
+    Args:
+        given: the values of `--prompt`; `-` reads the prompt from stdin.
+        file: the value of `--prompt-file`.
 
     Raises:
         UsageError: no prompt is given, or stdin is given twice.
@@ -35,7 +39,7 @@ def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
 
 
 def _prompt(text: str) -> str:
-    """Remove the byte order mark and the last line ending."""
+    """Remove a byte order mark and the last line ending from a prompt."""
     return text.removeprefix(BOM).removesuffix("\n").removesuffix("\r")
 
 
@@ -66,15 +70,15 @@ def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
 
 
 def speed(lengths: Iterable[int], seconds: float, prompt_seconds: float) -> dict[str, Any]:
-    """The result fields `prompt_seconds` and `tokens_per_second` (of decoding).
+    """The speed of decoding, as the result fields `tokens_per_second` and `prompt_seconds`.
 
-    The first token of a completion comes from the prompt's forward pass, so it is not counted. The
-    rate is None if no completion has a second token.
+    The first token of a completion comes from the prompt's forward pass, so it is not counted.
+    `tokens_per_second` is None if no completion has a second token.
 
     Args:
         lengths: number of new tokens of each completion.
-        seconds: total time.
-        prompt_seconds: time spent on the prompts.
+        seconds: total time in seconds.
+        prompt_seconds: seconds spent on the forward passes of the prompts.
     """
     decoded = sum(max(0, n - 1) for n in lengths)
     rate = decoded / (seconds - prompt_seconds) if decoded else None
@@ -82,12 +86,12 @@ def speed(lengths: Iterable[int], seconds: float, prompt_seconds: float) -> dict
 
 
 def prompt_seconds(results: "Sequence[Completion] | Sequence[Delta]") -> float:
-    """The time spent on all prompts, in seconds."""
+    """Seconds spent on the forward passes of all prompts, from completions or streamed pieces."""
     return sum(result.prompt_seconds for result in results)
 
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:
-    """Parse `ID=VALUE` settings into a mapping; None if there are none."""
+    """Parse the values of `--logit-bias` (`ID=VALUE`) into a mapping; None if none is given."""
     biases: dict[int, float] = {}
     for setting in given:
         name, _, value = setting.partition("=")
@@ -176,14 +180,18 @@ _FLAGS = (
 
 
 def sampling_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sampling flags. Parameters are fields of `GenerationConfig`, None if not given."""
+    """Add the sampling flags, such as `--temperature`, to a verb.
+
+    The verb's function gets a parameter for each flag, named like the field of `GenerationConfig`;
+    it is None if the flag is not given.
+    """
     for option in reversed(_FLAGS):
         verb = option(verb)
     return verb
 
 
 def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--draft`. The parameter is `draft: str | None`, a MODEL."""
+    """Add the option `--draft` to a verb. The verb's function gets `draft: str | None`."""
     return click.option(
         "--draft",
         metavar="MODEL",
@@ -194,12 +202,14 @@ def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 def with_sampling(
     config: "GenerationConfig", model: "Model", options: Mapping[str, Any]
 ) -> "GenerationConfig":
-    """Add the model's own sampling options to the config and print them on stderr.
+    """Add the sampling options that a model comes with to the config, and print them on stderr.
+
+    They come from the model's `generation_config.json`.
 
     Args:
-        config: the config from the flags.
-        model: the model.
-        options: the flags; those that are not None take precedence.
+        config: the config made from the verb's flags.
+        model: the loaded model.
+        options: the verb's flags; those that are not None take precedence.
     """
     given = [name for name, value in options.items() if value is not None]
     full = model.with_sampling(config, given)
@@ -210,7 +220,7 @@ def with_sampling(
 
 
 def generation_config(**options: Any) -> "GenerationConfig":
-    """Make a config from the given flags; the other fields keep the library's defaults."""
+    """Make a config from a verb's flags; flags that are None keep the library's defaults."""
     from workhorse.generate import GenerationConfig
 
     given = {name: value for name, value in options.items() if value is not None}

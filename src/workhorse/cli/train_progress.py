@@ -7,14 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 TERMS = {"z_loss": "z-loss", "balance_loss": "balance loss"}
-"""Optional terms of a step's loss, and their displayed names."""
+"""Optional terms of a training loss by their name in a step's event, with their displayed names."""
 Event = dict[str, Any]
 Show = Callable[[Event], None]
 
 
 @contextmanager
 def show_training(steps: int | None) -> Iterator[Show]:
-    """Yield a function that shows the events of a run of `steps` steps (None: not known yet)."""
+    """Yield a function that shows each event of a training run on stderr.
+
+    `steps` is the run's total number of steps; None if it is not known yet.
+    """
     with _live(steps) if sys.stderr.isatty() else _plain(steps) as show:
         yield show
 
@@ -69,10 +72,10 @@ def _live(steps: int | None) -> Iterator[Show]:
 
 
 class _View:
-    """Turns events into lines.
+    """Formats the events of a training run as lines of text.
 
     Args:
-        steps: total number of steps of the run; None until it starts.
+        steps: the run's total number of steps; None if it is not known before the run starts.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -81,7 +84,7 @@ class _View:
         self.validation = ""
 
     def step_line(self, event: Event) -> str:
-        """The line with step, loss, speed and remaining time."""
+        """The line for a `step` event: step, loss, speed and remaining time."""
         speed = event["tokens_per_second"]
         assert self.steps is not None
         left = (self.steps - event["step"]) * self.tokens_per_step / speed
@@ -101,7 +104,7 @@ class _View:
         )
 
     def line(self, event: Event) -> str:
-        """The line for an event; empty for events that are not shown."""
+        """The line for an event that is not a `step`; empty for events that are not shown."""
         match event["kind"]:
             case "notice" | "back":
                 return event["message"]
@@ -143,13 +146,13 @@ def _held_out(event: Event) -> str:
 
 
 def bits_per_byte(bits: float, unknown_rate: float | None) -> str:
-    """The figure, with a note if unknown characters make it too low."""
+    """Format a loss in bits per byte, with a note if unknown tokens make it too low."""
     note = f" (too low: {unknown_rate:.2%} of the tokens are unknown)" if unknown_rate else ""
     return f"{bits:.4f} bits per byte{note}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `m:ss` or `h:mm:ss`."""
+    """Format seconds as `m:ss` or `h:mm:ss`; `?` if they are not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

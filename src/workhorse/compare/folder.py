@@ -1,10 +1,10 @@
 """The folder of a study: its definition, its trials and its results.
 
-study.yaml      the study, with its base and its variants written out
+study.yaml      the study, with the fields of its base recipe and all variants
 timings.json    seconds per step of each variant, if the budget is in seconds
-data/           tokenizers and token shards, shared by the trials
-trials/VARIANT/seed-N/      a run directory, with the outcome in trial.json once it is finished
-trials/VARIANT/rate-F/      the same for the learning rate search
+data/           tokenizers and token shards, shared by all trials (runs)
+trials/VARIANT/seed-N/      run directory of a trial; a finished trial has its outcome in trial.json
+trials/VARIANT/rate-F/      run directory of a trial of the learning rate search, for the factor F
 results.json, report.md, report.html
 """
 
@@ -29,14 +29,14 @@ NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 
 FOR_PEOPLE = ("name", "description")
-"""Keys of the base that do not affect any trial."""
+"""Keys of the base recipe that do not affect the training of any trial."""
 
 COSTS = ("seconds", "tokens_per_second", "peak_memory")
-"""Fields of an outcome that differ each time they are measured."""
+"""Fields of a trial's outcome that depend on the machine and its load."""
 
 
 class Losses(Config):
-    """A loss in its two units."""
+    """A held-out loss in its two units: nats per token, and bits per byte."""
 
     loss: NotNegative
     bits_per_byte: NotNegative
@@ -49,7 +49,8 @@ class Outcome(Config):
     bits_per_byte: NotNegative | None
     unknown_rate: NotNegative | None
     diverged: str | None
-    """The reason why the losses are missing; None if the trial did not diverge."""
+    """The message about the divergence, in which case the losses are None; None if the trial did
+    not diverge."""
     steps: Count
     tokens: Count
     skipped_steps: Count
@@ -62,7 +63,7 @@ class Outcome(Config):
     tokens_per_second: NotNegative | None
     peak_memory: Count | None
     by_context: dict[str, Losses]
-    """The losses at each of the study's contexts; empty if the trial diverged."""
+    """The losses by context length, at each length of the study; empty if the trial diverged."""
 
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
@@ -71,12 +72,12 @@ class Outcome(Config):
         return self
 
     def measured(self, measure: Measure) -> float | None:
-        """The loss in one of its units; None if the trial diverged."""
+        """The held-out loss in the unit of `measure`; None if the trial diverged."""
         return self.loss if measure == "loss" else self.bits_per_byte
 
 
 class StudyFolder:
-    """The folder of one study. The constructor neither reads nor creates anything."""
+    """The folder of one study. Creating this object neither reads nor writes files."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -88,11 +89,11 @@ class StudyFolder:
         self.text_file = self.path / "report.md"
 
     def check(self, study: Study) -> None:
-        """Check that a study can start or resume here. Writes nothing.
+        """Check that a study can start or resume in this folder. Writes nothing.
 
         Raises:
-            WorkhorseError: the folder is not a study's, or the study has changed by more than
-                added seeds and variants.
+            WorkhorseError: the folder contains something else, or the study in it differs by more
+                than added seeds and variants.
         """
         if self.path.exists() and not self.path.is_dir():
             raise WorkhorseError(f"{self.path} is not a folder; choose another --out")
@@ -143,14 +144,14 @@ class StudyFolder:
         return self.path / trial.folder
 
     def outcome(self, trial: Trial, contexts: Sequence[int]) -> Outcome | None:
-        """The outcome of a trial; None if it is not finished.
+        """The outcome of a trial; None if the trial is not finished.
 
         Args:
             trial: a trial of the study.
-            contexts: the study's contexts.
+            contexts: the study's context lengths, which the outcome must contain.
 
         Raises:
-            WorkhorseError: the trial's file is damaged.
+            WorkhorseError: the file with the outcome is damaged.
         """
         file = outcome_file(self.trial(trial))
         if not file.is_file():
@@ -167,10 +168,10 @@ class StudyFolder:
             ) from None
 
     def timings(self) -> dict[str, float]:
-        """The seconds per step measured so far, by variant.
+        """The measured seconds per training step, by the variant's name.
 
         Raises:
-            WorkhorseError: the file is damaged.
+            WorkhorseError: `timings.json` is damaged.
         """
         if not self.timings_file.is_file():
             return {}
@@ -187,12 +188,15 @@ class StudyFolder:
 
 
 def outcome_file(run: Path) -> Path:
-    """The path of a trial's outcome in its run directory."""
+    """The path of the file with a trial's outcome, in the trial's run directory."""
     return run / "trial.json"
 
 
 def identity(study: Study) -> dict[str, Any]:
-    """All settings that a study's results depend on, and its question, as plain data."""
+    """The contents of `study.yaml`: a study's question and all settings that its results depend on.
+
+    `grid` is expanded to `variants`.
+    """
     fields = study.to_dict()
     base = {key: value for key, value in fields["base"].items() if key not in FOR_PEOPLE}
     left_out = ("base", "variants", "grid", "quick")
@@ -202,7 +206,15 @@ def identity(study: Study) -> dict[str, Any]:
 
 
 def _refused_change(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first change that is not an added seed or variant; empty if there is none."""
+    """Describe the first difference between two versions of a study that prevents resuming it.
+
+    Only seeds and variants may be added, and the question may change. Empty if nothing else
+    differs.
+
+    Args:
+        before: the contents of `study.yaml`.
+        now: the same data of the study to run, from `identity`.
+    """
     for seed in before["seeds"]:
         if seed not in now["seeds"]:
             return f"seed {seed} was removed from seeds"

@@ -1,6 +1,7 @@
-"""The plan of a study: every variant's recipe at the budget, and checks that they are comparable.
+"""The plan of a study: the recipe of every variant at the study's budget, and the list of trials.
 
-Nothing is trained or written here.
+A study compares variants of a recipe. A trial is one run of a variant. Checks make sure that the
+variants are comparable. Nothing is trained or written here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,18 +25,20 @@ from workhorse.train.check import check_length, check_recipe
 from workhorse.train.resume import differences
 
 Measure = Literal["loss", "bits_per_byte"]
-"""The compared loss, by its name in a run's metrics."""
+"""The loss that a study compares, by its name in a run's metrics."""
 
 
 def measure_of(recipes: Mapping[str, Recipe], baseline: str) -> Measure:
-    """The loss to compare: nats per token if all variants use the same tokens, else bits per byte.
+    """The loss to compare variants by: `loss` (per token) if all train on the same tokens.
+
+    If tokenizer or packing differ, it is `bits_per_byte`.
 
     Args:
-        recipes: the variants' recipes by name.
-        baseline: the name of the baseline.
+        recipes: each variant's recipe, by the variant's name.
+        baseline: the name of the variant that the others are compared with.
 
     Raises:
-        WorkhorseError: a variant has different text than the baseline.
+        WorkhorseError: a variant's text differs from the baseline's.
     """
     measure: Measure = "loss"
     for name, recipe in recipes.items():
@@ -50,7 +53,7 @@ def measure_of(recipes: Mapping[str, Recipe], baseline: str) -> Measure:
 
 
 def _text_differences(first: Recipe, second: Recipe) -> Iterator[tuple[str, ...]]:
-    """Yield the settings of text and tokens that differ, except the folder of the token shards."""
+    """Yield the paths of `data` and `tokenizer` settings that differ, except `data.cache_dir`."""
     for section in ("data", "tokenizer"):
         before, now = (getattr(recipe, section).to_dict() for recipe in (first, second))
         for path, _, _ in differences(before, now, (section,)):
@@ -59,7 +62,7 @@ def _text_differences(first: Recipe, second: Recipe) -> Iterator[tuple[str, ...]
 
 
 def check_different(recipes: Mapping[str, Recipe]) -> None:
-    """Check that no two variants are equal after all defaults are filled in.
+    """Check that no two variants have the same recipe after all defaults are filled in.
 
     Raises:
         ConfigError: two variants are equal.
@@ -80,12 +83,12 @@ def check_parameters(counts: Mapping[str, int], baseline: str, allowed: bool | f
     """Check that the variants' parameter counts are close enough to the baseline's.
 
     Args:
-        counts: the variants' parameter counts by name.
-        baseline: the name of the baseline.
+        counts: each variant's parameter count, by the variant's name.
+        baseline: the name of the variant that the others are compared with.
         allowed: the allowed relative difference; True: 0; False: no limit.
 
     Raises:
-        WorkhorseError: a variant differs by more; the first one is named.
+        WorkhorseError: a variant's count differs by more than `allowed`.
     """
     if allowed is False:
         return
@@ -104,46 +107,46 @@ Vocabulary = Callable[[Recipe], int]
 StepSeconds = Callable[[str, Recipe], float]
 
 SAVES = 5
-"""Smallest number of checkpoints of a trial: a kill then loses at most a fifth of one trial."""
+"""Minimum number of checkpoints per trial, so that a killed trial loses at most a fifth of it."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant at the study's budget."""
+    """One variant of a study, with its recipe at the study's budget."""
 
     name: str
     settings: Settings
-    """Settings that differ from the base."""
+    """Settings that differ from the study's base recipe."""
     recipe: Recipe
-    """Its recipe, with the number of steps that fits the budget."""
+    """The variant's recipe, with the number of steps that fits the budget."""
     parameters: int
     flops_per_token: int
     """Floating-point operations to train on one token."""
 
     @property
     def tokens(self) -> int:
-        """Training tokens of one run."""
+        """Number of training tokens of one run of the variant."""
         return self.recipe.train.length * self.recipe.train.tokens_per_step
 
     @property
     def flops(self) -> int:
-        """Training FLOPs of one run."""
+        """Training FLOPs of one run of the variant."""
         return self.flops_per_token * self.tokens
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: a variant with a seed and a learning rate factor."""
+    """One run of a study: a variant with a seed and a learning rate factor."""
 
     variant: str
     seed: int
     factor: float = 1.0
     searches: bool = False
-    """True if the trial only belongs to the learning rate search."""
+    """True if the trial belongs to the learning rate search; its loss is not compared."""
 
     @property
     def folder(self) -> str:
-        """Its run directory, relative to the study's folder."""
+        """The run directory of the trial, relative to the study's folder."""
         own = f"rate-{self.factor!r}" if self.searches else f"seed-{self.seed}"
         return f"trials/{self.variant}/{own}"
 
@@ -155,17 +158,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a study."""
+    """The variants of a study and all of its trials (runs)."""
 
     study: Study
     variants: dict[str, Variant]
     measure: Measure
     notices: list[str] = field(default_factory=list)
-    """Notices about settings that variants drop or shorten, one line each."""
+    """Messages about settings that were dropped or shortened in variants, one line each."""
 
     @property
     def searching(self) -> list[Trial]:
-        """The trials of the learning rate search; none if there is only one factor."""
+        """The trials of the learning rate search; empty if the study has only one factor."""
         study = self.study
         if not study.searches:
             return []
@@ -176,26 +179,30 @@ class Plan:
         ]
 
     def trials(self, factors: dict[str, float]) -> list[Trial]:
-        """The compared trials, seed by seed, at each variant's learning rate factor."""
+        """The trials whose losses are compared, ordered by seed.
+
+        Args:
+            factors: each variant's learning rate factor, by the variant's name.
+        """
         return [
             Trial(name, seed, factors[name]) for seed in self.study.seeds for name in self.variants
         ]
 
     @property
     def all_trials(self) -> list[Trial]:
-        """The search and the compared trials, with 1 for factors that are not known yet."""
+        """The trials of the learning rate search, and the compared ones (listed with factor 1)."""
         return [*self.searching, *self.trials(dict.fromkeys(self.variants, 1.0))]
 
     def recipe(self, trial: Trial, cache: str, threads: int) -> Recipe:
-        """The recipe of one trial.
+        """The recipe that a trial is trained with.
 
-        It generates no samples and is saved often. Trials share the token shards and the thread
-        count, unless the recipe sets its own.
+        Compared with the variant's recipe, it generates no samples and saves more checkpoints.
 
         Args:
             trial: a trial of this plan.
-            cache: the folder of the token shards.
-            threads: the number of CPU threads; 0 lets PyTorch decide.
+            cache: the folder of the token shards, unless the recipe sets `data.cache_dir`.
+            threads: the number of CPU threads, unless the recipe sets `train.threads`; 0 lets
+                PyTorch decide.
         """
         recipe = self.variants[trial.variant].recipe
         train = recipe.train
@@ -214,7 +221,7 @@ class Plan:
 
 
 def scaled(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
-    """Multiply an optimizer's learning rate by a factor; with Muon, both of its rates."""
+    """Return an optimizer config with its learning rates (Muon has two) multiplied by a factor."""
     if factor == 1:
         return optimizer
     changes: dict[str, Any] = {"learning_rate": optimizer.learning_rate * factor}
@@ -224,7 +231,7 @@ def scaled(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
 
 
 def with_settings(study: Study, settings: Iterable[str]) -> Study:
-    """Apply `section.key=value` settings to the base of a study.
+    """Return a copy of a study with `section.key=value` settings applied to its base recipe.
 
     Raises:
         ConfigError: a setting cannot be applied.
@@ -243,10 +250,12 @@ QUICK = (
 
 
 def quick(study: Study) -> Study:
-    """The study that `--quick` runs; its base and its question also change.
+    """The shortened study that `--quick` runs: the study with the changes of its `quick` section.
+
+    Its question begins with a note that the run is quick.
 
     Raises:
-        ConfigError: the study has no quick section, or its settings cannot be applied.
+        ConfigError: the study has no `quick` section, or its settings cannot be applied.
     """
     if study.quick is None:
         raise ConfigError(
@@ -267,18 +276,19 @@ def quick(study: Study) -> Study:
 def make_plan(
     study: Study, vocabulary: Vocabulary, step_seconds: StepSeconds | None = None
 ) -> Plan:
-    """Make and check the plan of a study: if it is returned, every trial can start.
+    """Make the plan of a study, and check that every trial can start.
 
     Args:
-        study: the study, with the fields of its base.
+        study: the study; `base` must contain the fields of the recipe, not the name of a file.
         vocabulary: a function that returns a recipe's vocabulary size.
         step_seconds: a function that returns a variant's time per step from its name and recipe.
-            None keeps the base's steps if the budget is in seconds.
+            If it is None and the budget is in seconds, the recipes keep their number of steps.
 
     Raises:
-        ConfigError: a variant is not a valid recipe, or is equal to another.
-        WorkhorseError: a variant cannot be trained here, has different text or a wrong parameter
-            count, or its budget is less than one step.
+        ConfigError: a variant is not a valid recipe, or equals another variant.
+        WorkhorseError: a variant cannot be trained on this machine, its text differs from the
+            baseline's, its parameter count differs by more than allowed, or the budget is less
+            than one step.
     """
     _check_base(study)
     told: dict[str, list[str]] = {}
@@ -313,14 +323,14 @@ def make_plan(
 
 
 def check_variants(study: Study, out: Path) -> None:
-    """Check that `train` would accept every variant; only the beginning of the text is read.
+    """Check that `train` would accept every variant. Reads only the beginning of the text.
 
     Args:
-        study: the study, with the fields of its base.
+        study: the study; `base` must contain the fields of the recipe, not the name of a file.
         out: the study's folder.
 
     Raises:
-        WorkhorseError: a variant cannot be trained, or has no held-out text.
+        WorkhorseError: a variant cannot be trained, or its data has no validation split.
     """
     _check_base(study)
     recipes = {
@@ -343,7 +353,7 @@ def check_variants(study: Study, out: Path) -> None:
 
 
 def _check_base(study: Study) -> None:
-    """Report errors in the base as errors of the base, not of a variant."""
+    """Check a study's base recipe, so that its errors are not reported as errors of a variant."""
     try:
         base = with_init(study.base) if isinstance(study.base, dict) else study.base
         if (minutes := Recipe.from_dict(base).train.minutes) is not None:
@@ -362,7 +372,7 @@ def _recipe(
     settings: Settings,
     notify: Callable[[str], object] = lambda line: None,
 ) -> Recipe:
-    """A variant's recipe: the base with the settings applied."""
+    """A variant's recipe: the study's base recipe with the variant's settings applied."""
     assert isinstance(study.base, dict), "read_study reads the base"
     changes = [f"{key}={written(value)}" for key, value in settings.items()]
     try:
@@ -372,7 +382,7 @@ def _recipe(
 
 
 def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int]:
-    """The parameter count, and the FLOPs to train on one token."""
+    """A model's parameter count, and the FLOPs to train it on one token."""
     config = recipe.decoder_config(vocabulary)
     decoder = config.build(recipe.train.kernel, device="meta")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
@@ -425,7 +435,10 @@ def _steps(
     flops: int,
     step_seconds: StepSeconds | None,
 ) -> int:
-    """The number of steps that fits the budget."""
+    """The number of training steps of a variant that fits the budget of a study.
+
+    `flops` are the FLOPs to train on one token; for `step_seconds` see `make_plan`.
+    """
     tokens = recipe.train.tokens_per_step
     match budget.kind:
         case "steps":

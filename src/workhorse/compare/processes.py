@@ -1,4 +1,4 @@
-"""Runs several trials in parallel, each in its own process (`workhorse.compare.worker`)."""
+"""Run several trials of a study in parallel, each in a process of `workhorse.compare.worker`."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ WAKE = 0.1
 
 @dataclass
 class _Worker:
-    """A process with its trial, and a file with its stderr."""
+    """A process that runs a trial, and a file that receives its stderr."""
 
     trial: Trial
     process: subprocess.Popen[str]
@@ -53,7 +53,7 @@ class _Worker:
         self.process.stdout.close()
 
     def why(self) -> Exception:
-        """The error for a process that exited without its last event."""
+        """The error for a process that failed: it exited without sending the event `ended`."""
         self.errors.seek(0)
         said = self.errors.read()
         code = self.process.returncode
@@ -66,7 +66,7 @@ class _Worker:
 
 
 Events = queue.SimpleQueue[tuple[_Worker, Event | None]]
-"""Events of all processes. None: the process exited without its last event."""
+"""Queue of all processes' events. None means that the process exited without sending `ended`."""
 
 
 def run_in_processes(
@@ -78,21 +78,22 @@ def run_in_processes(
     on_end: Callable[[Trial], None],
     signals: StopSignals,
 ) -> str | None:
-    """Run trials in up to `jobs` parallel processes.
+    """Run trials of a study in up to `jobs` parallel processes.
 
     Args:
         trials: the trials, each with its recipe and its run directory.
         jobs: the number of parallel processes.
         contexts: context lengths in tokens at which final models are also evaluated.
-        on_event: called with the events of every trial.
-        on_end: called when a trial is finished.
+        on_event: called with a trial and one of its events, for all events of all trials.
+        on_end: called with each trial when it is finished.
         signals: signals that are forwarded to the processes, which then save and stop.
 
     Returns:
-        The name of the signal that stopped the trials after saving; None if all are finished.
+        The name of the signal that stopped the trials after saving; None if all trials are
+        finished.
 
     Raises:
-        WorkhorseError: a trial cannot be trained; the others are saved and stopped.
+        WorkhorseError: a trial cannot be trained. The other trials are saved and stopped first.
     """
     jobs_of = [
         (trial, {"recipe": recipe.to_dict(), "out": str(out), "contexts": list(contexts)})
@@ -113,7 +114,7 @@ def run_in_processes(
 
 
 class _Pool:
-    """The running processes and the waiting trials."""
+    """The running processes, and the trials that wait for a free process."""
 
     def __init__(
         self,
@@ -136,14 +137,17 @@ class _Pool:
             self.on_event(worker.trial, {"kind": "begin"})
 
     def stop(self, received: signal.Signals) -> None:
-        """Forward a signal once: a second signal would keep the processes from saving."""
+        """Send a received signal to all processes, but only the first signal.
+
+        A second signal would prevent the processes from saving.
+        """
         if self.stopped is None:
             self.stopped = received.name
             for worker in self.running:
                 worker.stop(received)
 
     def listen(self) -> None:
-        """Handle the next event, if one arrives within `WAKE` seconds."""
+        """Handle the next event of any process, if one arrives within `WAKE` seconds."""
         try:
             worker, event = self.events.get(timeout=WAKE)
         except queue.Empty:
@@ -171,7 +175,15 @@ class _Pool:
 
 
 def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
-    """The name of the signal that stopped a process after saving. Raises the process's error."""
+    """Handle the last event of a process: return the name of the signal that stopped it, or None.
+
+    Args:
+        worker: the process, which has exited.
+        event: its event `ended`; None if it exited without one.
+
+    Raises:
+        Exception: the error that the process reported or that ended it.
+    """
     with worker.errors:
         if event is None:
             raise worker.why()
@@ -201,7 +213,10 @@ def _start(trial: Trial, job: Job, events: Events) -> _Worker:
 
 
 def _read(worker: _Worker, events: Events) -> None:
-    """Forward a process's events, and None if it exits without the last one."""
+    """Read a process's events and put them into the queue, until the event `ended`.
+
+    If the process exits without `ended`, put None.
+    """
     assert worker.process.stdout is not None
     for line in worker.process.stdout:
         event = json.loads(line)

@@ -16,11 +16,13 @@ from workhorse.train.report.chart import Series, line_chart, shown
 from workhorse.train.report.page import duration, rendered
 
 Rows = list[list[str]]
-"""Rows of a table; the first is the header."""
+"""Rows of a table, as lists of cells; the first row is the header."""
 
 
 def write_reports(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> None:
-    """Write `results.json`, `report.md` and `report.html`, replacing earlier ones.
+    """Write the results of a study as `results.json`, `report.md` and `report.html`.
+
+    Existing files are replaced.
 
     Raises:
         WorkhorseError: a file cannot be written.
@@ -42,7 +44,7 @@ def write_reports(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> N
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """The report of a study as Markdown, from the results of `collect`."""
     parts = [f"# {results['study']}"]
     if results["question"]:
         parts.append(results["question"].strip())
@@ -56,13 +58,16 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def verdicts(results: dict[str, Any]) -> list[str]:
-    """The verdict on each variant as a sentence; with one seed, a note that there is none."""
+    """A sentence about each variant: whether it is better or worse than the baseline.
+
+    With one seed, a single sentence that no comparison is possible.
+    """
     found = [one["verdict"]["words"] for one in results["variants"].values() if one["verdict"]]
     return list(dict.fromkeys(found)) or [ONE_SEED]
 
 
 def method(results: dict[str, Any]) -> str:
-    """A paragraph that explains how the figures were computed."""
+    """A paragraph that explains how the figures of a report were computed."""
     (kind, amount), *_ = results["budget"].items()
     text = (
         f"The budget of each run is {shown(amount)} {'FLOPs' if kind == 'flops' else kind}. Losses "
@@ -86,7 +91,7 @@ def method(results: dict[str, Any]) -> str:
 
 
 def tables(results: dict[str, Any]) -> list[tuple[str, Rows]]:
-    """The tables of the report, each with its title."""
+    """The tables of a report, each with its title."""
     found = [("Losses", _losses(results)), ("Cost of each run", _spent(results))]
     if results["contexts"]:
         shortest, *longer = map(str, results["contexts"])
@@ -115,7 +120,16 @@ def _losses(results: dict[str, Any]) -> Rows:
 
 
 def _by_context(results: dict[str, Any], key: str, contexts: list[str], sign: str) -> Rows:
-    """Means and half-widths of their 95 % intervals, one column per context length."""
+    """A table with a row per variant and a column per context length.
+
+    Each cell is a mean, with the half-width of its 95 % interval if there are several seeds.
+
+    Args:
+        results: the results of `collect`.
+        key: `loss`, or `more` for the difference from the shortest context.
+        contexts: the context lengths.
+        sign: `+` to print the sign of positive means, or empty.
+    """
     rows = [["variant", *contexts]]
     for name, one in results["variants"].items():
         cells = []
@@ -174,14 +188,17 @@ def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _table(rows: Rows) -> str:
-    """Format a table as Markdown, with right-aligned figures."""
+    """Format a table as Markdown; all columns except the first are right-aligned."""
     head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     rule = ["---", *["--:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rest))
 
 
 def charts(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> list[str]:
-    """Charts of the losses by step: means over the seeds, with bands from lowest to highest."""
+    """Charts of the held-out and the training loss by step, as SVG, with a curve per variant.
+
+    A curve is the mean over the seeds, with a band from the lowest to the highest loss.
+    """
     events = {
         name: [
             read_metrics(RunDirectory(folder.trial(Trial(name, seed))).metrics_file)
@@ -211,9 +228,15 @@ def _is_part(event: Event) -> bool:
 
 
 def _curve(name: str, runs: list[list[Event]], key: str, wanted: Callable[[Event], bool]) -> Series:
-    """The mean of a figure over runs, with a band from the smallest to the largest.
+    """A curve of one variant by step: the mean over its runs, with a band from lowest to highest.
 
-    Only steps for which all runs have the figure are used.
+    Only steps for which all runs have a value are used.
+
+    Args:
+        name: the variant's name.
+        runs: the events of each run.
+        key: the key of the value in an event.
+        wanted: a function that returns True for the events to use.
     """
     values: dict[int, list[float]] = {}
     for run in runs:

@@ -1,4 +1,4 @@
-"""The results of a finished study as plain data: the contents of `results.json` and reports."""
+"""The results of a finished study as plain data, for `results.json` and the reports."""
 
 from statistics import fmean, median
 from typing import Any
@@ -11,7 +11,10 @@ ONE_SEED = "one seed: no interval and no verdict; add a second seed to the study
 
 
 def chosen_factors(plan: Plan, folder: StudyFolder) -> dict[str, float]:
-    """Every variant's learning rate factor: the one with the lowest loss in the search."""
+    """The learning rate factor of every variant, by name: the best in the learning rate search.
+
+    Without a search, it is the study's only factor.
+    """
     if not plan.searching:
         return dict.fromkeys(plan.variants, plan.study.learning_rates[0])
     found: dict[str, float] = {}
@@ -27,9 +30,10 @@ def collect(plan: Plan, folder: StudyFolder) -> dict[str, Any]:
 
     Returns:
         `study`, `question`, `measure` (`loss` in nats per token, or `bits_per_byte`), `unit`,
-        `budget`, `baseline`, `seeds`, `learning_rates`, `contexts`, `smallest_effect`, `variants`
-        (a mapping for each), `notes` and `environment`. Times and memory are only in the variants'
-        `cost`. Everything else does not depend on how often the study was stopped and resumed.
+        `budget`, `baseline`, `seeds`, `learning_rates`, `search_seed`, `contexts`,
+        `smallest_effect`, `variants` (by name, see `_variant`), `notes` and `environment`. Times
+        and memory are only under `cost` of a variant. All other values are the same if the study
+        was stopped and resumed.
     """
     study = plan.study
     factors = chosen_factors(plan, folder)
@@ -70,7 +74,15 @@ def _variant(
 ) -> dict[str, Any]:
     """The results of one variant: its size, the cost of a run, its losses by seed, and their mean.
 
-    `mean` is None if a run diverged. `low` and `high` (95 %) are also None with one seed.
+    `low` and `high` are the 95 % interval of `mean`. All three are None if a run diverged; the
+    interval is also None if there is only one seed.
+
+    Args:
+        plan: the plan of the study.
+        variant: the variant.
+        factor: the variant's learning rate factor.
+        outcomes: the outcomes of its compared trials, in the order of the seeds.
+        searched: the losses of its learning rate search by factor; empty without a search.
     """
     losses = [outcome.measured(plan.measure) for outcome in outcomes]
     known = [loss for loss in losses if loss is not None]
@@ -106,7 +118,11 @@ def _variant(
 
 
 def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
-    """The loss at each context, and its difference from the shortest context, with intervals."""
+    """A variant's loss at each context length, and its difference from that at the shortest.
+
+    Returns, by context length, `losses` (by seed), and the means `loss` and `more` (the
+    difference), with 95 % intervals if there are several seeds.
+    """
     found: dict[str, dict[str, Any]] = {}
     shortest: list[float] = []
     for context in map(str, plan.study.contexts):
@@ -123,7 +139,7 @@ def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]
 
 
 def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
-    """Add the difference and the verdict to every variant except the baseline."""
+    """Add `difference` and `verdict` to the results of every variant except the baseline."""
     study = plan.study
     baseline = study.compared_with
     others = [name for name in variants if name != baseline]
@@ -163,7 +179,7 @@ def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
 
 
 def _why_none(plan: Plan, name: str, variants: dict[str, dict[str, Any]]) -> str:
-    """The reason why a variant cannot be compared with the baseline; empty if it can."""
+    """The reason why a variant cannot be compared with the baseline; empty if there is none."""
     for one in (plan.study.compared_with, name):
         if variants[one]["diverged"]:
             return f"{one} diverged on at least one seed"
@@ -177,7 +193,7 @@ def _losses(variant: dict[str, Any]) -> list[float]:
 
 
 def _searched(plan: Plan, folder: StudyFolder) -> dict[str, dict[float, float | None]]:
-    """The losses of the search by variant and factor; None if the run diverged."""
+    """The losses of the learning rate search, by variant and factor; None for a diverged run."""
     found: dict[str, dict[float, float | None]] = {}
     for trial in plan.searching:
         outcome = _outcome(plan, folder, trial)
@@ -192,7 +208,10 @@ def _outcome(plan: Plan, folder: StudyFolder, trial: Trial) -> Outcome:
 
 
 def _cost(outcomes: list[Outcome]) -> dict[str, float | None]:
-    """Medians over the seeds. For memory the minimum: a process's first run loads libraries."""
+    """The cost of a variant's run: medians over the seeds of time and tokens per second.
+
+    Memory is the minimum, because the first run in a process also loads libraries.
+    """
     cost: dict[str, float | None] = {}
     for name in COSTS:
         known = [value for one in outcomes if (value := getattr(one, name)) is not None]
@@ -204,7 +223,7 @@ def _cost(outcomes: list[Outcome]) -> dict[str, float | None]:
 def _notes(
     plan: Plan, variants: dict[str, dict[str, Any]], outcomes: dict[str, list[Outcome]]
 ) -> list[str]:
-    """Notes on problems that affect the results."""
+    """Sentences about problems that affect the results of a study."""
     notes = list(plan.notices)
     for name, variant in variants.items():
         if variant["learning_rate_at_end"]:
@@ -226,7 +245,10 @@ def _notes(
 
 
 def _environment(outcomes: list[Outcome]) -> list[str]:
-    """The devices and versions that the trials ran on; different ones may round differently."""
+    """A line for each combination of device, threads and library versions that trials ran with.
+
+    More than one line means that results may be rounded differently.
+    """
     lines = {
         f"{outcome.device}, {outcome.threads} CPU thread{'s' if outcome.threads != 1 else ''}, "
         + ", ".join(f"{name} {version}" for name, version in outcome.versions.items())

@@ -1,4 +1,4 @@
-"""Runs a study from start to results (`compare`), or only plans it (`dry_run`)."""
+"""Run all trials of a study and compare their losses (`compare`), or only list them (`dry_run`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,21 +24,21 @@ from workhorse.train.loop import StopSignals
 
 
 def dry_run(study: Study, out: str | Path, *, jobs: int = 1, threads: int = 0) -> dict[str, Any]:
-    """List the trials of a study and their cost. Writes nothing.
+    """List the trials (runs) of a study and their cost. Writes nothing.
 
-    A tokenizer that is not trained yet is assumed to fill its vocabulary. A variant that was not
-    timed yet is timed for a few steps on random tokens.
+    A tokenizer that is not trained yet is assumed to reach its configured vocabulary size. A
+    variant without a measured time per step is timed for a few steps on random tokens.
 
     Args:
-        study: the study, with the fields of its base.
-        out: the study's folder, which need not exist.
+        study: the study; `base` must contain the fields of the recipe, as after `read_study`.
+        out: the study's folder; it may be missing.
         jobs: the number of parallel trials.
         threads: the number of CPU threads of all trials together; 0: PyTorch's default.
 
     Returns:
-        `study`, `measure`, `variants` (by name: `parameters`, `steps`, `tokens`, `flops` and
-        `seconds` of one run), `trials` (`trial`, `folder`, `steps`, `done`), `seconds` of the
-        remaining trials, without validation, and `notices`.
+        `study` (its name), `measure` (the compared loss), `variants` (by name: `parameters`, and
+        `steps`, `tokens`, `flops` and `seconds` of one run), `trials` (for each: `trial`, `folder`,
+        `steps`, `done`), `seconds` (of the steps of all remaining trials) and `notices`.
 
     Raises:
         WorkhorseError: `compare` would fail before its first trial.
@@ -97,7 +97,7 @@ def _account(study: Study, folder: StudyFolder, jobs: int) -> dict[str, Any]:
 
 
 def _seconds(plan: Plan, name: str, timings: dict[str, float]) -> float:
-    """The seconds of one run of a variant."""
+    """Seconds of the training steps of one run of a variant, measured or estimated."""
     recipe = plan.variants[name].recipe
     if name in timings:
         return timings[name] * recipe.train.length
@@ -109,7 +109,7 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The progress of a study and, once it is finished, its results."""
+    """The outcome of `compare`: the progress of a study and, if it is finished, its results."""
 
     folder: Path
     done: int
@@ -117,9 +117,10 @@ class Comparison:
     trials: int
     """Total number of trials."""
     results: dict[str, Any] | None
-    """See `workhorse.compare.results.collect`; None if not all trials are finished."""
+    """The results as returned by `workhorse.compare.results.collect`; None until all trials are
+    finished."""
     stopped_by: str | None = None
-    """The name of the signal that stopped the study after saving; None if it is finished."""
+    """The name of the signal that stopped the study after saving; None if the study is finished."""
 
 
 def compare(
@@ -136,18 +137,19 @@ def compare(
     The same call resumes a study that was stopped or killed; finished trials are not repeated.
 
     Args:
-        study: the study with the fields of its base, as returned by `read_study`.
+        study: the study; `base` must contain the fields of the recipe, as after `read_study`.
         out: the study's folder: new, empty, or used by this study before.
         jobs: the number of parallel trials, each in its own process if more than 1.
         threads: the number of CPU threads of all trials together; 0: PyTorch's default. Each trial
             gets an equal share, unless the recipe sets `train.threads`.
-        on_event: called with events: `plan` (`trials`, `done`, total `steps` and `steps_done`),
-            `begin` and `end_of_trial` of each trial, `notice` (`message`), and training's events.
-            Events of a trial have its name as `trial`.
-        signals: the first of these stops the study after saving; see `workhorse.train.train`.
+        on_event: called with each event, a mapping. Its `kind` is `plan` (with `trials`, `done`,
+            total `steps` and `steps_done`), `begin` or `end_of_trial`, `notice` (with `message`),
+            or a kind of event of `train`. Events of a trial have its name as `trial`.
+        signals: signals that stop the study after saving; see `workhorse.train.train`.
 
     Raises:
-        WorkhorseError: the study cannot be run, `out` is not its folder, or SciPy is missing.
+        WorkhorseError: the study cannot be run, `out` belongs to something else, or SciPy is not
+            installed.
     """
     if not isinstance(study, Study):
         raise no_study(study)
@@ -157,7 +159,7 @@ def compare(
     # Before `folder.check`, which would report a misspelt key as a change of the study.
     check_variants(study, folder.path)
     folder.check(study)
-    make_plan(study, vocab_size_of)  # finds the other errors before a file is written
+    make_plan(study, vocab_size_of)  # raises all other errors before a file is written
     before = torch.get_num_threads()
     share = max(1, (threads or before) // jobs)
     try:
@@ -174,7 +176,10 @@ def compare(
 
 
 def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
-    """The plan with the sizes of trained tokenizers and with measured step times."""
+    """The plan of a study, from the sizes of trained tokenizers and from measured step times.
+
+    Trains tokenizers and measures step times if they are missing, and stores them in the folder.
+    """
 
     def vocabulary(recipe: Recipe) -> int:
         made = prepare_tokenizer(
@@ -198,14 +203,17 @@ def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
 
 
 def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
-    """The time of a recipe's step on this machine: the fastest of a few, on random tokens."""
+    """Seconds per training step of a recipe on this machine.
+
+    A few steps are timed on random tokens; the fastest counts.
+    """
     device = resolve_device(recipe.train.device)
     config = recipe.decoder_config(vocabulary)
     return time_steps(recipe.train, config, device, recipe.parallel)
 
 
 class _Run:
-    """Runs the trials of a plan in a study's folder."""
+    """Runs the trials of a plan and writes the results into the study's folder."""
 
     def __init__(
         self,
@@ -221,7 +229,7 @@ class _Run:
         self.threads, self.signals = threads, signals
 
     def run(self) -> Comparison:
-        """Run all unfinished trials, the learning rate search first; then write the reports."""
+        """Run all unfinished trials, the learning rate search first, and then write the reports."""
         everything = self.plan.all_trials
         done = [trial for trial in everything if self._is_done(trial)]
         self.on_event(
@@ -246,7 +254,10 @@ class _Run:
         return Comparison(self.folder.path, finished, len(everything), results, stopped)
 
     def _train(self, trials: list[Trial]) -> str | None:
-        """Run the unfinished trials; returns the name of the signal that stopped them, or None."""
+        """Run those of the trials that are unfinished.
+
+        Returns the name of the signal that stopped them, or None if all are finished.
+        """
         left = [trial for trial in trials if not self._is_done(trial)]
         work = [(trial, self._recipe(trial), self.folder.trial(trial)) for trial in left]
         if self.jobs > 1:

@@ -1,7 +1,7 @@
 """Means and differences over seeds with confidence intervals (Student's t), and verdicts in words.
 
-The functions work on lists of numbers, independent of the measured quantity. The distributions are
-SciPy's, from the extra `compare`.
+The functions work on lists of numbers, whatever these measure. They need SciPy, which the extra
+`compare` installs.
 """
 
 import math
@@ -16,13 +16,14 @@ CONFIDENCE = 0.95
 LEVEL = 1 - CONFIDENCE
 """Significance level: a difference is significant if p is below it."""
 POWER = 0.8
-"""Statistical power of `detectable`: the fraction of studies that detect such a difference."""
+"""Statistical power required by `detectable` and `seeds_for`: the fraction of studies in which a
+true difference is significant."""
 MOST_SEEDS = 1000
 """Largest number of seeds that `seeds_for` returns."""
 NODES = 200
-"""Quadrature nodes of the integral over sample standard deviations in `power`."""
+"""Number of quadrature nodes for the integral over sample standard deviations in `power`."""
 FEWEST = 2
-"""Smallest number of values for an interval."""
+"""Minimum number of values (seeds) for a confidence interval."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """The mean of paired differences, its interval and its p-value."""
+    """The mean of paired differences, its 95 % confidence interval and its p-value."""
 
     deviation: float
     """Standard deviation of the differences."""
@@ -60,7 +61,10 @@ def scipy_stats() -> Any:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of two or more values and its 95 % interval, `mean ± t(n-1) · s / √n`."""
+    """The mean of values and its 95 % confidence interval, `mean ± t(n-1) · s / √n`.
+
+    n is the number of values, at least 2, and s their standard deviation.
+    """
     assert len(values) >= FEWEST, "one value has no interval"
     reach = _quantile(1 - LEVEL / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     mean = fmean(values)
@@ -68,9 +72,9 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Paired t-test of the differences `first - second` of two or more pairs.
+    """Paired t-test of the differences `first - second`, for two or more pairs.
 
-    If all differences are equal, p is 0, or 1 if they are zero.
+    If all differences are equal, the p-value is 0; if all are zero, it is 1.
     """
     differences = [one - other for one, other in zip(first, second, strict=True)]
     found = interval(differences)
@@ -86,8 +90,8 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's correction of the p-values of several tests, which bounds the family-wise error rate.
 
-    The i-th smallest of m is multiplied by `m - i + 1`. No corrected value is smaller than the
-    previous one, and none exceeds 1.
+    The i-th smallest of m p-values is multiplied by `m - i + 1`, then raised to the previous
+    corrected value if it is smaller, and limited to 1. The order of `ps` is kept.
 
     Paper: Holm, "A simple sequentially rejective multiple test procedure", 1979.
     """
@@ -100,10 +104,11 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def power(effect: float, deviation: float, n: int, level: float = LEVEL) -> float:
-    """The probability that a paired t-test detects a true difference.
+    """The probability that a paired t-test is significant, given the true difference.
 
     Computed as the mean of `P(|Z + shift| > limit · s)` over the distribution of the sample
-    standard deviation s. SciPy's noncentral t is the same function but fails far from its centre.
+    standard deviation s. SciPy's noncentral t distribution gives the same value but fails for large
+    effects.
 
     Args:
         effect: the true difference.
@@ -125,7 +130,8 @@ def power(effect: float, deviation: float, n: int, level: float = LEVEL) -> floa
 def detectable(deviation: float, n: int, level: float = LEVEL) -> float:
     """The smallest true difference that a paired t-test of n pairs detects with 80 % power.
 
-    Found by bisection to a relative precision of 1e-6. 0 if the deviation is 0.
+    It is found by bisection to a relative precision of 1e-6. If the standard deviation of the
+    differences is 0, it is 0.
     """
     if deviation == 0:
         return 0.0
@@ -139,9 +145,14 @@ def detectable(deviation: float, n: int, level: float = LEVEL) -> float:
 
 
 def seeds_for(effect: float, deviation: float, level: float = LEVEL) -> int | None:
-    """The smallest number of pairs that detects a true difference with 80 % power.
+    """The smallest number of seeds with which a paired t-test detects an effect with 80 % power.
 
-    None if more than `MOST_SEEDS` are needed.
+    None if more than `MOST_SEEDS` seeds are needed.
+
+    Args:
+        effect: the true difference.
+        deviation: the standard deviation of the differences.
+        level: the significance level.
     """
     if deviation == 0:
         return FEWEST
@@ -169,10 +180,13 @@ class Verdict:
     """The outcome of comparing one variant with the baseline."""
 
     outcome: Literal["better", "worse", "equal", "not shown"]
-    """`equal`: the difference is within the smallest effect that matters."""
+    """The outcome for the variant. `equal` means that the difference is smaller than the smallest
+    effect that matters; `not shown`, that it is not significant."""
     words: str
+    """The outcome as a sentence."""
     detectable: float
-    """The difference that this study detects with 80 % power, in the unit of the loss."""
+    """The smallest true difference that this study detects with 80 % power, in the unit of the
+    loss."""
 
 
 def verdict(
@@ -186,19 +200,19 @@ def verdict(
     unit: str,
     smallest_effect: float | None = None,
 ) -> Verdict:
-    """Judge the paired differences between a variant's losses and the baseline's.
+    """Decide whether a variant is better or worse than the baseline, from paired differences.
 
     Args:
         name: the name of the variant.
-        baseline: the name of the baseline.
-        found: the variant's loss minus the baseline's.
+        baseline: the name of the variant that the others are compared with.
+        found: the paired differences: the variant's losses minus the baseline's.
         p: the p-value after Holm's correction.
         n: the number of seeds.
         tests: the number of variants compared with the baseline.
         unit: the unit of the loss.
         smallest_effect: the smallest difference that matters.
     """
-    level = LEVEL / tests  # the level of the strictest of Holm's steps
+    level = LEVEL / tests  # the significance level of the strictest step of Holm's correction
     seen = detectable(found.deviation, n, level)
     could = f"this study can detect {seen:.2g} {unit} or more (80 % power)"
     if p < LEVEL:
@@ -228,7 +242,7 @@ def verdict(
 
 
 def _span(small: float, large: float) -> str:
-    """Format two figures with enough decimal places to differ, at least three."""
+    """Format a range of two numbers with at least three decimal places, and enough to differ."""
     for places in (3, 4, 5, 6):
         texts = f"{small:.{places}f}", f"{large:.{places}f}"
         if texts[0] != texts[1] and float(texts[0]) > 0:

@@ -20,7 +20,7 @@ Factor = Annotated[float, Field(gt=0)]
 BudgetKind = Literal["steps", "tokens", "flops", "seconds"]
 BUDGETS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 Settings = dict[str, Any]
-"""Dotted keys of a recipe, such as `model.n_layers`, with their values."""
+"""Settings of a recipe: values by dotted key, such as `model.n_layers`."""
 
 SEARCH_SEED = 1_000_000
 """Default seed of the learning rate search."""
@@ -42,11 +42,11 @@ class BudgetConfig(Config):
     steps: Count | None = None
     """Number of weight updates."""
     tokens: Count | None = None
-    """Number of training tokens; a step that would exceed it is not run."""
+    """Number of training tokens; a step that would exceed this number is not run."""
     flops: float | None = Field(default=None, gt=0)
     """Floating-point operations of training, forward and backward."""
     seconds: float | None = Field(default=None, gt=0)
-    """Time of the training steps. A variant's time per step is measured once and then reused."""
+    """Time of all training steps. Each variant's time per step is measured once and then reused."""
     parameters: bool | Annotated[float, Field(ge=0, lt=1)] = False
     """Whether variants must have the baseline's number of parameters. True: exactly; a number:
     the allowed relative difference (0.01: one per cent)."""
@@ -61,12 +61,12 @@ class BudgetConfig(Config):
 
     @property
     def kind(self) -> BudgetKind:
-        """The kind of budget that is given."""
+        """The kind of budget that is set: the name of its field."""
         return next(name for name in BUDGETS if getattr(self, name) is not None)
 
     @property
     def amount(self) -> float:
-        """The amount, in the unit of its kind."""
+        """The size of the budget, in the unit of its kind."""
         return getattr(self, self.kind)
 
 
@@ -74,13 +74,13 @@ class QuickConfig(Config):
     """The changes made by `--quick`, a short run that checks that a study works."""
 
     settings: Settings = Field(default={})
-    """Dotted keys of the recipe, which override the base of all variants."""
+    """Settings of the recipe, as dotted keys and values, that override the base of all variants."""
     budget: BudgetConfig | None = None
-    """None: as in the study."""
+    """Budget of each quick run; None: the study's."""
     seeds: tuple[Seed, ...] | None = None
-    """None: as in the study."""
+    """Seeds of the quick runs; None: the study's."""
     learning_rates: tuple[Factor, ...] | None = None
-    """None: as in the study."""
+    """Factors on the learning rates in quick runs; None: the study's."""
 
     @model_validator(mode="after")
     def _leaves_the_rest(self) -> Self:
@@ -99,8 +99,9 @@ class Study(Config):
     """The base recipe of all variants: its file, relative to the study's file, `depth-N` for a
     built-in recipe, or its fields."""
     variants: dict[str, Settings] = Field(default={})
-    """For each variant by name, the dotted keys of the recipe that differ from the base. Values
-    override the base like settings on the command line: a mapping replaces a whole section."""
+    """Variants by name, each with the settings that differ from the base, as dotted keys and
+    values. They override the base like settings on the command line: a mapping replaces a whole
+    section."""
     grid: dict[str, list[Any]] = Field(default={})
     """Instead of `variants`: dotted keys with lists of values. Every combination is a variant."""
     baseline: str | None = None
@@ -108,13 +109,14 @@ class Study(Config):
     budget: BudgetConfig
     """The budget of each run."""
     seeds: tuple[Seed, ...]
-    """Seeds; every variant is trained with each. Intervals need at least two."""
+    """Random seeds. Every variant is trained with each seed. Confidence intervals need at least
+    two."""
     learning_rates: tuple[Factor, ...] = (1.0,)
     """Factors on the recipe's learning rates. If there are several, each variant is first trained
     with each factor on `search_seed`, and then compared at its best factor."""
     search_seed: Seed = SEARCH_SEED
-    """Seed of that search. It must not be in `seeds`: the compared losses must not be those that
-    the search selected."""
+    """Seed of the learning rate search. It must not be in `seeds`: losses that the search selected
+    would bias the comparison."""
     contexts: tuple[Count, ...] = ()
     """Context lengths in tokens, in ascending order, at which each final model is also evaluated:
     the held-out text is cut into windows of that length. Lengths beyond `train.seq_len` measure
@@ -127,7 +129,10 @@ class Study(Config):
     @field_validator("variants", mode="before")
     @classmethod
     def _nothing_said(cls, variants: Any) -> Any:
-        """Accept a variant without settings, such as the line `base:`, as the unchanged base."""
+        """Convert a variant without settings (a YAML line such as `small:`) to an empty mapping.
+
+        Such a variant is the unchanged base recipe.
+        """
         if not isinstance(variants, dict):
             return variants
         named = {str(name): {} if said is None else said for name, said in variants.items()}
@@ -170,24 +175,24 @@ class Study(Config):
 
     @property
     def searches(self) -> bool:
-        """True if a learning rate is searched for each variant."""
+        """True if the study searches a learning rate for each variant."""
         return len(self.learning_rates) > 1
 
     @property
     def compared_with(self) -> str:
-        """The name of the baseline."""
+        """The name of the baseline: the variant that the others are compared with."""
         return self.baseline or next(iter(self.all_variants()))
 
     def all_variants(self) -> dict[str, Settings]:
-        """The settings of every variant by name, with a grid expanded."""
+        """The settings of every variant by name: `variants`, or all combinations of `grid`."""
         return dict(self.variants) if self.variants else dict(_combinations(self.grid))
 
 
 def read_study(file: str | Path) -> Study:
-    """Read a study from a file; the name of its base's file is replaced by the base's fields.
+    """Read a study from a YAML file. A `base` that names a recipe becomes the recipe's fields.
 
     Raises:
-        ConfigError: a file is missing, or is not a study or a recipe.
+        ConfigError: the study's or the recipe's file is missing or invalid.
     """
     file = Path(file)
     study = Study.from_dict(read_yaml(file))
@@ -209,10 +214,14 @@ def read_study(file: str | Path) -> Study:
 
 
 def check_settings(settings: Settings, place: str) -> None:
-    """Raise an error for keys that the study itself determines.
+    """Check that a variant's settings do not contain keys that the study determines.
+
+    Args:
+        settings: values by dotted key of the recipe.
+        place: path of the settings in the study, for the error.
 
     Raises:
-        ConfigError: there is such a key.
+        ConfigError: a key, such as `train.seed`, is determined by the study.
     """
     for key in settings:
         if reason := _SET_BY_STUDY.get(key):
@@ -254,7 +263,7 @@ def _check_different(values: Sequence[float], place: str) -> None:
 
 
 def _combinations(grid: dict[str, list[Any]]) -> Iterator[tuple[str, Settings]]:
-    """Yield every combination of a grid's values, named after the values."""
+    """Yield a variant for every combination of a grid's values: its name and its settings."""
     words = {key: _words(values) for key, values in grid.items()}
     short = _shortened(list(grid))
     for indices in itertools.product(*(range(len(values)) for values in grid.values())):
@@ -264,7 +273,10 @@ def _combinations(grid: dict[str, list[Any]]) -> Iterator[tuple[str, Settings]]:
 
 
 def _words(values: list[Any]) -> list[str]:
-    """A word for each value that is valid in a folder name; numbered if words are equal."""
+    """A word for each value, to be part of a variant's name. All words are different.
+
+    Characters that are not valid in a folder name become `-`. Equal words get a number.
+    """
     found = []
     for value in values:
         word = value.get("kind") if isinstance(value, dict) else value
@@ -279,7 +291,7 @@ def _words(values: list[Any]) -> list[str]:
 
 
 def _shortened(keys: list[str]) -> dict[str, str]:
-    """Shorten each dotted key to its last names, as few as keep it distinct from the others."""
+    """Map each dotted key to its shortest ending that no other key has (`model.d_ff`: `d_ff`)."""
     short = {}
     for key in keys:
         names = key.split(".")
@@ -292,7 +304,7 @@ def _shortened(keys: list[str]) -> dict[str, str]:
 
 
 def no_study(subject: object) -> WorkhorseError:
-    """The error for an argument that is not a `Study`."""
+    """The error for an argument that should be a `Study` but is not."""
     return WorkhorseError(
         f"expected a Study, not {type(subject).__name__}; read one with read_study(path)"
     )

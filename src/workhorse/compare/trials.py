@@ -1,4 +1,4 @@
-"""Runs one trial: starts or resumes its training run, and writes the outcome."""
+"""Run one trial of a study: start or resume its training run, and write its outcome."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ from workhorse.native.allocator import give_back_freed_memory
 from workhorse.train import DivergedError, Event, Recipe, StopSignals, read_metrics, train
 
 PATIENCE = 60.0
-"""Seconds to wait for another process to finish saving a trial, after a study was killed."""
+"""Maximum seconds to wait for a process of a killed study that is still saving the trial."""
 
 
 def run_trial(
@@ -34,17 +34,19 @@ def run_trial(
     contexts: Sequence[int] = (),
     signals: StopSignals | None = None,
 ) -> str | None:
-    """Train a trial to its end, resuming if it was started, and write its outcome into its folder.
+    """Train a trial of a study to its end and write its outcome (`trial.json`) into `out`.
+
+    A trial that was started before is resumed.
 
     Args:
         recipe: the trial's recipe.
         out: the trial's run directory, new or existing.
         on_event: called with the events of training.
         contexts: context lengths in tokens at which the final model is also evaluated.
-        signals: see `workhorse.train.train`.
+        signals: signals that stop the trial after saving; see `workhorse.train.train`.
 
     Returns:
-        The name of the signal that stopped the trial after saving; None if it is finished.
+        The name of the signal that stopped the trial after saving; None if the trial is finished.
 
     Raises:
         WorkhorseError: the trial cannot be trained. Divergence is not an error but an outcome.
@@ -72,10 +74,10 @@ def run_trial(
 
 
 def _check_validated(run: RunDirectory, step: int) -> None:
-    """Check that the metrics of a finished run contain its final validation.
+    """Check that the metrics of a finished run contain its start and its final validation.
 
     Raises:
-        WorkhorseError: they do not.
+        WorkhorseError: one of these events is missing.
     """
     events = read_metrics(run.metrics_file)
     ended = any(event["kind"] == "validation" and event["step"] == step for event in events)
@@ -87,7 +89,13 @@ def _check_validated(run: RunDirectory, step: int) -> None:
 
 
 def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
-    """The fields of the outcome that a run's metrics contain; no losses if it diverged."""
+    """The fields of a trial's outcome that are read from the metrics of its run.
+
+    Args:
+        run: the trial's run directory.
+        diverged: the message about the divergence, in which case the losses are None; None if the
+            run did not diverge.
+    """
     events = read_metrics(run.metrics_file)
     last = {event["kind"]: event for event in events}
     steps = [event for event in events if event["kind"] == "step"]
@@ -109,7 +117,7 @@ def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
 
 
 def _by_context(run: Path, device: torch.device, contexts: Sequence[int]) -> dict[str, Losses]:
-    """The losses of a run on its held-out text at each context."""
+    """The losses of a run's final model on its held-out text, by context length in tokens."""
     if not contexts:
         return {}
     model = load(run, device=device, dtype="float32")
@@ -128,10 +136,12 @@ def _by_context(run: Path, device: torch.device, contexts: Sequence[int]) -> dic
 
 
 def _wait_until_free(out: Path) -> None:
-    """Wait while a process of a killed study saves this trial.
+    """Wait until no other process uses a run directory.
+
+    A process of a killed study may still be saving a checkpoint there.
 
     Raises:
-        WorkhorseError: the trial is still locked after `PATIENCE` seconds.
+        WorkhorseError: the directory is still locked after `PATIENCE` seconds.
     """
     until = time.monotonic() + PATIENCE
     while out.is_dir():
@@ -145,7 +155,7 @@ def _wait_until_free(out: Path) -> None:
 
 
 def _watch_memory(device: torch.device) -> int:
-    """Start measuring the peak memory; returns the bytes already in use."""
+    """Start measuring the peak memory, and return the number of bytes already in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -154,7 +164,12 @@ def _watch_memory(device: torch.device) -> int:
 
 
 def _peak_memory(device: torch.device, before: int) -> int | None:
-    """The trial's peak memory in bytes; None if the system does not report it."""
+    """Peak bytes used by a trial since `_watch_memory`; None if the system does not report them.
+
+    Args:
+        device: the trial's device.
+        before: the bytes that were already in use, as returned by `_watch_memory`.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) - before
     return max(0, most_resident() - before) if sys.platform == "linux" else None

@@ -1,8 +1,8 @@
 """A process that runs one trial: `python -m workhorse.compare.worker`, started by `processes.py`.
 
-It reads the trial from stdin as one line of JSON and writes events to stdout, one line of JSON
-each. The last event is of kind `ended`. When stdin is closed, the parent process has exited: the
-worker saves and stops.
+The process reads its job from stdin as one line of JSON and writes events to stdout, one line of
+JSON each. The last event is of kind `ended`. When the parent process closes stdin or exits, the
+process saves and stops.
 """
 
 import contextlib
@@ -20,13 +20,14 @@ from workhorse.native.allocator import keep_freed_memory
 from workhorse.train import Recipe, StopSignals
 
 Job = dict[str, Any]
-"""The job of a process: a `recipe`, the run directory `out`, and the `contexts` to measure."""
+"""The job of a process: the trial's `recipe`, its run directory `out`, and the context lengths
+(`contexts`) at which the final model is also evaluated."""
 TOLD = ("start", "step", "validation", "notice", "data")
-"""Kinds of event that are sent to the parent."""
+"""Kinds of training events that are sent to the parent process."""
 
 
 def main() -> None:
-    """Run the trial read from stdin."""
+    """Read a job from stdin, run its trial, and write the events to stdout."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other prints must not mix with the events
     job: Job = json.loads(sys.stdin.readline())
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def _stop_when_alone() -> None:
-    """Send this process SIGTERM, for an orderly stop, when stdin is closed."""
+    """Wait until stdin is closed, then send SIGTERM to this process, so that it saves and stops."""
     while os.read(0, 1):  # not sys.stdin: its lock would be held at exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)

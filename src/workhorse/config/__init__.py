@@ -1,1 +1,1 @@
-"""Configs: frozen, strict about keys, read from YAML and JSON; their errors and overrides."""
+"""The base class of configs, their errors, and settings from the command line that change them."""

@@ -1,15 +1,16 @@
-"""The base of every config: frozen, strict about keys, readable from YAML and JSON.
+"""The base class of all configs: immutable, without unknown keys, readable from YAML and JSON.
 
-A set of alternatives is a tagged union: each alternative is a `Config` with a literal `kind`, and
-the union is written `Annotated[A | B, Field(discriminator="kind")]`.
+If a field accepts one of several configs, it is a tagged union: each alternative is a `Config` with
+a literal `kind`, and the annotation is `Annotated[A | B, Field(discriminator="kind")]`.
 
-A mark declares whether a resumed run may change a field:
+A mark in the annotation declares whether a resumed run may change the field:
 
     learning_rate: Annotated[float, OnResume.CONTINUES] = 1e-3
 
-A mark applies to the field and everything nested in it, unless a nested field has its own mark. The
-default is `NEW_RUN`. If a section changes its `kind`, the mark of `kind` (if any) decides for the
-whole section. Fields marked `OfItsKind` are then not kept by settings on the command line.
+The mark applies to the field and all fields nested in it, unless a nested field has its own mark.
+The default is `NEW_RUN`. If the `kind` of a nested config changes, the mark of `kind` (if any)
+decides for the whole config. If a setting on the command line changes the `kind`, the values of
+fields marked `OfItsKind` are dropped.
 """
 
 import json
@@ -43,14 +44,15 @@ __all__ = [
 ]
 
 MAX_BYTES = 1_000_000
-"""Largest size of a YAML file in bytes."""
+"""Maximum size of a YAML file in bytes."""
 
 
 class Config(BaseModel):
-    """Base class of frozen configs.
+    """Base class of all configs, which are immutable.
 
     Raises:
-        ConfigError: an unknown key (the nearest is suggested), a wrong type, or a broken rule.
+        ConfigError: a key is unknown (the message suggests the most similar one), or a value has a
+            wrong type or is not allowed.
     """
 
     model_config = ConfigDict(
@@ -58,7 +60,10 @@ class Config(BaseModel):
     )
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Remedies for keys that users expect here but belong elsewhere, by `key` or `key=kind`."""
+    """Remedies for keys that users expect in this config but that belong elsewhere.
+
+    The mapping is from `key`, or `key=kind`, to the end of the error message.
+    """
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -69,7 +74,11 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_as_meant(cls, fields: Any) -> Any:
-        """Handle values that pydantic would misread: `n_layers: true`, and `position: rope`."""
+        """Handle values that pydantic would misread.
+
+        Raises an error for `n_layers: true`, for example, and expands `position: rope` to
+        `position: {kind: rope}`.
+        """
         if not isinstance(fields, dict):
             return fields
         given = cast(dict[str, Any], fields)
@@ -100,7 +109,7 @@ class Config(BaseModel):
         return cls(**{str(key): value for key, value in settings.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain data (numbers, strings, lists, dicts)."""
+        """All fields as plain data (numbers, strings, lists, dicts)."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -133,10 +142,10 @@ class Config(BaseModel):
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML string into plain data.
+    """Parse a YAML string into plain data (numbers, strings, lists, dicts).
 
     Raises:
-        ConfigError: the string is not YAML or not plain data, with line and column.
+        ConfigError: the string is not YAML or not plain data. The message has line and column.
     """
     _check_text(text, "YAML")
     try:
@@ -171,7 +180,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def check_colons(value: Any, path: str = "") -> None:
-    """Raise an error for `{kind:rope}`, which YAML parses as a key `kind:rope` without a value."""
+    """Raise an error for a missing space after a colon in parsed YAML, at any depth.
+
+    YAML parses `{kind:rope}` as a key `kind:rope` without a value.
+
+    Args:
+        value: the parsed data.
+        path: its dotted path, for the error.
+    """
     if isinstance(value, list):
         for item in cast(list[Any], value):
             check_colons(item, path)
@@ -188,7 +204,10 @@ def check_colons(value: Any, path: str = "") -> None:
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Raise an error for integers above `LARGEST`, at any depth."""
+    """Raise an error for an integer above `LARGEST` in a value, at any depth.
+
+    `name` is the value's dotted path, for the error.
+    """
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError("a whole number is larger than 2^63 - 1; choose a smaller one", name)
     if isinstance(value, dict):
@@ -201,7 +220,10 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _with_kind(annotation: Any, value: Any) -> Any:
-    """Expand a plain word to a config of that kind if one is accepted: `rope` to `{kind: rope}`."""
+    """Expand a string to a config if the field accepts a kind of that name.
+
+    `rope` becomes `{kind: rope}`. Other values are returned unchanged.
+    """
     if isinstance(value, str):
         return {"kind": value} if value in kinds_in(annotation) else value
     if get_origin(annotation) is dict and isinstance(value, dict):
@@ -212,13 +234,16 @@ def _with_kind(annotation: Any, value: Any) -> Any:
 
 
 def configs_in(annotation: Any) -> list[type[Config]]:
-    """The config classes that a field of that type accepts, also inside lists and mappings."""
+    """The config classes that a field with this annotation accepts, also in lists and mappings."""
     kinds = alternatives(annotation)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]
 
 
 class OnResume(Enum):
-    """Rules for changing a setting when a run is resumed; the values are shown in the reference."""
+    """Rules for changing a setting when a run is resumed.
+
+    Each value is the text that the reference of recipe keys shows.
+    """
 
     NO_EFFECT = "may change; the training stays the same"
     ROUNDED = "may change; results are then rounded differently"
@@ -229,18 +254,21 @@ class OnResume(Enum):
 
 @dataclass(frozen=True)
 class OfItsKind:
-    """Mark of a field that has a different meaning in another kind with a field of the same name.
+    """Mark of a field whose meaning depends on the `kind` of its config.
 
-    The field is not kept when a section changes its kind.
+    Another kind has a field of the same name with a different meaning. So the field's value is
+    dropped when a setting on the command line changes the `kind`.
     """
 
 
 def rule_of(config: Config, path: Iterable[str]) -> OnResume:
-    """The rule of the setting at a path, such as `("train", "steps")`.
+    """The rule for changing a setting of a config when a run is resumed.
 
     Args:
-        config: the config that contains the setting. It determines the alternative of each union.
-        path: the names of fields from the config down. Inside plain data, the last rule applies.
+        config: the config that contains the setting. Its values determine which alternative of a
+            union is used.
+        path: the names of nested fields, such as `("train", "steps")`. If the path leads into plain
+            data, such as a list, the rule of the last field applies.
     """
     rule, here = OnResume.NEW_RUN, config
     for name in path:
@@ -254,5 +282,5 @@ def rule_of(config: Config, path: Iterable[str]) -> OnResume:
 
 
 def marked(metadata: Iterable[Any]) -> OnResume | None:
-    """The mark in a field's metadata (`Model.model_fields[NAME].metadata`), or None."""
+    """The `OnResume` mark in a field's metadata (`CLASS.model_fields[NAME].metadata`), or None."""
     return next((mark for mark in metadata if isinstance(mark, OnResume)), None)

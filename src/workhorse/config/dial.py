@@ -1,14 +1,15 @@
-"""The dial: built-in recipes `depth-N` of one family, set by a single number, the depth.
+"""The dial: built-in recipes named `depth-N`, for models of one family with N layers.
 
-All other sizes are computed from the depth and grow with it:
+All other sizes are computed from the number of layers and grow with it:
 
-- width: 64 per layer plus 64; heads of width 64; feed-forwards of 8/3 of the width, rounded up to a
-  multiple of 64;
+- width (`d_model`): 64 per layer plus 64, with heads of width 64; the width of feed-forwards is 8/3
+  of it, rounded up to a multiple of 64;
 - vocabulary: 2,048 per layer, rounded to the nearest power of two, up to 65,536;
 - context: 64 tokens per layer, rounded up to a power of two, from 256 to 4,096;
 - training tokens: `TOKENS_PER_PARAMETER` per parameter in matmuls, about the compute-optimal ratio
   of these models (docs/scaling.md);
-- tokens per step: proportional to the square root of all tokens, rounded to a power of two;
+- tokens per step: proportional to the square root of the training tokens, rounded to a power of
+  two;
 - learning rates: Muon's is the same at every width, since its update has the same spectral norm;
   AdamW's, for embeddings and norms, is proportional to one over the square root of the width.
 """
@@ -23,26 +24,26 @@ from workhorse.errors import WorkhorseError
 
 NAMED_AFTER = "depth-"
 NAMED = re.compile(rf"{NAMED_AFTER}\d{{1,6}}")
-"""Pattern of the name of a built-in recipe, given instead of a file."""
+"""Pattern of the names of built-in recipes, which can be given instead of a file."""
 NEARLY = re.compile(r"depth[ _=:]?-?(\d{1,6})")
-"""Pattern of misspelt names, for a suggestion in the error."""
+"""Pattern of misspelt names of built-in recipes, for a suggestion in the error."""
 DEEPEST = 64
 HEAD_DIM = 64
-"""Width of a head, and increase of the model's width per layer."""
+"""Width of an attention head, and increase of the model's width per layer."""
 TOKENS_PER_PARAMETER = 1.8
 STEP_TOKENS = 2048 / 3e6**0.5
-"""Ratio of the tokens per step to the square root of all tokens."""
+"""Ratio of the tokens per step to the square root of the training tokens."""
 ADAMW_RATE, ADAMW_WIDTH = 0.03, 256
-"""Learning rate of embeddings and norms, and the width at which it applies."""
+"""Learning rate of embeddings and norms in a model of width `ADAMW_WIDTH`, and that width."""
 
 
 def is_on_dial(source: str | Path) -> bool:
-    """True if the name is a built-in recipe's and no file or folder has this name."""
+    """True if `source` is the name of a built-in recipe, and no file or folder has this name."""
     return NAMED.fullmatch(str(source)) is not None and not Path(source).exists()
 
 
 def read_recipe(source: str | Path) -> dict[str, Any]:
-    """The fields of a recipe, from a file or from a built-in name such as `depth-8`.
+    """The fields of a recipe, from a file or by a built-in name such as `depth-8`.
 
     Raises:
         WorkhorseError: the file is missing or not YAML, or the depth is out of range.
@@ -57,10 +58,10 @@ def read_recipe(source: str | Path) -> dict[str, Any]:
 
 
 def recipe_of_depth(depth: int) -> dict[str, Any]:
-    """The fields of the built-in recipe of a depth. Its corpus is Python's standard library.
+    """The fields of the built-in recipe `depth-N`. Its corpus is Python's standard library.
 
     Args:
-        depth: the number of layers, from 1 to `DEEPEST`.
+        depth: N, the number of layers, from 1 to `DEEPEST`.
 
     Raises:
         WorkhorseError: the depth is out of range.

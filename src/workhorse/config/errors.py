@@ -1,6 +1,6 @@
-"""One-line errors for invalid configs: the fact, the value and the remedy.
+"""One-line errors for invalid configs: what is wrong, with which value, and what to do.
 
-pydantic detects the problem. The message is written from the annotation of the field.
+pydantic detects the problem. The message is derived from the annotation of the field.
 """
 
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workhorse.config.base import Config
 
 LARGEST = 2**63 - 1
-"""Largest allowed integer; no size, count or seed is larger."""
+"""Largest integer that a config accepts."""
 
 _NOUNS = {
     int: "a whole number",
@@ -36,16 +36,16 @@ _FACTS = {
     "greater": "is too small",
     "less": "is too large",
 }
-"""Facts by the first word of pydantic's error type."""
+"""What the error says about the value, by the first word of pydantic's error type."""
 _NO_LIST = {"tuple_type", "list_type"}
 _NO_SETTINGS = {"dict_type", "model_type", "model_attributes_type"}
 
 
 class ConfigError(WorkhorseError):
-    """An invalid config, with its dotted `path` and the `reason`.
+    """An error in a config: the dotted `path` of the wrong setting, and the `reason`.
 
-    `unknown_key` is set if the config at `path` has no such key, and `missing_key` if a required
-    key is not given.
+    `unknown_key` is the name of a key that the config at `path` does not have, and `missing_key`
+    that of a required key that is not given. Both are empty for other errors.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class ConfigError(WorkhorseError):
         super().__init__(f"{path}: {reason}" if path else reason)
 
     def below(self, path: str) -> "ConfigError":
-        """The same error with `path` in front of its path."""
+        """Return a copy of the error with `path` in front of its own path, for the outer config."""
         whole = ".".join(part for part in (path, self.path) if part)
         return ConfigError(self.reason, whole, self.unknown_key, self.missing_key)
 
 
 def as_written(value: object) -> str:
-    """Format a value as in a recipe: `null` and `true` instead of None and True."""
+    """Format a value for a message as a recipe writes it: `null` and `true`, not None and True."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return shown(value)
@@ -73,7 +73,10 @@ def as_written(value: object) -> str:
 def first_problem(
     config: "type[Config]", error: ValidationError, fields: Mapping[str, Any]
 ) -> ConfigError:
-    """The first of pydantic's errors as a `ConfigError`; unknown keys come before others."""
+    """Convert the first of pydantic's errors to a `ConfigError`. Unknown keys come first.
+
+    `fields` are the values from which a config of the class `config` should have been built.
+    """
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in problem["loc"]]
     value = problem["input"]
@@ -111,13 +114,13 @@ def first_problem(
 
 
 def wrong_value(value: object, annotation: Any, marks: Iterable[Any], problem: str = "") -> str:
-    """The reason why a field does not accept a value, and the accepted values.
+    """The message for a value that a field does not accept: the reason and the accepted values.
 
     Args:
         value: the given value.
         annotation: the field's annotation.
-        marks: the field's metadata, which may contain bounds.
-        problem: pydantic's type of the error.
+        marks: the field's metadata, such as bounds of a number.
+        problem: pydantic's error type, such as `int_parsing`.
     """
     arms = [arm for arm, _ in _arms(annotation, marks)]
     words = [word for arm in arms for word in get_args(arm) if get_origin(arm) is Literal]
@@ -134,13 +137,19 @@ def wrong_value(value: object, annotation: Any, marks: Iterable[Any], problem: s
 
 
 def _wanted(annotation: Any, marks: Iterable[Any] = ()) -> str:
-    """The accepted values of a field in words: a whole number of 1 or more, 'auto' or null."""
+    """Describe the values that a field accepts, such as "a whole number of 1 or more or null".
+
+    `marks` is the field's metadata, such as bounds of a number.
+    """
     words = [_plain(arm, bounds) for arm, bounds in _arms(annotation, marks)]
     return _listed(list(dict.fromkeys(words)))
 
 
 def _plain(arm: Any, marks: list[Any]) -> str:
-    """One alternative in words."""
+    """Describe the values that one alternative of a union accepts.
+
+    `marks` is its metadata, such as bounds of a number.
+    """
     kind, inside = get_origin(arm) or arm, get_args(arm)
     if kind in _NOUNS:
         words = f"{_NOUNS[kind]} {_bounds(marks, whole=kind is int)}".rstrip()
@@ -161,7 +170,10 @@ def _listed(words: list[str]) -> str:
 
 
 def _bounds(marks: Iterable[Any], *, whole: bool) -> str:
-    """The bounds of a number in words; for integers the smallest and largest allowed value."""
+    """Describe the bounds of a number, such as "from 1 to 8" or "above 0".
+
+    For an integer (`whole`), these are always the smallest and the largest allowed value.
+    """
     limits = {
         name: limit
         for mark in marks
@@ -183,7 +195,10 @@ def _bounds(marks: Iterable[Any], *, whole: bool) -> str:
 
 
 def _arms(annotation: Any, marks: Iterable[Any] = ()) -> list[tuple[Any, list[Any]]]:
-    """The alternatives of a union, nested or annotated, each with its bounds."""
+    """The alternatives of a union, also of nested and annotated ones, each with its metadata.
+
+    An annotation that is not a union is its only alternative.
+    """
     bounds = [
         bound
         for mark in marks
@@ -198,7 +213,15 @@ def _arms(annotation: Any, marks: Iterable[Any] = ()) -> list[tuple[Any, list[An
 
 
 def _field_at(config: "type[Config]", path: list[str]) -> tuple[Any, list[Any], int]:
-    """The annotation at a path, its metadata, and the number of path parts that lead to it."""
+    """Find the annotation of the value at a path inside a config.
+
+    Args:
+        config: the class of the config.
+        path: a field, followed by keys and indices of nested mappings and lists.
+
+    Returns:
+        The annotation, its metadata, and the number of leading parts of `path` that lead to it.
+    """
     field = config.model_fields.get(path[0]) if path else None
     if field is None:
         return Any, [], len(path)
@@ -214,7 +237,12 @@ def _field_at(config: "type[Config]", path: list[str]) -> tuple[Any, list[Any], 
 
 
 def _beside(fields: Mapping[str, Any], path: list[str]) -> list[str]:
-    """The other names in the mapping that a path leads into; empty if it is not a mapping."""
+    """The other keys of the mapping that contains the value at a path; empty if there are none.
+
+    Args:
+        fields: the values that a config was built from.
+        path: a field and a key in it. For other paths the result is empty.
+    """
     if len(path) != 2 or not isinstance(named := fields.get(path[0]), dict):  # noqa: PLR2004
         return []
     return [str(name) for name in cast(dict[Any, Any], named) if str(name) != path[1]]
@@ -226,13 +254,13 @@ def _unknown_kind(config: "type[Config]", path: list[str], kind: str, known: Ite
 
 
 def _kinds_known(config: "type[Config]", path: list[str]) -> str:
-    """A remedy that lists the kinds that the settings at a path may have."""
+    """A remedy that lists the values of `kind` that the config at a path may have."""
     kinds = kinds_in(_field_at(config, path)[0])
     return nearest("", kinds) if kinds else "add one"
 
 
 def _no_settings(value: Any, config: "type[Config]", path: list[str]) -> str:
-    """The reason for a value that is not a mapping although settings are expected."""
+    """The message for a value that is not a mapping although a config is expected."""
     field = config.model_fields.get(path[0]) if path else None
     if isinstance(value, str) and field and (kinds := kinds_in(field.annotation)):
         return _unknown_kind(config, path, value, kinds)
@@ -240,9 +268,10 @@ def _no_settings(value: Any, config: "type[Config]", path: list[str]) -> str:
 
 
 def _without_tag(config: "type[Config]", path: list[str]) -> list[str]:
-    """Drop the union tag that pydantic may append, so that the path is the one in the file.
+    """Remove the union tag that pydantic may append to the path of an error.
 
-    The tag follows the field's name, or the key or index within that field.
+    The result is the path in the file. The tag follows the field's name, or the key or index within
+    that field.
     """
     field = config.model_fields.get(path[0]) if path else None
     annotation = field.annotation if field else None
@@ -252,7 +281,10 @@ def _without_tag(config: "type[Config]", path: list[str]) -> list[str]:
 
 
 def kinds_in(annotation: Any) -> set[str]:
-    """The kinds of config that a field accepts; empty if it also accepts a plain string."""
+    """The values of `kind` of the configs that a field accepts.
+
+    Empty if the field also accepts a plain string.
+    """
     return set() if str in alternatives(annotation) else _tags(annotation)
 
 
@@ -268,6 +300,9 @@ def _tags(annotation: Any) -> set[str]:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types that a field accepts: `int | None` gives int and None."""
+    """The types in an annotation, without unions and containers.
+
+    `int | None` gives int and NoneType, `list[str]` gives str.
+    """
     inside = get_args(annotation)
     return [kind for part in inside for kind in alternatives(part)] if inside else [annotation]

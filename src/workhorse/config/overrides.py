@@ -1,4 +1,4 @@
-"""Applies settings of the command line, `section.key=value`, to plain data."""
+"""Apply settings from the command line, `section.key=value`, to the fields of a config."""
 
 import re
 import shlex
@@ -10,9 +10,9 @@ from workhorse.errors import shown
 from workhorse.files.text_formats import write_yaml
 
 MAX_DEPTH = 64
-"""Most sections in the path of a setting."""
+"""Maximum number of nested sections in the path of a setting."""
 LONGEST_QUOTED = 60
-"""Longest value that an error repeats, in characters."""
+"""Maximum number of characters of a value that an error suggests to quote."""
 _KIND = re.compile(r"[^=]*\.kind=")
 
 
@@ -24,20 +24,21 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """Return a copy of plain data with `section.key=value` settings applied; values are YAML.
 
-    `section.kind=value` changes the kind of the section. It is applied before the other settings
-    of the section, independent of their order.
+    A section is a nested mapping. `section.kind=value` changes the kind of the section. Such
+    settings are applied before all others, independent of their order.
 
     Args:
         data: the plain data, which is not changed.
         overrides: the settings.
-        keep: a function that returns the keys to keep when a section changes its kind, from its
-            dotted path, its settings and the new kind. None: keep nothing of another kind.
-        kinds: a function that returns the kinds accepted at a dotted path. A kind written as a
-            plain word (`position: rope`) is expanded to a section (`{kind: rope}`).
+        keep: a function that returns the keys and values of a section to keep when its kind
+            changes. Its arguments are the section's dotted path, the section, and the new kind. If
+            `keep` is None, keys of another kind are dropped.
+        kinds: a function that returns the kinds accepted at a dotted path. If a section on a
+            setting's path is such a kind as a string (`position: rope`), it is expanded to a
+            mapping (`{kind: rope}`).
 
     Raises:
-        ConfigError: a setting has no `=`, or its path leads through something that is not a
-            mapping.
+        ConfigError: a setting has no `=`, or a section on its path is not a mapping.
     """
     result: dict[str, Any] = _copied(dict(data))
     for setting in sorted(overrides, key=lambda setting: not _KIND.match(setting)):
@@ -69,17 +70,17 @@ def apply_overrides(
 
 
 def _copied(value: Any) -> Any:
-    """Deep copy of plain data, which also separates mappings that YAML aliases share."""
+    """Deep copy of plain data. A mapping that occurs twice, by a YAML alias, is copied twice."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in cast(dict[Any, Any], value).items()}
     return [_copied(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _value_of(path: str, text: str) -> Any:
-    """Parse the value of a setting as YAML.
+    """Parse the value of a setting as YAML, with two exceptions that stay strings.
 
-    A single dash means stdin, not a list. A value that starts with `*` is a glob pattern, since a
-    YAML alias would have no anchor to refer to.
+    A single dash means stdin, not a list. A value that starts with `*` is a glob pattern, not a
+    YAML alias.
     """
     if text == "-" or text.startswith("*"):
         return text
@@ -97,14 +98,17 @@ def _value_of(path: str, text: str) -> Any:
 
 
 def written(value: Any) -> str:
-    """Format a value so that a setting parses back to it: bare if possible, else as YAML."""
+    """Format a value for a `key=value` setting, so that parsing the setting gives the value.
+
+    Strings are written without quotes if possible, other values as YAML.
+    """
     if isinstance(value, str) and _reads_back(value):
         return value
     return write_yaml(value, on_a_line=True)
 
 
 def _reads_back(text: str) -> bool:
-    """True if a setting with this string as its value is parsed as the string itself."""
+    """True if parsing `key=text` gives the string `text` itself, so that it needs no quotes."""
     try:
         return _value_of("", text) == text
     except ConfigError:

@@ -1,8 +1,8 @@
-"""Batches of rows by step number, without state, and an inspection of the rows.
+"""Builds the batch of any step directly from the step number, and decodes batches for display.
 
 A batch holds rows: sequences of `seq_len` token ids. `batches[step]` depends only on the seed, the
-step and the global batch size, and on `offset` if a run changed its batch size. So a run resumes
-from the step alone, and micro-batches and ranks read slices of the same global batch.
+step and the global batch size, and on `offset` if a run changed its batch size. So a run needs only
+the step number to resume, and micro-batches and ranks read slices of the same global batch.
 """
 
 import math
@@ -66,7 +66,7 @@ class Batch:
         return [one for one in vars(self).values() if one is not None]
 
     def columns(self, own: slice) -> "Batch":
-        """Return the positions `own` of every row, such as a rank's part of each sequence."""
+        """Return a batch with only the positions `own` of each row, such as one rank's shard."""
         return self._each(lambda tensor: tensor if tensor.ndim == 1 else tensor[:, own])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
@@ -86,18 +86,18 @@ class Batches:
     """The endless training batches of a split.
 
     Args:
-        split: the streams to read and their weights.
+        split: the token streams to read, one per source, and their weights.
         seq_len: number of input tokens, and of predictions, per row.
         batch_size: number of rows in the global batch of a step, over all ranks and micro-batches.
         seed: seed of the row order; the same seed gives the same tokens on every machine.
         packing: how rows are cut from the streams (see `workhorse.data.sampling`).
         offset: added to every row index. If the batch size changes during a run,
-            `offset = rows read - steps done * batch_size` continues with the next unread row;
-            earlier steps then have no batch.
+            `offset = rows read - steps done * batch_size` continues with the next unread row.
+            Steps before the change must then not be read.
 
     Raises:
-        WorkhorseError: a size is below 1, a source is shorter than one window, or a weight is too
-            small.
+        WorkhorseError: `seq_len` or `batch_size` is below 1, a source has too few tokens for one
+            row, or the weight of a source is too small.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Batches:
 
 
 class ValidationBatches:
-    """The validation batches of a split: each token is predicted once, all batches have one shape.
+    """The validation batches of a split: each token is predicted once, in batches of equal shape.
 
     Adjacent windows share one token, so every token except the first of each stream is predicted
     once. The last window is padded. With `packing="documents"` the rows are the packed rows in
@@ -151,14 +151,14 @@ class ValidationBatches:
     rows of padding, so that a compiled model sees one shape.
 
     Args:
-        split: the streams to read; the weights are not used.
+        split: the token streams to read, one per source; their weights are not used.
         seq_len: number of predictions per row.
         batch_size: number of rows per batch.
-        packing: as in training; `random_windows` validates like `windows`.
-        max_rows: maximum number of rows, spread evenly over the split; None: all.
+        packing: the packing used in training; `random_windows` is validated like `windows`.
+        max_rows: maximum number of rows, spread evenly over the split; None: all rows.
 
     Raises:
-        WorkhorseError: a size is below 1, or the split has no token to predict.
+        WorkhorseError: `seq_len` or `batch_size` is below 1, or the split has no token to predict.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class ValidationBatches:
 
 
 class _TiledWindows:
-    """Adjacent windows over a whole stream, in order; the last one is padded."""
+    """Rows that are adjacent windows over a whole token stream, in order; the last is padded."""
 
     def __init__(self, stream: TokenStream, seq_len: int, _seed: int) -> None:
         self.stream, self.seq_len = stream, seq_len
@@ -227,7 +227,7 @@ class _TiledWindows:
 def _batch(
     parts: list[tuple[Indices, Rows]], sources: Indices, seq_len: int, packing: Packing
 ) -> Batch:
-    """Build a batch from the rows of each source, placed at their positions in the batch."""
+    """Build a batch. `parts` has, for each source, the positions in the batch and the rows."""
     shape = (len(sources), seq_len)
     tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE)
     documents = np.full(shape, PADDING) if packing == "documents" else None
@@ -251,7 +251,7 @@ def _check_sizes(seq_len: int, batch_size: int) -> None:
 
 @dataclass(frozen=True)
 class SegmentView:
-    """A run of adjacent positions of one document in a row."""
+    """Adjacent positions in a row that belong to one document, decoded for display."""
 
     document: int | None
     """Index of the document within the row; None if attention crosses documents."""
@@ -264,7 +264,7 @@ class SegmentView:
 
 @dataclass(frozen=True)
 class RowView:
-    """One row of a batch."""
+    """One row of a batch, decoded for display."""
 
     source: str
     segments: tuple[SegmentView, ...]
@@ -277,7 +277,7 @@ class RowView:
 def view_rows(
     batch: Batch, tokenizer: "Tokenizer", source_names: tuple[str, ...]
 ) -> tuple[RowView, ...]:
-    """Decode the rows of a batch."""
+    """Decode the rows of a batch for display; `source_names` is `Batches.source_names`."""
     views = []
     for row, source in enumerate(batch.sources.tolist()):
         tokens, targets = batch.tokens[row].tolist(), batch.targets[row].tolist()
@@ -309,7 +309,7 @@ def view_rows(
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """Return the counts of a data set by split and source; `bytes` is in UTF-8."""
+    """Return the metadata of a data set, with the size of each source in each split."""
     splits = {}
     for split in (dataset.train, dataset.validation):
         if split is None:
@@ -336,7 +336,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
 
 
 def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (start, stop) of each run of equal values."""
+    """Return the (start, stop) of each run of equal adjacent values."""
     edges = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
     bounds = [0, *edges, len(values)] if values else []
     return list(pairwise(bounds))

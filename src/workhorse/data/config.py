@@ -35,7 +35,8 @@ class HeldOut(Config):
     """A separate path for the validation split, read like `path`. All of `path` is then used for
     training."""
     validation_fraction: Fraction | None = None
-    """Fraction held out for validation; 0 for none. None: 0.1, or 0 if `validation` is set."""
+    """Fraction of the data held out for validation; 0: no validation split. None: 0.1, or 0 if
+    `validation` is set."""
 
     @model_validator(mode="after")
     def _one_validation(self) -> "HeldOut":
@@ -76,7 +77,8 @@ class TextConfig(HeldOut):
 class FolderConfig(HeldOut):
     """A folder of text files, sorted by path. Each file is one document.
 
-    A hash of its path inside the folder decides if a file is held out. Hidden files are skipped.
+    A hash of its path inside the folder decides if a file is held out for validation. Hidden files
+    are skipped.
     """
 
     kind: Literal["folder"] = "folder"
@@ -92,7 +94,7 @@ class FolderConfig(HeldOut):
 class JsonlConfig(HeldOut):
     """JSON Lines files: each line is an object with the text of one document.
 
-    A hash of its text decides if a document is held out.
+    A hash of its text decides if a document is held out for validation.
     """
 
     kind: Literal["jsonl"] = "jsonl"
@@ -109,7 +111,7 @@ class JsonlConfig(HeldOut):
 class ParquetConfig(HeldOut):
     """Parquet files (needs pyarrow): each row is one document.
 
-    A hash of its text decides if a document is held out.
+    A hash of its text decides if a document is held out for validation.
     """
 
     kind: Literal["parquet"] = "parquet"
@@ -125,7 +127,7 @@ class ParquetConfig(HeldOut):
 class StdlibConfig(Config):
     """The source code of the running Python's standard library: each module is one document.
 
-    A hash of its name decides if a module is held out.
+    A hash of its name decides if a module is held out for validation.
     """
 
     kind: Literal["stdlib"] = "stdlib"
@@ -149,11 +151,13 @@ SourceConfig = Annotated[
 
 
 def source_of(name: str | Path) -> SourceConfig:
-    """Return the source that a bare name stands for; only `stdlib` has a validation split.
+    """Return the config for a source given as a name or path, as on the command line.
+
+    Only `stdlib` gets a validation split.
 
     Args:
         name: `stdlib`, `-` for the standard input, a folder of text files, or a file. Files named
-            `.jsonl` and `.parquet` are read as such, all others as plain text.
+            `.jsonl` and `.parquet` are read in these formats, all others as plain text.
     """
     path = Path(name)
     if str(name) == "stdlib" and not path.exists():
@@ -265,13 +269,13 @@ class SequenceStart:
     prefix: tuple[int, ...]
     """Tokens at the beginning of every document."""
     start: int | None
-    """The token before the first token of a document's text: the last token of `prefix`, or the
-    eos token of the previous document. None if there was no such token."""
+    """The token before a document's text in the training data: the last token of `prefix`, or else
+    the eos token of the previous document. None if the training data has no such token."""
 
     def encode(self, tokenizer: "Tokenizer", prompt: str) -> list[int]:
         """Encode a prompt. An empty prompt becomes the tokens that begin a document.
 
-        The result is empty only if the prompt is empty and no token precedes a document.
+        The result is empty only if the prompt is empty and `start` is None.
         """
         tokens = [*self.prefix, *tokenizer.encode(prompt)]
         return tokens or ([] if self.start is None else [self.start])
@@ -297,5 +301,5 @@ def sequence_start(tokenizer: "Tokenizer", data: DataConfig | None) -> SequenceS
 
 
 def start_token(tokenizer: "Tokenizer") -> int | None:
-    """Return the token before a document if the training data is unknown: bos, or else eos."""
+    """Return the token before a document, if the training data is unknown: bos, or else eos."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

@@ -75,7 +75,10 @@ class TokenStream:
 
 
 def _check_whole(shard: np.ndarray) -> None:
-    """Raise an error if a mapped file was truncated: reading past its end kills the process."""
+    """Raise an error if the memory-mapped file of a shard was truncated.
+
+    Without this check, reading past the file's end would kill the process.
+    """
     if not isinstance(shard, np.memmap):
         return
     mapped: Any = shard.base
@@ -89,12 +92,12 @@ def _check_whole(shard: np.ndarray) -> None:
 TOKENS = ".tokens.npy"
 ENDS = ".ends.npy"
 _verified: set[tuple[str | int, ...]] = set()
-"""Files that this process has verified: checksum, device, inode, size and times of change."""
+"""Files whose checksum this process has verified: (checksum, device, inode, size, mtime, ctime)."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The streams of one split, one per source, and their weights in training."""
+    """The training or validation split: one token stream per source, and the training weights."""
 
     name: str
     streams: tuple[TokenStream, ...]
@@ -146,7 +149,7 @@ class Dataset:
 
 
 def mostly_held_out(dataset: Dataset) -> str | None:
-    """Return a warning if validation has more tokens than training, else None."""
+    """Return a warning if the validation split is larger than the training split, else None."""
     if dataset.validation is None or dataset.validation.n_tokens <= dataset.train.n_tokens:
         return None
     return (

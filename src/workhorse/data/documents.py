@@ -1,8 +1,8 @@
 """Reads the documents of each kind of source and assigns them to the splits.
 
-A document is held out if its hash is below a threshold. The hash depends only on the document, so
-adding or removing a document does not move others. The threshold depends on the documents only if
-the given fraction would leave a split empty.
+A document is held out for validation if its hash is below a threshold. The hash depends only on the
+document, so adding or removing a document does not move others. The threshold depends on the
+documents only if the given fraction would leave a split empty.
 
 Only one document is in memory at a time, and a long one is read in pieces, so a text file may be
 larger than memory.
@@ -63,8 +63,8 @@ def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -
 
     Args:
         fraction: fraction of the documents to hold out; with 0 no documents are read.
-        documents: identity and text blocks of each document. They are read until both splits have
-            one; documents without text do not count.
+        documents: (identity, text blocks) of each document; the identity is the string that is
+            hashed. Documents are read until both splits have one. Empty documents do not count.
     """
     asked = fraction * HASHES
     smallest, largest = HASHES, -1
@@ -74,7 +74,7 @@ def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -
             smallest, largest = min(smallest, number), max(largest, number)
             if smallest < asked <= largest:
                 return asked
-    if smallest >= largest:  # no document, or only one, which its hash assigns
+    if smallest >= largest:  # no document, or only one: its hash decides its split
         return asked
     return smallest + 1 if smallest >= asked else largest
 
@@ -91,9 +91,9 @@ PARQUET_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document, or a piece of one longer than `PIECE_CHARS`.
+    """A document, or a piece of a document that is longer than `PIECE_CHARS` characters.
 
-    `begins` and `ends` are True if this piece is the first or the last of its document.
+    `begins` is True for the first piece of a document, `ends` for the last.
     """
 
     name: str
@@ -113,7 +113,7 @@ def read_documents(
     Args:
         source: the source to read.
         split: the split to read.
-        key: the source's key in the recipe, for error messages; None without a recipe.
+        key: the source's key in the recipe, for error messages. None: there is no recipe.
 
     Raises:
         WorkhorseError: a file is missing, damaged or not text, has bytes that are not UTF-8, or
@@ -142,7 +142,7 @@ def iterate_documents(config: DataConfig, split: SplitName = "train") -> Iterato
 
 
 def check_text_files(config: DataConfig) -> None:
-    """Check the first bytes of every text file of a corpus, which is fast.
+    """Check quickly, by their first bytes, that all text files of a corpus are UTF-8 text.
 
     Raises:
         WorkhorseError: a file is not UTF-8 text.
@@ -152,7 +152,15 @@ def check_text_files(config: DataConfig) -> None:
 
 
 def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
-    """Check the first bytes of every text file of a source; `key` is as for `read_documents`."""
+    """Check, by their first bytes, that all text files of a source are UTF-8 text.
+
+    Args:
+        source: the source to check.
+        key: the source's key in the recipe, for error messages. None: there is no recipe.
+
+    Raises:
+        WorkhorseError: a file is not UTF-8 text.
+    """
     if not isinstance(source, StdlibConfig | ParquetConfig):
         check_files(all_files(source), source.errors, _advice(source, key))
 
@@ -172,7 +180,10 @@ def all_files(source: SourceConfig) -> list[Path]:
 
 
 def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
-    """Return the files of one split of a source, in order; none if it has no such split."""
+    """Return the files of one split of a source, in order; empty if the source has no such split.
+
+    If the splits share files, all of these files are returned for each split.
+    """
     if isinstance(source, StdlibConfig):
         return [module.path for module in stdlib.candidates()]
     if split == "validation" and not source.has_validation:
@@ -208,9 +219,10 @@ def _whole_documents(
     files: Iterable[Path],
     advice: Advice,
 ) -> Iterator[tuple[str, str, Iterable[str]]]:
-    """Yield the identity, name and text blocks of every document in the files of a split.
+    """Yield (identity, name, text blocks) of every document in the files of a split.
 
-    A file is read only when its blocks are iterated.
+    The hash of the identity decides the document's split. A file of a folder is read only when its
+    text blocks are iterated.
     """
     match source:
         case StdlibConfig():
@@ -230,7 +242,7 @@ def _whole_documents(
 def _records(
     path: Path, source: JsonlConfig | ParquetConfig, advice: Advice
 ) -> Iterator[tuple[str, str]]:
-    """Yield the (name, text) of each record of a file."""
+    """Yield the (name, text) of each record of a JSON Lines or Parquet file."""
     if isinstance(source, JsonlConfig):
         return _read_jsonl(path, source, advice)
     return _read_parquet(path, source, advice)
@@ -339,7 +351,7 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema", advice: Advic
 
 
 def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:
-    """Yield the characters `first:last` of a text given in blocks; `last` None: to the end."""
+    """Yield the characters `first:last` of the joined blocks; `last` None: to the end."""
     position = 0
     for block in blocks:
         start = max(first - position, 0)
@@ -362,9 +374,10 @@ def _in_pieces(name: str, blocks: Iterable[str]) -> Iterator[Document]:
 
 
 def _line_start(text: str, limit: int) -> int:
-    """Return the start of the last unindented line before `limit`; `limit` if there is none.
+    """Return the position before `limit` where a piece of text should end.
 
-    Lines that follow a blank line do not count.
+    This is the start of the last line that is not indented and does not follow a blank line;
+    `limit` if there is no such line.
     """
     end = limit
     while (end := text.rfind("\n", 0, end)) > 0:

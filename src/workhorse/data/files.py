@@ -56,10 +56,10 @@ KINDS = {
     rb"OggS\0": "Ogg audio",
     rb"\0...ftyp": "MP4 video",
 }
-"""File types that are not text, by a pattern for their first bytes. No prose matches one."""
+"""File types that are not text, by a pattern for their first bytes. No text matches a pattern."""
 
 MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16: its mark is a prefix of this one
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is a prefix of this one
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
@@ -69,24 +69,25 @@ MARKS = {
 CONTROL = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1b"))
 """Control bytes that do not occur in plain text."""
 MOST_CONTROL = 0.05
-"""Fraction of control bytes above which a file is not text. For random bytes it is 0.1."""
+"""Fraction of control bytes above which a file with NUL bytes is not text. Random data has 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The remedies in messages about the files of a source."""
+    """Formats the remedies in error messages about the files of a source."""
 
     key: str | None = None
     """The source's key in the recipe; None if the command has no recipe."""
     glob: Callable[[], str | None] | None = None
-    """Finds a pattern that matches only text files. None unless the source is a folder."""
+    """Function that returns a pattern for the text files of a folder, or None if it finds none.
+    Only set for a source that is a folder."""
 
     def mend(self, what: str) -> str:
-        """Return the remedy for bytes that are not UTF-8."""
+        """Return the remedy for bytes that are not UTF-8: `what`, or the option `errors`."""
         return what if self.key is None else f"{what}, or set {self.key}.errors=replace"
 
     def leave_out(self) -> str:
-        """Return the remedy for a file that is not text."""
+        """Return the remedy for a file that is not text: how to exclude it."""
         if self.glob is None:
             return "name a text file"
         pattern = self.glob() if self.key else None
@@ -102,7 +103,7 @@ class Advice:
 
 
 def check_head(path: Path, head: bytes, advice: Advice) -> None:
-    """Check the leading bytes of a file, up to `HEAD_BYTES`.
+    """Check that a file can be UTF-8 text, by its first `HEAD_BYTES` bytes.
 
     Raises:
         WorkhorseError: the file is UTF-16 or UTF-32 text, a picture, an archive, or other data.
@@ -114,7 +115,11 @@ def check_head(path: Path, head: bytes, advice: Advice) -> None:
 
 
 def encoding_of(head: bytes) -> str | None:
-    """Return "UTF-16" or "UTF-32" if the bytes are so encoded, even without a byte order mark."""
+    """Detect UTF-16 and UTF-32, also without a byte order mark.
+
+    Returns:
+        "UTF-16" or "UTF-32"; None if the bytes have neither encoding.
+    """
     for mark, name in MARKS.items():
         if head.startswith(mark):
             return name
@@ -134,13 +139,17 @@ def encoding_of(head: bytes) -> str | None:
 
 
 def _like_high_bytes(high: bytes) -> bool:
-    """Return True if these can be the high bytes of UTF-16: most of one alphabet, some of ASCII."""
+    """Return True if these can be the high bytes of UTF-16 text.
+
+    Most characters of a text are of one alphabet, so they have the same high byte. Others, such as
+    spaces, are ASCII, with a high byte of 0.
+    """
     common, count = Counter(high).most_common(1)[0] if high else (0, 0)
     return common in CONTROL and 2 * count > len(high) and b"\0" in high
 
 
 def kind_of(head: bytes) -> str | None:
-    """Return the type of a file that is not text, such as `a PNG picture`; None if it may be."""
+    """Return the type of a binary file, such as `a PNG picture`; None if the file can be text."""
     for pattern, kind in KINDS.items():
         if re.match(pattern, head, re.DOTALL):
             return kind
@@ -159,7 +168,9 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def source_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the file at `path`, or the folder's visible files with these suffixes, by path.
+    """Return the file at `path`. If it is a folder, return its visible files with these suffixes.
+
+    The path `-` stands for the standard input.
 
     Raises:
         WorkhorseError: the path does not exist, or the folder has no such file.
@@ -210,7 +221,7 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
 
 
 def _searched(folder: Path, glob: str) -> Iterator[Path]:
-    """Yield the visible folders that can have files matching a pattern."""
+    """Yield the visible folders in `folder` that can contain files matching a pattern."""
     yield folder
     parts = glob.split("/")
     for depth in range(1, len(parts)):
@@ -221,7 +232,7 @@ def _searched(folder: Path, glob: str) -> Iterator[Path]:
 
 
 def _place(path: Path) -> str:
-    """Format a path; a relative one is followed by the working directory that it starts from."""
+    """Format a path for messages; a relative path is followed by the working directory."""
     return str(path) if path.is_absolute() else f"{path} in {Path.cwd()}"
 
 
@@ -248,7 +259,10 @@ def _stdin_file() -> IO[bytes]:
 
 
 def stdin_copy() -> Path:
-    """Copy the standard input to a file: a corpus is read several times, stdin only once."""
+    """Copy the standard input to a temporary file and return the file's path.
+
+    A corpus is read several times, but the standard input can be read only once.
+    """
     if sys.stdin is None or sys.stdin.isatty():
         raise WorkhorseError(
             "the corpus is the standard input, but that is a terminal; pipe text into it"
@@ -258,7 +272,7 @@ def stdin_copy() -> Path:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressed if it begins like gzip or zstd.
+    """Open a file for reading bytes. A gzip or zstd file is decompressed.
 
     Raises:
         WorkhorseError: the file cannot be read, or its compression is damaged.
@@ -339,10 +353,11 @@ class _Blocks(io.RawIOBase):
 
 
 def check_files(paths: Iterable[Path], errors: str, advice: Advice) -> None:
-    """Check the first bytes of all text files before any file is read.
+    """Check the first bytes of all text files before any file is read completely.
 
     Raises:
-        WorkhorseError: a file does not begin like UTF-8 text, as in `read_text`.
+        WorkhorseError: the first bytes of a file show that it is not text or has another encoding;
+            or one of them is not UTF-8 and `errors` is not "replace".
     """
     for path in paths:
         with open_bytes(path) as file:
@@ -356,7 +371,7 @@ def check_files(paths: Iterable[Path], errors: str, advice: Advice) -> None:
 
 
 def glob_of_texts(paths: Iterable[Path]) -> str | None:
-    """Return a pattern for the commonest suffix that only text files have, or None."""
+    """Return a glob pattern for the most common suffix that only text files have, or None."""
     texts: Counter[str] = Counter()
     others: set[str] = set()
     for path in paths:
@@ -374,13 +389,13 @@ def glob_of_texts(paths: Iterable[Path]) -> str | None:
 
 
 def read_text(path: Path, errors: str, advice: Advice) -> Iterator[str]:
-    """Read a UTF-8 file in blocks of whole characters.
+    """Read a UTF-8 file block by block, as strings.
 
     Line ends are kept, and a byte order mark is removed.
 
     Raises:
-        WorkhorseError: its first bytes show that it is not text or has another encoding; or a byte
-            is not UTF-8 and `errors` is not "replace". The message has the offset of the byte.
+        WorkhorseError: the first bytes show that the file is not text or has another encoding; or a
+            byte is not UTF-8 and `errors` is not "replace". The message has the byte's offset.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0
@@ -408,7 +423,15 @@ def bad_byte(
     advice: Advice,
     mend: str = "convert the file to UTF-8",
 ) -> WorkhorseError:
-    """Return the error for a byte that is not UTF-8; `offset` is the start of the decoded bytes."""
+    """Return the error for a byte that is not UTF-8.
+
+    Args:
+        where: the file, or the line or row of the file, for the message.
+        error: the error of the decoder.
+        offset: position in the file of the first byte that was passed to the decoder.
+        advice: formats the remedy.
+        mend: how to correct the data.
+    """
     return WorkhorseError(
         f"{where}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
         f"UTF-8; {advice.mend(mend)}"

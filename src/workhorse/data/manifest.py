@@ -16,13 +16,13 @@ from workhorse.files.writing import write_atomically
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 100_000_000
-"""Maximum size of a manifest that is read. A shard takes about 400 bytes."""
+"""Maximum size of a manifest in bytes. Each shard takes about 400 bytes."""
 
 
 class ShardConfig(Config):
-    """One shard: the tokens in `NAME.tokens.npy`, the ends of documents in `NAME.ends.npy`.
+    """One shard: tokens in `NAME.tokens.npy`, end positions of documents in `NAME.ends.npy`.
 
-    A document may continue in the next shard; that shard then has its end.
+    A document may continue in the next shard. Its end is then stored with that shard.
     """
 
     name: str
@@ -32,10 +32,10 @@ class ShardConfig(Config):
     bytes: int
     """Number of UTF-8 bytes of the text."""
     pieces: int
-    """Number of document pieces in this shard. A resumed preparation skips them."""
+    """Number of document pieces in this shard. A resumed preparation does not read them again."""
     unknown: int = 0
-    """Number of tokens that stand for characters outside the vocabulary. Data sets of versions
-    that did not count them have 0."""
+    """Number of tokens that stand for characters outside the vocabulary. Always 0 in data sets of
+    older versions, which did not count them."""
     tokens_sha256: str
     ends_sha256: str
 
@@ -74,7 +74,8 @@ class ManifestConfig(Config):
     bos: bool
     eos: bool
     sources: dict[str, dict[str, Any]]
-    """The config of each source and the state of its files: their count, bytes and a SHA-256."""
+    """The config of each source, with the number and total bytes of its files, and a SHA-256 over
+    their paths, sizes and times of change."""
     train: dict[str, StreamConfig] = Field(default={})
     """The training stream of each source."""
     validation: dict[str, StreamConfig] = Field(default={})
@@ -84,7 +85,7 @@ class ManifestConfig(Config):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the checksums of the shards; equal if all tokens are equal."""
+        """SHA-256 over the checksums of all shards; equal for data sets with the same tokens."""
         sums = {
             split: {
                 name: [(shard.tokens_sha256, shard.ends_sha256) for shard in stream.shards]
@@ -102,7 +103,7 @@ def read_manifest(folder: Path) -> ManifestConfig:
     """Read the manifest of a data set.
 
     Raises:
-        WorkhorseError: the folder has no manifest, or it is damaged.
+        WorkhorseError: the folder has no manifest, or the manifest is damaged.
     """
     path = folder / MANIFEST
     if not path.exists():

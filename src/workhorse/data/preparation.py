@@ -1,4 +1,4 @@
-"""Encodes documents into token shards: in parallel, resumable, and reused if nothing changed.
+"""Encodes documents into token shards in parallel; interrupted work can be resumed.
 
 The `tokenizers` library encodes a block of strings in its own threads. Meanwhile another block is
 read or converted to arrays. The tokens and their order do not depend on the number of threads.
@@ -74,10 +74,10 @@ Stream = TypeVar("Stream")
 
 
 class Encoded(NamedTuple, Generic[Stream]):
-    """A document, or a piece of one, with its tokens."""
+    """A document, or a piece of a document, with its tokens."""
 
     stream: Stream
-    """The stream that the document belongs to."""
+    """Identifies the token stream of the document, such as (split, source)."""
     document: Document
     tokens: np.ndarray
     unknown: int
@@ -92,7 +92,7 @@ def encoded(
     eos: bool,
     dtype: str,
 ) -> Iterator[Encoded[Stream]]:
-    """Encode documents or document pieces.
+    """Encode documents or document pieces in parallel, and yield them in their order.
 
     Args:
         documents: (stream, document) pairs, read up to `BLOCKS_AT_ONCE` blocks ahead. A block may
@@ -131,7 +131,7 @@ def encoded(
 def stream_of(
     name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
 ) -> TokenStream:
-    """Encode a few documents into a stream in memory, as in a prepared data set."""
+    """Encode a few documents into a token stream in memory, without writing a data set."""
     tokens, ends, size, unknown = [np.zeros(0, np.int64)], [], 0, 0
     pairs = ((name, document) for document in documents)
     for found in encoded(pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"):
@@ -168,13 +168,15 @@ def prepare_tokenizer(
     progress: Progress | None = None,
     notify: Callable[[str], object] = lambda line: None,
 ) -> "Tokenizer":
-    """Train a tokenizer on the training split of a corpus, or load it if nothing changed.
+    """Train a tokenizer on the training split of a corpus, or load it if it was trained before.
 
     Args:
-        tokenizer_config: the tokenizer to train; one of `kind: file` is loaded and not stored.
+        tokenizer_config: config of the tokenizer. With `kind: file`, an existing tokenizer is
+            loaded and nothing is stored.
         data_config: the corpus; its `cache_dir`, if set, replaces `folder`.
-        folder: folder for tokenizers, each in a subfolder named after a hash of its inputs.
-        progress: called with the number of bytes that the training has read.
+        folder: folder for trained tokenizers. Each is stored in a subfolder named after a hash of
+            the two configs and of the state of the corpus's files.
+        progress: called with the bytes of text read so far and in total.
         notify: called with a warning if the tokenizer has fewer tokens than requested.
 
     Raises:
@@ -242,11 +244,11 @@ def prepare(
         config: the corpus; `config.cache_dir`, if set, replaces `folder`.
         tokenizer: the tokenizer; it must have the bos and eos tokens that the config asks for.
         folder: folder for data sets, usually `data` in the run directory.
-        progress: called with the number of bytes done and in total.
+        progress: called with the bytes of text encoded so far and in total.
         verify: True to compare the checksums of existing shards even if this process has already
-            done so. A damaged shard is written again in any case.
-        notify: called with a warning if validation has more tokens than training, or if the text
-            has characters outside the vocabulary.
+            done so. A shard that is found damaged is written again in any case.
+        notify: called with a warning if the validation split has more tokens than the training
+            split, or if the text has characters outside the vocabulary.
 
     Raises:
         WorkhorseError: a source cannot be read or changes while it is read, a split is empty, or
@@ -270,7 +272,7 @@ def prepare(
 
 
 class _Build:
-    """One preparation: writes the missing shards and records each in the manifest."""
+    """One run of `prepare`: writes the missing shards and records each in the manifest."""
 
     def __init__(
         self,
@@ -400,7 +402,7 @@ class _ShardBuffer:
 
 
 def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
-    """Return the manifest of a data set without shards: everything that determines its tokens."""
+    """Return a manifest without shards. It has everything that determines the data set's tokens."""
     check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
     return ManifestConfig(
         tokenizer=tokenizer.fingerprint,
@@ -436,7 +438,10 @@ def _key(manifest: ManifestConfig) -> str:
 
 
 def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestConfig:
-    """Return the stored manifest without damaged shards, or `fresh` if there is none."""
+    """Return the manifest stored in a folder, without damaged shards and the shards after them.
+
+    If there is no valid manifest, return `fresh`.
+    """
     try:
         manifest = read_manifest(home)
     except WorkhorseError:
@@ -450,7 +455,7 @@ def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestCon
 
 
 def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
-    """Return the stream up to its first damaged shard."""
+    """Return the stream's entry in the manifest, up to the first damaged shard."""
     for index, shard in enumerate(stream.shards):
         try:
             open_shard(home, shard)
@@ -463,9 +468,9 @@ def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
 
 @contextlib.contextmanager
 def _only_one_builder(home: Path) -> Iterator[None]:
-    """Let one process at a time prepare a folder; the others wait and then find it complete.
+    """Let one process at a time prepare a folder; other processes wait and then find it complete.
 
-    A folder that a failure left empty is removed.
+    If the folder is empty at the end, because the preparation failed, it is removed.
     """
     with one_process_at_a_time(home):
         try:

@@ -83,7 +83,7 @@ def _feistel(values: Words, half_bits: int, round_keys: Words) -> Words:
 
 
 def _mixed(values: Words) -> Words:
-    """Apply the SplitMix64 finaliser: every input bit affects every output bit."""
+    """Apply the SplitMix64 hash function: every input bit affects every output bit."""
     values = values ^ (values >> np.uint64(30))
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = values ^ (values >> np.uint64(27))
@@ -92,11 +92,15 @@ def _mixed(values: Words) -> Words:
 
 
 MIXING_BLOCK = 10_000
-"""Number of consecutive rows in which the share of each source is exact to one row."""
+"""Number of consecutive rows in which the share of each source differs from its weight by at most
+one row."""
 
 
 class Mixture:
-    """Assigns rows to sources as a pure function of the row index. No source skips a row.
+    """Assigns each row of a run to a row of one of the sources, as a pure function of its index.
+
+    Rows are assigned in blocks of `MIXING_BLOCK`. Each block has rows of every source in proportion
+    to its weight, in random order. They are the source's next rows, so none is skipped or repeated.
 
     Args:
         names: names of the sources, for messages.
@@ -152,13 +156,13 @@ class PackingPlan:
         return len(self.bounds) - 1
 
     def row(self, index: int) -> list[tuple[int, int]]:
-        """Return the (start, predictions) of each piece of a row."""
+        """Return (start position, number of predictions) of each piece of a row."""
         pieces = slice(self.bounds[index], self.bounds[index + 1])
         return list(zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True))
 
 
 def pack(ends: Indices, seq_len: int) -> PackingPlan:
-    """Plan the rows of documents that end at these positions; a pure function."""
+    """Pack the documents of a stream into rows; `ends` is as in `TokenStream`."""
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     predictions = np.maximum(ends - begins - 1, 0)
     full, rest = predictions // seq_len, predictions % seq_len
@@ -181,7 +185,10 @@ def pack(ends: Indices, seq_len: int) -> PackingPlan:
 
 
 def _best_fit(lengths: list[int], room: int) -> Indices:
-    """Assign each length to a row by best fit; the lengths must be sorted, longest first."""
+    """Return a row index for each length, by best fit into rows of length `room`.
+
+    The lengths must be sorted, longest first.
+    """
     rows_with: dict[int, list[int]] = defaultdict(list)  # room left -> rows
     cache_stores = 0  # bit r is set while some row has exactly r left
     placed = np.empty(len(lengths), dtype=np.int64)
@@ -207,7 +214,7 @@ IGNORE = -100
 which this package must not import."""
 
 PADDING = -1
-"""Document index of positions without a token."""
+"""Document index of positions without a token, and source index of rows without tokens."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ class Rows:
 
 
 class Sampler(Protocol):
-    """The endless rows of one stream."""
+    """Returns training rows of one token stream by index, without an end."""
 
     rows_per_epoch: int
 
@@ -235,13 +242,16 @@ class Sampler(Protocol):
 
 
 def sampler(packing: Packing, stream: TokenStream, seq_len: int, seed: int) -> Sampler:
-    """Make the sampler for a kind of packing; `seed` is the seed of the stream."""
+    """Make the sampler of a token stream for a kind of packing."""
     kinds = {"windows": Windows, "random_windows": RandomWindows, "documents": PackedDocuments}
     return kinds[packing](stream, seq_len, seed)
 
 
 class Windows:
-    """Adjacent windows, each once per epoch. An epoch skips up to 2·seq_len tokens."""
+    """Rows that are adjacent windows of the stream, in random order, each once per epoch.
+
+    Up to 2·seq_len tokens at the ends of the stream are not used in an epoch.
+    """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         _check_length(stream, seq_len)
@@ -263,7 +273,10 @@ class Windows:
 
 
 class RandomWindows:
-    """Windows at random positions. An epoch is only a count: the number of tokens of the stream."""
+    """Rows that are windows at random positions.
+
+    There are no epochs: `rows_per_epoch` is the number of rows with the stream's number of tokens.
+    """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         _check_length(stream, seq_len)
@@ -300,7 +313,7 @@ class PackedDocuments:
         return self.planned_rows(rows)
 
     def planned_rows(self, numbers: Indices) -> Rows:
-        """Return rows by their index in the plan, not shuffled."""
+        """Return the rows with these indices in the packing plan, without shuffling."""
         shape = (len(numbers), self.seq_len)
         documents = np.full(shape, PADDING)
         rows = Rows(np.zeros(shape, np.int64), np.full(shape, IGNORE), documents)

@@ -30,7 +30,7 @@ from workhorse.files.text_formats import read_text
 from workhorse.files.writing import write_atomically
 
 Progress = Callable[[int, int | None], None]
-"""Callback with the UTF-8 bytes of text done and their approximate total; None if unknown."""
+"""Progress callback: `(bytes of text processed, approximate total or None if unknown)`."""
 
 SPLITS: tuple[SplitName, ...] = ("validation", "train")
 """The splits in preparation order: the small one first, so that an empty one fails early."""
@@ -38,7 +38,7 @@ FileState = tuple[int, int]
 """Size in bytes, and time of the last change in nanoseconds."""
 
 SIZE_IS_TEXT = {"text", "folder", "stdlib"}
-"""Kinds of source with plain text files."""
+"""Kinds of source with plain text files: the size of a file is approximately that of its text."""
 
 
 def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
@@ -60,7 +60,10 @@ def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
 
 
 def list_files(config: DataConfig) -> dict[str, dict[str, FileState]]:
-    """Return the files of each source by their relative paths; none for the standard input."""
+    """Return the size and time of each file of each source, by relative path.
+
+    The standard input has no files.
+    """
     listed: dict[str, dict[str, FileState]] = {}
     for name, source in config.sources.items():
         files = listed[name] = {}
@@ -88,14 +91,18 @@ def _size_and_time(path: Path) -> FileState:
 
 
 def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:
-    """Return the approximate bytes of text; None if file sizes do not show it."""
+    """Return the approximate total bytes of text; None if it cannot be known from file sizes.
+
+    Args:
+        described: the sources, as returned by `describe_sources`.
+    """
     if any(source["kind"] not in SIZE_IS_TEXT for source in described.values()):
         return None
     return sum(source["bytes"] for source in described.values())
 
 
 def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
-    """Return the error message for a split of a source without text."""
+    """Return the error message for a source that has no text in one of its splits."""
     source = config.sources[name]
     where = "the standard library" if isinstance(source, StdlibConfig) else str(source.path)
     if not isinstance(source, StdlibConfig) and source.validation is not None:
@@ -117,7 +124,7 @@ def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
 
 
 def _why_undivided(source: SourceConfig) -> str:
-    """Explain why a source with text has none for one of the splits."""
+    """Explain why a source that has text could not be divided into two splits."""
     match source:
         case TextConfig():
             return "is too short to hold out a part for validation"
@@ -172,13 +179,13 @@ def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:
 
 
 FILES = "files.json"
-"""Name of the file, beside the manifest, with the size and time of each file that was read.
+"""Name of the file beside the manifest that lists the size and time of each source file.
 
 It is used only for messages: a data set without it is valid."""
 LARGEST = 1 << 28
-"""Maximum size of the list that is read, in bytes. A million files take a tenth."""
+"""Maximum size in bytes of a `files.json` that is read. A million files take a tenth of it."""
 NAMED = 3
-"""Maximum number of files of each kind that a message names."""
+"""Maximum number of files that a message names for each kind of change."""
 
 
 @dataclass(frozen=True)
@@ -189,11 +196,11 @@ class FileChanges:
     missing: list[str]
     resized: list[str]
     touched: list[str]
-    """Files with a newer time but the same size; their text may be the same."""
+    """Files with a different time but the same size; their text may be unchanged."""
 
     @property
     def text_changed(self) -> bool:
-        """True if the text has certainly changed."""
+        """True if the text has certainly changed: files were added, removed or resized."""
         return bool(self.added or self.missing or self.resized)
 
     def __str__(self) -> str:
@@ -221,7 +228,7 @@ def file_changes(config: DataConfig, folder: Path, fingerprint: str) -> FileChan
         fingerprint: fingerprint of the data set.
 
     Returns:
-        The changes; None if the data set or its list of files is missing.
+        The changes; None if there is no such data set, or if it has no list of files.
 
     Raises:
         WorkhorseError: the corpus cannot be read.

@@ -47,7 +47,10 @@ class Module:
 
 @functools.cache
 def candidates() -> tuple[Module, ...]:
-    """Return all modules, including near-duplicates, sorted by file path."""
+    """Return all modules of the standard library, sorted by file path.
+
+    Near-duplicates are included; test packages and installed packages are not.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in root.rglob("*.py"):
@@ -64,14 +67,14 @@ def candidates() -> tuple[Module, ...]:
 
 @functools.cache
 def modules() -> tuple[Module, ...]:
-    """Return the modules of the corpus, sorted by file path."""
+    """Return the modules of the corpus, sorted by file path, without near-duplicates."""
     modules = candidates()
     kept = unlike(module.text() for module in modules)
     return tuple(modules[index] for index in kept)
 
 
 def unlike(texts: Iterable[str]) -> Iterator[int]:
-    """Yield the indices of the strings that are not empty and not near-duplicates of a kept one.
+    """Yield the indices of strings that are not empty and not near-duplicates of earlier ones.
 
     Two strings are compared by their sets of shingles (three consecutive lines), ignoring blank
     lines and the amount of white space. The comparison is exact, not sampled: an inverted index

@@ -1,1 +1,1 @@
-"""The machine: names of devices and dtypes, CPU instructions, memory, and copies of tensors."""
+"""Devices of this machine: their names, dtypes, CPU instructions, memory, and tensor copies."""

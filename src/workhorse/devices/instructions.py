@@ -1,4 +1,4 @@
-"""CPU instructions of the native operators: all of the CPU's, or those of a lower level.
+"""The CPU instructions that native operators may use: all that the CPU has, or a lower level.
 
 The environment variable `WORKHORSE_NATIVE` selects the instructions, and is read only here.
 PyTorch's own operators use `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` instead.
@@ -14,23 +14,23 @@ import torch
 from workhorse.errors import WorkhorseError, nearest
 
 SWITCH = "WORKHORSE_NATIVE"
-"""0: no native operators; a name in `LEVELS`: only the instructions of that level; unset, empty or
-1: all instructions that the CPU has."""
+"""Environment variable that selects CPU instructions. 0: no native operators. A name in `LEVELS`:
+only the instructions of that level. Unset, empty or 1: all instructions that the CPU has."""
 NATIVE = ("-march=native",)
 WIDENED = "-DWIDEN_BFLOAT16"
-"""Compiler flag: if elements are used more than once, multiply bfloat16 as float32, not in pairs.
+"""Compiler flag: convert bfloat16 to float32 before multiplication if elements are used repeatedly.
 """
 
 
 class Level(NamedTuple):
-    """A set of instructions, which includes the lower levels."""
+    """A level of CPU instructions. It includes the instructions of all lower levels."""
 
     flags: tuple[str, ...]
-    """Compiler flags that enable them."""
+    """Compiler flags that enable the instructions of the level."""
     adds: frozenset[str]
-    """Instructions that it adds to the level before, by PyTorch's names."""
+    """Instructions that the next lower level does not have, by PyTorch's names."""
     emulates: frozenset[str] = frozenset()
-    """Instructions that our operators emulate if the CPU lacks them; slow, for tests."""
+    """Instructions that our operators emulate in software if the CPU lacks them; for tests."""
 
 
 _V4 = "-march=x86-64-v4"
@@ -57,12 +57,12 @@ LEVELS: dict[str, Level] = {
 
 
 def switched_off() -> bool:
-    """True if native operators are disabled."""
+    """True if native operators are disabled by `WORKHORSE_NATIVE=0`."""
     return os.environ.get(SWITCH) == "0"
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """Compiler flags for the instructions in use.
+    """Compiler flags for the instructions that native operators may use.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -74,12 +74,11 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def widens() -> bool:
-    """True if operators multiply many rows of bfloat16 as float32.
+    """True if native gemms convert bfloat16 to float32 before multiplication.
 
-    They do so without AVX512-BF16. With it, a multiplication of bfloat16 pairs takes as long as one
-    in float32 on AMD's CPUs, and as long as four on Intel's. On Intel they therefore widen too,
-    unless the CPU has AMX, which is used instead. If a level with AVX512-BF16 is selected, it is
-    used on any CPU, unless the name of the level says otherwise.
+    True without AVX512-BF16. With it, a multiplication of bfloat16 pairs takes as long as one in
+    float32 on AMD's CPUs, and as long as four on Intel's. So also true on Intel's CPUs, unless they
+    have AMX, which is used instead. If a level with AVX512-BF16 is selected, the level decides.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -93,7 +92,10 @@ def widens() -> bool:
 
 
 def cpu_has(instructions: str) -> bool:
-    """True if the CPU has these instructions, by PyTorch's name, and they may be used.
+    """True if native operators may use these instructions: the CPU and the level have them.
+
+    Args:
+        instructions: PyTorch's name of the instructions, such as `avx512_bf16`.
 
     Raises:
         WorkhorseError: the environment variable is not a level, or this CPU does not support it.
@@ -105,7 +107,7 @@ def cpu_has(instructions: str) -> bool:
 
 
 def used() -> list[str]:
-    """All instructions of the levels that this CPU has and that may be used.
+    """Names of all instructions that native operators may use, as in `cpu_has`.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -114,13 +116,13 @@ def used() -> list[str]:
 
 
 def levels_here() -> list[str]:
-    """The levels that this CPU supports, from the lowest."""
+    """Names of the levels that this CPU supports, from the lowest to the highest."""
     return [name for name in LEVELS if _up_to(name) <= _on_this_cpu()]
 
 
 @functools.cache
 def cpuinfo_field(*names: str) -> str:
-    """The first entry of /proc/cpuinfo with one of these names; empty if there is none."""
+    """Value of the first entry of /proc/cpuinfo with one of these names; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -129,7 +131,7 @@ def cpuinfo_field(*names: str) -> str:
 
 
 def _level() -> str | None:
-    """The level in the environment variable; None for all instructions or no operators."""
+    """Name of the level in `WORKHORSE_NATIVE`; None if it selects all instructions or none."""
     asked = os.environ.get(SWITCH, "")
     return None if asked in ("", "0", "1") else _checked(asked)
 
@@ -147,7 +149,7 @@ def _checked(name: str) -> str:
 
 @functools.cache
 def _up_to(level: str) -> frozenset[str]:
-    """The instructions of a level and of all levels before it."""
+    """Names of the instructions of a level, including those of all lower levels."""
     names = list(LEVELS)
     return frozenset().union(*(LEVELS[name].adds for name in names[: names.index(level) + 1]))
 

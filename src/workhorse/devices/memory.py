@@ -1,4 +1,4 @@
-"""Memory that this process uses and can still get, and tensors in large pages.
+"""Memory that this process uses, memory that is free, and allocation of tensors in large pages.
 
 If Linux provides large pages on request (transparent huge pages set to `madvise`), weights of width
 768 were read at 40 GB/s instead of 28, and of width 2048 at 40 GB/s instead of 35, on two cores of
@@ -21,10 +21,11 @@ _WANTS_LARGE_PAGES = 14  # MADV_HUGEPAGE of <sys/mman.h>, on Linux
 
 
 def in_large_pages(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-    """Allocate contiguous CPU tensors, one after the other, in large pages if they fill one.
+    """Allocate contiguous CPU tensors, one after the other in memory.
 
-    Memory is used only as the tensors are filled. Moving tensors here one by one therefore needs
-    extra memory for only one tensor.
+    They are in large pages if they fill at least one. Memory is used only when the tensors are
+    filled. Copying existing tensors into these one by one, and freeing each, therefore needs extra
+    memory for only one tensor.
     """
     steps = [-(-shape.numel() * dtype.itemsize // _LINE) * _LINE for shape in shapes]
     large = sum(steps) >= _PAGE
@@ -41,7 +42,7 @@ def in_large_pages(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Ten
 
 
 def _ask(address: int, size: int) -> None:
-    """Request large pages; a system that does not know the request ignores it."""
+    """Request large pages for a range of memory. Systems without `madvise` ignore the request."""
     try:
         advise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError, TypeError):  # not a Unix
@@ -64,8 +65,8 @@ def check_fits(
     Args:
         n_bytes: the minimum number of bytes that will be needed.
         device: the device that needs them.
-        what: the beginning of the message: "llama-7b needs 25.1 GiB …".
-        remedy: the end of the message.
+        what: what needs the memory, such as "llama-7b"; the message begins with it.
+        remedy: what to do; the message ends with it.
         root: see `free_memory`.
 
     Raises:
@@ -84,7 +85,7 @@ def size(n_bytes: float) -> str:
 
 
 def available(device: torch.device, root: Path = ROOT) -> int | None:
-    """Free bytes of a device, swap included; None if the system does not report them."""
+    """Free bytes of a device, swap included; None if the system does not report this number."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -92,9 +93,10 @@ def available(device: torch.device, root: Path = ROOT) -> int | None:
 
 
 def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
-    """Free bytes of the machine, or below the limit of this process's control group if less.
+    """Bytes of memory that this process can still allocate on this machine.
 
-    None if the system does not report them (it is not Linux).
+    The number is the machine's free memory, or less if control groups (cgroups) limit the process.
+    None if the system does not report it (it is not Linux).
 
     Args:
         root: the folder that contains `/proc` and `/sys`.
@@ -109,19 +111,19 @@ def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory now; also resets the peak that `most_resident` returns."""
+    """Bytes of RAM that this process uses now; also resets the peak for `most_resident`."""
     with contextlib.suppress(OSError):  # if forbidden, the peak covers the whole process
         CLEAR.write_text("5", encoding="utf-8")
     return _kib(STATUS, "VmRSS:")
 
 
 def most_resident() -> int:
-    """Peak of the bytes of this process in memory since `resident` was called."""
+    """Peak number of bytes of RAM that this process used since `resident` was last called."""
     return _kib(STATUS, "VmHWM:")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak of the bytes that this process allocated on a device; on a CPU, of all its memory."""
+    """Peak number of bytes that this process allocated on a GPU, or used in RAM for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return most_resident()
@@ -132,9 +134,9 @@ def _kib(file: Path, name: str) -> int:
 
 
 def _left_of_limits(root: Path) -> Iterator[int]:
-    """Bytes below the limit of each control group of this process, inner ones first.
+    """Yield the number of bytes that are left below the limit of each control group (cgroup).
 
-    Supports control groups of version 2 and version 1.
+    These are all groups of this process that have a limit. Versions 1 and 2 are supported.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -161,7 +163,7 @@ def _left_of(folder: Path, limit: str, usage: str) -> Iterator[int]:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None if the file is missing or contains the word `max`."""
+    """Return the integer in a file; None if the file is missing or contains the word `max`."""
     try:
         return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

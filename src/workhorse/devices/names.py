@@ -20,7 +20,7 @@ MOST_THREADS = 16
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """Return the device of a name; `auto` is CUDA if it is available, else the CPU.
+    """Return the device with this name; `auto` is CUDA if it is available, else the CPU.
 
     Raises:
         WorkhorseError: the device is not available on this machine.
@@ -44,12 +44,12 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def _as_given(name: object) -> str:
-    """Format a value in one line; a word has no quotes, as on the command line."""
+    """Format a device name for a message in one line; a string is printed without quotes."""
     return name if isinstance(name, str) and name.isprintable() else shown(name)
 
 
 def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
-    """Return the floating-point dtype of a name; None for `auto`.
+    """Return the floating-point dtype with this name; None for `auto`.
 
     Raises:
         WorkhorseError: there is no such dtype.
@@ -67,7 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def use_threads(count: int) -> None:
-    """Set the number of threads that PyTorch computes with.
+    """Set the number of threads that PyTorch uses for computation.
 
     Raises:
         WorkhorseError: the count is so large that threads would only wait for each other, or could
@@ -83,16 +83,18 @@ def use_threads(count: int) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """The name of a GPU; for other devices, the device type."""
+    """Return the product name of a GPU; for other devices, the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Dtype of the arithmetic; `auto` is bfloat16 if the device has instructions, else float32.
+    """Return the dtype in which training computes.
+
+    `auto` is bfloat16 if the device has instructions for bfloat16 matmuls, else float32.
 
     Args:
         name: `auto`, `float32`, `bfloat16` or `float16`.
-        device: the device that does the arithmetic.
+        device: the device that computes.
     """
     if name == "auto":
         return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
@@ -112,7 +114,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def cache_folder() -> Path:
-    """Folder of files that are specific to this machine and can be rebuilt: compiled programs.
+    """Folder for compiled programs, which are specific to this machine and can be rebuilt.
 
     Raises:
         WorkhorseError: the account has no home directory, and XDG_CACHE_HOME is not set.

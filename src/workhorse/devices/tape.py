@@ -1,13 +1,13 @@
-"""Records the memory that a program allocates while it runs on tensors without data.
+"""Record the memory that code would allocate, by running it on tensors without data.
 
-PyTorch's fake tensors, and tensors of its device `meta`, have shapes and storages but no memory,
-and every operator, ours included, can run on them. So a program of any size can run here. The
+PyTorch's fake tensors, and tensors of its device `meta`, have shapes and storages but no memory.
+Every operator, ours included, can run on them, so code with tensors of any size can run here. The
 record shows its real allocations and needs no formula. Memory that operators allocate internally is
 not recorded.
 
-PyTorch takes 0.1 to 3 ms to find the shapes of an operator's results, and microseconds to make
+PyTorch takes 0.1 to 3 ms to compute the shapes of an operator's results, and microseconds to make
 tensors of known shapes. The layers of a model repeat the same calls, so the shapes are cached.
-Views, whose shapes are found quickly, bypass the rest of `FakeTensorMode`.
+Views are not cached: they are called directly, without the slow parts of `FakeTensorMode`.
 """
 
 import logging
@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 
 class _TensorMeta(NamedTuple):
-    """Layout of a tensor that has no data and its own storage."""
+    """Shape, strides, dtype and device of a tensor without data that has its own storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,24 +37,24 @@ class _TensorMeta(NamedTuple):
 
 class _Results(NamedTuple):
     leaves: list[Any]
-    """`_TensorMeta` of tensors, and other values as they are: sizes, None."""
+    """The results of a call, flattened. A `_TensorMeta` replaces each tensor; other values stay."""
     structure: TreeSpec
 
 
 class ShapeCache:
-    """Calls operators, and caches the shapes of their results.
+    """Calls operators on tensors without data, and caches the shapes of their results.
 
     Args:
-        fake: the mode of the operators' fake tensors; None for tensors of the device `meta`.
+        fake: the mode of the fake tensors; None for tensors of the device `meta`.
     """
 
     def __init__(self, fake: FakeTensorMode | None) -> None:
         self._fake = fake
         self._known: dict[Hashable, _Results | None] = {}
-        """Results by call; None: the call does not only return new tensors."""
+        """Results by call; None for calls that are not cached, because a result is not new."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `func(*args, **kwargs)`, or new tensors with the shapes of an earlier call."""
+        """Return `func(*args, **kwargs)`; if the result shapes are cached, without calling it."""
         if self._fake is not None and _is_view(func) and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self._fake):
                 made = func(*args, **kwargs)
@@ -98,7 +98,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _described(value: Any) -> Hashable:
-    """Hashable description of an argument: all that the shapes of an operator's results depend on.
+    """Return a hashable key for an argument; result shapes depend only on such keys.
 
     Raises:
         TypeError: the value is a tensor with data, or cannot be hashed.
@@ -123,7 +123,14 @@ def _meta_of(tensor: Tensor) -> _TensorMeta:
 
 
 def _new(made: Any, given: list[Any]) -> _Results | None:
-    """Describe the results of a call; None unless each tensor has its own storage of exact size."""
+    """Describe the results of a call for the cache.
+
+    None if a result tensor shares its storage, or uses only a part of it.
+
+    Args:
+        made: the results.
+        given: the arguments of the call.
+    """
     results, structure = tree_flatten(made)
     tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
     storages = {one.untyped_storage()._cdata for one in tensors if one.layout == torch.strided}
@@ -151,14 +158,14 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Allocation:
-    """An allocated storage.
+    """A storage that was allocated while a `Tape` was active.
 
     Attributes:
-        n_bytes: its size in bytes.
+        n_bytes: size of the storage in bytes.
         born: the number of operators that had run when it was allocated.
         died: the number of operators that had run when it was freed; None if it was not freed.
-        kind: its purpose, set by the user of the tape.
-        part: the part of the program that was running; see `Tape.part`.
+        kind: purpose of the storage, set by `Tape.mark`.
+        part: `Tape.part` when the storage was allocated.
     """
 
     n_bytes: int
@@ -173,8 +180,8 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         now: the number of operators that have run.
-        part: name of the part of the program that is running, set by the user of the tape.
-        allocations: all allocations so far.
+        part: name of the part of the program that is running; the caller sets it.
+        allocations: all allocations so far, including freed ones.
     """
 
     def __init__(self, shapes: ShapeCache) -> None:
@@ -200,11 +207,11 @@ class Tape(TorchDispatchMode):
 
     @property
     def alive(self) -> Iterable[Allocation]:
-        """Allocations that have not been freed."""
+        """The allocations that have not been freed."""
         return self._alive.values()
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of the storages of tensors."""
+        """Set `Allocation.kind` for the storages of these tensors."""
         for tensor in tensors:
             dense = tensor if tensor.layout == torch.strided else tensor._values()
             allocation = self._alive.get(dense.untyped_storage()._cdata)
@@ -225,14 +232,14 @@ class Tape(TorchDispatchMode):
 
 
 def recording() -> bool:
-    """True if this thread is in `without_data`: its results are recorded but have no values."""
+    """True if this thread is inside `without_data`, where tensors have no values."""
     if torch.compiler.is_compiling():  # never in `without_data`; compiled code cannot see the modes
         return False
     return any(isinstance(mode, Tape) for mode in _get_current_dispatch_mode_stack())
 
 
 def stand_in(device: torch.device) -> torch.device:
-    """The device on which a program runs without data in place of another device.
+    """Return the device to use inside `without_data` for code that would run on `device`.
 
     For a CPU, fake tensors report a CPU as their device, as native operators require. All other
     devices use PyTorch's own operators, which also run on `meta`.
@@ -242,10 +249,10 @@ def stand_in(device: torch.device) -> torch.device:
 
 @contextmanager
 def without_data(device: torch.device = CPU) -> Generator[Tape]:
-    """Context in which tensors have no data; returns the record of its allocations.
+    """Context manager in which tensors have no data; yields the record of allocations.
 
     Args:
-        device: the device on which the program makes tensors, a `stand_in`.
+        device: the device on which the code creates tensors, as returned by `stand_in`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else None
     with fake or nullcontext(), Tape(ShapeCache(fake)) as tape, _without_log():
@@ -254,7 +261,7 @@ def without_data(device: torch.device = CPU) -> Generator[Tape]:
 
 @contextmanager
 def _without_log() -> Generator[None]:
-    """Keep PyTorch from logging the traceback of an error that is also raised."""
+    """Context manager that stops PyTorch from logging tracebacks of errors that it also raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -270,7 +277,7 @@ def _dense(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _read(tensor: Tensor, **options: Any) -> Any:
-    """Replaces the copy of a tensor without data to the CPU: returns ones."""
+    """Replaces the copy of a meta tensor to another device: returns ones."""
     target = options.get("device")
     if tensor.device.type != "meta" or target is None or torch.device(target).type == "meta":
         return NotImplemented
@@ -278,23 +285,23 @@ def _read(tensor: Tensor, **options: Any) -> Any:
 
 
 def _device(tensor: Tensor) -> Any:
-    """Returns the device of a fake tensor faster than `FakeTensorMode` does."""
+    """Replaces reading the device of a fake tensor: faster than `FakeTensorMode`."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else NotImplemented
 
 
 def _number(tensor: Tensor) -> float | int:
-    """Replaces reading a value, for code that branches on it: 1 stands for a finite loss."""
+    """Replaces reading a tensor's value (`item`): returns 1, so that a loss looks finite."""
     return 1.0 if tensor.is_floating_point() else 1
 
 
 def _all_different(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces the search for distinct values: returns the maximum possible number."""
+    """Replaces `unique`: returns results of the maximum size, as if all values were distinct."""
     flat = x.numel()
     return x.new_empty(flat), x.new_empty(x.shape), x.new_empty(flat)
 
 
 def _of_different_ids(ids: Tensor, rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Replaces the sums of rows with equal ids: returns the maximum number of distinct ids."""
+    """Replaces `Training.sum_rows`: returns results of the maximum size, for distinct ids."""
     return torch.empty_like(ids), torch.empty_like(rows)
 
 
@@ -305,7 +312,7 @@ def _added_in_place(dense: Any, other: Any, *_: Any, **__: Any) -> Any:
 
 
 def _split(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
-    """Replaces a split with sizes from a tensor, such as the rows of each expert: equal sizes."""
+    """Replaces a split whose sizes come from a tensor, such as rows per expert: splits evenly."""
     if sum(sizes) == x.shape[dim]:
         return NotImplemented
     even, rest = divmod(x.shape[dim], len(sizes))
@@ -329,5 +336,5 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "prim::device": _device,
     "workhorse::sum_rows": _of_different_ids,
 }
-"""Replacements of operators, by name: of operators that depend on values, and of operators without
-a fake kernel or with a slow one."""
+"""Replacements of operators, by operator name. The operators depend on values, or have no fake
+kernel, or have a slow one. A replacement may return NotImplemented; the operator is then called."""

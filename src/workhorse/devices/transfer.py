@@ -1,4 +1,4 @@
-"""Copies: of named tensors to their destinations, and of values from a device to the host."""
+"""Copy named tensors to their destinations, and values from a device to the host."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from workhorse.errors import WorkhorseError
 
 
 class Destination(Protocol):
-    """Destination of a copy: another tensor, or an object that converts the source."""
+    """Destination of a copy: a tensor, or an object whose `copy_` converts or cuts the source."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -22,7 +22,7 @@ class Destination(Protocol):
 
 
 class SkippedDestination:
-    """Destination that ignores the source, because another rank has the tensor.
+    """Copy destination that ignores the source, for a tensor that only other ranks need.
 
     Args:
         shape: the shape of the tensor.
@@ -39,7 +39,12 @@ class SkippedDestination:
 
 @torch.no_grad()
 def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], what: str) -> None:
-    """Copy each tensor to the destination of the same name.
+    """Copy each tensor of a checkpoint to the destination of the same name.
+
+    Args:
+        into: the destinations, by name.
+        source: the tensors, by name.
+        what: what the tensors are, for error messages, such as "optimizer".
 
     Raises:
         WorkhorseError: names or shapes differ.
@@ -59,7 +64,9 @@ def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], 
 
 
 class ToHost:
-    """An asynchronous copy to the host, which does not wait for later work of the device.
+    """An asynchronous copy of a tensor to the host.
+
+    Waiting for it does not wait for work that the device gets later.
 
     Args:
         tensor: the tensor to copy.
@@ -72,7 +79,7 @@ class ToHost:
         self._arrived = stream.record_event() if stream is not None else None
 
     def wait(self) -> list[Any]:
-        """Wait for the copy; returns its values."""
+        """Wait until the copy is complete, and return its values as a list."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy.tolist()

@@ -1,4 +1,4 @@
-"""How the threads of native operators wait for each other; set before torch is imported."""
+"""Settings for how threads wait for each other; they must be set before torch is imported."""
 
 import ctypes
 import os
@@ -6,20 +6,20 @@ import platform
 import sys
 
 SPINS = 10_000
-"""Number of times that a thread checks for the others before it sleeps: for 0.2 ms or more.
+"""Number of times that a waiting thread checks whether it can continue before it sleeps.
 
-GNU OpenMP's default is 300,000 times, which takes milliseconds. If other programs use the remaining
-cores, the waiting thread then keeps a core from the threads that it waits for. If threads sleep too
-soon, they are often woken together on one core, and stay there for tens of milliseconds although
-another core is idle.
+10,000 checks take 0.2 ms or more. GNU OpenMP's default, 300,000, takes milliseconds. If other
+programs use the remaining cores, the waiting thread then occupies a core that the threads it waits
+for could use. If threads sleep too soon, they are often woken together on one core, and stay there
+for tens of milliseconds although another core is idle.
 """
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Environment variables that take precedence over `SPINS`."""
+"""Environment variables of GNU OpenMP. If one is set, `SPINS` is not used."""
 SLICE = 100_000
 """Nanoseconds after which Linux may give a thread's core to another program.
 
-If both have work, the thread gets the same share of the core as with longer slices. But it returns
-to the core sooner, so the threads that wait for it wait less.
+The thread gets the same share of the core as with longer slices. But it runs again sooner, so the
+threads that wait for it wait less.
 """
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 """Number of the system call `sched_setattr`, by machine."""
@@ -42,7 +42,7 @@ def share_cores() -> None:
 
 
 class _Attributes(ctypes.Structure):
-    """Argument of the system call: Linux's `struct sched_attr`."""
+    """Argument of the system call `sched_setattr`: Linux's `struct sched_attr`."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -57,9 +57,9 @@ class _Attributes(ctypes.Structure):
 
 
 def run_in_slices(nanoseconds: int) -> None:
-    """Ask Linux (6.12 or newer) for the time slices of this thread and the threads it starts.
+    """Set the length of the time slices of this thread and of the threads that it starts later.
 
-    On other systems, and for a thread without the default scheduling policy, nothing changes.
+    It needs Linux 6.12 or newer and the default scheduling policy; otherwise nothing changes.
 
     Args:
         nanoseconds: length of a slice; 0: the system's default.

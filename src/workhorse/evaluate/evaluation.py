@@ -30,7 +30,7 @@ class Window:
 
 
 def windows(chunks: Iterable[Sequence[int]], context: int, stride: int) -> Iterator[Window]:
-    """Cut a document: the first window predicts `context` tokens, each later one `stride` more.
+    """Cut a document into windows. The first predicts `context` tokens, each later one `stride`.
 
     Args:
         chunks: the tokens of the document, a few at a time. The very first token is only context,
@@ -69,7 +69,7 @@ def batches(pieces: Iterable[Window], batch_size: int, ahead: int = 64) -> Itera
     """Group windows of about equal length into batches.
 
     Windows are sorted by length within `ahead` batches at a time, then padded on the right, which
-    does not affect a causal model. Targets that do not count are `IGNORE`.
+    does not affect a causal model. Targets of padding and of context are `IGNORE`.
     """
     pieces = iter(pieces)
     while some := list(islice(pieces, batch_size * ahead)):
@@ -83,8 +83,8 @@ def padded_positions(
 ) -> Tensor | None:
     """Return the positions of tokens in sequences padded on the right, with -1 for padding.
 
-    None if positions are not needed: causal attention does not see the padding, so positions matter
-    only if rotations depend on the length of a sequence.
+    Return None if positions are not needed: causal attention does not see the padding, so positions
+    matter only if rotary embeddings depend on the length of a sequence.
 
     Args:
         decoder: the model.
@@ -134,7 +134,7 @@ def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
 
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
-"""Number of tokens in a forward pass that use a device well: its CPU caches or its GPU cores."""
+"""Number of tokens in a forward pass: few enough for a CPU's caches, enough for a GPU's cores."""
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
 """Maximum number of logits that the loss is computed from at once, by device."""
 
@@ -164,7 +164,7 @@ class Evaluation:
     """UTF-8 bytes of the documents."""
     documents: int
     unpredicted: int
-    """Number of first tokens that were not predicted, because `start` was None."""
+    """Number of documents whose first token was not predicted, because `start` was None."""
     unknown: int
     """Number of tokens that stand for characters outside the vocabulary. If there are any, the
     other figures are too low: the model does not have to predict which characters they are."""
@@ -340,7 +340,7 @@ def _fitting(device: torch.device, sizes: dict[str, int]) -> int:
 
 
 def _nats(decoder: Decoder, batch: Batch, device: torch.device) -> float:
-    """Sum the loss over the targets that count; only their logits are computed."""
+    """Sum the loss over the targets except `IGNORE`; only the logits of these are computed."""
     targets = batch.targets.to(device)
     counted = targets >= 0
     positions = padded_positions(decoder, batch.lengths, device)

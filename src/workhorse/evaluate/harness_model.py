@@ -32,7 +32,7 @@ OPTIONS = {
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
 }
-"""The harness's names of options, with the names in `GenerationConfig`."""
+"""Options of generation: the harness's names, with the names in `GenerationConfig`."""
 ELSEWHERE = ("do_sample", "until", "max_gen_toks")
 
 
@@ -55,7 +55,7 @@ class Answers:
 def answer(
     asked: Answers, requests: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[tuple[int, str]]:
-    """Complete prompts: those with equal options together, the longest first.
+    """Generate completions of prompts. Prompts with equal options are batched, longest first.
 
     Args:
         asked: the model and its limits.
@@ -103,7 +103,7 @@ def _completions(
     Args:
         asked: the model and its limits.
         config: the generation options.
-        same: the indices of the requests with each prompt.
+        same: the distinct prompts as token ids, each with the indices of its requests.
     """
     prompts = sorted(same, key=lambda prompt: (-len(prompt), prompt))
     if config.samples:
@@ -250,7 +250,7 @@ class HarnessModel(TemplateLM):
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the facts about the model that the results report."""
+        """Return properties of the model to include in the results."""
         weights = list(self._model.decoder.parameters())
         return {
             "model_name": self._model.name,
@@ -295,7 +295,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Compute the log-probability of whole strings; each window has as much context as fits."""
+        """Compute the log-probability of whole strings, in windows of up to `max_length` tokens."""
         questions: list[Question] = []
         owners: list[int] = []
         texts: list[str] = [request.args[0] for request in requests]

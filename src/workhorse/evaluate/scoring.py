@@ -119,7 +119,9 @@ def _score_batch(
     cells: Sequence[tuple[int, Sequence[int]]],
     device: torch.device,
 ) -> list[Score]:
-    """Score continuations. Each ends one token after the end of its row.
+    """Score the continuations of one batch of inputs.
+
+    The last token of a continuation is not part of its input; it is only predicted.
 
     Args:
         decoder: the model, in evaluation mode.

@@ -40,8 +40,8 @@ LISTED = 3
 def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
     """Raise an error for a name that occurs in no task file.
 
-    A name that occurs in one may still not be a task. If the harness is not installed, nothing is
-    checked.
+    A name that occurs in a task file may still not be a task. If the harness is not installed,
+    nothing is checked.
 
     Args:
         names: names of tasks. Patterns and YAML files are not checked here.
@@ -246,7 +246,7 @@ def _check_installed() -> None:
 
 
 def _manager(names: Sequence[str], include_path: str | Path | None) -> "TaskManager":
-    """Index the tasks. If the folder has all names, only the folder is indexed: that is faster."""
+    """Index tasks; only those in `include_path` if it has all of `names`, which is faster."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:

@@ -12,11 +12,14 @@ NATIVE_ACTIVATIONS: dict[type[nn.Module], ActivationName] = {
     nn.SiLU: "silu",
     nn.Sigmoid: "sigmoid",
 }
-"""Operator name by exact module class. `activation_name` handles the tanh form of GELU."""
+"""Name of each activation in the native operators, by exact module class.
+
+GELU's tanh approximation has another name; see `activation_name`.
+"""
 
 
 def activation_name(module: nn.Module) -> ActivationName | None:
-    """The operators' name of an activation; None if they do not compute it."""
+    """Name of an activation in the native operators; None if they do not compute it."""
     if type(module) is nn.GELU and module.approximate == "tanh":
         return "gelu_tanh"
     return NATIVE_ACTIVATIONS.get(type(module))

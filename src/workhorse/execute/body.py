@@ -36,14 +36,14 @@ _HOOKS = (
 
 
 def body_of(reference: Root) -> Root:
-    """Copy a module tree: the same parameters and buffers, but no hooks.
+    """Make a body of a model: a copy of its modules with the same parameters and without hooks.
 
-    Call it after weights are cast or replaced: the body holds the weights that the reference has at
-    that moment. Shared modules and shared parameters stay shared.
+    Call it after weights are cast or replaced, because later replacements do not reach the body.
+    Shared modules and shared parameters stay shared.
 
     Args:
-        reference: the tree as built. A body is not accepted, because its modules may be bound to
-            their replacements.
+        reference: the module tree as built. A body is not accepted, because its modules may be
+            bound to their replacements.
     """
     assert not is_body(reference), "a body is made from the reference"
     check_own_weights(reference)
@@ -55,10 +55,10 @@ def body_of(reference: Root) -> Root:
 
 
 def check_own_weights(root: nn.Module) -> None:
-    """Reject weights that a hook computes before each forward pass: a body has no hooks.
+    """Raise an error if a hook computes a weight before each forward pass: a body has no hooks.
 
     Raises:
-        WorkhorseError: `torch.nn.utils.prune`, `weight_norm` or the like changed a module.
+        WorkhorseError: a weight is computed, for example by `torch.nn.utils.prune`.
     """
     for path, module in root.named_modules():
         computed = [
@@ -72,10 +72,10 @@ def check_own_weights(root: nn.Module) -> None:
 
 
 def with_parameters_of(reference: Root, other: nn.Module) -> Root:
-    """Copy a module tree with the parameters of another tree and no hooks.
+    """Copy a module tree without hooks, and give the copy the parameters of another tree.
 
     Args:
-        reference: the tree as built; its own parameters may have no data.
+        reference: the module tree as built; its own parameters may have no data.
         other: a body of `reference` whose parameters were replaced, for example sharded by FSDP.
     """
     made = _copy(reference)

@@ -25,22 +25,22 @@ INSTRUCTIONS = {
     "avx2": "AVX2",
 }
 NOT_COUNTED = (nn.Identity, nn.Dropout, Unchanged, Sum)
-"""Modules that compute nothing during decoding, or exist only for hooks."""
+"""Modules that are not counted in announcements: they compute nothing, or exist only for hooks."""
 
 
 class DecodingBody(NamedTuple):
-    """A decoder ready for execution, which shares the parameters of the reference."""
+    """A decoder ready for generation; it shares the parameters of the reference decoder."""
 
     decoder: Decoder
     operators: Operators
     reason: str = ""
-    """Reason why `decoder` is the reference; empty if it is not, or if the caller chose it."""
+    """Why execution falls back to the reference. Empty if it does not, or on request."""
 
     @property
     def announcement(self) -> str:
-        """One line: how the decoder runs, and which modules fall back to the reference and why.
+        """One line for the user: how the decoder runs, and which modules run in PyTorch and why.
 
-        This runs the decoder once to see whether a native program can run whole steps.
+        This runs the decoder once to check whether one native call can compute a whole step.
         """
         decoder = self.decoder
         if isinstance(decoder, CapturedDecoder):
@@ -61,7 +61,7 @@ class DecodingBody(NamedTuple):
 def decoding_body(
     reference: Decoder, execution: Execution = "auto", *, wait: bool = False
 ) -> DecodingBody:
-    """The body that runs generation and evaluation of a decoder.
+    """Return a copy of a decoder for fast generation and evaluation; it shares the parameters.
 
     Args:
         reference: the decoder on its final device, in its final dtype, and already quantised if it
@@ -101,7 +101,7 @@ def decoding_body(
 
 
 def _on_a_gpu(reference: Decoder, execution: Execution) -> DecodingBody:
-    """On a GPU: steps as CUDA graphs, so that the GPU never waits for the host's launches."""
+    """`decoding_body` for a GPU: steps are CUDA graphs, so the GPU never waits for Python."""
     body = body_of(reference).eval()
     if execution == "compiled":
         body = compile_steps(body)
@@ -114,7 +114,13 @@ def _on_a_gpu(reference: Decoder, execution: Execution) -> DecodingBody:
 
 
 def training_announcement(objective: nn.Module, operators: Operators, compiled: bool) -> str:
-    """One line that says how an objective made by `build_step` runs."""
+    """One line for the user that says how training runs.
+
+    Args:
+        objective: the module that computes the loss, as `build_step` prepares it.
+        operators: the native operators that it uses.
+        compiled: True if PyTorch compiles the layers.
+    """
     heads = [part for part in objective.modules() if isinstance(part, Head)]  # see `TokenLogprobs`
     how = "reference" if operators.training is None else _in_part(objective, heads)
     if operators.training is None and "training" in operators.why_not:
@@ -123,12 +129,17 @@ def training_announcement(objective: nn.Module, operators: Operators, compiled: 
 
 
 def instructions() -> str:
-    """The widest CPU instruction set that the operators use."""
+    """Name of the widest CPU instruction set that the native operators use."""
     return next((name for known, name in INSTRUCTIONS.items() if cpu_has(known)), "plain")
 
 
 def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
-    """The count of modules computed natively, and the classes of the other modules."""
+    """Describe how many modules are native, and name the classes of the other modules.
+
+    Args:
+        root: the module whose submodules are counted.
+        without: submodules that are not counted.
+    """
     native: list[nn.Module] = []
     counted: list[nn.Module] = []
     plain: dict[str, None] = {}
@@ -154,7 +165,7 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
 
 
 def _is_native(module: nn.Module) -> bool:
-    """True if a class of `execute` or an operator for quantised weights computes the module."""
+    """True if native operators compute a module: its class is native, or it is quantised."""
     if isinstance(module, QuantizedLinear):
         return module.decoding is not None
     return any(

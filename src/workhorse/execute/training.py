@@ -1,6 +1,6 @@
-"""Activation checkpointing and compilation by PyTorch for training.
+"""Activation checkpointing for training, and compilation of layers and loss by PyTorch.
 
-Uncompiled, the loss makes a GPU read and write logits a dozen times, mostly in float32.
+An uncompiled loss makes a GPU read and write all logits a dozen times, mostly in float32.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from workhorse.transforms.record import as_subclass, mixin_class, replace_module
 
 
 class Checkpointed(nn.Module):
-    """A mixin for a layer class; the forward pass keeps only the layer's inputs."""
+    """A mixin for layers with activation checkpointing: only the layer's inputs are stored."""
 
     def forward(self, *inputs: Any) -> Tensor:
         return checkpoint(super().forward, *inputs, use_reentrant=False)  # type: ignore[return-value]
 
 
 def checkpoint_activations(decoder: Decoder) -> None:
-    """Make every layer of a decoder compute its activations again in the backward pass."""
+    """Enable activation checkpointing in every layer: the backward pass recomputes activations."""
     for name, layer in list(decoder.layers.named_children()):
         kind = mixin_class("Checkpointed", Checkpointed, type(layer))
         decoder.layers.set_submodule(name, as_subclass(layer, kind))
 
 
 class Compiled(nn.Module):
-    """A mixin for a class of compiled layers; they run uncompiled while they have new hooks."""
+    """A mixin for compiled layers. A layer with hooks added after compilation runs uncompiled."""
 
     watch: Watch
 
@@ -42,7 +42,9 @@ class Compiled(nn.Module):
 
 
 def compile_layers(decoder: Decoder) -> None:
-    """Compile each layer of a decoder, in place, at its first run; equal layers share a program.
+    """Make PyTorch compile each layer of a decoder at its first run, in place.
+
+    Equal layers share a program.
 
     Args:
         decoder: the decoder, after every other transform.
@@ -55,7 +57,10 @@ def compile_layers(decoder: Decoder) -> None:
 
 
 def compile_logprobs(objective: nn.Module) -> None:
-    """Compile the log-probabilities of an objective in place, except native or sharded ones."""
+    """Make PyTorch compile the log-probabilities of a training objective, in place.
+
+    Modules that already use native operators, or that are divided among ranks, are not changed.
+    """
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) not in (HeadLoss, TokenLogprobs):
@@ -66,7 +71,7 @@ def compile_logprobs(objective: nn.Module) -> None:
 
 
 class CompiledLogprobs(TokenLogprobs):
-    """`TokenLogprobs` with one compiled function of the logits for its terms and gradient."""
+    """`TokenLogprobs` whose function of the logits, `score`, is compiled by PyTorch."""
 
     def score(
         self, logits: Tensor, targets: Tensor, coefficients: Tensor | None, shaping: Shaping

@@ -21,11 +21,12 @@ from workhorse.files.text_formats import collector_paused, unreadable
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 * 2**20
-"""Largest header. The largest known vocabularies need 25 %, or 50 % with a `tokenizer.json`."""
+"""Maximum size of a header. Files with the largest known vocabularies need 25 % of it, or 50 % if
+they contain a `tokenizer.json`."""
 MAX_KEYS = 10_000
 MAX_TENSORS = 100_000
 MAX_VALUES = 3_000_000
-"""Most elements of all lists together; the largest known vocabularies need 50 %."""
+"""Maximum number of elements of all lists together. The largest known vocabularies need half."""
 MAX_NAME = 256
 MAX_RANK = 4
 ALIGNMENT = "general.alignment"
@@ -34,7 +35,7 @@ ALIGNMENTS = tuple(1 << power for power in range(3, 21))
 NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
-"""Formats of the `struct` module by GGUF's value types."""
+"""Format characters of the `struct` module by GGUF's numeric value types."""
 TEXT, LIST = 8, 9
 
 BLOCKS = {
@@ -45,7 +46,7 @@ BLOCKS = {
     "IQ3_XXS": (256, 98), "IQ3_S": (256, 110), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
     "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17),
 }  # fmt: skip
-"""Supported tensor types, with the elements and the bytes of a block."""
+"""Supported tensor types, each with the number of elements and of bytes in a block."""
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -53,12 +54,12 @@ TYPES = {
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-"""Names of ggml's tensor types."""
+"""Names of ggml's tensor types by number."""
 _DAMAGED = "the file may be damaged: download it again"
 
 
 class StoredTensor(NamedTuple):
-    """The position of a tensor in the file: from byte `begin` to before `end`."""
+    """A tensor in a GGUF file: its type, shape, and bytes from `begin` to before `end`."""
 
     kind: str
     """The tensor type, a key of `BLOCKS`."""
@@ -69,14 +70,14 @@ class StoredTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """The contents of a file before its tensors' bytes."""
+    """The header of a GGUF file: keys with their values, and tensors by name."""
 
     keys: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
 
 def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
-    """Read all keys and tensor positions of a file, without reading the tensors.
+    """Read the header of a GGUF file, without the tensors' bytes.
 
     Args:
         file: the file, opened unbuffered for reading, at its start.
@@ -113,15 +114,15 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
 
 
 class _TooShort(Exception):
-    """The header is longer than the bytes that were read."""
+    """Error: the header is longer than the bytes that were read."""
 
 
 class _Unsupported(Exception):
-    """A valid file with an unsupported feature; the message contains the remedy."""
+    """Error: a valid file has an unsupported feature. The message contains the remedy."""
 
 
 class _Reader:
-    """Reads values from bytes, one after the other."""
+    """Reads GGUF values from bytes, one after the other."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -209,7 +210,7 @@ def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(reader: _Reader) -> tuple[tuple[int, ...], int, int]:
-    """Read the shape, type and offset of one tensor."""
+    """Read the shape, type number and offset of one tensor in the header."""
     rank = reader.number("I")
     if not 0 < rank <= MAX_RANK:
         raise ValueError(f"a tensor has {rank} axes, not 1 to {MAX_RANK}")
@@ -220,7 +221,12 @@ def _entry(reader: _Reader) -> tuple[tuple[int, ...], int, int]:
 def _placed(
     entries: dict[str, tuple[tuple[int, ...], int, int]], data: int, alignment: int, size: int
 ) -> dict[str, StoredTensor]:
-    """The tensors in the order of their bytes; checks that each is in the file and none overlap."""
+    """Return the tensors sorted by position.
+
+    Raises:
+        ValueError: a tensor overlaps another, or is not completely inside the file.
+        _Unsupported: a tensor type is not supported.
+    """
     at, found = data, dict[str, StoredTensor]()
     for name, (shape, number, offset) in sorted(entries.items(), key=lambda one: one[1][2]):
         kind = TYPES.get(number, f"type {number}")

@@ -28,7 +28,8 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.files.text_formats import collector_paused, parse_json, unreadable
 
 MAX_HEADER_BYTES = 32_000_000
-"""Largest header. With about 140 bytes per tensor, it is over twice the limit of `parse_json`."""
+"""Maximum size of a header in bytes, enough for about 230,000 tensors. `parse_json` limits them to
+about half as many."""
 MAX_NAME = 512
 MAX_RANK = 16
 _LENGTH_BYTES = 8
@@ -67,7 +68,7 @@ class Stored(NamedTuple):
 
 
 def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
-    """List every tensor of a file in the order of its bytes; only the header is read.
+    """Return the tensors of a file, sorted by position. Only the header is read.
 
     Args:
         file: the file, opened unbuffered for reading, at its start.
@@ -94,7 +95,7 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
 
 
 def _parse(raw: bytes, path: Path, data: int) -> dict[str, Stored]:
-    """The header's entries; each is checked on its own."""
+    """Return the tensors in a header; `data` is the position in the file where the header ends."""
     header = parse_json(raw, f"the header of {path}")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -119,7 +120,11 @@ def _read(file: BinaryIO, count: int, path: Path) -> bytes:
 
 
 def _entry(name: str, entry: Any, data: int) -> Stored:
-    """Check one tensor's entry on its own; raises ValueError with the reason."""
+    """Convert a tensor's entry in a header.
+
+    Raises:
+        ValueError: the entry is invalid; the message continues `tensor NAME`.
+    """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise ValueError("has an invalid name")
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
@@ -142,7 +147,7 @@ def _entry(name: str, entry: Any, data: int) -> Stored:
 
 
 def _are_counts(values: Any) -> bool:
-    """True for a list of integers from 0 to 2^63 - 1, PyTorch's largest."""
+    """Return True for a list of integers from 0 to 2^63 - 1, the largest size in PyTorch."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:  # excludes bool
         return False
     return min(values, default=0) >= 0 and max(values, default=0) < 1 << 63
@@ -165,7 +170,7 @@ def _without_gaps(
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The length and the header of a file with the tensors' bytes in this order.
+    """Return the header of a file with these tensors in this order, after its length in 8 bytes.
 
     Raises:
         KeyError: the format does not support a dtype.
@@ -182,7 +187,7 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
 
 
 class Slice(NamedTuple):
-    """A part of a tensor, consecutive along each axis; it may be the whole tensor or empty."""
+    """A part of a tensor, contiguous along each axis. It can be the whole tensor, or empty."""
 
     values: Tensor
     starts: tuple[int, ...]
@@ -195,7 +200,7 @@ Slices = Mapping[str, Slice]
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Slice]:
-    """Slices that contain each whole tensor."""
+    """Return, for each tensor, a slice that contains the whole tensor."""
     return {
         name: Slice(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -203,9 +208,9 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Slice]:
 
 
 def lay_out(path: Path, slices: Slices) -> None:
-    """Create the file of the whole tensors, with the header but without the tensors' bytes.
+    """Create a file of full size for the whole tensors, but write only its header.
 
-    Replaces an existing file.
+    `fill` then writes the tensors' bytes. An existing file is replaced.
     """
     path.unlink(missing_ok=True)  # a link is not followed
     with path.open("xb") as file:
@@ -215,7 +220,7 @@ def lay_out(path: Path, slices: Slices) -> None:
 
 
 def fill(path: Path, slices: Slices) -> None:
-    """Write the slices to their places in a file made by `lay_out` with the same tensors."""
+    """Write slices at their positions into a file that `lay_out` made for the same tensors."""
     with path.open("r+b", buffering=0) as file:
         at = len(_header(slices))
         for _, one in _ordered(slices):
@@ -225,7 +230,7 @@ def fill(path: Path, slices: Slices) -> None:
 
 
 def _runs(one: Slice) -> Iterator[tuple[int, Tensor]]:
-    """Yield the contiguous pieces of a slice, with each one's first element in the whole tensor."""
+    """Yield (index of the first element in the whole tensor, values) of each contiguous run."""
     if not one.values.numel():
         return
     values = one.values.cpu().contiguous()
@@ -247,7 +252,7 @@ def _write(file: int, values: Tensor, at: int) -> None:
 
 
 def _ordered(slices: Slices) -> list[tuple[str, Slice]]:
-    """Sort by descending element size, so that all tensors are aligned; then by name."""
+    """Sort tensors by descending element size, so that all are aligned; then by name."""
     return sorted(slices.items(), key=lambda item: (-item[1].values.itemsize, item[0]))
 
 
@@ -256,5 +261,5 @@ def _header(slices: Slices) -> bytes:
 
 
 def _bytes(one: Slice) -> int:
-    """The bytes of the whole tensor."""
+    """Return the size in bytes of the whole tensor that a slice belongs to."""
     return math.prod(one.shape) * one.values.itemsize

@@ -25,7 +25,7 @@ REMEDIES = {
     errno.EACCES: "give yourself read permission",
     errno.EPERM: "give yourself read permission",
 }
-"""Remedies if the system refuses to open a file, by errno."""
+"""Remedies in the message if the system refuses to open a file, by errno."""
 _GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
@@ -50,7 +50,7 @@ def to_path(given: object, rule: str) -> Path:
 
 
 def unreadable(path: Path, error: OSError) -> WorkhorseError:
-    """The error for a file that the system refused to read, with a remedy."""
+    """Return the error for a file that the system refused to read, with a remedy."""
     remedy = REMEDIES.get(error.errno or 0, "check the disk")
     return WorkhorseError(f"cannot read {path}: {error.strerror or error}; {remedy}")
 
@@ -61,7 +61,7 @@ def open_contained(folder: Path, name: str, *, root: Path | None = None) -> Bina
     Args:
         folder: the folder that contains the file.
         name: the file's name, without a path.
-        root: the folder that links must not lead out of, if it is not `folder` but a parent.
+        root: the target of a link must be inside this folder; None: inside `folder`.
 
     Raises:
         WorkhorseError: the name is a path, a link leads out of the folder, the file is missing,
@@ -99,10 +99,11 @@ def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
     Args:
         path: the path of a regular file.
         limit: the maximum size in bytes.
-        root: see `open_contained`.
+        root: the target of a link must be inside this folder; None: inside the file's folder.
 
     Raises:
-        WorkhorseError: see `open_contained`; or the file is too large.
+        WorkhorseError: the file is missing, unreadable, too large, a link out of the folder, or not
+            a regular file.
     """
     with open_contained(path.parent, path.name, root=root) as file:
         try:
@@ -115,7 +116,7 @@ def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Open a file given by the user for reading bytes. Links are followed anywhere.
+    """Open a file given by the user for reading bytes. A link may lead to any folder.
 
     Raises:
         WorkhorseError: the file cannot be read, or is a folder, pipe or device.
@@ -136,7 +137,8 @@ def read_text(path: Path, *, limit: int) -> str:
     """Read a UTF-8 file given by the user, of up to `limit` bytes.
 
     Raises:
-        WorkhorseError: see `open_plain`; or the file is larger, or not UTF-8.
+        WorkhorseError: the file cannot be read, is not a regular file, is larger than `limit`, or
+            is not UTF-8.
     """
     with open_plain(path) as file:
         try:
@@ -149,7 +151,15 @@ def read_text(path: Path, *, limit: int) -> str:
 
 
 def decoded(raw: bytes, what: str) -> str:
-    """Decode UTF-8, or raise a WorkhorseError with the offset; `what` is the name in the error."""
+    """Decode UTF-8.
+
+    Args:
+        raw: the bytes to decode.
+        what: the name of the file or string in the error.
+
+    Raises:
+        WorkhorseError: a byte is not UTF-8; the message has its offset.
+    """
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -157,9 +167,9 @@ def decoded(raw: bytes, what: str) -> str:
 
 
 def _belongs(real: Path, folder: Path) -> bool:
-    """True if a file is in a folder, or is a file of the Hub's cache that the folder links to.
+    """Return True if a file is in a folder, or in the Hugging Face cache that contains the folder.
 
-    In the cache, files in `CACHE/models--ORG--NAME/snapshots/COMMIT/` are links to
+    In this cache, files in `CACHE/models--ORG--NAME/snapshots/COMMIT/` are links to
     `../../blobs/HASH`, which may be links to `CACHE/blobs/HA/HASH`, shared by all repositories.
     """
     if real.is_relative_to(folder):
@@ -178,8 +188,9 @@ def _belongs(real: Path, folder: Path) -> bool:
 
 MAX_DEPTH = 64
 MAX_VALUES = 850_000
-"""Most values in a JSON file. Each costs Python about 1 µs and up to about 70 bytes in addition to
-its text. A safetensors header of 100,000 tensors has 800,000, more than any published file."""
+"""Maximum number of values in a JSON file. Each costs Python about 1 µs and up to about 70 bytes in
+addition to its text. A safetensors header of 100,000 tensors has 800,000 values, more than any
+published file."""
 
 
 def read_json(path: Path, *, limit: int = 4_000_000) -> dict[str, Any]:
@@ -190,7 +201,7 @@ def read_json(path: Path, *, limit: int = 4_000_000) -> dict[str, Any]:
         limit: the maximum size in bytes.
 
     Raises:
-        WorkhorseError: see `read_bytes` and `parse_json`.
+        WorkhorseError: the file cannot be read, is too large, or is not valid for `parse_json`.
     """
     return parse_json(read_bytes(path, limit=limit), str(path))
 
@@ -233,9 +244,9 @@ def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[s
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector while much plain data without cycles is created.
+    """Pause Python's garbage collector while much plain data without reference cycles is created.
 
-    The collector would take twice as long as reading a large file.
+    For a large file, the collector would take twice as long as the reading itself.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -267,7 +278,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _depth(data: dict[str, Any]) -> int:
-    """The nesting depth of objects and lists."""
+    """Return the nesting depth of objects and lists, counted up to `MAX_DEPTH` + 1."""
     level: list[Any] = [data]
     depth = 0
     while level and depth <= MAX_DEPTH:
@@ -283,18 +294,18 @@ def _depth(data: dict[str, Any]) -> int:
 
 MAX_CHARACTERS = 300_000
 MAX_YAML_VALUES = 100_000
-"""Most values in a YAML string, with every alias expanded."""
+"""Maximum number of values in a YAML string, with every alias expanded."""
 
 
 class BadYaml(WorkhorseError):
-    """Invalid or unsupported YAML: the reason, with line and column if known."""
+    """Error: invalid or unsupported YAML. The message has the line and column if known."""
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """A loader for YAML 1.2. PyYAML reads YAML 1.1: `3e-4` is a string and `on` is true.
+    """A loader for YAML 1.2. PyYAML's own loaders read YAML 1.1: `3e-4` is a string, `on` is true.
 
-    A key given twice is an error; PyYAML would keep the last. Merges (`<<: *name`) are supported,
-    although they are from YAML 1.1.
+    A key given twice is an error; PyYAML would keep the last value. Merge keys (`<<: *name`) are
+    supported, although they are from YAML 1.1.
     """
 
     def __init__(self, text: str) -> None:
@@ -340,8 +351,8 @@ _YAML_1_2 = {
         "-+0123456789.",
     ),
 }
-"""Patterns of plain scalars of each type, and their possible first characters. Dates, base-60
-numbers and the like stay strings."""
+"""Pattern and possible first characters of the plain (unquoted) scalars of each type. All other
+scalars, such as dates and base-60 numbers, are strings."""
 
 _Yaml12Loader.yaml_implicit_resolvers = {
     first: [(tag, rule) for tag, rule in rules if tag.rpartition(":")[2] in ("null", "merge")]
@@ -364,11 +375,11 @@ for _kind, (_rule, _first) in _YAML_1_2.items():
 
 
 def write_yaml(value: Any, *, on_a_line: bool = False) -> str:
-    """Format plain data as YAML that `parse_yaml` reads back unchanged, keys in their order.
+    """Format plain data as YAML that `parse_yaml` reads back unchanged. Keys keep their order.
 
     Args:
         value: the data: mappings, lists, strings, numbers, true, false and null.
-        on_a_line: True writes one line without a line break at its end.
+        on_a_line: True to return a single line, without a line break at its end.
     """
     flow, width = (True, 2**20) if on_a_line else (False, 80)
     text = yaml.dump(  # pyright: ignore[reportUnknownMemberType]
@@ -401,7 +412,11 @@ def parse_yaml(text: str) -> Any:
 
 
 def _weigh(node: yaml.Node, weights: dict[int, int]) -> int:
-    """Count the values of a node with its aliases expanded.
+    """Count the values in a YAML node with its aliases expanded, and check them.
+
+    Args:
+        node: the node.
+        weights: counts of nodes that were already visited, by `id`; 0 while a count is in progress.
 
     Raises:
         yaml.MarkedYAMLError: there are too many values, a node contains itself, or a node is not

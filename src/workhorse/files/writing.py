@@ -16,16 +16,16 @@ from workhorse.errors import WorkhorseError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 TAKES_NO_MORE = {*DISK_FULL, errno.EFBIG}
-"""Error numbers of a write that cannot grow a file: full disk, quota, or file size limit."""
+"""Values of errno if a file cannot grow: full disk, disk quota, or limit on file sizes."""
 TEMPORARY = ".workhorse-tmp-"
-"""Prefix of the name of a file or folder while it is written; 16 hexadecimal digits follow."""
+"""Prefix of the temporary name of a file or folder being written; 16 hexadecimal digits follow."""
 _TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 STALE = 60
 """Seconds after which a temporary file or folder without a lock is deleted."""
 
 
 class CannotWriteError(WorkhorseError):
-    """A file or folder cannot be written: its path, the reason and the remedy."""
+    """Error: a file or folder cannot be written. The message has the path, reason and remedy."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.reason = reason
@@ -34,12 +34,13 @@ class CannotWriteError(WorkhorseError):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into an error that names the path and the remedy.
+    """Turn an OSError in a `with` block into an error that names the path and the remedy.
 
-    If blocks are nested, the error names the outer path: a temporary path would not help the user.
+    If blocks are nested, the error names the path of the outer block, because the inner path is
+    often temporary.
 
     Raises:
-        CannotWriteError: the system refuses to write.
+        CannotWriteError: the block raised an OSError.
     """
     try:
         yield
@@ -51,7 +52,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def refusal(error: OSError) -> tuple[str, str]:
-    """The reason why the system refused to write, and the remedy."""
+    """Return the reason why a write failed, and the remedy, for the error message."""
     if error.errno is None:  # NumPy's error for an incomplete write has no errno
         return f"only a part was written ({error})", "free some disk space"
     remedy = "choose another path, or give yourself write permission"
@@ -70,8 +71,8 @@ def one_process_at_a_time(place: Path, patience: float = math.inf) -> Iterator[N
 
     Args:
         place: a file that this user may write, or a folder.
-        patience: the seconds to wait. After that the block runs without the lock, as on systems
-            without `flock` (Windows).
+        patience: maximum number of seconds to wait. After that the block runs without the lock. It
+            always does on systems without `flock` (Windows).
 
     Raises:
         OSError: the file or folder cannot be opened or locked.
@@ -141,12 +142,12 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def is_temporary(path: Path) -> bool:
-    """True if the name is a temporary one of `replacing`, which then holds its lock."""
+    """Return True if `replacing` made this path; it holds a lock on the path while in use."""
     return path.name.startswith(TEMPORARY)
 
 
 def _temporary(path: Path) -> Path:
-    """A new random temporary path beside a path."""
+    """Return a new random temporary path in the same folder as `path`."""
     return path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
 
 
@@ -181,7 +182,8 @@ def _delete(path: Path) -> None:
 def discard(path: Path) -> None:
     """Delete a file or folder atomically: rename it first, so that no partial folder is visible.
 
-    If the deletion fails, the rest keeps a temporary name and a later `replacing` deletes it.
+    If the deletion fails, the remaining files have a temporary name, and a later `replacing` in the
+    same folder deletes them.
 
     Raises:
         OSError: the rename failed.
@@ -209,7 +211,7 @@ def _refuse_device(path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Check that a file can be written at a path, before the work for it is done.
+    """Check that a file can be written at a path, before its content is computed.
 
     Raises:
         CannotWriteError: the path is a folder or a device, its parent folder is missing, or files

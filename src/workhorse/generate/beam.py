@@ -99,7 +99,10 @@ def beam_search(
 
 
 def _read(runner: Runner, sequences: Sequence[TokenSequence]) -> Tensor:
-    """Process all pending tokens; returns the logits after each sequence, (sequences, vocab)."""
+    """Process all tokens that are not in the cache yet.
+
+    Returns the logits after the last token of each sequence, (sequences, vocab).
+    """
     found: dict[TokenSequence, Tensor] = {}
     # A long prompt of an exact sequence takes several passes, one for each piece.
     while left := [sequence for sequence in sequences if sequence.pending]:
@@ -117,9 +120,9 @@ class _Search:
     limit: int
     beams: list[_Hypothesis] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    """For each of `beams`, the beam of the previous step that it continues."""
+    """For each of `beams`, the index in the previous `beams` of the hypothesis that it extends."""
     finished: list[_Hypothesis] = field(default_factory=list)
-    """Best first, up to `config.beams`."""
+    """Finished hypotheses, best first, at most `config.beams`."""
     done: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +131,12 @@ class _Search:
         self.beams = [_Hypothesis((), total) for total in totals]
 
     def advance(self, candidates: Sequence[tuple[float, int, int]]) -> None:
-        """Advance by one token, given `(total, beam, token)` candidates, best first."""
+        """Extend the hypotheses by one token.
+
+        Args:
+            candidates: best first: the summed log-probability, the index of the hypothesis in
+                `beams`, and the token that extends it.
+        """
         before, self.beams, self.parents = self.beams, [], []
         length = len(before[0].tokens) + 1
         last = length == self.limit
@@ -153,7 +161,7 @@ class _Search:
         return hypothesis.score(self.config.length_penalty)
 
     def _decided(self, length: int) -> bool:
-        """True if no running hypothesis can change the finished ones."""
+        """True if no running hypothesis can replace a finished one."""
         if len(self.finished) < self.config.beams:
             return False
         if self.config.early_stopping:

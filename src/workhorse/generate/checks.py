@@ -19,7 +19,7 @@ class TokenStream(Protocol):
 
 
 class StopScanner:
-    """Passes text through up to the first complete stop string.
+    """Passes on text, received piece by piece, up to the first complete stop string.
 
     Text that may be the beginning of a stop string is held back until this is decided. The stop
     string that *ends* first counts (the longest, if several end there), so the result does not
@@ -47,7 +47,7 @@ class StopScanner:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return the text still held back, which did not become a stop string."""
+        """Return the text that is still held back; call it at the end of the completion."""
         held, self._held = self._held, ""
         return held
 
@@ -106,10 +106,10 @@ def check_models(decoder: object, draft: object, tokenizer: object) -> None:
 
 
 def checked_config(config: object) -> GenerationConfig:
-    """Return a config, or the defaults for None.
+    """Return `config`, or the default options if it is None.
 
     Raises:
-        WorkhorseError: it has another type.
+        WorkhorseError: `config` is neither a GenerationConfig nor None.
     """
     if not isinstance(config, GenerationConfig | None):
         raise WorkhorseError(
@@ -122,7 +122,7 @@ def prompt_list(prompts: object) -> list[Any]:
     """Convert an iterable of prompts to a list.
 
     Raises:
-        WorkhorseError: it is a string, or not an iterable.
+        WorkhorseError: `prompts` is a string, or not an iterable.
     """
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
         raise WorkhorseError(f"prompts={shown(prompts)} is not a list; give a list of prompts")
@@ -167,7 +167,7 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
         remedy: the end of the error message.
 
     Raises:
-        WorkhorseError: they are not a sequence of integers.
+        WorkhorseError: `tokens` is not a sequence of integers.
     """
     try:
         if isinstance(tokens, str | bytes | bytearray | set | frozenset | dict):
@@ -181,10 +181,10 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """Convert a size to a Python int.
+    """Check the integer option `name`, and return its value as a Python int.
 
     Raises:
-        WorkhorseError: it is not an integer, or is less than `least`.
+        WorkhorseError: the value is not an integer, or is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise WorkhorseError(
@@ -194,10 +194,14 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def check_functions(name: str, functions: object) -> tuple[Any, ...]:
-    """Return a list of functions as a tuple.
+    """Check a list of functions, and return it as a tuple.
+
+    Args:
+        name: name of the argument, for error messages.
+        functions: the functions.
 
     Raises:
-        WorkhorseError: it is not a list, or one of its items is not callable.
+        WorkhorseError: `functions` is not a list, or one of its items is not callable.
     """
     if not isinstance(functions, Iterable) or isinstance(functions, str):
         raise WorkhorseError(f"{name}={shown(functions)} is not a list of functions; give a list")
@@ -270,7 +274,10 @@ def _check_id(token: int, vocab: int, whose: str, remedy: str) -> None:
 
 
 def usable_vocab(decoder: Decoder, tokenizer: StreamingTokenizer | None) -> int:
-    """Number of ids that may be chosen. An embedding may be padded beyond the tokenizer's ids."""
+    """Number of token ids that may be generated.
+
+    It is less than the vocabulary size if the embedding has more rows than the tokenizer has ids.
+    """
     size = decoder.config.vocab_size
     return size if tokenizer is None else min(size, tokenizer.vocab_size)
 

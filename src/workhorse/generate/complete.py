@@ -89,10 +89,11 @@ def stream(
     draft: Decoder | None = None,
     batch_size: int = 32,
 ) -> Iterator[Delta]:
-    """Like `generate`, but yield the tokens one by one.
+    """Continue each prompt, and yield the tokens one by one.
 
-    The text of a completion is the concatenation of the text of its deltas. The decoder is in
-    evaluation mode during each step, and in its former mode between steps.
+    For the arguments see `generate`. The text of a completion is the concatenation of the text of
+    its deltas. The decoder is in evaluation mode during each step, and in its former mode between
+    steps.
 
     Raises:
         WorkhorseError: see `generate`, raised at the call; or the config asks for beam search,

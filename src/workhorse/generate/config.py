@@ -121,7 +121,7 @@ class GenerationConfig(Config):
         return self.beams == 1 and self.temperature > 0
 
     def with_seed(self) -> Self:
-        """Return the config with a seed: if it samples without one, one from the system."""
+        """Return the config with a random seed if it samples and has none; otherwise unchanged."""
         if self.samples and self.seed is None:
             return self.replace(seed=secrets.randbits(32))
         return self
@@ -148,7 +148,7 @@ _NOT_IN_BEAM_SEARCH = (
 class _Bound(NamedTuple):
     holds: Callable[[float], bool]
     otherwise: str
-    """The rest of the message, after the option and its value."""
+    """The end of the error message, after the option's name and value."""
 
     def check(self, name: str, value: float | None) -> None:
         if value is not None and not self.holds(value):
@@ -220,13 +220,13 @@ class Delta:
     """Index of the completion: `prompt * n_samples + sample`."""
     token: int
     text: str
-    """Text that has become certain. It is empty while a character is incomplete; the next text then
-    covers several tokens."""
+    """New text of the completion that can no longer change. It is empty while a character or a stop
+    string may be incomplete; a later delta then has the text of several tokens."""
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     """Set on the last delta of a completion."""
     proposed: int = 0
-    """Number of tokens guessed in a pass, set on its first delta; see
+    """Number of tokens guessed for a pass of the model, set only on the pass's first delta; see
     `GenerationConfig.speculate`."""
     accepted: bool = False
     """True if the token was guessed."""
@@ -244,7 +244,7 @@ class Completion:
     """All new tokens, including the stop token, or the tokens of the stop string, that ended it."""
     finish_reason: FinishReason
     prompt_tokens: int
-    """Length of the prompt in tokens, as given."""
+    """Length of the given prompt, in tokens."""
     seed: int | None = None
     """Seed that reproduces this completion; None if nothing was sampled."""
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -257,7 +257,7 @@ class Completion:
     prompt_seconds: float = field(default=0.0, compare=False)
     """Seconds to process a batch's prompts, set on the first completion of the batch."""
     decoded: bool = True
-    """True if a tokenizer decoded the tokens to text."""
+    """True if `text` was decoded by a tokenizer; False if there was no tokenizer."""
 
     def __str__(self) -> str:
         """The text, or the token ids without a tokenizer."""

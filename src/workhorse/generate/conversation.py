@@ -14,11 +14,11 @@ from workhorse.tokenizers import ChatTemplate, Tokenizer
 TextMessage = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
 REPLY_SHARE = 4
-"""`max_new_tokens` are reserved for a reply, up to the context divided by this number."""
+"""The prompt leaves room for a reply: `max_new_tokens`, but at most the context divided by this."""
 
 
 class ChatFormat(Protocol):
-    """Formats messages as the prompt of the next reply, and lists the stops of that reply."""
+    """Formats messages as the prompt of the next reply, and lists what ends that reply."""
 
     @property
     def stop(self) -> tuple[str, ...]: ...
@@ -59,7 +59,7 @@ class TranscriptFormat:
 
     tokenizer: Tokenizer
     prefix: tuple[int, ...] = ()
-    """Tokens at the beginning of every document of the training."""
+    """Token ids with which every training document begins."""
     stop: tuple[str, ...] = ("\nUser:",)
 
     def encode(self, messages: Sequence[TextMessage]) -> list[int]:
@@ -131,12 +131,14 @@ class Conversation:
         )
 
     def reply(self, text: str) -> Iterator[Delta]:
-        """Send a message; yields the reply as it is generated, then adds both to `messages`.
+        """Send a message, and yield the tokens of the reply as they are generated.
+
+        At the end, the message and the reply are added to `messages`.
 
         Raises:
             WorkhorseError: the message is not a string, the last reply has not ended, or the
-                message does not fit into the context even without earlier ones; see `stream`. The
-                conversation is then unchanged.
+                message does not fit into the context even without earlier messages. The
+                conversation is then unchanged. See also `workhorse.generate.stream`.
         """
         if not isinstance(text, str):
             raise WorkhorseError(f"the message {shown(text)} is not a string; give a str")
@@ -163,7 +165,10 @@ class Conversation:
         self.messages += [asked, {"role": "assistant", "content": answer}]
 
     def _prompt(self, messages: Sequence[TextMessage]) -> list[int]:
-        """Tokens of the newest messages that leave room for a reply; at least of the last one."""
+        """Encode the newest messages that leave room for a reply, after the system message.
+
+        The last message is always included.
+        """
         recent = list(messages[len(self._system) :])
         context = self._decoder.max_seq_len
         room = context + 1 - min(self._config.max_new_tokens, context // REPLY_SHARE)

@@ -128,7 +128,7 @@ class Engine:
         self._step: list[Request] = []
         self._is_stepping = False
         self._is_dirty = False
-        """True if a step started and neither ended nor was recovered from."""
+        """True during a step, and after a step that raised until `_recover` has finished."""
         self._cancelled: set[int] = set()
         self._prompt_seconds = 0.0
 
@@ -150,11 +150,11 @@ class Engine:
         Args:
             prompt: token ids.
             config: the options; None: the defaults of `GenerationConfig`.
-            processors: functions applied to the logits in this order, before anything else.
-            stop_conditions: functions that end a completion when any one returns True.
+            processors: functions applied to the logits in this order, before penalties and filters.
+            stop_conditions: functions; a completion ends when one of them returns True.
 
         Returns:
-            The indices of its `n_samples` completions; see `Delta.index`.
+            The indices of the prompt's `n_samples` completions; see `Delta.index`.
 
         Raises:
             WorkhorseError: see `check_prompts`; or this engine cannot serve the request: it asks
@@ -244,10 +244,10 @@ class Engine:
             self._drop_cancelled()
 
     def step(self) -> list[Delta]:
-        """Process some tokens of the requests, choose the next ones and return the new tokens.
+        """Process tokens of the requests, choose their next tokens and return these.
 
-        If it raises, nothing is lost: the next step continues from there. Only requests that caused
-        the error, by their own processors, conditions or logits, are dropped.
+        If it raises, no token is lost: the next step continues from there. Only requests that
+        caused the error, by their own processors, stop conditions or logits, are dropped.
 
         Raises:
             WorkhorseError: logits are not finite, a processor does not return logits, or `step` is
@@ -305,7 +305,14 @@ class Engine:
                     self._end(request)
 
     def _read(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Logits, list[Request]]:
-        """Process tokens; returns logits, and the requests to choose tokens for."""
+        """Run the decoder on tokens of requests.
+
+        Args:
+            chunks: requests, each with the number of tokens to process.
+
+        Returns:
+            The logits, and the requests whose next tokens can be chosen from them.
+        """
         started = time.perf_counter()
         reads_prompt = not all(request.sequence.is_decoding for request, _ in chunks)
         logits = self._runner.run([_chunk(*both) for both in chunks])
@@ -409,7 +416,10 @@ class Engine:
             self._cancelled.clear()
 
     def _leave_prompt(self, request: Request) -> bool:
-        """Remove one of several samples that wait for a shared prompt; False if it is not one."""
+        """Remove a request if other samples of its prompt wait, with it, for the shared prompt.
+
+        Returns True if the request was removed.
+        """
         for queue in (self._scheduler.waiting, self._scheduler.running):
             for n, other in enumerate(queue):
                 if request in other.copies:
@@ -438,7 +448,11 @@ class Engine:
                     self._prompt_seconds = 0.0
 
     def _can_look_ahead(self, requests: Sequence[Request]) -> bool:
-        """True if these are all requests, share their options, and each may process a token."""
+        """True if the next tokens of these requests may be processed before the host knows them.
+
+        They must be all requests that have not ended, have the same sampling options, and have room
+        for one more token each.
+        """
         if not self.looks_ahead or self._scheduler.waiting:
             return False
         if len(requests) < len(self._scheduler.running):
@@ -469,7 +483,10 @@ class Engine:
         return Chooser(config, self._vocab, size, decoding)
 
     def _guess(self) -> None:
-        """Guess tokens for the requests that decode. No guess exceeds the steady length."""
+        """Guess tokens for the requests that decode.
+
+        Guesses end at `DecoderConfig.steady_length`.
+        """
         for request in self._scheduler.running:
             request.expect(Guess())
         guessing = [
@@ -491,6 +508,9 @@ class Engine:
 
 
 def _chunk(request: Request, count: int) -> Chunk:
-    """The tokens to process, with the logits that are needed to choose the next ones."""
+    """Create the chunk with the next `count` tokens of a request.
+
+    If these are all its tokens, the chunk asks for the logits after the last one and each guess.
+    """
     complete = count == request.sequence.pending
     return Chunk(request.sequence, count, 1 + len(request.guess.tokens) if complete else 0)

@@ -23,15 +23,15 @@ class Guess:
 
     tokens: tuple[int, ...] = ()
     drawn_from: Tensor | None = None
-    """The probabilities that the tokens were drawn from, float64 `(len(tokens), vocab)`; None if
-    they were not drawn."""
+    """The probabilities that the guessed tokens were drawn from, float64 `(len(tokens), vocab)`;
+    None if they were not drawn at random."""
 
 
 _SAMPLING = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "logprobs"),
 }
-"""Requests with equal values of these options share a `Chooser`."""
+"""Names of the sampling options. Requests with equal values of all of them share a `Chooser`."""
 
 
 class Request:
@@ -43,7 +43,7 @@ class Request:
     Args:
         index: index of the completion, in the order of arrival.
         prompt: token ids, no more than the context; see `checks.check_prompts`.
-        config: the options.
+        config: the generation options.
         seed: seed of the random generator.
         context: the decoder's maximum sequence length.
         tokenizer: decodes tokens and defines eos.
@@ -57,8 +57,8 @@ class Request:
             request is unique, since the shape of a batch could change its choice.
         deltas: one for each new token.
         tokens: the prompt and all new tokens.
-        guess: the guess for this pass.
-        agreed: number of guessed tokens that were chosen so far.
+        guess: the tokens guessed for the current pass.
+        agreed: number of these guessed tokens that have also been chosen so far.
         has_more_logits: True if the last chosen token was guessed, so that this pass has the logits
             after it as well.
         is_at_fault: True if the request itself caused an error and cannot continue.
@@ -104,7 +104,7 @@ class Request:
         self._numbers: list[float] = []
         self._used = 0
         self._used_before = [0]
-        """Number of random numbers used before each delta, and before the next one."""
+        """For each delta, and for the next one, the number of random numbers used before it."""
         self.expect(Guess())
 
     @property
@@ -114,7 +114,7 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Maximum number of tokens that may follow."""
+        """Maximum number of tokens that may still be generated."""
         return self._limit - len(self.deltas)
 
     @property
@@ -123,17 +123,17 @@ class Request:
         return self.deltas[-1].finish_reason if self.deltas else None
 
     def expect(self, guess: Guess) -> None:
-        """Begin a pass over the last token and a guess."""
+        """Prepare for a pass over the last token and these guessed tokens."""
         self.guess = guess
         self.agreed = 0
         self.has_more_logits = False
 
     @property
     def may_look_ahead(self) -> bool:
-        """True if its next token may be processed before the host knows it.
+        """True if the request's next token may be processed before the host knows it.
 
-        False with log-probabilities: they are computed after the choice and would wait for that
-        pass.
+        False with log-probabilities: they are computed after the choice, and would have to wait for
+        the pass over that token.
         """
         return self.left > 1 and not self.config.speculate and self.config.logprobs is None
 
@@ -159,7 +159,7 @@ class Request:
         """Append the chosen token, and end the completion if it is the last one.
 
         Raises:
-            Exception: a stop condition or the tokenizer raised it; the request is then at fault.
+            Exception: a stop condition or the tokenizer raised it; `is_at_fault` is then True.
         """
         begins = self.agreed == 0
         guessed = self.unmet > 0 and token == self.guess.tokens[self.agreed]
@@ -222,7 +222,7 @@ class Request:
         return any(bool(stops(tokens, text)) for stops in self.stop_conditions)
 
     def restore(self) -> None:
-        """Return to the state after the last delta, after an exception."""
+        """Undo an interrupted step: return to the state when the last `Delta` was emitted."""
         count = len(self.deltas)
         self.tokens[len(self.prompt) :] = [delta.token for delta in self.deltas]
         self.sequence.tokens = self.tokens[self.sequence.dropped :]

@@ -15,21 +15,21 @@ from workhorse.nn.cache.paged_view import PackedView, PagedView
 
 
 class Chunk(NamedTuple):
-    """The next tokens of a sequence to process."""
+    """The next `count` tokens of a sequence, to be processed in a pass."""
 
     sequence: TokenSequence
     count: int
     wanted: int = 1
-    """Number of positions, counted from the last token, whose logits are needed."""
+    """Number of tokens at the end of the chunk after which logits are needed."""
 
 
 class Logits(NamedTuple):
-    """Logits after the wanted tokens of some chunks."""
+    """The logits that were requested for several chunks; see `Chunk.wanted`."""
 
     of: Tensor
-    """(tokens, vocab)."""
+    """The logits of all chunks, (tokens, vocab)."""
     last: list[int]
-    """Row of the logits after the last token of each chunk; meaningless if none is wanted."""
+    """For each chunk, the row of `of` after its last token; invalid if its `wanted` is 0."""
 
 
 def on_sampling_device(logits: Tensor) -> Tensor:
@@ -38,15 +38,22 @@ def on_sampling_device(logits: Tensor) -> Tensor:
 
 
 def tokens_needed(prompt: int, new: int, context: int, slack: int = 0) -> int:
-    """Number of tokens of cache that a prompt and up to `new` more tokens need."""
+    """The cache size, in tokens, that a prompt and up to `new` more tokens need.
+
+    Args:
+        prompt: length of the prompt.
+        new: maximum number of tokens after the prompt.
+        context: the decoder's maximum sequence length.
+        slack: number of newest tokens that can be removed again.
+    """
     return max(min(prompt + new, context) + slack, prompt)
 
 
 class Runner:
     """A decoder and its paged cache.
 
-    All tokens of a call are processed in one packed pass, without padding. Exact sequences are an
-    exception; see `TokenSequence`.
+    All tokens of a call are processed in one packed pass, without padding. Only exact sequences are
+    processed separately; see `TokenSequence`.
 
     Args:
         decoder: the decoder, in evaluation mode.
@@ -55,10 +62,10 @@ class Runner:
         slack: the number of a sequence's newest tokens that can be removed again.
 
     Attributes:
-        is_changing: True while block tables change. An exception then leaves them inconsistent
-            until `reset`.
-        is_in_pass: True during a pass. An exception then leaves the sequences of the pass without
-            valid keys and values.
+        is_changing: True while block tables change. If an exception is raised meanwhile, the tables
+            are inconsistent until `reset`.
+        is_in_pass: True during a pass. If an exception is raised meanwhile, the sequences of the
+            pass have no valid keys and values.
     """
 
     def __init__(self, decoder: Decoder, *, tokens: int, sequences: int, slack: int = 0) -> None:
@@ -89,7 +96,10 @@ class Runner:
     def select(
         self, sequences: Sequence[TokenSequence], index: Sequence[int]
     ) -> list[TokenSequence]:
-        """Keep, reorder or copy sequences: number n of the result is number `index[n]`."""
+        """Keep, reorder or copy sequences: sequence n of the result is `sequences[index[n]]`.
+
+        Sequences that are not in the result release their blocks.
+        """
         for n in set(range(len(sequences))).difference(index):
             sequences[n].clear(self.cache)
         first = {of: n for n, of in reversed(list(enumerate(index)))}
@@ -100,11 +110,12 @@ class Runner:
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> Logits:
-        """Process tokens and return the wanted logits.
+        """Process the tokens of the chunks; return the logits that the chunks request.
 
         Args:
-            chunks: chunks of different sequences. A chunk may be empty only if its sequence has
-                logits `ahead`. Chunks of exact sequences are no longer than `TokenSequence.chunk`.
+            chunks: chunks of different sequences. A chunk may be empty only if its sequence already
+                has the logits (`TokenSequence.ahead`). The chunk of an exact sequence has at most
+                `TokenSequence.chunk` tokens.
         """
         if all(chunk.sequence.prompt is None and chunk.count for chunk in chunks):
             return self._pass(chunks)
@@ -150,7 +161,7 @@ class Runner:
             sequence.ahead = row
 
     def _pass(self, chunks: Sequence[Chunk]) -> Logits:
-        """Process tokens in one pass."""
+        """Process the tokens of all chunks in one pass of the decoder."""
         # Empty sequences get their own batch: it attends only to its new keys, not to the cache.
         batches: dict[tuple[int, bool], list[int]] = {}
         for n, (sequence, count, _) in enumerate(chunks):

@@ -102,11 +102,14 @@ def all_finite(logits: Tensor) -> bool:
 
 
 def argmax(logits: Tensor, decoding: Decoding | None = None) -> Tensor:
-    """`greedy` for unprocessed logits of a model; -1 for a row with a logit that is not finite.
+    """The likeliest token of each row, from the unprocessed logits of a model.
+
+    The result is -1 for a row with a logit that is not finite.
 
     Args:
         logits: `(batch, vocab)`.
-        decoding: the native operators, which find both in one pass over the logits.
+        decoding: native operators, which find the token and check the logits in one pass; None:
+            PyTorch.
     """
     if decoding is not None and logits.is_cpu and logits.dtype in _READ_NATIVELY:
         return decoding.argmax(logits)
@@ -144,7 +147,7 @@ def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Tensor:
-    """Weights for the draw after a guess from `draft`, such that the draw follows `target`.
+    """Weights to draw the token at a guessed position from, so that it is distributed as `target`.
 
     With probability `min(1, target/draft)` all weight is on the guessed token; otherwise the
     weights are the excess `max(0, target - draft)`. Papers: 2211.17192 §2.3; 2302.01318,
@@ -154,7 +157,7 @@ def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Te
         target: the model's probabilities, float64 `(vocab,)`.
         token: the guess.
         draft: the probabilities that the guess was drawn from, float64 `(vocab,)`.
-        uniform: a random number in [0, 1), used for nothing else.
+        uniform: a random number in [0, 1) that is used only here.
 
     Returns:
         Weights, float64 `(vocab,)`.
@@ -193,7 +196,12 @@ class History:
         return self.prompt | (self.counts > 0)
 
     def add(self, tokens: Tensor, rows: Sequence[int] | None = None) -> None:
-        """Count a new token of each of these rows, int64 `(len(rows),)`; None: of every row."""
+        """Count one new token for each row.
+
+        Args:
+            tokens: the new tokens, int64 `(len(rows),)`.
+            rows: the rows that they belong to; None: all rows.
+        """
         where = torch.arange(len(tokens)) if rows is None else torch.tensor(rows)
         one = torch.ones_like(tokens)
         self.counts.index_put_((where.to(tokens.device), tokens), one, accumulate=True)
@@ -208,7 +216,8 @@ class History:
 
 
 Shaper = Callable[[Tensor, History | None], Tensor]
-"""`(logits (batch, vocab), history) -> logits float32 (batch, vocab)`, ready for the draw."""
+"""`(logits (batch, vocab), history) -> logits float32 (batch, vocab)`, with all penalties and
+filters applied, to choose a token from."""
 
 
 def has_penalties(config: GenerationConfig) -> bool:
@@ -266,10 +275,10 @@ def _penalize(logits: Tensor, history: History | None, config: GenerationConfig)
 
 
 class Chooser:
-    """Chooses tokens for requests with the same options.
+    """Chooses tokens for requests with the same sampling options.
 
     Args:
-        config: the options.
+        config: the sampling options.
         vocab: the number of ids in use; larger ids are never chosen.
         size: the size of the vocabulary, padding included.
         decoding: the native operators that the decoder uses.
@@ -287,7 +296,7 @@ class Chooser:
         self._history: History | None = None
 
     def history(self, rows: Sequence[Request], device: torch.device) -> History | None:
-        """The tokens that penalties count; None without penalties."""
+        """The tokens that penalties count, for these requests; None without penalties."""
         if not has_penalties(self.config):
             return None
         if self._history is None or self._rows != list(rows):
@@ -307,7 +316,9 @@ class Chooser:
         rows: Sequence[Request],
         ahead: Callable[[Tensor], object] | None = None,
     ) -> Iterator[tuple[Request, int, TokenLogprob | None]]:
-        """Yield the tokens of one pass. The caller takes each (`Request.take`) before the next.
+        """Choose tokens from the logits of one pass, and yield them with their requests.
+
+        The caller must call `Request.take` with each token before it asks for the next one.
 
         Args:
             logits: `(tokens, vocab)`, after the last token and each guess of every request.
@@ -336,9 +347,10 @@ class Chooser:
             indices = [r for r in indices if rows[r].has_more_logits]
 
     def _choose(self, logits: Tensor, rows: Sequence[Request], history: History | None) -> Tensor:
-        """The next token of each row, int64 `(batch,)`, an id in use; -1 if logits are not finite.
+        """Choose the next token of each row, int64 `(batch,)`.
 
-        Only the argmax gives -1; otherwise logits that are not finite raise an error.
+        If logits are not finite, the token is -1 or a WorkhorseError is raised. It is -1 only if
+        tokens are chosen by an argmax of unprocessed logits.
         """
         processed = any(row.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
@@ -365,7 +377,7 @@ class Chooser:
 
 
 def check_finite(finite: bool, whose: str = "the model") -> None:
-    """Raise a WorkhorseError if logits are not finite."""
+    """Raise a WorkhorseError if `finite` is False; `whose` names the model in the message."""
     if not finite:
         raise WorkhorseError(f"{whose}'s logits are not finite (nan or inf); check its weights")
 

@@ -21,14 +21,14 @@ MAX_CONSIDERED = 16
 
 
 class Scheduler:
-    """Waiting and running requests, and their shares of a step. Uses only integers, no tensors.
+    """Decides which requests run, and how many tokens of each a step processes.
 
     Args:
-        cache: allocates blocks; its tensors are not used.
+        cache: allocates blocks; the scheduler does not use its tensors.
         token_budget: the maximum number of tokens in a step, enough for `max_sequences` requests
             that decode.
         max_sequences: the maximum number of sequences that run at a time.
-        prefix_caching: True if a request shares the longest prefix in the cache.
+        prefix_caching: True if a request reuses the blocks of its longest prefix in the cache.
 
     Attributes:
         waiting: requests without blocks, oldest first.
@@ -52,7 +52,7 @@ class Scheduler:
         insort(self.waiting, request, key=_arrival)
 
     def join(self, request: Request) -> None:
-        """Start a request, whether its sequence has blocks or not."""
+        """Add a request to the running requests; its sequence may already have blocks."""
         insort(self.running, request, key=_arrival)
 
     def remove(self, request: Request) -> None:
@@ -71,7 +71,8 @@ class Scheduler:
     def schedule(self) -> list[tuple[Request, int]]:
         """Choose the requests of the next step, and the number of tokens to process for each.
 
-        Blocks for these tokens are allocated. The number is 0 if the logits are already known.
+        Blocks for these tokens are allocated. The number is 0 if the tokens have already been
+        processed, so that the logits are known.
         """
         self.preempted = []
         self._start_waiting()
@@ -128,7 +129,7 @@ class Scheduler:
         return self.max_sequences - sum(map(_sequences, self.running))
 
     def _shares(self) -> dict[Request, int]:
-        """The number of tokens that each running request may process."""
+        """The number of tokens of each running request that the step may process."""
         left = self.token_budget
         shares: dict[Request, int] = {}
         prompts: list[Request] = []
@@ -153,10 +154,11 @@ class Scheduler:
         return shares
 
     def _make_room(self, request: Request, count: int) -> int:
-        """Allocate blocks for 1 to `count` tokens; returns their number, 0 after a preemption.
+        """Allocate blocks for up to `count` tokens of a request; newer requests may be preempted.
 
-        A request that decodes gets blocks for all its guesses, since the use of its random numbers
-        must not depend on other requests.
+        Returns the number of tokens that have blocks, or 0 if the request itself was preempted. A
+        request that decodes gets blocks for all its guesses, since its use of random numbers must
+        not depend on other requests.
         """
         sequence = request.sequence
         while count:

@@ -9,15 +9,16 @@ from torch import Tensor
 from workhorse.nn.cache.paged import BLOCK, CachedSequence, PagedCache
 
 PIECE = 4 * BLOCK
-"""Number of tokens of an exact sequence's prompt that are processed in one pass."""
+"""Number of prompt tokens that a pass processes, for requests with `GenerationConfig.exact`."""
 
 
 class TokenSequence:
     """Tokens that a decoder processes, and the cache blocks of those already processed.
 
-    The results of an exact sequence depend only on its tokens, bit by bit. Its prompt is processed
-    by itself, in pieces that end at multiples of `PIECE`, and all later tokens one by one. They
-    share a pass with other sequences only if that changes no bit (`Decoder.invariant_batch`).
+    The results of an exact sequence (`GenerationConfig.exact`) depend only on its tokens, bit by
+    bit. Its prompt is processed by itself, in pieces that end at multiples of `PIECE`. All later
+    tokens are processed one by one. They share a pass with other sequences only if that changes no
+    bit (`Decoder.invariant_batch`).
 
     Args:
         tokens: the tokens known so far.
@@ -27,13 +28,14 @@ class TokenSequence:
 
     Attributes:
         tokens: the tokens known so far, without those that `drop_oldest` removed.
-        cached: the part that is in the cache.
+        cached: the part of the sequence that is in the cache.
         prompt: length of an exact sequence's prompt; None if the sequence is not exact.
         dropped: number of tokens dropped because the context was full.
         guessed: number of guesses at the end of `tokens`.
         keeps_last: True if the last known token is processed in a separate pass with the guesses
             after it, even when all tokens are processed again.
-        ahead: logits after the last token, computed before the host knew that token.
+        ahead: logits after the last token if they were computed before the host knew that token;
+            otherwise None.
     """
 
     def __init__(self, tokens: Sequence[int], cache: PagedCache, *, exact: bool = False) -> None:
@@ -54,15 +56,18 @@ class TokenSequence:
 
     @property
     def is_decoding(self) -> bool:
-        """True if only the last known token and guesses after it are pending, or nothing."""
+        """True if at most one token, and the guesses after it, are not in the cache yet."""
         return self.pending - self.guessed <= 1
 
     def next_tokens(self, count: int) -> list[int]:
-        """The first `count` pending tokens."""
+        """The first `count` tokens that are not in the cache yet."""
         return self.tokens[self.cached.length : self.cached.length + count]
 
     def chunk(self, most: int) -> int:
-        """The number of tokens to process in a pass that may process up to `most`."""
+        """Number of tokens to process in the next pass, which may process up to `most`.
+
+        0 if the next piece of an exact sequence has more than `most` tokens.
+        """
         if self.prompt is None:
             kept = self.keeps_last and not self.is_decoding
             return max(0, min(self.pending - kept, most))
@@ -70,7 +75,10 @@ class TokenSequence:
 
     @property
     def piece(self) -> int:
-        """The smallest number of tokens that a pass may process next."""
+        """Minimum number of tokens to process in the next pass.
+
+        For an exact sequence's prompt, it is the length of the next piece; see `PIECE`.
+        """
         at = self.cached.length
         if self.prompt is None or at >= self.prompt:
             return min(1, self.pending)
@@ -78,11 +86,14 @@ class TokenSequence:
 
     @property
     def is_step(self) -> bool:
-        """True if the next token comes after the prompt of an exact sequence."""
+        """True if the sequence is exact and its whole prompt is in the cache."""
         return self.prompt is not None and self.cached.length >= self.prompt
 
     def adopt_prefix(self, cache: PagedCache) -> None:
-        """Share the longest cached prefix, except for the last token, whose logits are needed."""
+        """If nothing is in the cache yet, share the blocks of the longest cached prefix.
+
+        The prefix never includes the last token, because its logits must be computed.
+        """
         if not self.cached.length:
             exact = self.prompt is not None
             end = min(len(self.tokens) - 1, self.prompt or len(self.tokens))
@@ -91,7 +102,10 @@ class TokenSequence:
             self._labelled = self.cached.length // BLOCK
 
     def label_prefix(self, cache: PagedCache) -> None:
-        """Let other sequences share the full blocks; of an exact sequence only whole pieces."""
+        """Let other sequences share this sequence's full blocks.
+
+        Of an exact sequence, only whole pieces of the prompt are shared.
+        """
         length = min(self.cached.length, len(self.tokens) - self.guessed)
         if self.prompt is not None:
             length = min(length, self.prompt) // PIECE * PIECE
@@ -100,10 +114,10 @@ class TokenSequence:
             cache.label(self.cached, self._keys(self._labelled))
 
     def _keys(self, count: int) -> list[bytes]:
-        """A key for each of the first `count` blocks: a digest of all tokens up to its end.
+        """A key for each of the first `count` blocks: a digest of all tokens up to the block's end.
 
-        The digests form a chain. Its start differs for exact sequences, which so share no blocks
-        with others.
+        Each digest includes the previous one. Sequences of `exact` requests start from a different
+        value, so they share no blocks with other sequences.
         """
         while len(self._prefixes) < count:
             start = len(self._prefixes) * BLOCK
@@ -113,7 +127,7 @@ class TokenSequence:
         return self._prefixes[:count]
 
     def fork(self, cache: PagedCache) -> "TokenSequence":
-        """A copy that shares the blocks."""
+        """Create a copy of the sequence that shares its cache blocks."""
         other = TokenSequence(self.tokens, cache)
         cache.adopt(other.cached, self.cached.length, self.cached.tables)
         other.prompt, other.dropped = self.prompt, self.dropped
@@ -127,28 +141,28 @@ class TokenSequence:
         cache.clear(self.cached)
 
     def drop_guesses(self) -> None:
-        """Remove the guesses, which have not been processed."""
+        """Remove the guessed tokens, which must not have been processed yet."""
         del self.tokens[len(self.tokens) - self.guessed :]
         self.guessed = 0
 
     def forget_blocks(self, cache: PagedCache) -> None:
-        """Start without blocks, after a reset of the cache."""
+        """Drop the block tables after a reset of the cache. The tokens stay."""
         self.ahead = None
         self._labelled = 0
         self.cached = cache.new_sequence()
 
     def take_back(self, count: int, cache: PagedCache) -> None:
-        """Remove the newest `count` tokens."""
+        """Remove the newest `count` tokens, also from the cache."""
         del self.tokens[len(self.tokens) - count :]
         cache.truncate(self.cached, min(self.cached.length, len(self.tokens)))
 
     def drop_oldest(self, context: int, cache: PagedCache) -> None:
-        """Keep only the newest half context of tokens, as if the sequence began there."""
+        """Keep only the newest `context // 2` tokens, as if the sequence began there."""
         self.clear(cache)
         kept = max(1, context // 2)
         tokens = self.tokens[-kept:]
         dropped = self.dropped + len(self.tokens) - kept
         prompt = None if self.prompt is None else kept
         self.keeps_last = False  # the kept tokens are processed in one pass
-        # In one statement, so that an interrupt cannot separate them.
+        # In one statement, so that an interrupt cannot leave only some of them changed.
         self.tokens, self.dropped, self.prompt, self._prefixes = tokens, dropped, prompt, []

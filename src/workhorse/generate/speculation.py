@@ -47,12 +47,12 @@ class Proposer(Protocol):
         ...
 
     def reset(self) -> None:
-        """Drop all requests, also after an exception at any time."""
+        """Drop all requests; must also work after an exception in another method."""
         ...
 
 
 def slack_of(config: GenerationConfig, decoder: Decoder) -> int:
-    """Maximum number of newest tokens that a cache must be able to remove again."""
+    """Number of newest tokens that a cache must be able to remove: the most guesses in a pass."""
     return min(config.speculate, config.max_new_tokens, decoder.max_seq_len)
 
 
@@ -83,15 +83,15 @@ class PromptLookup:
 
 
 class _Index:
-    """Last occurrence of each n-gram of a growing sequence."""
+    """Index of the last occurrence of each n-gram in a growing token sequence."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
         self._read = 0  # n-grams that end up to here are in the index
 
     def continuation(self, text: Sequence[int], n: int) -> tuple[int, ...]:
-        """The n guessed tokens; none if the end of the sequence has not occurred before."""
-        # The n-grams at the end are indexed by the next call: no token follows them yet.
+        """Guess the next n tokens of `text`; no tokens if its ending has not occurred before."""
+        # The next call indexes the n-grams at the end: no token follows them yet.
         for end in range(self._read + 1, len(text)):
             for gram in _grams_before(text, end):
                 self._ends[gram] = end
@@ -105,18 +105,18 @@ class _Index:
 
 
 def _grams_before(text: Sequence[int], end: int) -> list[tuple[int, ...]]:
-    """The n-grams that end at `end`, longest first."""
+    """The n-grams of `text` that end before index `end`, longest first."""
     longest = min(LONGEST_MATCH, end)
     return [tuple(text[end - n : end]) for n in range(longest, SHORTEST_MATCH - 1, -1)]
 
 
 @dataclass(eq=False)
 class _Followed:
-    """The draft's copy of a request's sequence."""
+    """A request's tokens in the cache of the draft model."""
 
     sequence: TokenSequence
     read: int = 0
-    """Number of the request's own tokens that were processed before the last guess."""
+    """Number of tokens, prompt included, that the request had when its last guess was made."""
 
 
 class Draft:
@@ -124,8 +124,8 @@ class Draft:
 
     Args:
         decoder: the draft model, in evaluation mode when it guesses.
-        of: the runner of the model. A sequence that exceeds either context is processed again from
-            its newer half.
+        of: the runner of the model that verifies the guesses. A sequence that exceeds the context
+            of the model or of the draft is processed again from its newer half.
         prefix_caching: see `Engine`.
     """
 
@@ -149,7 +149,8 @@ class Draft:
                 self.leave(row)
         if len(rows) == 1 or self._holds(rows):
             return self._propose(rows, most, rule)
-        # Too many for the cache at once. Guess in two parts: guesses must not depend on the load.
+        # Too many requests for the cache. Guess for one half after the other: guesses must not
+        # depend on the number of requests.
         half, guesses = len(rows) // 2, list[Guess]()
         for part in (slice(half), slice(half, None)):
             guesses += self.propose(rows[part], most[part], rule)
@@ -164,7 +165,7 @@ class Draft:
 
     @torch.no_grad()
     def _propose(self, rows: Sequence[Request], most: Sequence[int], rule: Chooser) -> list[Guess]:
-        # When the draft's context is full, half is freed: a guess must fit there.
+        # When the draft's context is full, half of it is freed: a guess must fit into that half.
         most = [min(n, self._context // 2) for n in most]
         guesses: list[list[int]] = [[] for _ in rows]
         drawn: list[list[Tensor]] = [[] for _ in rows]
@@ -211,9 +212,9 @@ class Draft:
         self._runner.reset()
 
     def _catch_up(self, rows: Sequence[Request]) -> Tensor:
-        """Process these requests up to their last tokens; returns logits `(batch, vocab)`.
+        """Let the draft process all tokens of these requests; returns the logits, `(batch, vocab)`.
 
-        The draft's state of a request therefore never depends on other requests.
+        The draft's state for a request then depends only on the tokens of that request.
         """
         cache = self._runner.cache
         for row in rows:
@@ -233,7 +234,10 @@ class Draft:
         return self._read(rows)
 
     def _read(self, rows: Sequence[Request]) -> Tensor:
-        """Process all pending tokens; returns the logits after them, `(batch, vocab)`."""
+        """Let the draft process all tokens that are not in its cache yet.
+
+        Returns the logits after the last token of each request, `(batch, vocab)`.
+        """
         sequences = [self._followed[row].sequence for row in rows]
         for sequence in sequences:
             if self._prefix_caching:
@@ -259,6 +263,6 @@ class Draft:
 
 
 def _agreed(guessed: Sequence[int], came: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Number of guessed tokens, from the first on, that equal the tokens that came."""
     pairs = enumerate(zip(guessed, came, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(came)))

@@ -11,7 +11,7 @@ LAYER = "layers."
 
 
 def is_of_layer(name: str) -> bool:
-    """True if the name of a parameter or of a part of a model is inside a layer."""
+    """True if a parameter or a part of the model with this name is inside a layer."""
     return name.startswith(LAYER)
 
 
@@ -33,11 +33,11 @@ def moments_of_part(
     gathered: Callable[[Span], int] | None = None,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> Iterator[Moment]:
-    """Yield the moments of a recorded step for one rank, which holds a share of each kind.
+    """Yield the bytes that one rank holds during each operator of a recorded step.
 
     Args:
         step: the step recorded without sharding.
-        shares: the rank's share of each kind of memory; missing kinds count as 1.
+        shares: the fraction of each kind of memory that the rank holds; 1 for missing kinds.
         waiting: bytes of activations of other micro-batches that wait for their backward pass,
             during the first micro-batch and during the later ones.
         gathered: function from a span to the bytes gathered from other ranks during it.
@@ -55,12 +55,13 @@ def moments_of_part(
             kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
         }
         if keeps_whole and span.phase != "update":
-            # Sums left by earlier passes are unsharded. In float32, gradients are their own sums.
+            # Gradients of earlier passes stay unsharded; in float32 they are added up in place.
             left = gradients[moment] if moment in begins else left
             share = shares.get("gradients", 1.0)
             kinds["gradients"] = round(left + (gradients[moment] - left) * share)
         own = span.phase == "update"
-        if parallel.is_exact:  # gradients of a part are copied after its pass and then summed
+        if parallel.is_exact:
+            # After the backward pass of a logical shard, its gradients are copied and then summed.
             own = own or (span.part, span.phase) == ("embedding", "backward")
         if own:
             part = shares.get("weights", 1.0)
@@ -73,7 +74,10 @@ def moments_of_part(
 
 
 def ways_of(place: Place, shards: int, expert: int) -> int:
-    """Number of ranks that the weights of a place are divided among."""
+    """Number of ranks that divide the weights at a place in the model.
+
+    It is `expert` for routed experts under expert parallelism, otherwise `shards`.
+    """
     return expert if expert > 1 and place.component == "experts" else shards
 
 
@@ -106,7 +110,7 @@ def whole_at_once(
         return sum(weights[part] for part in parts)
 
     def exchanged(parts: Iterable[str]) -> int:
-        """Bytes of the gradients sent and received, and of their float32 sum."""
+        """Bytes of the gradients of these parts, sent and received, and of their float32 sum."""
         sent, low = whole(parts), sum(low_bits[part] for part in parts)
         summed = sent + low  # float32: low_bits have the other half of its bytes
         if parallel.is_exact:  # received gradients become float32 nodes of the summation tree
@@ -123,7 +127,7 @@ def whole_at_once(
         table, root, kept = 0, 0, whole(weights)
         in_forward, in_backward = 0, of_layer
     of_head = weights["embedding" if tied else "head"] if has_head else 0
-    last = 0 if tied else of_head  # PyTorch keeps a group's last gradient during its exchange
+    last = 0 if tied else of_head  # FSDP keeps the last gradient of a group while exchanging it
     at_end = max(exchanged(outside) + last + whole(tables), exchanged(tables) + whole(tables))
 
     def at(span: Span) -> int:
@@ -137,7 +141,7 @@ def whole_at_once(
 
 
 def _whole_by_part(places: Mapping[Place, int], expert: int) -> Counter[str]:
-    """Bytes of each part of a model; of experts, only those on one rank."""
+    """Bytes of each part of a model, such as a layer. Only the experts of one rank are counted."""
     parts: Counter[str] = Counter()
     for place, size in places.items():
         parts[place.part] += size // expert if place.component == "experts" else size
@@ -147,7 +151,7 @@ def _whole_by_part(places: Mapping[Place, int], expert: int) -> Counter[str]:
 def account(
     held: Held, activations: dict[str, int], peak: Moment, room: int | None
 ) -> dict[str, Any]:
-    """The memory held between steps, the activations and the peak, as plain data.
+    """Summarise the memory of a step as plain data: between steps, activations and peak.
 
     Args:
         held: bytes held between steps, by kind and place in the model.
@@ -156,9 +160,9 @@ def account(
         room: memory of the device in bytes; None: unknown.
 
     Returns:
-        Bytes: `held` by kind and component, `parts` (the same by part and kind), `activations`,
-        `peak` (by kind, with `total`, and its `phase` and `part` of the step) and `room`. `fits`
-        is True if the peak fits, None if unknown.
+        Bytes: `held` by kind and component, `parts` (the bytes of `held` by part of the model and
+        kind), `activations`, `peak` (by kind, with `total`, and its `phase` and `part` of the
+        step) and `room`. `fits` is True if the peak fits into `room`, None if `room` is unknown.
     """
     total = sum(peak.kinds.values())
     return {

@@ -37,11 +37,13 @@ class LayerCache(NamedTuple):
 
     bytes_per_token: int
     reach: int | None
-    """Maximum number of tokens that it keeps, the attention window; None: all."""
+    """Maximum number of tokens in the cache, the attention window; None: no limit."""
 
 
 def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCache]:
-    """The cache of each layer, as the paged cache allocates it: one entry per store, in order.
+    """The caches of all layers in order, as the paged cache allocates them.
+
+    There is one entry for the attention of each layer, and one for each short convolution.
 
     Args:
         config: the decoder's config.
@@ -102,13 +104,15 @@ def check_stored(
     *,
     codes_per_byte: int | None,
 ) -> None:
-    """Raise an error if the weights of a stored model do not fit; mapped weights take no memory.
+    """Raise an error if the weights of a stored model do not fit into memory.
+
+    Weights that stay memory-mapped from their files need no memory.
 
     Args:
         stored: the model.
         device: the device for its weights.
         dtype: the dtype of the loaded weights; None: as stored.
-        codes_per_byte: quantised weights per byte, if loading quantises; None: it does not.
+        codes_per_byte: number of weights per byte if loading quantises them; None if it does not.
 
     Raises:
         WorkhorseError: the weights do not fit.
@@ -129,7 +133,8 @@ def check_stored(
 
 
 LONG = 2e14
-"""Floating-point operations of a run above which recording a step costs less than 1 % more."""
+"""Minimum floating-point operations of a run for which a step is recorded as a memory check. The
+check then adds less than 1 % to the run's time."""
 
 
 def check_training(
@@ -142,9 +147,9 @@ def check_training(
 ) -> None:
     """Raise an error if training does not fit into memory.
 
-    Weights, gradients and optimizer state are always counted. On a CPU the whole step is also
-    recorded if the run is long enough to be worth it, because the operating system would kill the
-    process. CUDA reports out-of-memory errors by itself.
+    The memory of weights, gradients and optimizer state is always checked. On a CPU the peak of a
+    whole step is checked too, because the operating system kills a process that runs out of memory.
+    Short runs skip this check, because it takes time. CUDA reports out-of-memory errors by itself.
 
     Args:
         config: the decoder's config.
@@ -177,7 +182,7 @@ def check_held(
     """Raise an error if weights, gradients and optimizer state already exceed the memory.
 
     Raises:
-        WorkhorseError: they do not fit.
+        WorkhorseError: weights, gradients and optimizer state do not fit.
     """
     decoder = config.build(train.kernel, device="meta")
     narrow = training_dtype(train.dtype, device) == torch.bfloat16
@@ -192,7 +197,10 @@ def check_held(
 
 
 def _check(n_bytes: int, device: torch.device, what: str, remedy: str) -> None:
-    """Raise an error if `n_bytes` for each process that shares this device do not fit."""
+    """Raise an error if the device has less memory than `n_bytes` for each process that shares it.
+
+    `what` and `remedy` are used in the message.
+    """
     sharers = environment.count_here() if device.type == "cpu" else 1
     if sharers > 1:
         what += f" in {sharers} processes"
@@ -217,10 +225,10 @@ def fit_micro_batch(
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> "TrainConfig":
-    """Replace `micro_batch_size: auto` by a number; other settings are returned unchanged.
+    """Replace `micro_batch_size: auto` by the largest size that fits into the free memory.
 
-    No step is executed. Steps are recorded on tensors without data before the model is built, and
-    the number is computed from these records and the free memory.
+    Settings with another `micro_batch_size` are returned unchanged. No step is executed: the memory
+    that a size needs is determined by recording a step on tensors without data.
 
     Args:
         config: the decoder's config.
@@ -301,13 +309,23 @@ def step_bytes(
 
 
 def recordable(train: "TrainConfig", device: torch.device) -> "TrainConfig":
-    """Settings that can be recorded: float16 becomes float32, without the copies of autocast."""
+    """Replace the dtype by one with which a step can be recorded: float16 becomes float32.
+
+    The float16 copies of weights that autocast makes are then missing from the record.
+    """
     dtype = str(training_dtype(train.dtype, device)).removeprefix("torch.")
     return train.replace(dtype="float32" if dtype == "float16" else dtype)
 
 
 def largest_share(needed: Callable[[int], int], room: int, rows: int, together: int = 1) -> int:
-    """The largest of `shares` with `needed` at most `room`, or 0; `needed` must be increasing."""
+    """The largest size of `shares(rows, together)` that needs at most `room` bytes, or 0.
+
+    Args:
+        needed: returns the bytes that a size needs; it must be an increasing function.
+        room: the available memory in bytes.
+        rows: see `shares`.
+        together: see `shares`.
+    """
     sizes = shares(rows, together)
     first, last = 0, len(sizes)  # binary search, but all rows first: they often fit
     while first < last:
@@ -317,7 +335,10 @@ def largest_share(needed: Callable[[int], int], room: int, rows: int, together: 
 
 
 def shares(rows: int, together: int = 1) -> list[int]:
-    """The numbers `rows`, `rows / 2`, … 1, rounded up to multiples of `together`."""
+    """Candidate micro-batch sizes: `rows`, `rows / 2`, …, rounded up to multiples of `together`.
+
+    `together` is the number of rows that must be in the same pass.
+    """
     groups = rows // together
     halvings = math.ceil(math.log2(groups))
     return [together * math.ceil(groups / 2**count) for count in range(halvings + 1)]

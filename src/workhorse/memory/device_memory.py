@@ -1,4 +1,4 @@
-"""The memory of one rank of several, from a step recorded on its part of model and batch."""
+"""The memory of one rank in parallel training, from a record of its part of a step."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # avoids a circular import
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}
 MOST_RECORDS = 64
-"""Maximum number of cached records; the record of a large model takes megabytes."""
+"""Maximum number of step records in the cache `_RECORDS`; a large model's takes megabytes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DeviceMemory:
 
     @property
     def update(self) -> int:
-        """Peak bytes during the update, independent of the batch; 0 if it was not recorded."""
+        """Peak bytes of the weight update, independent of the batch; 0 if it was not recorded."""
         return max(
             (sum(one.kinds.values()) for one in self.moments if one.phase == "update"), default=0
         )
@@ -77,8 +77,8 @@ def device_memory(
       state; some of them are gathered temporarily (`whole_at_once`).
     - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary. Between layers
       it has that fraction of each sequence (2205.05198 §4.2.2).
-    - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3). The first stage has
-      the embedding, the last the head and the loss.
+    - `pipeline`: stage s of p keeps the activations of p - s micro-batches (2205.05198 §4.2.3). The
+      first stage has the embedding, the last the head and the loss.
     - `expert`: routed experts are divided; `shard` does not divide them further. Tokens are assumed
       to be spread evenly.
     - `context`: sequences are divided. The last chunk needs the keys and values of all chunks, and
@@ -90,7 +90,7 @@ def device_memory(
         device: the type of device.
         parallel: the parallelism settings.
         packed: True if rows hold several documents.
-        updates: True to record the update too.
+        updates: True to also record the weight update.
 
     Raises:
         ConfigError: the model or its batches cannot be divided by these settings.
@@ -118,7 +118,10 @@ def device_memory(
 
 
 def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
-    """The last stage, and the first stage with each sequence of layers, which waits longest."""
+    """The pipeline stages to record: the last, and the first stage with each sequence of layers.
+
+    Of several stages with the same layers, the first keeps the most micro-batches waiting.
+    """
     names = config.layer_names()
     first_of: dict[Any, int] = {}
     for stage in range(stages):
@@ -189,7 +192,10 @@ def _recorded(
 
 
 def _as_recorded(train: "TrainConfig") -> "TrainConfig":
-    """Map settings with the same record to equal ones; two micro-batches stand for more."""
+    """Reduce the batch to at most two micro-batches; further ones need no additional memory.
+
+    Settings whose steps have the same record thereby become equal.
+    """
     size = train.micro_batch_size
     if not isinstance(size, int) or size >= train.batch_size:
         return train.replace(micro_batch_size=None)

@@ -1,7 +1,7 @@
 """The memory of a training step, measured by running the step on tensors without data.
 
 On the device `meta`, PyTorch allocates full matrices of attention scores and keeps dropout masks in
-the dtype of their input. A GPU does neither, so `with_gpu_kernels` replaces these modules.
+the dtype of their input. A GPU does neither, so `with_gpu_kernels` replaces attention and dropout.
 """
 
 from array import array
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def with_gpu_kernels(module: Module) -> Module:
-    """Change a module on the device `meta`, in place, so that it allocates as on a GPU."""
+    """Change a module on the device `meta`, in place, so that it allocates memory as on a GPU."""
 
     def choose(part: nn.Module) -> nn.Module:
         if type(part) is Sdpa:
@@ -52,10 +52,11 @@ class FusedDropout(nn.Dropout):
 
 
 class FusedSdpa(Sdpa):
-    """Flash attention if the mask is None, the dtype has 16 bits, and q and v have one width.
+    """Attention with the kernel that PyTorch selects on a GPU.
 
-    Otherwise the xFormers kernel. Both keep queries, keys, values, the output, and a log-sum-exp
-    for each query and head.
+    This is flash attention if the mask is None, the dtype has 16 bits, and queries and values have
+    the same width; otherwise the xFormers kernel. Both keep queries, keys, values, the output, and
+    a log-sum-exp for each query and head.
     """
 
     def forward(
@@ -100,13 +101,13 @@ class Place(NamedTuple):
     """The part and the component of a model that a parameter belongs to."""
 
     part: str
-    """`layers.3`, or the component outside the layers."""
+    """A layer such as `layers.3`; outside the layers, the component."""
     component: str
-    """The component; see `components_of`."""
+    """The component, such as `experts`; see `components_of`."""
 
 
 class Span(NamedTuple):
-    """A part of the step, up to the beginning of the next span."""
+    """A period of the step in which one part of the model runs; the next span ends it."""
 
     begin: int
     """Index of the first operator."""
@@ -121,10 +122,10 @@ class StepMemory:
 
     Attributes:
         held: bytes held before and after the step, by kind and place in the model.
-        activations: bytes of a micro-batch's activations, by part.
+        activations: bytes of a micro-batch's activations, by part of the model.
         timeline: bytes of each kind during each operator of the step. The first value is from
             before the first operator, the last from after the last.
-        spans: the parts of the step, in order.
+        spans: the periods of the step in which one part of the model runs, in order.
     """
 
     held: dict[Kind, dict[Place, int]]
@@ -134,12 +135,12 @@ class StepMemory:
 
     @property
     def totals(self) -> list[int]:
-        """The timeline summed over all kinds."""
+        """The bytes of all kinds together, at each point of the timeline."""
         return [sum(values) for values in zip(*self.timeline.values(), strict=True)]
 
     @property
     def without_update(self) -> "StepMemory":
-        """The step without its update."""
+        """The record without the weight update."""
         begin = next((span.begin for span in self.spans if span.phase == "update"), None)
         if begin is None:
             return self
@@ -158,9 +159,10 @@ def step_memory(
     parallel: ParallelismConfig = UNDIVIDED,
     stage: int | None = None,
 ) -> StepMemory:
-    """Record a step of up to two micro-batches; further ones allocate the same as the second.
+    """Record the memory of a training step on tensors without data.
 
-    With `reduction: exact` the whole step is recorded, as one process executes it.
+    At most two micro-batches are recorded; further ones allocate the same as the second. With
+    `reduction: exact` the whole step is recorded, as one process executes it.
 
     For a CPU, the step runs with this machine's native operators if it has them. For any other
     device, it runs with PyTorch's own operators. Features that cannot run without data are replaced
@@ -173,10 +175,10 @@ def step_memory(
             `auto` unless this machine has the device.
         device: the device to record for; this machine need not have it.
         packed: True if rows hold several documents, separated by a mask.
-        updates: True to record the update too, which does not depend on the batch.
+        updates: True to also record the weight update, which does not depend on the batch.
         parallel: the parallelism settings.
-        stage: the pipeline stage; None for the last. Only one of the micro-batches that wait for
-            their backward pass is recorded.
+        stage: the pipeline stage; None for the last. If several micro-batches wait for their
+            backward pass at once, only one of them is recorded.
     """
     from workhorse.train.step.build import build_step
 
@@ -284,7 +286,7 @@ class _Recorder:
 
 
 def _places(decoder: Decoder) -> dict[str, Place]:
-    """The place of every parameter and buffer, by name."""
+    """Map the name of each parameter and buffer to its part and component of the model."""
     return {
         name: Place(".".join(name.split(".")[:2]) if name.startswith("layers.") else own, own)
         for name, own in components_of(decoder).items()
@@ -292,7 +294,10 @@ def _places(decoder: Decoder) -> dict[str, Place]:
 
 
 def _by_place(tensors: dict[str, Tensor], places: dict[str, Place]) -> dict[Place, int]:
-    """Bytes by place; the name of an optimizer state begins with its parameter's name."""
+    """Sum the bytes of weights or optimizer state by place in the model.
+
+    The name of an optimizer state tensor begins with the name of its parameter.
+    """
     sizes: dict[Place, int] = defaultdict(int)
     seen: set[int] = set()
     for name, tensor in tensors.items():

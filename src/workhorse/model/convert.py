@@ -35,7 +35,7 @@ Format = Literal["hf", "workhorse", "gguf"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_k"]
 QUANTIZED = ("q8_0", "q4_0", "q4_k")
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-"""Names of the dtypes that are not quantised, in GGUF files."""
+"""The names in GGUF files of the dtypes that are not quantised."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Converted:
     path: Path
     format: Format
     architecture: str | None
-    """The transformers class that the model is written as; None in our own format."""
+    """The Hugging Face transformers class that the model is written as; None in Workhorse's own
+    format."""
     dtype: str
     parameters: int
 
@@ -67,7 +68,8 @@ def convert(
     Args:
         source: a model from `load`, or an argument for `load`.
         target: a new folder; a new file for `gguf`.
-        to: `hf` (a Hugging Face directory), `workhorse` (our own, for any config) or `gguf`.
+        to: `hf` (a Hugging Face directory), `workhorse` (Workhorse's own format, for any config) or
+            `gguf`.
         dtype: dtype of the written weights; `auto` keeps the source's dtype. `q8_0`, `q4_0` and
             `q4_k` are only for `gguf`.
         n_kv_heads: the number of key and value heads into which the heads of every layer are
@@ -140,7 +142,7 @@ def save(
     tokenizer: Tokenizer | None = None,
     stop_tokens: Sequence[int] = (),
 ) -> Path:
-    """Write a decoder, such as one trained by your own loop, in our own format for `load`.
+    """Write a decoder, such as one trained by your own loop, in Workhorse's format, for `load`.
 
     Args:
         decoder: the decoder to write, in the dtype of its weights. For a `Model`, its tokenizer,
@@ -243,10 +245,10 @@ def _write_gguf(
 def _family(
     source: str | Path | Model, to: Literal["hf", "gguf"], n_kv_heads: int | None
 ) -> Family:
-    """The model type to write a model as.
+    """The model type (family of architectures) to write a model as.
 
     Raises:
-        WorkhorseError: there is no such model, or no model type can represent its config.
+        WorkhorseError: the source does not exist, or no model type can represent its config.
     """
     own, config = _origin(source)
     if n_kv_heads is not None:
@@ -276,9 +278,9 @@ def _held(dtype: DTypeName) -> str:
 
 
 def _whole_tokenizer(model: Model) -> Tokenizer | None:
-    """The tokenizer, changed so that other programs begin a text as the training did.
+    """The tokenizer, changed so that other programs begin a prompt as training documents began.
 
-    Other programs put bos, if there is one, before a text, so the start token gets the role bos.
+    Other programs put bos, if there is one, before a prompt. So the start token gets the role bos.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or model.data is None:

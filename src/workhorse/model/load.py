@@ -52,9 +52,9 @@ def load(
 ) -> Model:
     """Load a model from disk or the Hugging Face hub, or build a preset with random weights.
 
-    The model is prepared for generation: `Model.decoder` is a body of `Model.reference`. The
-    reference has the same parameters and the modules that its config builds. `Model.announcement`
-    describes how the decoder is executed.
+    The model is prepared for generation. `Model.reference` has the modules that its config builds.
+    `Model.decoder` is a copy of it with faster modules and the same parameters.
+    `Model.announcement` describes how the decoder is executed.
 
     Args:
         model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
@@ -63,11 +63,12 @@ def load(
         dtype: a PyTorch floating-point dtype; `auto` is float32, and for a directory or id of
             Hugging Face the dtype of the saved weights.
         kernel: the implementation of attention.
-        quantize: format of the weights of linear layers, 8 or 4 bits. Each weight is quantised as
-            it is read.
-        execution: how the decoder is executed; see `Execution`. `compiled`: the first step on a
-            machine waits for the compiler (tens of seconds), later ones for the compiled program
-            to load (seconds). `reference`: for training, export or inspection.
+        quantize: format of the weights of linear layers: `none` (unchanged), `int8` or `int4`. Each
+            weight is quantised as it is read.
+        execution: how the decoder is executed; see `Execution`. With `compiled`, the first step
+            ever on a machine waits for the compiler (tens of seconds); later processes wait only
+            for the compiled program to load (seconds). `reference` is for training, export or
+            inspection.
         notify: called with each warning: that weights are random, or that a part of a directory was
             not used.
 
@@ -139,7 +140,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
 
 
 def _sampling_of(stored: StoredModel, notify: Callable[[str], object]) -> dict[str, Any]:
-    """The sampling options stored with a model, if they are valid."""
+    """The sampling options stored with a model; empty if there are none or they are invalid."""
     if not isinstance(stored, HuggingFaceDirectory):
         return {}
     try:
@@ -151,7 +152,7 @@ def _sampling_of(stored: StoredModel, notify: Callable[[str], object]) -> dict[s
 
 
 def _data_of(run: RunDirectory) -> DataConfig:
-    """The data config of a run."""
+    """The data config in a run's recipe."""
     fields = run.recipe()["data"]
     try:
         return DataConfig.from_dict(fields)

@@ -111,14 +111,14 @@ def _sentences(found: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder with its tokenizer and the defaults of its generation."""
+    """A decoder with its tokenizer and its default generation options."""
 
     name: str
     """Path or name that the model was loaded from."""
     decoder: Decoder
-    """The decoder that is executed: `reference` or its body."""
+    """The decoder that is executed: `reference`, or a copy of it with faster modules (a body)."""
     tokenizer: Tokenizer | None
-    """None if the directory has none: prompts and completions are then token ids."""
+    """The tokenizer; None if the directory has none: prompts and completions are then token ids."""
     trained: bool
     """True if the weights were trained; a preset's weights are random."""
     data: DataConfig | None = None
@@ -131,15 +131,19 @@ class Model:
     family: Family | None = None
     """The model type of the Hugging Face directory or GGUF file it was loaded from."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Sampling options of `generation_config.json`: the defaults of options given by name."""
+    """Sampling options of `generation_config.json`: the defaults if a call gives no config."""
     body: DecodingBody | None = None
-    """The body created by `with_execution`; None: `decoder` is as its config builds it."""
+    """The result of `with_execution`: the copy of the decoder that is executed, and how. None:
+    `decoder` has the modules that its config builds."""
     built: Decoder | None = None
-    """The decoder that the body was created from."""
+    """The decoder that `body` was created from; None if `body` is None."""
 
     @property
     def reference(self) -> Decoder:
-        """The decoder as its config builds it, with the same parameters. Every hook fires."""
+        """The decoder with the modules that its config builds, and the parameters of `decoder`.
+
+        All hooks on its modules run.
+        """
         return self.decoder if self.built is None else self.built
 
     @property
@@ -149,7 +153,7 @@ class Model:
         return body.announcement
 
     def with_execution(self, execution: Execution = "auto") -> "Model":
-        """Return the same model with another way of execution.
+        """Return the same model, executed in another way.
 
         Args:
             execution: see `Execution`.
@@ -166,10 +170,10 @@ class Model:
 
     @property
     def text(self) -> Tokenizer:
-        """The tokenizer.
+        """The tokenizer; an error if the model has none.
 
         Raises:
-            WorkhorseError: there is none.
+            WorkhorseError: the model has no tokenizer.
         """
         if self.tokenizer is None:
             raise WorkhorseError(f"{self.name} has no tokenizer; put its files next to the weights")
@@ -177,14 +181,15 @@ class Model:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """Tokens at the beginning of every document of the training."""
+        """Token ids with which every training document begins."""
         return () if self.tokenizer is None else self._beginning.prefix
 
     @property
     def start(self) -> int | None:
-        """The token before a document: the last of `prefix`, or the end of the document before.
+        """Id of the token before a document's text.
 
-        For a model from elsewhere without a prefix: bos, or else eos. None for a model that was
+        It is the last token of `prefix`. Without a prefix, it is the eos of the previous document;
+        for a model that was not trained here, bos, or eos if there is no bos. None if the model was
         never trained. See `workhorse.data.config`.
         """
         return self._beginning.start
@@ -195,10 +200,10 @@ class Model:
         return found if self.trained or found.prefix else SequenceStart((), None)
 
     def encode(self, prompt: str) -> list[int]:
-        """Encode a prompt, with the start tokens of a document in the training.
+        """Encode a prompt as the beginning of a training document.
 
-        The result begins with `prefix`. An empty prompt stands for the beginning of a document;
-        after training without a prefix that is the eos of the document before.
+        The result begins with `prefix`. For an empty prompt, it is the token ids before a
+        document's text; without a prefix, that is the eos of the previous document.
 
         Raises:
             WorkhorseError: the model has no tokenizer, or the prompt is not a string.
@@ -212,7 +217,7 @@ class Model:
 
         Args:
             tokens: a list, or a tensor of one dimension.
-            skip_special: omit special tokens, such as `prefix`; otherwise their names are written.
+            skip_special: True to omit special tokens, such as `prefix`; False to write their names.
 
         Raises:
             WorkhorseError: the model has no tokenizer, or an id is not in the vocabulary.
@@ -235,7 +240,7 @@ class Model:
             config: the options; or give `options`, the fields of `GenerationConfig`.
             draft: a smaller model with the same tokenizer, which guesses `speculate` tokens at a
                 time.
-            options: see `config`.
+            options: fields of `GenerationConfig`.
 
         Raises:
             WorkhorseError: see `workhorse.generate.generate`; or `n_samples` is above 1.
@@ -281,7 +286,10 @@ class Model:
         draft: "Model | None" = None,
         **options: Any,
     ) -> Iterator[Delta]:
-        """Continue one prompt; yields each token as it is chosen."""
+        """Continue one prompt; yields each token as it is chosen.
+
+        For the arguments see `generate`.
+        """
         return stream(
             self.decoder,
             [self._tokens(prompt)],
@@ -326,10 +334,10 @@ class Model:
         )
 
     def guesser(self, draft: "Model | None") -> Decoder | None:
-        """The decoder of a draft for this model.
+        """Check a draft model, and return its decoder, which guesses tokens; None without a draft.
 
         Raises:
-            WorkhorseError: it is not a `Model`, or its tokenizer has another vocabulary.
+            WorkhorseError: `draft` is not a `Model`, or its tokenizer has another vocabulary.
         """
         if draft is None:
             return None
@@ -344,15 +352,18 @@ class Model:
         return draft.decoder
 
     def with_sampling(self, config: GenerationConfig, given: Collection[str]) -> GenerationConfig:
-        """Add the model's own sampling options, except those in `given`, to a sampling config."""
+        """Return a config with the model's own sampling options, except those named in `given`.
+
+        A config that does not sample is returned unchanged.
+        """
         own = {name: value for name, value in self.sampling.items() if name not in given}
         return config.replace(**own) if config.samples and own else config
 
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
         """The complete config, with all token ids that end a completion.
 
-        These are the model's stop tokens, and special tokens named in `stop`: such a token never
-        appears in the decoded text.
+        These are the config's or the model's stop tokens, and special tokens named in `stop`. The
+        names of special tokens never appear in the decoded text, so they could not be found there.
         """
         if config is None:
             config = self.with_sampling(GenerationConfig(**options), options)

@@ -101,7 +101,7 @@ def active_parameters(config: DecoderConfig) -> int:
 
 
 def components_of(decoder: Decoder) -> dict[str, str]:
-    """Component of each parameter and buffer, by name: one of `COMPONENTS`, or `experts`."""
+    """Return the component of each parameter and buffer: one of `COMPONENTS`, or `experts`."""
     return {
         name: "experts" if _is_of_experts(path := name.split(".")) else _component(path, owner)
         for name in decoder.state_dict(keep_vars=True)
@@ -112,7 +112,7 @@ def components_of(decoder: Decoder) -> dict[str, str]:
 def _parameters(
     config: DecoderConfig,
 ) -> Iterator[tuple[list[str], nn.Module, BlockConfig | None, int]]:
-    """Parameters of a decoder that has one layer of each kind.
+    """Yield the parameters of a decoder with one layer of each kind; counts are for all layers.
 
     Yields:
         path: parameter name, split at its dots.
@@ -136,7 +136,7 @@ def _is_of_experts(path: list[str]) -> bool:
 
 
 def _component(path: list[str], owner: nn.Module) -> str:
-    """Component of the parameter at a path."""
+    """Return the component of a parameter, one of `COMPONENTS`."""
     if norm_facts(owner) is not None:
         return "norms"
     return path[2].removesuffix("_convolution") if path[0] == "layers" else path[0]
@@ -146,7 +146,7 @@ WIDTH = 96
 
 
 def summary(preset: Preset) -> dict[str, Any]:
-    """One table row about a preset, as plain data."""
+    """Return the figures of a preset for one row of a table, as plain data."""
     return {
         "name": preset.name,
         "parameters": preset.parameters,
@@ -157,9 +157,9 @@ def summary(preset: Preset) -> dict[str, Any]:
 
 
 def shape(config: DecoderConfig) -> dict[str, int | None]:
-    """Sizes of a model. Heads and widths are the first layer's.
+    """Return the sizes of a model. Heads and widths are those of the first layer.
 
-    The sizes of experts are the first mixture's; None if there is no mixture.
+    Sizes of experts are those of the first mixture of experts; None if there is no mixture.
     """
     block, *_ = blocks = [config.blocks[name] for name in config.layer_names()]
     mixture = next((block.mixture for block in blocks if block.mixture), None)
@@ -179,7 +179,7 @@ def shape(config: DecoderConfig) -> dict[str, int | None]:
 
 
 def details(preset: Preset) -> dict[str, Any]:
-    """All facts about a preset, as plain data."""
+    """Return everything known about a preset, as plain data: sizes, source, notes and config."""
     return {
         **facts(preset.name, "preset", preset.config),
         "exactness": preset.exactness,
@@ -192,11 +192,11 @@ def details(preset: Preset) -> dict[str, Any]:
 
 
 def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
-    """Properties of a model that follow from its config; `parameters` are by component.
+    """Return the properties of a model that follow from its config, as plain data.
 
     Args:
         name: name of the model.
-        kind: kind of model on disk, in words.
+        kind: what the name refers to, such as `preset` or a format on disk.
         config: config of the decoder.
     """
     return {
@@ -210,7 +210,7 @@ def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Format the result of `details` or `describe`: comments above the config in YAML.
+    """Format the result of `details` or `model.describe`: comments, then the config in YAML.
 
     `DecoderConfig.from_yaml` can read the page.
     """
@@ -228,7 +228,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]:
-    """Yield everything except the counts, one line per fact."""
+    """Yield the lines of a model's page that follow the parameter counts."""
     if found.get("printed"):
         verdict = "agrees" if found["agrees"] else "does not agree; see the notes"
         yield f"Printed count: {found['printed']} ({verdict})."
@@ -241,7 +241,7 @@ def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]
 
 
 def _shape(config: DecoderConfig) -> Iterator[str]:
-    """Describe the sizes of a model; if its layers differ, of each kind of layer."""
+    """Yield lines about the sizes of a model; if its layers differ, a line for each kind."""
     width = f"{_layers(config.n_layers)} of width {config.d_model}"
     ends = f"vocabulary {config.vocab_size:,}, sequences of up to {config.max_seq_len:,} tokens"
     if len(config.blocks) == 1:
@@ -285,7 +285,7 @@ def _feed_forward(block: WiringConfig) -> str:
 
 
 def exports_as(config: DecoderConfig) -> str:
-    """The transformers class that can hold a model, or the differences from the nearest class."""
+    """Name the transformers class that can hold a model, or the nearest with the differences."""
     found = native_class(config)
     if isinstance(found, str):
         return f"no native transformers class; nearest is {found}"

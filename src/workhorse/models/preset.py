@@ -19,12 +19,12 @@ class Preset:
         name: published name, in kebab case.
         make: function that builds the config; called when `config` is first accessed.
         parameters: exact parameter count of that config, a tied matrix counted once.
-        exactness: source of that count. `released`: published code or weights determine it;
-            `printed`: it follows from the shape printed in a paper; `derived`: it follows from the
-            shape of a part of a published model.
-        printed: count as printed in the source ("6.7B"); empty if the source prints none.
-        source: paper and table, or released config, with the shape.
-        notes: contradictions between sources, and choices for facts that no source states.
+        exactness: source of the parameter count. `released`: published code or weights determine
+            it; `printed`: it follows from the shape printed in a paper; `derived`: it follows from
+            the shape of a part of a published model.
+        printed: parameter count as printed in the source ("6.7B"); empty if the source prints none.
+        source: paper and table, or released config, that the shape comes from.
+        notes: contradictions between sources, and values that we chose because no source has them.
         released: `config.json` fields that the config is read from; None if code builds it.
     """
 
@@ -51,7 +51,7 @@ class Preset:
 
 
 def rounding(printed: str) -> tuple[float, float]:
-    """Range of the counts that round to a printed count: 6.65e9 to 6.75e9 for "6.7B"."""
+    """Return the range of counts that round to a printed count: 6.65e9 to 6.75e9 for "6.7B"."""
     number, unit = printed[:-1], UNITS[printed[-1]]
     half = 0.5 * 10 ** -len(number.partition(".")[2])
     return (float(number) - half) * unit, (float(number) + half) * unit

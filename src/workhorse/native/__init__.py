@@ -1,7 +1,7 @@
 """Optional C++ operators for decoding, training and matmuls on a CPU; they need a C++ compiler.
 
-Every user of an operator also has a plain implementation. The code that builds a model or a step
-calls `resolve` once to get the operators of this machine, and passes them on.
+Code that uses an operator can also run without it, with PyTorch. The code that builds a model or a
+step calls `resolve` once to get the operators of this machine, and passes them on.
 """
 
 from workhorse.native.decoding import Decoding

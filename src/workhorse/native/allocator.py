@@ -20,8 +20,8 @@ _KEEP = {
     _TOP_PAD: 2**26,  # minimum growth of the heap in bytes
 }
 _USUAL = {_MMAP_MAX: 2**16, _MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _TOP_PAD: 2**17}
-"""glibc's defaults, with the thresholds that it reaches after a block of 32 MiB was freed. They no
-longer adapt after the first `mallopt`."""
+"""Options that restore glibc's usual behaviour: its defaults, with the thresholds that it reaches
+after a block of 32 MiB was freed. The thresholds no longer adapt after the first `mallopt`."""
 
 CPU = torch.device("cpu")
 _lock = threading.Lock()
@@ -30,16 +30,16 @@ _users = 0
 
 @contextlib.contextmanager
 def keep_freed_memory(device: torch.device = CPU) -> Iterator[None]:
-    """On a CPU, keep freed memory for the next step or batch; elsewhere do nothing.
+    """Context manager that keeps freed CPU memory for the next step or batch.
 
-    This changes the whole process, so the library leaves the decision to programs. The command line
-    enables it for training and evaluation.
+    For other devices it does nothing. It changes the whole process, so only programs should use it,
+    not libraries. The command line uses it for training and evaluation.
 
     By default glibc returns every large block to the system and allocates it again, and the system
     clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. If there is a
     compiler, large tensors get a separate heap. glibc's own heap, set to keep freed memory,
-    scatters them and takes up to a quarter more. Both heaps belong to the process, so the last
-    context to exit resets them and returns the memory.
+    scatters large tensors and takes up to a quarter more. Both heaps belong to the process, so the
+    last context to exit resets them and returns the memory.
 
     Args:
         device: the device of the model.
@@ -65,10 +65,11 @@ def keep_freed_memory(device: torch.device = CPU) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Return freed memory to the system; without glibc, only the memory of large tensors.
+    """Return freed memory to the operating system.
 
-    Building a model leaves gaps between its tensors that are too scattered for a step to use: 170
-    MiB for GPT-2 in bfloat16.
+    If the C library is not glibc, only the memory of large tensors is returned. Building a model
+    leaves gaps between its tensors that are too scattered for a step to use: 170 MiB for GPT-2 in
+    bfloat16.
     """
     _call("malloc_trim", 0)
     if (heap := _heap()) is not None:
@@ -91,6 +92,6 @@ def _set(options: dict[int, int]) -> None:
 
 
 def _call(function: str, *arguments: int) -> Any:
-    """Call a function of glibc, if the C library is glibc."""
+    """Call a function of glibc; do nothing if the C library is not glibc."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another library, or Windows
         return getattr(ctypes.CDLL(None), function)(*arguments)

@@ -1,4 +1,4 @@
-"""Operators for whole parts of a block; see `bindings/blocks.h`.
+"""Training operators that compute half a transformer block in one call; see `bindings/blocks.h`.
 
 They are used if `Vectors` computes the matmuls.
 """
@@ -13,16 +13,16 @@ ActivationName = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid"
 
 
 class Activation(NamedTuple):
-    """An activation: computed for float32, looked up in a table for bfloat16."""
+    """An activation function. It is computed for float32, and looked up in a table for bfloat16."""
 
     name: ActivationName
     table: Tensor
-    """(65536,) int32, indexed by the bits of a bfloat16: the slope in bfloat16 in the upper half of
-    the word, the value in the lower."""
+    """(65536,) int32, indexed by the bits of a bfloat16 input. The upper half of an element is the
+    derivative in bfloat16, the lower half the value."""
 
 
 class NormOptions(NamedTuple):
-    """The arguments of a norm other than its weights; see `Training.norm`."""
+    """The arguments of a norm other than weight and bias; see `Training.norm`."""
 
     offset: float
     eps: float
@@ -31,7 +31,7 @@ class NormOptions(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm in the form that the operators use."""
+    """A LayerNorm or RMSNorm as arguments of the operators."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -39,12 +39,15 @@ class Norm(NamedTuple):
 
 
 class BlockOperators:
-    """Block operators. All tensors are contiguous and share one dtype, except weights of norms."""
+    """Operators for a transformer block before and after attention.
+
+    All tensors are contiguous. They have one dtype, except the weights of norms.
+    """
 
     def norm_project(
         self, x: Tensor, norm: Norm, matrices: list[Tensor], biases: list[Tensor | None]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """`y = norm(x)` and `y Wᵀ + bias` for each matrix W.
+        """Compute `y = norm(x)`, and `y Wᵀ + bias` for each matrix W.
 
         Args:
             x: (rows, d_model).
@@ -67,7 +70,7 @@ class BlockOperators:
         norm: Norm,
         other: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of x, plus `other`; and the gradients of the norm's weight and bias.
+        """Backward pass of `norm_project`, without the gradients of matrices and biases.
 
         Args:
             above: the gradients of the matmul results.
@@ -75,10 +78,11 @@ class BlockOperators:
             x: see `norm_project`.
             moments: the moments that `norm_project` returned.
             norm: see `norm_project`.
-            other: another gradient of x.
+            other: another gradient of x, to which the gradient is added.
 
         Returns:
-            The gradient of x, and (2, d_model) in float32.
+            The sum of `other` and the gradient of x; and the gradients of the norm's weight and
+            bias, (2, d_model) in float32.
         """
         options = norm.options
         return torch.ops.workhorse.norm_project_backward.default(
@@ -93,19 +97,20 @@ class BlockOperators:
         act: Activation,
         weights: list[Tensor | None],
     ) -> list[Tensor]:
-        """`out = total + act(y Uᵀ) Dᵀ` for `y = norm(total)` and `total = x + attended Oᵀ`.
+        """Compute a block after attention: output projection, norm and feed-forward.
 
-        With two matrices in place of U, the activation is act(first) · second.
+        `total = x + attended Oᵀ`, `y = norm(total)`, `out = total + act(y Uᵀ) Dᵀ`. A gated
+        feed-forward has two matrices U and V: `out = total + (act(y Uᵀ) · (y Vᵀ)) Dᵀ`.
 
         Args:
-            x: (rows, d_model).
-            attended: (rows, heads · value_dim).
+            x: (rows, d_model), the input of the block.
+            attended: (rows, heads · value_dim), the output of attention.
             norm: the norm between attention and feed-forward.
             act: the activation of the feed-forward.
-            weights: O, D, then U, each followed by its bias or None.
+            weights: O, D, U and, if gated, V, each followed by its bias or None.
 
         Returns:
-            total, y, its moments and out, then each `y Uᵀ`.
+            total, y, its moments, out, `y Uᵀ` and, if gated, `y Vᵀ`.
         """
         matrices, biases = _apart(weights)
         return torch.ops.workhorse.feed.default(
@@ -134,20 +139,21 @@ class BlockOperators:
         act: Activation,
         matrices: list[Tensor],
     ) -> list[Tensor]:
-        """The gradients of `feed`, except the gradients of the matrices.
+        """Backward pass of `feed`, without the gradients of matrices and biases.
 
         Args:
             above: the gradient of out.
             total: total, as `feed` returned it.
             moments: the moments, as `feed` returned them.
-            hidden: each `y Uᵀ`, as `feed` returned them: the inputs of the activation.
+            hidden: `y Uᵀ` and, if gated, `y Vᵀ`, as `feed` returned them.
             norm: see `feed`.
             act: see `feed`.
-            matrices: O, D, then U.
+            matrices: O, D, U and, if gated, V.
 
         Returns:
             The gradients of total and attended; the gradients of the norm's weight and bias,
-            (2, d_model) in float32; the activation; and the gradient of each `hidden`.
+            (2, d_model) in float32; the output of the activation; and the gradient of each tensor
+            in `hidden`.
         """
         output, down, *first = matrices
         return torch.ops.workhorse.feed_backward.default(
@@ -167,7 +173,7 @@ class BlockOperators:
 
 
 def _apart(weights: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Split interleaved weights into matrices and biases."""
+    """Split a list of alternating matrices and biases into two lists."""
     return [one for one in weights[::2] if one is not None], weights[1::2]
 
 

@@ -40,7 +40,7 @@ _REFUSED = {
     "training": "torch.ops.workhorse.activation(z, None, z, '')",
     "vectors": "torch.ops.workhorse.product(z, z, None)",
 }
-"""For each library whose operators check their arguments, a call that raises an error."""
+"""For each library, a call with wrong arguments, which an operator rejects by raising an error."""
 _TRY = """
 import sys, torch
 z = torch.zeros(())
@@ -51,7 +51,7 @@ except (OSError, RuntimeError, AttributeError):
     pass
 """
 _SHARED_LIBSTDCXX = ("-shared-libgcc", "-l:libstdc++.so.6")
-"""The C++ runtime that PyTorch uses, placed before the one that the compiler would link."""
+"""Linker options for the C++ runtime that PyTorch uses, instead of the compiler's own."""
 _SECONDS = 300
 _SCRATCH = "building-"
 _LOADING = threading.Lock()
@@ -62,17 +62,18 @@ class Unavailable(Exception):
 
 
 def ensure(name: str, *, wait: bool) -> Path:
-    """The compiled library, compiled first if it does not exist.
+    """Return the path of a compiled library. It is compiled first if it does not exist.
 
     Args:
-        name: the source, `bindings/NAME.cpp` of this package.
-        wait: True to compile now, or to wait for the process that does. Otherwise a separate
-            process compiles, and the next start finds the library.
+        name: name of the library; its source is `bindings/NAME.cpp` of this package.
+        wait: True to compile now, or to wait for another process that compiles it. False to compile
+            in a separate process, so that the next start finds the library.
 
     Raises:
         Unavailable: operators are switched off, there is no compiler, the cache is not writable,
-            the library does not compile or, without `wait`, is not compiled yet. A compiler failure
-            is stored and not tried again, unless a signal ended the compiler.
+            the library does not compile, or it is not compiled yet and `wait` is False. A compiler
+            failure is stored, and the library is not compiled again, unless a signal ended the
+            compiler.
         WorkhorseError: this CPU does not have the requested instructions.
     """
     if switched_off():
@@ -99,7 +100,7 @@ def ensure(name: str, *, wait: bool) -> Path:
 
 
 def _compile(compiler: str, folder: Path, name: str) -> Path:
-    """Compile the library now; a failure is stored in `folder`."""
+    """Compile a library now and return its path; the message of a failure is stored in `folder`."""
     with _scratch(folder) as scratch:
         made, report = Path(scratch) / f"{name}.so", Path(scratch) / "failure.txt"
         command = [compiler, *_flags(), *_paths(name), "-o", str(made)]
@@ -116,10 +117,13 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
 
 
 def _crash(name: str, library: Path) -> str | None:
-    """Reason why an error of the library would end this process; None if Python receives it.
+    """Check in another process that errors raised by a library reach Python.
 
-    The process ends if the compiler linked another C++ runtime into the library. A library that
-    cannot be loaded is not a crash: `load` reports it.
+    They end the process if the compiler linked another C++ runtime into the library. A library that
+    cannot be loaded passes this check: `load` reports it.
+
+    Returns:
+        Why the library cannot be used, or None.
     """
     command = [sys.executable, "-c", _TRY, str(library), _REFUSED.get(name, "")]
     try:
@@ -144,12 +148,12 @@ Reduced = tuple[Callable[[], object], tuple[()]]
 
 
 def loading(load: Callable[..., object]) -> Reduced:
-    """Pickle support for operators: the process that unpickles them loads their library."""
+    """Value of `__reduce__` for operators: a process that unpickles them loads their library."""
     return partial(load, wait=True), ()
 
 
 def load(library: Path) -> None:
-    """Register a library's operators with PyTorch.
+    """Load a compiled library, which registers its operators with PyTorch.
 
     Raises:
         Unavailable: it cannot be loaded, or another library with the same operators is loaded.
@@ -168,10 +172,10 @@ def load(library: Path) -> None:
 
 
 def _compiled(folder: Path, name: str) -> Path | None:
-    """The library if it was compiled before, else None.
+    """Path of a library that was compiled before, else None.
 
     Raises:
-        Unavailable: the compiler failed before.
+        Unavailable: the compiler failed before on this library.
     """
     if library := _whole(folder, name):
         return library
@@ -182,12 +186,16 @@ def _compiled(folder: Path, name: str) -> Path | None:
 
 
 def _failure(folder: Path, name: str) -> Path:
-    """The file that stores why a library did not compile."""
+    """Path of the file that stores why a library did not compile."""
     return folder / f"{name}-failure.txt"
 
 
 def _whole(folder: Path, name: str) -> Path | None:
-    """A library of this user with the correct digest; others are removed if possible."""
+    """Find a compiled library that may be loaded.
+
+    Its digest must be correct, and only this user or root may own and write it. Other files with
+    the library's name are removed if possible.
+    """
     for library in sorted(folder.glob(f"{name}-*.so")):
         try:
             if _only_ours(library) and library.name == f"{name}-{_digest(library)}.so":
@@ -199,7 +207,7 @@ def _whole(folder: Path, name: str) -> Path | None:
 
 
 def _only_ours(file: Path) -> bool:
-    """True if a file is this user's or root's, and only its owner can write it: it will be run."""
+    """True if a file belongs to this user or root, and only its owner can write it."""
     found = file.lstat()
     ours = stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), 0)
     return ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -210,7 +218,7 @@ def _digest(file: Path) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the files that killed compilations left behind."""
+    """Remove temporary folders of compilations that were killed."""
     for scratch in folder.glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another process was faster
             if time.time() - scratch.stat().st_mtime > 2 * _SECONDS:
@@ -226,7 +234,7 @@ def _compiler() -> str:
 
 
 def _folder(compiler: str) -> Path:
-    """The folder for libraries of these sources on this machine."""
+    """Cache folder for libraries compiled from these sources by this compiler for this CPU."""
     parts = (torch.__version__, compiler, *_flags(), platform.platform(), _cpu(), sources_digest())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     try:
@@ -241,7 +249,7 @@ def _flags() -> tuple[str, ...]:
 
 @functools.cache
 def sources_digest() -> str:
-    """A digest of all C++ sources, which are assumed not to change while a process runs."""
+    """Digest of all C++ sources. They are assumed not to change while a process runs."""
     digest = hashlib.sha256()
     for source in sorted(_sources().rglob("*")):
         if source.suffix in (".h", ".cpp"):
@@ -255,7 +263,7 @@ def _sources() -> Path:
 
 
 def _cpu() -> str:
-    """The CPU's instruction set flags: `-march=native` compiles for them."""
+    """Instruction set flags of this CPU, for which `-march=native` compiles."""
     return cpuinfo_field("flags", "Features") or platform.machine() + platform.processor()
 
 
@@ -267,11 +275,11 @@ def _paths(name: str) -> list[str]:
 
 
 def _run(command: list[str]) -> str | None:
-    """The output of the command if it failed, else None.
+    """Run a compiler command; return its error output if it failed, else None.
 
     Raises:
-        Unavailable: a signal ended it, such as Ctrl-C, or it took too long, for example on a busy
-            machine. Neither is a fault of the sources.
+        Unavailable: a signal such as Ctrl-C ended the command, or it took too long, for example on
+            a busy machine. Neither is a fault of the sources.
     """
     try:
         done = subprocess.run(
@@ -294,7 +302,10 @@ def _run(command: list[str]) -> str | None:
 
 @functools.cache
 def _build_in_background(name: str) -> subprocess.Popen[bytes]:
-    """Compile at low priority in a process that outlives this one. Cached to keep a reference."""
+    """Compile a library at low priority in a process that outlives this one.
+
+    The function is cached, so that the process object is not collected while it compiles.
+    """
     code = f"import os; from {__name__} import ensure; os.nice(10); ensure({name!r}, wait=True)"
     null = subprocess.DEVNULL
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Operators for decoding, registered with `torch.compile`. They compute no gradients."""
+"""Native operators for decoding on a CPU. `torch.compile` knows them. They have no gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from torch import Tensor
 from workhorse.native import build
 
 GROUP = 32
-"""Elements of a row of packed weights that share a scale."""
+"""Number of consecutive elements of a row of packed weights that share one scale."""
 LANES = 16
-"""Rows of packed weights in a block."""
+"""Number of rows of packed weights (outputs of a linear layer) that are stored as a block."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The operators as functions of tensors; an instance exists only if they can be called."""
+    """The decoding operators as methods; an instance exists only if the library is loaded."""
 
     def __reduce__(self) -> build.Reduced:
         return build.loading(load)
@@ -31,7 +31,9 @@ class Decoding:
         weight: Float[Tensor, "out_features in_features"],
         bias: Float[Tensor, " out_features"] | None = None,
     ) -> Float[Tensor, "*batch out_features"]:
-        """`x Wᵀ + b`, reading W once for up to 64 rows of x, summed in float32.
+        """Linear layer for few rows: `x Wᵀ + b`, summed in float32.
+
+        W is read once for every 64 rows of x.
 
         Args:
             x: bfloat16 or float32, on the CPU.
@@ -46,14 +48,14 @@ class Decoding:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """`linear` of the same x with each of several weights, in one call.
+        """Several linear layers with the same input: `x Wᵀ + b` for each weight W, in one call.
 
         The rows of all weights are divided among the threads, which synchronise once.
 
         Args:
-            x: see `linear`.
-            weights: see `linear`; the numbers of outputs may differ.
-            biases: one for each weight, or None.
+            x: bfloat16 or float32, on the CPU.
+            weights: the weight of each layer, as for `linear`; the numbers of outputs may differ.
+            biases: the bias of each layer, or None.
         """
         return torch.ops.workhorse.linear_each.default(x, list(weights), list(biases))
 
@@ -68,17 +70,21 @@ class Decoding:
         out_features: int,
         ends: Int32[Tensor, " experts"] | None = None,
     ) -> Float[Tensor, "*batch out_features"]:
-        """`x Wᵀ + b` with 4 or 8 bits per weight, laid out as in `ops/decoding/packed_linear.h`.
+        """Linear layer with quantised weights of 4 or 8 bits: `x Wᵀ + b`.
+
+        The layout of the weights is described in `ops/decoding/packed_linear.h`.
 
         Args:
-            x: bfloat16 or float32, on the CPU; its width is the width of all groups.
-            codes: a block is 16 outputs, a group 32 inputs; both together take 256 or 512 bytes.
+            x: bfloat16 or float32, on the CPU; its width is 32 times the number of groups.
+            codes: tiles of 16 outputs (a block) by 32 inputs (a group), 256 bytes each for 4 bits
+                and 512 bytes for 8 bits.
             scales: the bits of a bfloat16 for each output and group.
-            levels: 128 + the integer of each 4-bit code; None for 8-bit codes, which already have
-                this form.
+            levels: 128 + the integer of each 4-bit code; None for 8-bit codes, which are stored as
+                128 + the integer.
             bias: the same dtype as x.
             out_features: number of outputs; the last block may be padded.
-            ends: for several weights, the end index of the rows of x of each; None for one weight.
+            ends: if x is multiplied by several weights, weight i is multiplied by the rows
+                `ends[i-1]` to `ends[i]` of x; None for one weight.
         """
         operator = torch.ops.workhorse.packed_linear.default
         return operator(x, codes, scales, levels, bias, ends, out_features)
@@ -94,22 +100,25 @@ class Decoding:
         last: Int64[Tensor, "batch seq"],
         scale: float,
     ) -> Float[Tensor, "batch heads seq value_width"]:
-        """`softmax(q kᵀ · scale) v` for a block-wise cache, whose keys and values are not copied.
+        """Attention over a paged cache, `softmax(q kᵀ · scale) v`, without copying keys and values.
 
         Args:
-            q: bfloat16 or float32, on the CPU; a few queries per row.
+            q: bfloat16 or float32, on the CPU; a few queries per sequence.
             k: the same dtype as q; the last axis is contiguous, the others have any strides, and a
                 block has a multiple of 16 slots. Query heads share its heads in equal groups.
-            v: as k.
-            table: the blocks of each row, in order, at least up to the last visible slot.
-            first: the first slot that a query sees, counted through the blocks of its row.
-            last: one past the last slot that a query sees. A query that sees none gets zeros.
+            v: dtype and layout as k.
+            table: the block indices of each sequence, in order, at least up to the last visible
+                slot.
+            first: the first slot that each query sees, counted along the blocks of its sequence.
+            last: one past the last slot that each query sees. A query that sees no slot gets zeros.
             scale: multiplier of the scores.
         """
         return torch.ops.workhorse.attend.default(q, k, v, table, first, last, scale)
 
     def argmax(self, logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
-        """The index of each row's largest element, the first of equals; -1 if any is not finite.
+        """Index of the largest element of each row.
+
+        Of several equal elements, the first. -1 if any element of the row is not finite.
 
         Args:
             logits: bfloat16 or float32, on the CPU, each row contiguous.
@@ -118,7 +127,7 @@ class Decoding:
 
 
 def load(*, wait: bool) -> Decoding:
-    """The operators; compiled first if this machine has never compiled them.
+    """Load the decoding operators. They are compiled first if this machine never compiled them.
 
     Args:
         wait: True to compile now, which takes a few seconds; False to compile in the background.
@@ -131,7 +140,7 @@ def load(*, wait: bool) -> Decoding:
 
 @functools.cache
 def _load(library: Path) -> Decoding:
-    """Load the library, and register the shapes of results for tracing."""
+    """Load the compiled library, and register functions for the shapes of results, for tracing."""
     build.load(library)
     torch.library.register_fake("workhorse::linear", _linear_shape)
     torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)

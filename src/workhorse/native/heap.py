@@ -12,9 +12,9 @@ class Heap:
     """The process's heap for large tensors; an instance exists only if it could be compiled."""
 
     def keep(self, keeps: bool) -> bool:
-        """Start or stop allocating large tensors in the heap and keeping freed memory resident.
+        """Start or stop allocating large tensors in this heap, which keeps freed memory resident.
 
-        Tensors that are in the heap when this stops remain there.
+        Tensors that are already in the heap remain there after a stop.
 
         Args:
             keeps: True to start, False to stop.
@@ -26,12 +26,12 @@ class Heap:
         return torch.ops.workhorse_heap.keep.default(keeps)
 
     def give_back(self) -> None:
-        """Return the currently free memory to the system, once."""
+        """Return the memory that is currently free in the heap to the operating system."""
         torch.ops.workhorse_heap.give_back.default()
 
 
 def load(*, wait: bool) -> Heap:
-    """The heap; compiled first if this machine has never compiled it. See `resolve`.
+    """Load the heap. It is compiled first if this machine has never compiled it. See `resolve`.
 
     Raises:
         build.Unavailable: the heap cannot be used; the message is the reason in one line.

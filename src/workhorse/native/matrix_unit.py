@@ -1,6 +1,6 @@
 """Gemms of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm/tiles.h`.
 
-They are compiled separately from the other operators, which run on any CPU.
+A matrix unit is AMX on x86. These operators are compiled separately from those that run on any CPU.
 """
 
 import functools
@@ -16,7 +16,7 @@ from workhorse.devices.instructions import cpu_has
 from workhorse.native import build
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`a b + bias` of two matrices."""
+"""A gemm function: returns `a b + bias` for matrices a and b."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MatrixUnit:
         b: Float[Tensor, "inner columns"],
         bias: Float[Tensor, " columns"] | None = None,
     ) -> Float[Tensor, "rows columns"]:
-        """`a b + bias`, summed in float32. It computes no gradients.
+        """Compute `a b + bias`, summed in float32, without gradients.
 
         A float32 value is multiplied as the sum of two bfloat16 values, which PyTorch calls "high"
         precision of float32 matmuls. The error of a result is at most 2⁻¹⁵ of `|a| |b|`, plus the
@@ -41,7 +41,7 @@ class MatrixUnit:
         Args:
             a: bfloat16 or float32 on the CPU, with rows or columns contiguous; transposed views are
                 equally fast.
-            b: as a.
+            b: dtype and layout as a.
             bias: an element for each column, of the same dtype.
         """
         return torch.ops.workhorse.gemm.default(a, b, bias)
@@ -52,23 +52,23 @@ class MatrixUnit:
         weight: Float[Tensor, "out_features in_features"],
         bias: Float[Tensor, " out_features"] | None = None,
     ) -> Float[Tensor, "*batch out_features"]:
-        """`x Wᵀ + bias`, for any order of x in memory; see `gemm`."""
+        """Compute `x Wᵀ + bias` with `gemm`. x may have any strides."""
         return linear(self.gemm, x, weight, bias)
 
 
 def linear(gemm: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x Wᵀ + bias` by a gemm, for any order of x in memory."""
+    """Compute `x Wᵀ + bias` with the function `gemm`. x may have any strides."""
     return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], len(weight))
 
 
 def rows(x: Tensor) -> Tensor:
-    """A tensor as a contiguous matrix whose rows are its last axis."""
+    """Reshape (…, width) to a matrix (rows, width) with contiguous rows; copy only if needed."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def load(*, wait: bool) -> MatrixUnit:
-    """The operators; compiled first if this machine has never compiled them. See `decoding.load`.
+    """Load the operators. They are compiled first if necessary; see `decoding.load`.
 
     Raises:
         build.Unavailable: they cannot be called; the message is the reason in one line.

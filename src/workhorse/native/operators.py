@@ -20,7 +20,7 @@ from workhorse.native.vectors import Vectors
 
 Library = Literal["decoding", "heap", "matrix_unit", "steps", "training", "vectors"]
 Loaded = tuple[object, str]
-"""The operators of a library, or None and the reason why there are none."""
+"""The operators of a library and an empty string, or None and the reason why there are none."""
 
 LOADERS: dict[Library, Callable[..., object]] = {
     "training": training.load,
@@ -30,12 +30,13 @@ LOADERS: dict[Library, Callable[..., object]] = {
     "heap": heap.load,
     "matrix_unit": matrix_unit.load,
 }
-"""Ordered by compile time, longest first: the shorter ones then fill the time of other cores."""
+"""The function that loads each library. Libraries that take longest to compile are first, so that
+the shorter ones are compiled on other cores meanwhile."""
 
 
 @dataclass(frozen=True)
 class Operators:
-    """The native operators that can be called; None for the others."""
+    """The native operators of each library; None if a library is not available or not requested."""
 
     decoding: Decoding | None = None
     heap: Heap | None = None
@@ -44,11 +45,11 @@ class Operators:
     training: Training | None = None
     vectors: Vectors | None = None
     why_not: dict[Library, str] = field(default_factory=dict, compare=False, repr=False)
-    """For each requested library that is not available, the reason in one line."""
+    """For each library that was requested but is not available, the reason in one line."""
 
 
 def resolve(*libraries: Library, wait: bool) -> Operators:
-    """The operators of these libraries that the CPU, the compiler and the switch allow.
+    """Load native operators, as far as CPU, compiler and `WORKHORSE_NATIVE` allow.
 
     Args:
         libraries: the libraries to load.
@@ -78,7 +79,10 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
 
 
 def _side_by_side(load: Callable[[Library], Loaded], libraries: Sequence[Library]) -> list[Loaded]:
-    """Call a function for each library in daemon threads, which an interrupt or exit abandons."""
+    """Call `load` for each library in parallel; return the results in order.
+
+    The threads are daemons, so that an interrupt or exit does not wait for them.
+    """
     futures = [Future[Loaded]() for _ in libraries]
     left: SimpleQueue[tuple[Library, Future[Loaded]]] = SimpleQueue()
     for job in zip(libraries, futures, strict=True):

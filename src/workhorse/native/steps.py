@@ -17,7 +17,7 @@ from workhorse.native.blocks import ActivationName
 
 
 class Op(IntEnum):
-    """The instructions of a program, as `ops/decoding/step.h` describes them."""
+    """The instructions of a step program; `ops/decoding/step.h` describes each of them."""
 
     EMBED = 0
     EMBED_POSITION = 1
@@ -40,7 +40,7 @@ class Op(IntEnum):
 
 
 class NormFlag(IntFlag):
-    """Options of a norm."""
+    """Options of the instruction NORM, combined by bitwise or."""
 
     CENTRED = 1
     ROUNDED_NORMAL = 2
@@ -48,7 +48,7 @@ class NormFlag(IntFlag):
 
 
 class RotationFlag(IntFlag):
-    """Options of the rotation of queries and keys."""
+    """Options of the instruction ROTATE (RoPE), combined by bitwise or."""
 
     INTERLEAVED = 1
     IN_FLOAT32 = 2
@@ -59,9 +59,9 @@ ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 
 
 class KeptWeights:
-    """Weights that instructions refer to by index, registered with the operator for all steps.
+    """Weights registered with the step operator, so that they are not passed at every step.
 
-    They may change in place, and may get other storage.
+    Instructions refer to them by index. Weights may change in place, and may get other storage.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -73,7 +73,7 @@ class KeptWeights:
 
 @dataclass(frozen=True)
 class Steps:
-    """The step operator; an instance exists only if it can be called."""
+    """The operator that runs a step program; an instance exists only if it can be called."""
 
     def __reduce__(self) -> build.Reduced:
         return build.loading(load)
@@ -101,11 +101,11 @@ class Steps:
         wanted: Int64[Tensor, " wanted"],
         vocab: int,
     ) -> Float[Tensor, "wanted vocab"]:
-        """Run a step, which stores the keys and values of all tokens; return the wanted logits.
+        """Run a decoding step: store the keys and values of all new tokens, and compute logits.
 
         Args:
-            program: the instructions. Each has its op, a wait flag, a flag that joins it to the
-                instruction before it, registers, weights and options.
+            program: the instructions. Each has an op, a wait flag, a flag that joins it to the
+                instruction before it, registers, weights and options; see `ops/decoding/step.h`.
             numbers: two floating-point options of each instruction.
             registers: width and packed flag of each register; the first register is the logits.
             weights: the weights that instructions refer to by index.
@@ -113,11 +113,11 @@ class Steps:
             tokens: the new tokens of each sequence, concatenated.
             counts: number of new tokens of each sequence.
             lengths: number of tokens of each sequence in the cache.
-            tables: block tables of the sequences for each reach of the cache, including the blocks
-                of the new tokens.
-            keys: the keys of each layer, bfloat16 or float32 like the model.
-            values: the values of each layer, of the same dtype.
-            reaches: window and chunk of each kind of layer, 0 for none.
+            tables: block tables of the sequences, including the blocks of the new tokens. There is
+                one tensor for each set of layers that share block tables.
+            keys: the cached keys of each layer, bfloat16 or float32 like the model.
+            values: the cached values of each layer, of the same dtype.
+            reaches: attention window and chunk size of each kind of layer, 0 for none.
             few: largest number of rows for which linear layers are dot products, so that a row's
                 result does not depend on the batch (bitwise). Larger batches use gemms.
             wanted: indices of the tokens whose next-token logits are returned.
@@ -143,7 +143,7 @@ class Steps:
 
 
 def load(*, wait: bool) -> Steps:
-    """The operator; compiled first if this machine has never compiled it. See `decoding.load`.
+    """Load the operator for whole decode steps, compiled first if necessary; see `decoding.load`.
 
     Raises:
         build.Unavailable: it cannot be called; the message is the reason in one line.

@@ -1,7 +1,7 @@
-"""Operators for training on a CPU; see `bindings/training.cpp`.
+"""Native operators for training on a CPU; see `bindings/training.cpp`.
 
-They are compiled separately from the decoding operators. A run needs them from its first step on;
-otherwise its result would depend on when they became available.
+They are compiled separately from the decoding operators. A run must use them from its first step or
+not at all; otherwise its result would depend on when they were compiled.
 """
 
 from collections.abc import Callable
@@ -19,23 +19,26 @@ from workhorse.native.blocks import Activation, BlockOperators
 
 @dataclass(frozen=True)
 class Training(BlockOperators):
-    """The operators as functions of tensors; an instance exists only if they can be called."""
+    """The training operators as methods; an instance exists only if the library is loaded."""
 
     attention_types: frozenset[torch.dtype]
-    """The dtypes whose attention is faster on this CPU with these operators than with PyTorch."""
+    """The dtypes for which `attention` is faster than PyTorch's on this CPU."""
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """`y = softmax(q kᵀ · scale) v`, and the normaliser of each query, (batch, heads, seq).
+        """Attention: `y = softmax(q kᵀ · scale) v`.
 
         Args:
             q: (batch, heads, seq, head_dim), rows contiguous; float32, or bfloat16 with seq and
                 head_dim even.
-            k: as q.
-            v: as q.
+            k: shape and dtype as q.
+            v: shape and dtype as q.
             scale: multiplier of the scores.
             causal: True if a query does not see later keys.
+
+        Returns:
+            y, and for each query the log of the sum of the exponentials, (batch, heads, seq).
         """
         return torch.ops.workhorse.attention.default(q, k, v, scale, causal)
 
@@ -55,11 +58,11 @@ class Training(BlockOperators):
 
         Args:
             q: (batch, heads, seq, head_dim), see `attention`.
-            k: as q.
-            v: as q.
+            k: shape and dtype as q.
+            v: shape and dtype as q.
             y: the output of `attention`, laid out as q.
             gradient: the gradient of y, laid out as q.
-            normaliser: (batch, heads, seq) log of the sum of the exponentials, float32.
+            normaliser: the logs of sums that `attention` returned, float32.
             scale: multiplier of the scores.
             causal: True if a query does not see later keys.
         """
@@ -67,11 +70,11 @@ class Training(BlockOperators):
         return operator(q, k, v, y, gradient, normaliser, scale, causal)
 
     def activation(self, x: Tensor, up: Tensor | None, act: Activation) -> Tensor:
-        """`act(x)`, or `act(x) · up`.
+        """Compute `act(x) · up`, or `act(x)` if `up` is None.
 
         Args:
             x: float32 or bfloat16, contiguous.
-            up: like x, or None.
+            up: shape and dtype as x, or None.
             act: the activation.
         """
         return torch.ops.workhorse.activation.default(x, up, act.table, act.name)
@@ -79,7 +82,14 @@ class Training(BlockOperators):
     def activation_backward(
         self, gradient: Tensor, x: Tensor, up: Tensor | None, act: Activation
     ) -> list[Tensor]:
-        """The result of `activation`, the gradient of x and, if `up` is given, its gradient."""
+        """Return the result of `activation`, the gradient of x and, if given, that of `up`.
+
+        Args:
+            gradient: the gradient of the result.
+            x: see `activation`.
+            up: see `activation`.
+            act: see `activation`.
+        """
         operator = torch.ops.workhorse.activation_backward.default
         return operator(gradient, x, up, act.table, act.name)
 
@@ -92,12 +102,12 @@ class Training(BlockOperators):
         multiplier: float,
         entropy: bool,
     ) -> Tensor:
-        """`workhorse.nn.logprobs.score` without a cap: (tokens, 3) float32.
+        """Compute `workhorse.nn.logprobs.score` for logits without a cap: (tokens, 3) float32.
 
         Args:
             logits: (tokens, vocab), float32 or bfloat16, contiguous; if coefficients are given, the
                 logits are overwritten with their gradient.
-            targets: (tokens,) int64; `IGNORE` (-100) does not count. Any other value outside
+            targets: (tokens,) int64; targets `IGNORE` (-100) are ignored. Any other value outside
                 [0, vocab) raises a RuntimeError.
             coefficients: (tokens, 4) float32, contiguous.
             multiplier: multiplier of the logits.
@@ -107,14 +117,15 @@ class Training(BlockOperators):
         return operator(logits, targets, coefficients, multiplier, entropy)
 
     def sum_rows(self, ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-        """The distinct ids in ascending order, and the sums of their rows in the rows' dtype.
-
-        Sums are computed in float32.
+        """Sum the rows that have the same id, in float32.
 
         Args:
             ids: (rows,) int64, contiguous.
             rows: (rows, width), float32 or bfloat16, contiguous.
-            vocab: number of ids; each id is below it.
+            vocab: each id is below this number.
+
+        Returns:
+            The distinct ids, ascending, and the sum of the rows of each, in the rows' dtype.
         """
         return torch.ops.workhorse.sum_rows.default(ids, rows, vocab)
 
@@ -129,7 +140,9 @@ class Training(BlockOperators):
         centred: bool,
         rounded: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """`(x - mean) / sqrt(var + eps) · (offset + weight) + bias` over the last axis, in float32.
+        """LayerNorm or RMSNorm over the last axis, computed in float32.
+
+        `(x - mean) / sqrt(var + eps) · (offset + weight) + bias`
 
         Args:
             x: float32 or bfloat16, contiguous.
@@ -138,11 +151,11 @@ class Training(BlockOperators):
             offset: added to the weight.
             eps: added to the variance.
             centred: True to subtract the mean; False to take 0 for the mean, as RMSNorm does.
-            rounded: True to round to the dtype of x before the multiplication too; not supported
-                with `centred`.
+            rounded: True to also round to the dtype of x before the multiplication by the weight;
+                not supported with `centred`.
 
         Returns:
-            The normed rows, and each row's mean and scale, (rows, 2), float32.
+            The normed rows; and the moments, each row's mean and scale, (rows, 2), float32.
         """
         return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred, rounded)
 
@@ -158,7 +171,11 @@ class Training(BlockOperators):
         centred: bool,
         rounded: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`x + branch`, and the results of `norm` for that sum."""
+        """Compute `x + branch` and the norm of this sum; see `norm`.
+
+        Returns:
+            The sum, its normed rows, and its moments.
+        """
         operator = torch.ops.workhorse.add_norm.default
         return operator(x, branch, weight, bias, offset, eps, centred, rounded)
 
@@ -173,16 +190,20 @@ class Training(BlockOperators):
         offset: float,
         centred: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of x, plus `other`; and weight's and bias's gradients, (2, width), float32.
+        """Backward pass of `norm`.
 
         Args:
             gradient: the gradient of the normed rows, contiguous.
             x: the input of the norm.
             moments: the moments that `norm` returned.
             weight: see `norm`.
-            other: another gradient of x, contiguous, or None.
+            other: another gradient of x, to which the gradient is added; contiguous, or None.
             offset: see `norm`.
             centred: see `norm`.
+
+        Returns:
+            The sum of `other` and the gradient of x; and the gradients of weight and bias,
+            (2, width) float32.
         """
         operator = torch.ops.workhorse.norm_backward.default
         return operator(gradient, x, moments, weight, other, offset, centred)
@@ -196,7 +217,7 @@ class Training(BlockOperators):
         )
 
     def squared_length(self, tensors: list[Tensor]) -> Tensor:
-        """The squared norm of all tensors as one vector, summed in float32 in a fixed order.
+        """Sum of the squares of all elements of all tensors, in float32 and in a fixed order.
 
         Args:
             tensors: at least one, float32 or bfloat16, contiguous.
@@ -219,7 +240,7 @@ class Training(BlockOperators):
         eps: float,
         weight_decay: float,
     ) -> None:
-        """An update of AdamW, in place, in one pass over memory; all tensors contiguous.
+        """Update weights with AdamW, in place, in one pass over memory. Tensors are contiguous.
 
         Args:
             weights: float32; or bfloat16, with low bits.
@@ -260,7 +281,7 @@ class Training(BlockOperators):
         momentum: float,
         nesterov: bool,
     ) -> Tensor:
-        """Add gradients to Muon's momenta, in place; return the directions to orthogonalise.
+        """First part of a Muon update: add gradients to the momenta, in place.
 
         Args:
             gradients: gradients of matrices or stacks (…, rows, columns), bfloat16 or float32.
@@ -270,7 +291,8 @@ class Training(BlockOperators):
             nesterov: see Muon.
 
         Returns:
-            (matrices, shorter side, longer side), bfloat16, each matrix of norm 1.
+            The matrices to orthogonalise, (matrices, shorter side, longer side), bfloat16. Each has
+            norm 1.
         """
         operator = torch.ops.workhorse.muon_directions.default
         return operator(gradients, momenta, grad_scale, momentum, nesterov)
@@ -284,10 +306,11 @@ class Training(BlockOperators):
         kept: float,
         size: float,
     ) -> None:
-        """`weight · kept - size · update`, in place, for weights split by `optim.master_weights`.
+        """Last part of a Muon update: set weights to `weight · kept - size · update`, in place.
 
         Args:
-            weights: matrices or stacks of one shape (…, rows, columns), bfloat16.
+            weights: matrices or stacks of one shape (…, rows, columns), the bfloat16 parts of
+                weights split by `optim.master_weights`.
             low_bits: the low bits of the weights, int16.
             updates: (matrices, shorter side, longer side), bfloat16.
             kept: multiplier of the weights.
@@ -297,7 +320,7 @@ class Training(BlockOperators):
 
 
 def load(*, wait: bool) -> Training:
-    """The operators; compiled first if this machine has never compiled them. See `resolve`.
+    """Load the training operators. They are compiled first if necessary; see `resolve`.
 
     Raises:
         build.Unavailable: they cannot be called; the message is the reason in one line.
@@ -307,7 +330,10 @@ def load(*, wait: bool) -> Training:
 
 
 def _attention_types() -> frozenset[torch.dtype]:
-    """float32, and bfloat16 unless it needs oneDNN's gemms and PyTorch was built without oneDNN."""
+    """Value of `Training.attention_types` on this machine.
+
+    float32, and bfloat16 unless it needs oneDNN's gemms and PyTorch was built without oneDNN.
+    """
     if widens() or torch.backends.mkldnn.is_available():
         return frozenset({torch.float32, torch.bfloat16})
     return frozenset({torch.float32})
@@ -384,5 +410,6 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "muon_directions": _direction_shapes,
     "split_move_": lambda *_: None,
 }
-"""The shapes of each operator's results, for tracing. No gradient formulas are registered: a call
-through PyTorch's registry takes about 45 µs longer than an `autograd.Function` around operators."""
+"""For each operator, a function for the shapes of its results, for tracing. No gradient formulas
+are registered: a call through PyTorch's registry takes about 45 µs longer than an
+`autograd.Function` around operators."""

@@ -1,4 +1,7 @@
-"""Gemms of float32 or bfloat16 with vectors of 32 or 64 bytes; see `ops/gemm/vectors.h`."""
+"""Native gemms of float32 or bfloat16 matrices with vector instructions (AVX2 or AVX-512).
+
+See `ops/gemm/vectors.h`.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from workhorse.native.matrix_unit import linear, result_shape
 
 
 class Sum(NamedTuple):
-    """`a₁ b₁ + a₂ b₂ + … + bias` of matrices."""
+    """A sum of matmuls: `a₁ b₁ + a₂ b₂ + … + bias` for the matrices in `pairs`."""
 
     pairs: Sequence[tuple[Tensor, Tensor]]
     bias: Tensor | None = None
@@ -24,10 +27,10 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Vectors:
-    """The gemms; an instance exists only if they are compiled.
+    """The gemms as methods; an instance exists only if the library is loaded.
 
-    The rounding of an element depends on the inner size and, in bfloat16, on whether it is widened.
-    They compute no gradients.
+    The rounding of an element depends on the inner size and, in bfloat16, on whether it is
+    multiplied as float32 (`widens`). No gradients are computed.
     """
 
     def __reduce__(self) -> build.Reduced:
@@ -39,17 +42,17 @@ class Vectors:
         b: Float[Tensor, "inner columns"],
         bias: Float[Tensor, " columns"] | None = None,
     ) -> Float[Tensor, "rows columns"]:
-        """`a b + bias`, summed in float32.
+        """Compute `a b + bias`, summed in float32.
 
         Args:
             a: float32 or bfloat16, on the CPU, with rows or columns contiguous.
-            b: as a.
+            b: dtype and layout as a.
             bias: an element for each column, of the same dtype.
         """
         return torch.ops.workhorse.product.default(a, b, bias)
 
     def gemms(self, sums: Sequence[Sum]) -> list[Tensor]:
-        """Several sums of matmuls in one call, each divided among all threads; see `gemm`."""
+        """Compute several sums of matmuls in one call, each divided among all threads."""
         pairs = [(number, *pair) for number, one in enumerate(sums) for pair in one.pairs]
         of, a, b = map(list, zip(*pairs, strict=True))
         return torch.ops.workhorse.products.default(a, b, of, [one.bias for one in sums])
@@ -60,12 +63,12 @@ class Vectors:
         weight: Float[Tensor, "out_features in_features"],
         bias: Float[Tensor, " out_features"] | None = None,
     ) -> Float[Tensor, "*batch out_features"]:
-        """`x Wᵀ + bias`, for any order of x in memory; see `gemm`."""
+        """Compute `x Wᵀ + bias` with `gemm`. x may have any strides."""
         return linear(self.gemm, x, weight, bias)
 
 
 def load(*, wait: bool) -> Vectors:
-    """The operators; compiled first if this machine has never compiled them. See `decoding.load`.
+    """Load the gemms. They are compiled first if necessary; see `decoding.load`.
 
     Raises:
         build.Unavailable: they cannot be called; the message is the reason in one line.

@@ -1,4 +1,4 @@
-"""Block wirings: the placement of norms and residuals around any attention and feed-forward."""
+"""Blocks (decoder layers), by where norms and residuals are placed around the sub-layers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ FeedForwardConfig = Annotated[
 
 
 class WiringConfig(Config):
-    """Fields of every wiring: two sub-layers, a norm, and changes to the sub-layers' outputs."""
+    """Fields of every block config: two sub-layers, a norm, and changes to their outputs."""
 
     attention: AnyAttentionConfig
     """The sub-layer that mixes positions; `kind` defaults to `attention`."""
@@ -79,10 +79,10 @@ class WiringConfig(Config):
 
 
 class Block(nn.Module, ABC):
-    """A decoder layer: attention mixes positions, the feed-forward processes each separately.
+    """A decoder layer: attention over positions, and a feed-forward at each position.
 
     Args:
-        config: the config of the block's parts.
+        config: the config of the block.
         d_model: width of the residual stream.
         layer: index of the layer, from 0; `scale_by_layer` attention uses it.
         kernel: name of the attention kernel.
@@ -119,7 +119,9 @@ class Block(nn.Module, ABC):
         return self.feed_forward(self.feed_forward_convolution(x, context, entry))
 
     def cache_stores(self, cache: Layers[Room]) -> list[Room]:
-        """Create this layer's entries or stores in a cache: attention first, then convolutions.
+        """Create this layer's parts of a cache: the attention's first, then the convolutions'.
+
+        Each part is a cache entry, or a store of a paged cache; see `Layers.layer`.
 
         Raises:
             ConfigError: the attention is not causal, so it cannot be cached.
@@ -129,7 +131,10 @@ class Block(nn.Module, ABC):
         return [self.attention.cache_entry(cache), *short]
 
     def entry(self, entries: Iterator[CacheEntry]) -> CacheEntry:
-        """Take the next entries, one for each of this layer's `cache_stores`, as one entry."""
+        """Combine this layer's cache entries into one.
+
+        It takes them from the entries of all layers, in the order of `cache_stores`.
+        """
         attention = next(entries)
         inputs = {name: next(entries) for name in self._convolutions()}
         return LayerEntry(attention, inputs) if inputs else attention
@@ -182,7 +187,7 @@ class PreNorm(Block):
 
 
 class NormedResidual(PreNorm):
-    """`norm(x) + attention(norm(x))`, then the same with the feed-forward."""
+    """`norm(x) + attention(norm(x))`, then `norm(x) + feed_forward(norm(x))`."""
 
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
@@ -265,9 +270,9 @@ class SandwichNorm(PreNorm):
 
 
 class ParallelConfig(WiringConfig):
-    """`x + attention(norm(x)) + feed_forward(norm(x))`, both from the same input.
+    """`x + attention(norm(x)) + feed_forward(norm(x))`: both sub-layers have the same input x.
 
-    One shared norm in GPT-J, PaLM (2204.02311 §2) and Falcon-7B; two in GPT-NeoX and Falcon-40B.
+    GPT-J, PaLM (2204.02311 §2) and Falcon-7B share one norm; GPT-NeoX and Falcon-40B have two.
     """
 
     kind: Literal["parallel"] = "parallel"

@@ -1,7 +1,7 @@
 """The state shared by the layers of one forward pass: positions, rotations, masks.
 
-The decoder creates it at each call; modules do not store it. Rotations and masks are computed when
-the first layer needs them and reused by later layers. Their key contains everything they depend on.
+The decoder creates a `Context` at each call; modules do not store it. Rotations and masks are
+computed when the first layer needs them, and reused by later layers with the same options.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,7 +19,7 @@ from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Slots, Token
 
 
 class Context:
-    """The shared part of one forward pass over `batch × seq` tokens.
+    """The state that all layers share in one forward pass over `batch × seq` tokens.
 
     Args:
         batch: number of rows.
@@ -30,8 +30,9 @@ class Context:
             tokens, without gaps. Default: 0, 1, 2 …, after the cached tokens.
         documents: document id of each token. A run of equal ids is a document: its tokens see only
             each other, and its positions start at 0.
-        cache: cache of the earlier tokens; this call adds the new ones.
-        max_positions: number of available positions, or None for no limit.
+        cache: cache of the earlier tokens; the pass adds the new tokens to it.
+        max_positions: number of positions that the model can represent (size of a learned position
+            table), or None for no limit.
 
     Raises:
         WorkhorseError: shapes do not match, there are no tokens, there are more tokens than
@@ -64,8 +65,8 @@ class Context:
         plain = positions is None and documents is None
         self.uniform = plain and (cache is None or cache.uniform)
         self.length = seq if cache is None else cache.length + seq
-        # Default positions stay below the length; given ones must be read from the device. The
-        # parts of a packed pass check their own positions.
+        # Default positions are checked by the length; given ones must be read from the device. In
+        # a packed pass, the context of each batch checks its own positions.
         packed = cache is not None and bool(cache.parts)
         if max_positions is not None and not packed:
             self._check_positions(max_positions, given=positions is not None)
@@ -84,15 +85,16 @@ class Context:
         ]
 
     def by_part(self, mix: Callable[..., Tensor], *xs: Tensor, cache: CacheEntry | None) -> Tensor:
-        """Compute `mix(*xs, context, cache)`, separately for each part of a packed pass.
+        """Compute `mix(*xs, context, cache)`, separately for each batch of a packed pass.
 
-        Operations that let tokens of a sequence see each other need this; see `CacheView.parts`.
+        Operations in which a token uses other tokens of its sequence need this, such as attention;
+        see `CacheView.parts`. In a pass that is not packed, `mix` is called once.
 
         Args:
             mix: function of tensors (batch, seq, ...), a context and a cache entry; returns a
                 tensor (batch, seq, ...).
-            xs: the tensors.
-            cache: the layer's cache entry.
+            xs: the tensors for `mix`, with all batches in one row.
+            cache: the layer's cache entry, or None.
         """
         if not self.parts or cache is None:
             return mix(*xs, self, cache)
@@ -108,7 +110,10 @@ class Context:
     def rotation(
         self, name: str, rope: RopeConfig, head_dim: int, dtype: torch.dtype
     ) -> tuple[Angles, Angles]:
-        """Cosines and sines of `rope` for this pass; equal configs must have equal names."""
+        """Cosines and sines of `rope` at the positions of this pass, computed once per `name`.
+
+        Different configs must have different names.
+        """
 
         def make() -> tuple[Angles, Angles]:
             alike = self.uniform or not rope.depends_on_length
@@ -119,7 +124,7 @@ class Context:
         return self._once((name, head_dim, dtype), make)
 
     def mask(self, pattern: AttentionPattern, kernel: Kernel, dtype: torch.dtype) -> Any:
-        """The mask of a pattern for this pass, in the form that the kernel expects."""
+        """The attention mask of a pattern for this pass, in the form that the kernel expects."""
 
         def make() -> Any:
             place = self.place if self.cache is None else self.cache.place(pattern.reach)
@@ -140,7 +145,10 @@ class Context:
         return self._made[key]
 
     def _lengths(self) -> Lengths:
-        """Number of tokens so far in each row, or in each token's document, without padding."""
+        """Number of tokens in each row, or in each token's document, without padding.
+
+        Earlier tokens in a cache are counted too.
+        """
         if self.cache is not None:
             return self.cache.text_lengths()
         documents = self.place.documents
@@ -163,7 +171,7 @@ def context_alone(x: Hidden, d_model: int, entry: CacheEntry | None = None) -> C
 
     Raises:
         WorkhorseError: `x` does not have the shape (batch, seq, d_model), or a cache entry is
-            given, which needs the context of its cache.
+            given: the caller must then give the context of its cache.
     """
     _check_tensor("x", x, "(batch, seq, d_model)")
     if x.dim() != 3:  # noqa: PLR2004
@@ -225,9 +233,9 @@ class Runs(NamedTuple):
     """Runs of equal document ids in each row."""
 
     numbers: Tokens
-    """Number of each token's run, from 1 in each row."""
+    """For each token, the number of its run, counted from 1 in each row."""
     starts: Tokens
-    """Index of the first token of each token's run."""
+    """For each token, the index of the first token of its run."""
 
 
 def number_runs(documents: Tokens) -> Runs:
@@ -243,7 +251,7 @@ def lengths_of_documents(positions: Positions, numbers: Tokens) -> Lengths:
 
     Args:
         positions: position of each token in its document.
-        numbers: number of each token's document, from 1 in each row.
+        numbers: for each token, the number of its document, counted from 1 in each row.
     """
     ends = positions + 1
     longest = ends.new_zeros(ends.shape[0], ends.shape[1] + 1)

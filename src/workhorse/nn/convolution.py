@@ -24,8 +24,8 @@ class ShortConvolutionConfig(Config):
     """
 
     width: int = Field(default=4, ge=2, le=256)
-    """Number of tokens that are combined, including the current one. Each costs a pass over the
-    input."""
+    """Number of tokens that are combined, including the current one. Each token adds one read of
+    the whole input."""
     before: tuple[SubLayer, ...] = Field(default=("attention", "feed_forward"), min_length=1)
     """The sub-layers that get a convolution on their input, after the input's norm."""
 
@@ -62,7 +62,7 @@ class ShortConvolution(nn.Module):
         return context.by_part(self.mix, x, cache=cache)
 
     def mix(self, x: Hidden, context: Context, cache: CacheEntry | None) -> Hidden:
-        """Convolve each row."""
+        """Convolve each row; with a cache, also over the earlier tokens in it."""
         past = _past(x, self.width, context) if cache is None else _stored(x, context, cache, self)
         y = x + self.weight[0] * x
         for weight, earlier in zip(self.weight[1:], past, strict=True):
@@ -74,7 +74,7 @@ class ShortConvolution(nn.Module):
 
 
 def _past(x: Hidden, width: int, context: Context) -> list[Hidden]:
-    """The inputs 1 … `width - 1` tokens back; zero before the start of a sequence."""
+    """For each token, the inputs 1 … `width - 1` tokens back; 0 before the start of a sequence."""
     shifted = [F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] for back in range(1, width)]
     if context.uniform:
         return shifted
@@ -83,7 +83,10 @@ def _past(x: Hidden, width: int, context: Context) -> list[Hidden]:
 
 
 def _stored(x: Hidden, context: Context, cache: CacheEntry, conv: ShortConvolution) -> list[Hidden]:
-    """The same from a cache that holds the earlier inputs; the new inputs are added to it."""
+    """For each token, the inputs 1 … `width - 1` tokens back; 0 before the start of a sequence.
+
+    Earlier inputs are read from the cache, and the new inputs `x` are stored in it.
+    """
     new = x[:, None]  # (batch, one head, seq, d_model)
     held, _ = cache.update(new, new[..., :0])
     slots, exists = context.slots_before(conv.width)  # (batch, seq, width - 1)

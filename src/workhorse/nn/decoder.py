@@ -35,8 +35,8 @@ Room = TypeVar("Room")
 class DecoderConfig(Config):
     """A whole decoder-only transformer.
 
-    `blocks` names the kinds of layer. `pattern` gives their order: one name per layer, or fewer
-    names that are repeated to fill `n_layers`. With one kind of layer, it may be omitted.
+    `blocks` defines the layers by name. `pattern` gives their order: one name per layer, or fewer
+    names that are repeated to fill `n_layers`. With only one block, omit `pattern`.
     """
 
     elsewhere = OF_PARTS
@@ -52,7 +52,7 @@ class DecoderConfig(Config):
     embedding: EmbeddingConfig = EmbeddingConfig()
     """How tokens become vectors."""
     blocks: dict[str, BlockConfig]
-    """The kinds of layer, each under a name of your choice."""
+    """The configs of the different layers, each under a name of your choice."""
     pattern: tuple[str, ...] = ()
     """Names of blocks, repeated over the layers: `[local, local, global]` applies to layers 0, 1
     and 2, then to 3, 4 and 5, and so on. May be omitted if there is one block."""
@@ -92,14 +92,14 @@ class DecoderConfig(Config):
                 raise ConfigError(error.reason, f"blocks.{name}.attention") from None
 
     def layer_names(self) -> list[str]:
-        """Names of the layers' blocks, in order."""
+        """For each layer, in order, the name of its config in `blocks`."""
         names = self.pattern or tuple(self.blocks)
         return [names[layer % len(names)] for layer in range(self.n_layers)]
 
     def steady_length(self) -> int:
-        """Maximum sequence length, in tokens, before the rotations of earlier tokens change.
+        """Maximum length, in tokens, up to which a growing sequence keeps its rotary angles.
 
-        `max_seq_len`, or less with a rope scaling that depends on the sequence length.
+        It is `max_seq_len`, or less with a rope scaling that depends on the sequence length.
         """
         ropes = (block.rope for block in self.blocks.values())
         limits = [rope.steady_length for rope in ropes if rope is not None]
@@ -136,7 +136,7 @@ class DecoderConfig(Config):
 
 
 class Decoder(nn.Module):
-    """Maps tokens to logits.
+    """A decoder-only transformer: maps token ids to logits.
 
     Args:
         config: the config of the decoder.
@@ -194,7 +194,10 @@ class Decoder(nn.Module):
         documents: Tokens | None = None,
         cache: CacheView | None = None,
     ) -> Hidden:
-        """The input of the head: the residual stream after the final norm."""
+        """The residual stream after the final norm, which is the input of the head.
+
+        For the arguments see `Context`.
+        """
         batch, seq = batch_and_seq(tokens)
         context = Context(
             batch,
@@ -239,18 +242,21 @@ class Decoder(nn.Module):
         return cache
 
     def cache_stores(self, cache: Layers[Room]) -> list[Room]:
-        """Create the entries or stores of all layers in a cache; see `Block.cache_stores`."""
+        """Create the parts of a cache for all layers, in order; see `Block.cache_stores`."""
         return [room for layer in self._blocks() for room in layer.cache_stores(cache)]
 
     def next_logits_packed(
         self, tokens: Tokens, index: Sequence[int], cache: PackedView
     ) -> NextLogits:
-        """Logits of the next token at some positions of a packed pass, `(len(index), vocab)`.
+        """Logits of the next token at the given positions of a packed pass.
 
         Args:
-            tokens: (1, seq), the tokens of all parts.
-            index: indices of these positions in the sequence dimension.
-            cache: view of all parts.
+            tokens: (1, seq), the tokens of all batches in one row.
+            index: indices in this row of the tokens whose next-token logits are needed.
+            cache: the packed view of all batches.
+
+        Returns:
+            Logits, `(len(index), vocab)`.
         """
         x = self.hidden(tokens, cache=cache)
         return self.unembed(x[:, torch.tensor(index, device=x.device)])[0]
@@ -287,7 +293,7 @@ class Decoder(nn.Module):
 
 @contextmanager
 def evaluation_mode(decoder: Decoder) -> Generator[None]:
-    """Switch the decoder to evaluation mode (no dropout), then restore its mode."""
+    """Context in which a decoder is in evaluation mode (no dropout); afterwards as before."""
     if not decoder.training:
         yield
         return

@@ -41,7 +41,7 @@ class EmbeddingConfig(Config):
             )
 
     def multiply(self) -> nn.Module:
-        """A new module that applies the multiplier."""
+        """Create the module that multiplies token vectors by the multiplier."""
         if self.multiplier == 1:
             return nn.Identity()
         kind = RoundedMultiplier if self.round_multiplier else Multiplier
@@ -75,7 +75,11 @@ def batch_and_seq(tokens: object) -> tuple[int, int]:
 
 
 def look_up(table: nn.Embedding, tokens: Tokens) -> Hidden:
-    """The table's rows of the tokens; the error for an id outside the table names its range."""
+    """Look up the vectors of token ids.
+
+    Raises:
+        WorkhorseError: an id is outside the table.
+    """
     try:
         return table(tokens)
     except IndexError:
@@ -150,8 +154,8 @@ class Head(nn.Module):
     """Maps vectors `(batch, seq, d_model)` to logits `(batch, seq, vocab)`.
 
     Attributes:
-        linear: True if losses may compute `forward` from the head's parts. A subclass that
-            overrides `forward` must declare it again.
+        linear: True if losses may compute the logits from the head's submodules, without calling
+            `forward`. A subclass that overrides `forward` must declare it again.
 
     Args:
         config: options of the head.

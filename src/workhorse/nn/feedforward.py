@@ -81,7 +81,7 @@ class GatedConfig(Config):
 
     @abstractmethod
     def combine(self) -> nn.Module:
-        """A new module that combines the gate and the other branch."""
+        """Create the module that combines the gate and the other branch."""
 
     def build(self, d_model: int) -> nn.Module:
         return GatedMlp(

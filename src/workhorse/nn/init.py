@@ -28,7 +28,10 @@ class HasOwnStart(Protocol):
 
 
 class SchemeConfig(Config):
-    """Fields of every scheme. Embeddings are normal, biases start at 0, norms at 1."""
+    """Fields of every initialisation scheme.
+
+    Embeddings are drawn from a normal distribution. Biases start at 0, norms at 1.
+    """
 
     embedding_std: float = Field(default=0.02, ge=0)
     """Standard deviation of token vectors and learned positions."""
@@ -41,12 +44,12 @@ class SchemeConfig(Config):
 
     @abstractmethod
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
-        """Fill a matrix of shape `(out, in)`."""
+        """Fill a matrix of shape `(out, in)` with random values, in place."""
 
     def draw_linear(
         self, name: str, weight: Tensor, n_layers: int, generator: torch.Generator | None
     ) -> None:
-        """Fill the matrix of the linear module called `name`."""
+        """Fill the matrix of the linear module called `name`, by the options for this module."""
         residual = name.rpartition(".")[2] in RESIDUAL_PROJECTIONS
         if (residual and self.residual == "zero") or (name == HEAD and self.head == "zero"):
             nn.init.zeros_(weight)
@@ -108,8 +111,9 @@ def undrawn(dtype: torch.dtype, discard_on: torch.device | None = None) -> Gener
 
     Args:
         dtype: dtype of the weights.
-        discard_on: device whose random generator advances as if modules on the meta device were
-            created on it. Values are drawn for one tensor at a time and discarded. None: no draws.
+        discard_on: device whose random generator must advance as if the modules, created on the
+            meta device, were created there. Values are drawn for one tensor at a time and
+            discarded. None: nothing is drawn.
     """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -121,7 +125,7 @@ def undrawn(dtype: torch.dtype, discard_on: torch.device | None = None) -> Gener
 
 
 ON_META = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
-"""Functions skipped on meta tensors, where they do nothing but import PyTorch's compiler."""
+"""Functions to skip for meta tensors: they would only import PyTorch's compiler."""
 
 
 class _SkipDraws(TorchFunctionMode):
@@ -192,7 +196,10 @@ def initial_weights(
 
 
 def _owners(decoder: nn.Module) -> Iterator[tuple[str, nn.Module, Weights]]:
-    """The modules and the weights that each owns; a tied matrix belongs to the embedding."""
+    """Yield each module that owns weights: its name, the module, and these weights.
+
+    A tied matrix is owned by the embedding.
+    """
     seen: set[Tensor] = set()  # the embedding comes first, so it owns a tied matrix
     modules = cast(Iterable[tuple[str, nn.Module]], decoder.named_modules())
     for name, module in modules:

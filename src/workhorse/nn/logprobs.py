@@ -1,9 +1,9 @@
 """Log-probabilities of targets and their gradients, which all losses and scores are computed from.
 
 `score` computes the target's log-probability, the logsumexp and optionally the entropy of each row
-of logits. It can also replace the logits by the gradient of a weighted sum of these terms. There
-are native and compiled forms of it. `TokenLogprobs` applies it to the logits of a head, one part
-of the batch at a time, so that the logits of all positions are never in memory together.
+of logits. It can also replace the logits by the gradient of a weighted sum of these terms. Native
+and compiled versions of it exist. `TokenLogprobs` applies it to the logits of a head, one part of
+the batch at a time, so that the logits of all positions are never in memory together.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +34,15 @@ from workhorse.nn.watched import watched
 IGNORE = -100
 """The target id of positions that are ignored."""
 MAX_LOGITS = 2**29
-"""Maximum number of logits in memory, in the dtype of the weights: 1 GiB in bfloat16. Each part of
-a batch reads and writes the gradient of the head's weight, so few parts are faster on a GPU."""
+"""Default maximum number of logits in memory on a GPU, in the dtype of the weights: 1 GiB in
+bfloat16. Each part of a batch reads and writes the gradient of the head's weight, so few large
+parts are faster."""
 MAX_LOGITS_ON_CPU = 2**26
 MOST_WIDE = 2**27
 """Maximum number of float32 logits in memory for a head that is not linear: 512 MiB."""
 FAR = -1e4
-"""Lower bound of `logit - largest logit` in the entropy. Its probability is 0 in every dtype; it is
-finite, because 0 times -inf would be NaN."""
+"""Lower bound of `logit - largest logit` when the entropy is computed. A logit at this bound has
+probability 0 in every dtype. The bound is finite, because 0 times -inf would be NaN."""
 
 Scalar = Float[Tensor, ""]
 Losses = Float[Tensor, " terms"]
@@ -51,7 +52,8 @@ Terms = Float[Tensor, "tokens 3"]
 """For each token: the target's log-probability, the logsumexp, and the entropy (0 if it was not
 requested). All are 0 if the target is `IGNORE`."""
 Coefficients = Float[Tensor, "tokens 4"]
-"""Factors of a loss on the log-probability, the logsumexp, its square and the entropy."""
+"""For each token, the factors that a loss puts on the target's log-probability, the logsumexp, the
+squared logsumexp and the entropy."""
 
 
 class Shaping(NamedTuple):
@@ -76,23 +78,34 @@ class Logprobs(NamedTuple):
 
 
 class Vocabulary:
-    """The part of the vocabulary that this rank has logits for: here, the whole vocabulary."""
+    """The shard of the vocabulary that this rank computes logits for.
+
+    In this class it is the whole vocabulary, so nothing is reduced between ranks.
+    """
 
     def most(self, own: int) -> int:
-        """The maximum of `own` (logits per row) over all ranks, so that all use equal blocks."""
+        """The maximum over all ranks of `own`, this rank's number of logits per row.
+
+        With it, all ranks split the rows into equal blocks.
+        """
         return own
 
     def places(self, targets: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
-        """True for targets that have a logit here, and the logit's column; both (tokens, 1)."""
+        """Find the targets' columns in this rank's logits.
+
+        Returns:
+            A bool tensor, True if the target is in this rank's shard, and the target's column, 0 if
+            it is not; both (tokens, 1).
+        """
         here = (targets != IGNORE)[:, None]
         return here, targets[:, None].where(here, 0)
 
     def largest(self, of_rows: Tensor) -> Tensor:
-        """Maximum over all logits of each row, from the maxima of the logits here."""
+        """Reduce each row's maximum over this rank's logits to the maximum over all logits."""
         return of_rows
 
     def add(self, of_rows: Tensor) -> Tensor:
-        """Sums over all logits of each row, from the sums over the logits here."""
+        """Reduce each row's sums over this rank's logits to the sums over all logits."""
         return of_rows
 
 
@@ -108,17 +121,17 @@ def score(
     entropy: bool = False,
     vocabulary: Vocabulary = WHOLE,
 ) -> Terms:
-    """Compute the terms of rows of logits.
+    """Compute the log-probability, logsumexp and entropy of each row of logits; see `Terms`.
 
     Args:
         logits: output of a head's projection. With coefficients, they are overwritten by the
-            gradient of the sum of all terms times their coefficients. Without, autograd can
+            gradient of the sum of all terms times their coefficients. Without them, autograd can
             differentiate the terms.
         targets: target ids, or `IGNORE`.
-        coefficients: factors on the terms, or None.
+        coefficients: factors on the terms; None: do not compute a gradient.
         shaping: changes that the head makes to the logits of its projection.
         entropy: True to compute the entropy.
-        vocabulary: the part of the vocabulary that these logits are for.
+        vocabulary: the shard of the vocabulary that these logits are for.
     """
     counted = (targets != IGNORE)[:, None]
     here, place = vocabulary.places(targets)
@@ -163,19 +176,19 @@ def normaliser(logits: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch 1
 
 
 class TokenLogprobs(nn.Module):
-    """Log-probabilities of targets; the backward pass computes the logits again.
+    """Log-probabilities of targets, from hidden states; the backward pass recomputes the logits.
 
     At most `max_logits` logits are in memory, in the dtype of x. They are converted to float32 in
     blocks, or all at once if the head is not linear. Gradients of frozen tensors are skipped.
 
     Args:
-        max_logits: maximum number of logits in memory. None: `default_max_logits`, and not more
-            than `MOST_WIDE` if the head is not linear. Gradients of parts of the batch are summed
-            in float32.
+        max_logits: maximum number of logits in memory, which sets how many parts the batch is
+            split into. Gradients of the parts are summed in float32. None: `default_max_logits`,
+            and at most `MOST_WIDE` if the head is not linear.
         entropy: True to return the entropy also.
 
     Attributes:
-        vocabulary: the part of the vocabulary that this rank's head has logits for.
+        vocabulary: the shard of the vocabulary that this rank's head computes logits for.
     """
 
     vocabulary: Vocabulary = WHOLE
@@ -194,7 +207,7 @@ class TokenLogprobs(nn.Module):
             x: (batch, seq, d_model) input of the head.
             targets: (batch, seq) target ids, or `IGNORE`.
             head: head that computes the logits.
-            matrix: result of the method `matrix`, called before x was computed; optional.
+            matrix: result of the method `matrix`, if it was called before x was computed.
         """
         terms = self.terms(x, targets.flatten(), head, matrix).view(*targets.shape, 3)
         target, logsumexp, entropy = terms.unbind(dim=-1)
@@ -203,7 +216,7 @@ class TokenLogprobs(nn.Module):
     def terms(
         self, x: Hidden, targets: Int[Tensor, " tokens"], head: Head, matrix: Matrix | None = None
     ) -> Terms:
-        """The values of `forward` in one tensor."""
+        """Compute the results of `forward` as one tensor; `targets` is flattened."""
         if is_linear(head):
             matrix = self.matrix(head) if matrix is None else matrix
             apply = cast(Callable[..., Tensor], _LinearTerms.apply)
@@ -223,12 +236,13 @@ class TokenLogprobs(nn.Module):
     def matrix(self, head: Head) -> Matrix:
         """The weight of a head's projection.
 
-        Call it before the pass that computes x: its gradient then comes last, as subclasses need.
+        If it is called before the forward pass that computes x, the backward pass computes this
+        weight's gradient last. Subclasses need this order.
         """
         return head.proj.weight
 
     def read(self, x: Hidden, head: Head) -> Float[Tensor, "batch seq width"]:
-        """The input of a head's projection."""
+        """Compute the input of the head's projection from the head's input."""
         return head.project(head.transform(x))
 
     def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -242,7 +256,7 @@ class TokenLogprobs(nn.Module):
         coefficients: Coefficients | None,
         shaping: Shaping,
     ) -> Terms:
-        """As the function `score`, in blocks of rows and without autograd."""
+        """Compute what the function `score` computes, in blocks of rows and without autograd."""
         found = logits.new_empty(len(logits), 3, dtype=wide(logits.dtype))
         size = rows_of_block(logits, self.vocabulary.most(logits.shape[1]))
         others = () if coefficients is None else (coefficients,)
@@ -269,9 +283,10 @@ class TokenLogprobs(nn.Module):
         coefficients: Coefficients | None = None,
         wanted: Sequence[bool] = (False, False, False),
     ) -> tuple[Terms, Gradients]:
-        """The terms of all targets, and the gradients of x, matrix and bias selected by `wanted`.
+        """Compute the terms of all targets, one part of the rows at a time.
 
-        With coefficients, the gradients are computed together with the terms.
+        With coefficients, also compute the gradients of x, matrix and bias for which `wanted` is
+        True.
         """
         found = x.new_empty(len(x), 3, dtype=wide(x.dtype))
         gradients = ProductGradients(len(x), wanted, self.multiply)
@@ -317,7 +332,7 @@ class HeadLoss(TokenLogprobs):
             targets: (batch, seq) the token after each position, or `IGNORE`.
             head: head that computes the logits.
             z_loss: see `next_token_loss`.
-            matrix: result of the method `matrix`, called before x was computed; optional.
+            matrix: result of the method `matrix`, if it was called before x was computed.
             weights: (batch, seq) weights of the targets; None: 1 for each.
 
         Returns:
@@ -380,7 +395,7 @@ def count_of(targets: Tokens, weights: Float[Tensor, "batch seq"] | None) -> Ten
 
 
 def is_linear(head: Head) -> bool:
-    """True if a head is only a matmul and a `Shaping`, and none of its parts has a hook."""
+    """True if a head is one matmul, a multiplier and a soft-cap, and none of them has a hook."""
     parts = (head, head.proj, head.multiply, head.cap)
     defining = next(kind for kind in type(head).__mro__ if "forward" in vars(kind))
     return (
@@ -393,7 +408,7 @@ def is_linear(head: Head) -> bool:
 
 
 def shaping_of(head: Head) -> Shaping:
-    """The changes that a head makes to the logits of its projection."""
+    """The multiplier and soft-cap that a head applies to the logits of its projection."""
     scale, cap = head.multiply, head.cap
     return Shaping(
         scale.multiplier if isinstance(scale, Multiplier) else 1.0,
@@ -402,7 +417,7 @@ def shaping_of(head: Head) -> Shaping:
 
 
 def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
-    """Apply a `Shaping` to logits, in float32 or wider; may return the given tensor itself."""
+    """Apply a multiplier and soft-cap to logits, in float32 or wider; may return `logits`."""
     shaped = widened(logits)
     if shaping.multiplier != 1:
         shaped = shaped * shaping.multiplier
@@ -425,7 +440,7 @@ def default_max_logits(device: torch.device) -> int:
 
 
 class _LinearTerms(torch.autograd.Function):
-    """The terms of a linear head; the backward pass computes the logits again."""
+    """Autograd function for the `Terms` of a linear head; backward recomputes the logits."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
@@ -463,7 +478,7 @@ class _LinearTerms(torch.autograd.Function):
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The losses of `HeadLoss`; their gradient is computed in the forward pass."""
+    """Autograd function for the losses of `HeadLoss`; forward also computes their gradients."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
@@ -498,6 +513,6 @@ class _LinearLoss(torch.autograd.Function):
             raise RuntimeError(
                 "the first backward pass freed the gradients of the loss; compute the loss again"
             )
-        of_sum = above[0][0]  # both losses have this gradient, because callers always add them
+        of_sum = above[0][0]  # the same for both losses, because callers always add them
         scaled = [None if gradient is None else gradient.mul_(of_sum) for gradient in gradients]
         return (*scaled, *[None] * 6)

@@ -45,12 +45,13 @@ class LayerNormConfig(Config):
 
 
 class NormFacts(NamedTuple):
-    """Properties of a norm that native operators and sharded layers need to compute it."""
+    """Properties of a norm class that native operators and sharded layers need to compute it."""
 
     centred: bool
-    """True if it subtracts the mean."""
+    """True if the norm subtracts the mean."""
     rounds_normal: bool = False
-    """True if it rounds to the input's dtype before it multiplies by the weight."""
+    """True if the normalised value is rounded to the input's dtype before the weight multiplies
+    it."""
     rounds_gain: bool = True
     """True if the sum of weight and offset is rounded to the input's dtype."""
 
@@ -58,8 +59,9 @@ class NormFacts(NamedTuple):
 class Norm(nn.Module):
     """`normalised(x) * (offset + weight) + bias` over the last axis.
 
-    A class declares `facts` if they describe its computation exactly; native operators may then
-    compute it. A subclass that does not declare them is always called.
+    A class declares `facts` if they describe its computation exactly. Native operators may then
+    compute the norm without calling the module. `facts` of a base class do not count: a module
+    whose own class does not declare them is always called.
     """
 
     facts: ClassVar[NormFacts]
@@ -70,7 +72,7 @@ class Norm(nn.Module):
 
 
 def norm_facts(module: nn.Module) -> NormFacts | None:
-    """The facts that the class of a norm declares itself; None for other modules."""
+    """The `NormFacts` that a module's own class declares, not a base class; None otherwise."""
     return vars(type(module)).get("facts")
 
 

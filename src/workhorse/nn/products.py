@@ -1,4 +1,4 @@
-"""Matmuls and their gradients, computed in parts of their rows."""
+"""Matmuls and their gradients, computed for some of the rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,11 +24,11 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 BLOCK = {"cpu": 2**20}
-"""Number of logits converted to float32 at a time, by device: on a CPU they fit its cache."""
+"""Number of logits converted to float32 at a time, by device type; on a CPU they fit its cache."""
 LARGE_BLOCK = 2**24
 """Number of logits converted to float32 at a time on other devices."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Gradients of x, of the matrix and of the bias; None if not needed."""
+"""Gradients of x, of the weight matrix and of the bias; None for each that is not needed."""
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Multiplies two matrices and adds the third argument, unless it is None, to each row."""
 
@@ -39,7 +39,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, otherwise float32."""
+    """The dtype to compute in: float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -49,10 +49,11 @@ def rows_at_once(max_logits: int, vocab: int) -> int:
 
 
 def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of `size` rows of the given tensors.
+    """Split tensors into parts of `size` rows; yield each part of all tensors together.
 
-    While a step is recorded, parts between the third and the last are skipped. They would repeat
-    the third, which is the first part that is added to a float32 sum.
+    While a tape records a step (`workhorse.devices.tape`), parts between the third and the last are
+    skipped: their operations repeat those of the third part, the first one that is added to a
+    float32 sum.
     """
     begins = range(0, max(1, len(tensors[0])), size)
     if recording():
@@ -61,7 +62,7 @@ def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of rows of logits that fit one float32 block, with the same rows of `others`."""
+    """Split logits into blocks of rows to convert to float32, with the same rows of `others`."""
     return parts_of(rows_of_block(logits, logits.shape[1]), logits, *others)
 
 
@@ -71,11 +72,12 @@ def rows_of_block(logits: Tensor, vocab: int) -> int:
 
 
 class ProductGradients:
-    """Gradients of `x Wᵀ + bias`, from the gradient of this output in parts of its rows.
+    """Gradients of `x Wᵀ + bias`, accumulated over parts of the rows.
 
     Args:
         rows: number of rows of x.
-        wanted: True for each of x, weight and bias that needs a gradient; others are skipped.
+        wanted: for each of x, weight and bias, True if its gradient is needed. Other gradients are
+            not computed.
         multiply: function that multiplies two matrices.
     """
 
@@ -99,7 +101,7 @@ class ProductGradients:
             self._of_bias = _sum(self._of_bias, above.sum(dim=0, dtype=wide(above.dtype)))
 
     def result(self, weight: Tensor, bias: Tensor | None) -> Gradients:
-        """The gradients of x, weight and bias; the last two in the dtype of their tensor."""
+        """The gradients of x, weight and bias; those of weight and bias in their own dtype."""
         return (
             self._of_x,
             None if self._of_weight is None else self._of_weight.to(weight.dtype),
@@ -117,7 +119,7 @@ class ProductGradients:
 
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    """Add a part to a total, which is in float32 or wider from the second part on."""
+    """Add a part to a sum; from the second part on, the sum is in float32 or wider."""
     if total is None:
         return part
     total = widened(total)

@@ -17,19 +17,21 @@ from torch.utils.hooks import RemovableHandle
 
 
 def watched(*parts: nn.Module) -> bool:
-    """True if any of these modules has a hook, or there is a global hook.
+    """True if any of these modules has a hook, or if PyTorch has a global module hook.
 
-    Code that computes several modules at once, without calling them, checks this first.
+    Code that computes several modules at once, without calling them, must check this first.
     """
     return bool(modules._has_any_global_hook()) or any(_hooks_of(parts))
 
 
 class Watch:
-    """Repeated `watched` checks of the same modules, which are read only after a new hook.
+    """Repeats the check `watched` for the same modules, at low cost.
+
+    The modules are inspected again only if a hook was registered anywhere since the last check.
 
     Args:
         parts: modules to check.
-        from_now: True to ignore their current hooks.
+        from_now: True to ignore the hooks that the modules have now.
     """
 
     def __init__(self, parts: Iterable[nn.Module], *, from_now: bool = False) -> None:
@@ -52,7 +54,7 @@ class Watch:
 
 
 class Held:
-    """The submodules, parameters and buffers of a module, kept to detect replacements."""
+    """Remembers the submodules, parameters and buffers of a module, to detect replaced ones."""
 
     def __init__(self, root: nn.Module) -> None:
         every = [
@@ -66,7 +68,7 @@ class Held:
 
     @property
     def unchanged(self) -> bool:
-        """True if the module still has the same objects."""
+        """True if the module still has the same submodules, parameters and buffers."""
         same_number = sum(map(len, self._members)) == len(self._held) and not any(self._empty)
         return same_number and all(map(operator.is_, self._now(), self._held))
 

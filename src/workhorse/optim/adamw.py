@@ -25,13 +25,13 @@ class AdamWConfig(Config):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate at the schedule's peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay rate of the running mean of gradients: the share that a step keeps."""
+    """Decay rate of the running mean of gradients: its weight in the next step's mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay rate of the running mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the mean of squares, the divisor of an update."""
+    """Added to the divisor of an update, the root of the mean of squared gradients."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """A matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
+    """Each step multiplies a matrix by `1 - learning_rate · weight_decay`."""
     base_width: int | None = Field(default=None, ge=1)
     """Width for which `learning_rate` was chosen, for muP (2203.03466 table 8). The learning rate
     of matrices inside the layers and of an untied head is multiplied by `base_width / d_model`, so
@@ -43,13 +43,13 @@ class AdamWConfig(Config):
     mean by up to 0.4 % at each step, as DeepSeek-V3 does (2412.19437 §3.3.3). The mean of squares
     stays float32: with `beta2` near 1 its changes would be rounded away."""
     decay_embeddings: bool = False
-    """True if weight decay also applies to token and position tables (and a head tied to them). A
-    row that no batch uses would then only shrink, and small embeddings cause large gradients in the
-    norm that follows (OLMo 2, 2501.00656 §3.2)."""
+    """True if weight decay also applies to token and position embeddings (and a head tied to them).
+    A row that no batch uses would then only shrink, and small embeddings cause large gradients in
+    the norm that follows (OLMo 2, 2501.00656 §3.2)."""
 
 
 class State(NamedTuple):
-    """A weight and the state of its update: tensors of one shape, and the number of updates."""
+    """A weight, its gradient and its optimizer state, of one shape; and its number of updates."""
 
     weight: Tensor
     gradient: Tensor
@@ -60,7 +60,7 @@ class State(NamedTuple):
 
 
 class _CompiledNumbers(NamedTuple):
-    """Other inputs of a compiled update than weights and state; their addresses never change."""
+    """The scalar inputs of a compiled update, as tensors whose addresses never change."""
 
     numbers: Tensor
     grad_scale: Tensor
@@ -70,7 +70,7 @@ class _CompiledNumbers(NamedTuple):
 def _compiled_loops(
     states: list[State], numbers: Tensor, grad_scale: Tensor, constants: Tensor
 ) -> None:
-    """Update weights that have low bits, each by a compiled loop; see `compiled.adamw_`."""
+    """Update each weight with a compiled loop, `compiled.adamw_`. All weights have low bits."""
     update = compiled_adamw_()
     for one, its_numbers in zip(states, numbers.unbind(), strict=True):
         assert one.low_bits is not None
@@ -90,12 +90,13 @@ class AdamW:
         parameters: the parameters, by name.
         config: the options of the update rule.
         weight_decay: weight decay of these parameters.
-        rate_factor: factor of the learning rate.
-        masters: master weights of the parameters and possibly of others.
-        uniform: True if the rounding of an element must not depend on its place in a tensor, and so
-            not on the rank that has it. PyTorch's fused kernel for CPUs rounds the last few
+        rate_factor: the learning rate of the config is multiplied by it.
+        masters: master weights of the parameters; it may contain others too.
+        uniform: True if the rounding of an element must not depend on its position in a tensor, and
+            so not on how the tensor is sharded. PyTorch's fused kernel for CPUs rounds the last few
             elements of a tensor differently.
-        compiled: True if a compiled loop updates weights with low bits when no native operator can.
+        compiled: True to use a compiled loop for weights with low bits if no native operator can
+            update them.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class AdamW:
         ]
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
         self._numbers: _CompiledNumbers | None = None
-        """Inputs of the compiled update, created at its first step."""
+        """Scalar inputs of the compiled update, created at its first step."""
         self._recorded = Recorded()
 
     @torch.no_grad()
     def step(self, schedule: float, grad_scale: float | Tensor = 1.0) -> None:
-        """Make one update; for the arguments see `Optimizer.step`."""
+        """Update the parameters once; for the arguments see `Optimizer.step`."""
         native: dict[bool, list[State]] = {False: [], True: []}
         whole: list[State] = []
         compiled: list[State] = []
@@ -167,7 +168,7 @@ class AdamW:
     def _update_natively(
         self, operators: Training, states: list[State], schedule: float, grad_scale: float
     ) -> None:
-        """Update in one pass over memory; either all weights have low bits or none has."""
+        """Update with the native operator. Low bits: of all weights (bfloat16 ones) or of none."""
         operators.adamw_(
             [one.weight for one in states],
             [one.low_bits for one in states if one.low_bits is not None],
@@ -186,7 +187,7 @@ class AdamW:
     def _update_compiled(
         self, states: list[State], schedule: float, grad_scale: float | Tensor
     ) -> None:
-        """Update weights that have low bits, each by one compiled loop."""
+        """Update weights that have low bits, each with one compiled loop."""
         rate, like = self.learning_rate * schedule, states[0].mean_square
         if not isinstance(grad_scale, Tensor):
             grad_scale = like.new_full((), grad_scale)
@@ -209,7 +210,10 @@ class AdamW:
             update()
 
     def _update_in_chunks(self, one: State, schedule: float, grad_scale: float | Tensor) -> None:
-        """Update tensors that are not all float32, in chunks widened to float32 for the kernel."""
+        """Update a weight whose tensors are not all float32 with PyTorch's kernel.
+
+        It is updated in chunks, which are converted to float32.
+        """
         done, skips = one.updates.clone(), refused(grad_scale)
         numbers = one.weight, one.gradient, one.mean, one.mean_square
         rest = () if one.low_bits is None else (one.low_bits,)
@@ -223,7 +227,13 @@ class AdamW:
                 old.copy_(new)
 
     def _update(self, states: list[State], schedule: float, skips: Tensor | None = None) -> None:
-        """Update with PyTorch's kernel, unless `skips` is true; all but the counts are float32."""
+        """Update weights with PyTorch's kernel. All tensors except the counts are float32.
+
+        Args:
+            states: the weights and their state.
+            schedule: factor of the learning rate.
+            skips: (), True if nothing must change; None if the update is always made.
+        """
         if not states:
             return
         if self.uniform and states[0].weight.device.type == "cpu":
@@ -250,7 +260,10 @@ class AdamW:
         )
 
     def _update_uniformly(self, one: State, schedule: float) -> None:
-        """Like `_update`, in operations that only add or multiply: each result is rounded once."""
+        """Update one weight so that the rounding of an element does not depend on its position.
+
+        Each operation only adds or multiplies, and rounds its result once.
+        """
         config, rate = self.config, self.learning_rate * schedule
         one.updates.add_(1)
         updates = int(one.updates)
@@ -261,7 +274,7 @@ class AdamW:
         one.weight.mul_(1 - rate * self.weight_decay).sub_(move)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that the next step depends on, by parameter name; no copies."""
+        """Return the optimizer state, named `<parameter>.<state>`, without copying it."""
         tensors: dict[str, Tensor] = {}
         state = zip(self.parameters.items(), self.mean, self.mean_square, self.updates, strict=True)
         for (name, weight), mean, mean_square, updates in state:

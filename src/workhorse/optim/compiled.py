@@ -1,4 +1,4 @@
-"""Updates as one compiled loop or as a CUDA graph.
+"""AdamW updates as one compiled loop per weight, and optimizer updates as CUDA graphs.
 
 With PyTorch's operators a GPU runs twenty kernels per weight, and each kernel reads and writes all
 elements. The compiled loop reads and writes each element once.
@@ -29,7 +29,7 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
     grad_scale: Tensor,
     constants: Tensor,
 ) -> None:
-    """Update a weight and its state in place.
+    """AdamW update of one weight and its state, in place; `compiled_adamw_` compiles it.
 
     All scalars are tensors: with floats PyTorch's compiler built a program for each value, or used
     the cached program of another value (2.11 and 2.13).
@@ -40,9 +40,9 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
         mean: (n,) running mean of the gradient, bfloat16 or float32.
         mean_square: (n,) running mean of the squared gradient, float32.
         gradient: (n,) of any floating-point dtype.
-        numbers: (4,) float32, the scalars of this weight's step; see `numbers_of`.
+        numbers: (4,) float32, the scalars that change at each step; see `numbers_of`.
         grad_scale: () float32, factor of the gradient; if it is not finite, nothing changes.
-        constants: (5,) float32; see `constants_of`.
+        constants: (5,) float32, the scalars that never change; see `constants_of`.
     """
     beta1, of_gradient, beta2, of_square, eps = constants.unbind()
     learning_rate, kept, correction1, correction2 = numbers.unbind()
@@ -60,19 +60,21 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
 
 
 def constants_of(beta1: float, beta2: float, eps: float, device: torch.device) -> Tensor:
-    """`beta1`, `1 - beta1`, `beta2`, `1 - beta2` and `eps`, each rounded to float32 once."""
+    """Return `beta1`, `1 - beta1`, `beta2`, `1 - beta2` and `eps` as one float32 tensor."""
     return torch.tensor([beta1, 1 - beta1, beta2, 1 - beta2, eps], device=device)
 
 
 def numbers_of(
     updates: list[Tensor], learning_rate: float, kept: float, beta1: float, beta2: float
 ) -> Tensor:
-    """`learning_rate`, `kept`, `1 - beta1 ** updates` and `1 - beta2 ** updates` of each weight.
+    """Return the scalars of a step for each weight, as one tensor.
+
+    A row is `learning_rate`, `kept`, `1 - beta1 ** updates` and `1 - beta2 ** updates`.
 
     Args:
-        updates: () each, the number of updates including this one.
-        learning_rate: the rate after the schedule.
-        kept: the share of the weight that a step keeps, `1 - learning_rate · weight_decay`.
+        updates: () for each weight, its number of updates including this one.
+        learning_rate: the learning rate of this step.
+        kept: factor of the weights, `1 - learning_rate · weight_decay`.
         beta1: decay rate of the mean.
         beta2: decay rate of the mean of squares.
 
@@ -88,7 +90,7 @@ def numbers_of(
 
 @cache
 def compiled_adamw_() -> Callable[..., None]:
-    """`adamw_`, compiled for weights of any size."""
+    """Return the function `adamw_`, compiled for weights of any size."""
     compiled: Callable[..., None] = torch.compile(adamw_)
 
     def update(*tensors: Tensor) -> None:
@@ -102,27 +104,29 @@ def compiled_adamw_() -> Callable[..., None]:
 log = logging.getLogger(__name__)
 
 MOST_RECORDINGS = 4
-"""Maximum number of known address sets, recorded or seen once; the oldest is dropped first."""
+"""Maximum number of sets of tensor addresses that `Recorded` remembers; the oldest is dropped."""
 
 Update = Callable[[], object]
 Recorder = Callable[[Update], Update]
-"""Records a function without running it, and returns a function that replays it."""
+"""A function that records an update without running it, and returns a function that replays it."""
 
 
 class Recorded:
-    """Runs an update directly the first time with given tensor addresses, later by a recording.
+    """Runs optimizer updates, and replays them as CUDA graphs if tensor addresses repeat.
+
+    At the first call with some addresses the update is run, at the second it is recorded.
 
     Args:
-        recorder: records an update; None: `record_graph`.
+        recorder: records an update; None for `record_graph`.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder: Recorder | None = recorder or record_graph
         self._by_place: dict[tuple[object, ...], Update | None] = {}
-        """Recordings by tensor addresses; None: the update ran once with these addresses."""
+        """Recordings by tensor addresses; None if the update ran but is not recorded yet."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the recordings, which are only valid for these tensors."""
+        """State for pickling, without the recordings: they are only valid for these tensors."""
         return vars(self) | {"_by_place": {}}
 
     def __call__(self, update: Update, places: Sequence[Tensor]) -> None:
@@ -132,7 +136,8 @@ class Recorded:
             update: a function that launches the same kernels whenever its tensors have the same
                 addresses, and reads all numbers that change from tensors. It must not wait for the
                 device.
-            places: all tensors that it reads and writes, except those whose addresses never change.
+            places: all tensors that the update reads or writes, except those whose addresses never
+                change.
         """
         place = tuple((one.data_ptr(), one.dtype, one.stride()) for one in places)
         known = self._by_place.get(place)
@@ -156,10 +161,10 @@ class Recorded:
 
 
 def record_graph(update: Update) -> Update:
-    """Record the kernels of a function on the current CUDA device; returns a function to run them.
+    """Capture a CUDA graph of an update, without running it; return a function that replays it.
 
-    Recording does not run them. `torch.cuda.graph` would first release free memory, after which
-    tensors get other addresses.
+    It does not use `torch.cuda.graph`, which first releases free memory. Tensors would then get
+    other addresses.
     """
     current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()

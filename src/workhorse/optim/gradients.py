@@ -1,7 +1,7 @@
-"""Gradients before an update: their norm and the factor that clips them.
+"""The norm of the gradients, and the factor that clips them before an update.
 
-As a tensor, the factor also decides whether the update is made, so that the device need not wait
-for the host.
+If the factor is a tensor, it also decides on the device whether the update is made (NaN: no), so
+that the device does not wait for the host.
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.parts import ModelPart
 
 PIECE = 1024
-"""Number of elements that are summed at once."""
+"""Number of elements that `norm_by_rows` sums at once."""
 
 
 def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Tensor:
-    """Norm of all gradients as one vector, in float32, the same on every rank.
+    """Norm of the vector of all gradients, in float32. Every rank gets the same value.
 
     Args:
         gradients: the gradients, sharded or not.
@@ -42,7 +42,14 @@ def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Te
 
 
 def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
-    """Norm of the gradient of a model that is divided over ranks, from this rank's part."""
+    """Norm of all gradients of a model whose layers are divided among ranks.
+
+    All ranks that hold different parts must call it.
+
+    Args:
+        masters: the parameters of this rank, with gradients.
+        part: this rank's part of the model.
+    """
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for name, cut in part.cuts.items():
         gradient = masters.gradient(name) if name in masters.parameters else None
@@ -56,10 +63,10 @@ def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
 
 
 def norm_by_rows(gradients: list[Tensor]) -> Tensor:
-    """`total_norm` with bits that do not depend on a sharding by rows: one sum per row.
+    """Norm of the vector of all gradients, bitwise independent of sharding by rows.
 
-    Long sums are computed from sums of `PIECE` elements, which do not depend on the number of
-    threads.
+    Each row is summed by itself. Long sums are computed from sums of `PIECE` elements, so that they
+    do not depend on the number of threads.
     """
     squares = [_squares_of_rows(local(gradient)) for gradient in gradients]
     total = torch.cat(whole_rows(squares, gradients))
@@ -91,7 +98,7 @@ def _length(gradients: list[Tensor], operators: Training | None) -> Tensor:
 
 
 def _bfloat16_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Norms of bfloat16 tensors or of their chunks, in float32; PyTorch's are in bfloat16."""
+    """Norms of bfloat16 tensors or of their chunks, in float32; PyTorch computes in bfloat16."""
     if tensors[0].device.type != "cpu":
         lengths = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
             tensors, dtype=torch.float32
@@ -103,13 +110,15 @@ def _bfloat16_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def shrink_on_device(loss: Tensor, norm: Tensor, scale: float, grad_clip: float | None) -> Tensor:
-    """Factor of the gradient of a scaled loss, (); NaN if the step is not finite.
+    """Factor that unscales and clips the gradient, as a tensor on the device.
+
+    NaN if the loss or the norm is not finite, so that the update is skipped.
 
     Args:
         loss: (), mean of the batch.
         norm: (), norm of the gradient of the scaled loss.
-        scale: factor of the loss.
-        grad_clip: largest norm of the gradient; None for no limit.
+        scale: factor by which the loss was scaled.
+        grad_clip: maximum norm of the gradient; None for no limit.
     """
     length = norm.double() / scale
     clipped = torch.ones_like(length) if grad_clip is None else (grad_clip / length).clamp(max=1)
@@ -119,11 +128,14 @@ def shrink_on_device(loss: Tensor, norm: Tensor, scale: float, grad_clip: float 
 
 
 def refused(grad_scale: float | Tensor) -> Tensor | None:
-    """True, as a tensor (), if the device skips the update; None if the host decided to make it."""
+    """Tensor (), True if the update must be skipped; None if `grad_scale` is a float.
+
+    The host passes a float only for updates that must be made.
+    """
     return ~grad_scale.isfinite() if isinstance(grad_scale, Tensor) else None
 
 
 def number(grad_scale: float | Tensor) -> float:
-    """The factor as a float, for updates that the host decides."""
+    """Return `grad_scale`, which must be a float; native operators do not accept a tensor."""
     assert not isinstance(grad_scale, Tensor), "native operators need a float"
     return grad_scale

@@ -1,6 +1,7 @@
-"""Parameter groups and their update rules, the optimizer of all groups, and schedules.
+"""Learning-rate schedules, parameter groups, and the optimizer that updates all groups.
 
-All schedules warm up linearly to 1 and end at `final` after the last step; they differ in between.
+A schedule is a factor of the learning rates. It rises linearly to 1 during the warm-up. Schedules
+differ in how the factor then goes to `final`, its value after the last step.
 """
 
 import math
@@ -29,13 +30,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class WarmupConfig(Config):
-    """The warm-up that all schedules share."""
+    """Base class of schedules: a linear warm-up to the peak learning rate."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps in which the rate rises; step s has the factor `(s + 1) / warmup_steps`."""
+    """Number of steps in which the learning rate rises linearly to its peak. Step s, counted from
+    0, has the factor `(s + 1) / warmup_steps`."""
 
     def factor(self, step: int, steps: int) -> float:
-        """The factor of the learning rates.
+        """Factor of the learning rates at a step.
 
         Args:
             step: index of the step, from 0.
@@ -47,11 +49,15 @@ class WarmupConfig(Config):
 
     @abstractmethod
     def after_warmup(self, progress: float) -> float:
-        """The factor at a progress, from 0 to below 1, through the steps after the warm-up."""
+        """Factor of the learning rates after the warm-up.
+
+        Args:
+            progress: fraction of the steps after the warm-up that are done, from 0 to below 1.
+        """
 
 
 class ConstantConfig(WarmupConfig):
-    """Constant at the peak after the warm-up."""
+    """Learning rate: stays at the peak after the warm-up."""
 
     kind: Literal["constant"] = "constant"
 
@@ -60,7 +66,7 @@ class ConstantConfig(WarmupConfig):
 
 
 class LinearConfig(WarmupConfig):
-    """Falls linearly."""
+    """Learning rate: falls linearly after the warm-up."""
 
     kind: Literal["linear"] = "linear"
     final: Fraction = 0.0
@@ -71,7 +77,7 @@ class LinearConfig(WarmupConfig):
 
 
 class CosineConfig(WarmupConfig):
-    """Falls along half a cosine (1608.03983, without restarts)."""
+    """Learning rate: falls along half a cosine after the warm-up (1608.03983, without restarts)."""
 
     kind: Literal["cosine"] = "cosine"
     final: Fraction = 0.1
@@ -86,7 +92,7 @@ class WsdConfig(WarmupConfig):
 
     kind: Literal["wsd"] = "wsd"
     decay: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps after the warm-up in which the rate falls."""
+    """Fraction of the steps after the warm-up in which the learning rate falls."""
     final: Fraction = 0.0
     """Factor of the learning rates after the last step."""
 
@@ -106,13 +112,13 @@ Parameters = dict[str, nn.Parameter]
 def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
     """Group all parameters by the role that decides how they are updated.
 
-    - `hidden`: matrices inside the layers, updated by Muon if there is one. They decay.
-    - `embedding`: token and position tables, including a tied head. They decay only with
+    - `hidden`: matrices inside the layers. Muon, if it is used, updates them. With weight decay.
+    - `embedding`: token and position embeddings, including a tied head. Weight decay only with
       `decay_embeddings`.
-    - `head`: matrices outside the layers, such as an untied head. They decay.
+    - `head`: matrices outside the layers, such as an untied head. With weight decay.
     - `vector`: norms, biases (also of each expert), sinks, weights of convolutions and other
-      vectors. They never decay. They include a router's selection bias, which has no gradient and
-      so no optimizer.
+      vectors. No weight decay. They include a router's selection bias, which has no gradient and is
+      not updated by the optimizer.
     """
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     roles: dict[str, Parameters] = {"hidden": {}, "embedding": {}, "head": {}, "vector": {}}
@@ -133,11 +139,11 @@ def check_base_width(decoder: Decoder, config: OptimizerConfig, *, drawn: bool =
     Args:
         decoder: the decoder, on any device.
         config: the options of its optimizer.
-        drawn: True if its weights are initialised as `init` says.
+        drawn: True if its weights are initialised by `model.init`, not loaded.
 
     Raises:
-        WorkhorseError: Muon updates all matrices, since the head is tied; or `init` would make the
-            matrices of a wider model as large as in a narrower one.
+        WorkhorseError: `base_width` has no effect, because the head is tied and Muon updates all
+            other matrices; or `model.init` has the same standard deviation at any width.
     """
     muon = isinstance(config, MuonConfig)
     width, init = decoder.config.d_model, decoder.config.init
@@ -171,18 +177,18 @@ def build_optimizer(
     part: "ModelPart | None" = None,
     trained: Parameters | None = None,
 ) -> "Optimizer":
-    """The optimizer of a decoder's trainable parameters, sharded or not.
+    """Build the optimizer of a decoder's trainable parameters.
 
     Args:
         decoder: the decoder, with the initial weights.
         config: the options of the optimizer.
-        low_bits: low bits of the weights that `round_weights` rounded.
+        low_bits: the low bits that `round_weights` returned; None if weights were not rounded.
         operators: native training operators, which update CPU tensors.
         uniform: see `AdamW`.
         compiled: see `AdamW`.
-        part: the part of the model that the decoder is, if layers are divided over ranks.
-        trained: the parameters that an objective trains, by name. They may include parameters
-            outside the decoder. None: the decoder's.
+        part: the part of the model that is on this rank, if layers are divided among ranks.
+        trained: the parameters to train, by name. They may include parameters outside the decoder.
+            None: the decoder's parameters.
     """
     parameters = dict(decoder.named_parameters()) if trained is None else trained
     masters = MasterWeights(parameters, low_bits, operators=operators, part=part)
@@ -223,7 +229,7 @@ def build_optimizer(
 
 
 class Part(Protocol):
-    """The update rule of a group of parameters."""
+    """The optimizer of one group of parameters: `AdamW` or `Muon`."""
 
     def step(self, schedule: float, grad_scale: float | Tensor) -> None: ...
 
@@ -231,14 +237,14 @@ class Part(Protocol):
 
 
 class Optimizer:
-    """Several update rules that together cover all trainable parameters."""
+    """The optimizer of all trainable parameters: one `AdamW` or `Muon` for each parameter group."""
 
     def __init__(self, masters: MasterWeights, parts: list[Part]) -> None:
         self.masters = masters
         self.parts = parts
 
     def gradients(self) -> list[Tensor]:
-        """The gradient of every parameter that has one."""
+        """Return the gradients of all parameters that have a gradient."""
         found = map(self.masters.gradient, self.masters.parameters)
         return [gradient for gradient in found if gradient is not None]
 
@@ -247,17 +253,21 @@ class Optimizer:
 
         Args:
             schedule: factor of every learning rate.
-            grad_scale: factor of the gradient, possibly applied in place. A tensor () on the device
-                is not waited for; if it is not finite, nothing changes. Native operators need a
-                float.
+            grad_scale: factor of the gradients; they may be overwritten. It may be a tensor () on
+                the device, which the host does not wait for; if it is not finite, nothing changes.
+                Native operators need a float.
         """
         for part in self.parts:
             part.step(schedule, grad_scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that the next step depends on, by parameter name; no copies."""
+        """Return the optimizer state, named `<parameter>.<state>`, without copying it."""
         return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the state of another optimizer of the same whole parameters and config."""
+        """Load the state of an optimizer with the same config and the same whole parameters.
+
+        Args:
+            tensors: the whole tensors of the state, named as by `tensors`.
+        """
         copy_tensors(self.masters.destinations(self.tensors()), tensors, "optimizer")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.parts import ModelPart, TensorSlice
 
 CHUNK = 2**18
-"""Number of elements updated at once on a CPU: intermediate results then stay in its cache."""
+"""Number of elements that are updated at once on a CPU, so that intermediate results stay in its
+cache."""
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,22 +39,28 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(rounded: Tensor, low_bits: Tensor) -> Tensor:
-    """Restore the float32 tensor that `split` was given, bit by bit."""
+    """Restore a float32 tensor, bitwise, from the two tensors into which `split` divided it."""
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
 
 
 def chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into flat chunks that fit a CPU's cache; only on the CPU."""
+    """Split tensors of one shape into flat chunks that fit into a CPU's cache.
+
+    On other devices there is one chunk.
+    """
     first = tensors[0]
     size = CHUNK if first.device.type == "cpu" else max(first.numel(), 1)
     return zip(*(tensor.detach().view(-1).split(size) for tensor in tensors), strict=True)
 
 
 def round_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Round a module's parameters to bfloat16, in place; returns low bits by name.
+    """Round a module's parameters to bfloat16, in place.
 
-    Only trained parameters have low bits. A router's selection bias is not rounded: its updates are
-    too small for bfloat16. Call this before sharding.
+    A router's selection bias is not rounded: its updates are too small for bfloat16. Call this
+    before sharding.
+
+    Returns:
+        The low bits of the trainable parameters, by name.
     """
     low_bits: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -72,12 +79,12 @@ def _room_beside(weight: Tensor, bits: Tensor) -> Tensor:
 
 
 class LocalShard:
-    """Destination that copies this rank's part of a whole float32 tensor.
+    """Copy destination that takes this rank's part of a whole float32 tensor.
 
     Args:
-        weight: the tensor to write, of any dtype.
-        low_bits: low bits of its float32 master, if that is not the weight itself.
-        cut: its position in the whole tensor; None: it is whole, except for sharding.
+        weight: the tensor on this rank to which it copies, of any dtype.
+        low_bits: the low bits that belong to `weight`, which are written too, or None.
+        cut: the slice of the whole tensor that `weight` is, if layers are divided among ranks.
     """
 
     def __init__(
@@ -105,17 +112,17 @@ class LocalShard:
 
 
 class MasterWeights:
-    """Float32 values and float32 gradients of trainable parameters, by name, whatever their dtype.
+    """Float32 values and float32 gradients of trainable parameters, which may be bfloat16.
 
-    A float32 parameter is its own master weight and accumulates its own gradient, at no cost here.
-    For a sharded parameter, values and gradients cover this rank's shard.
+    A float32 parameter is its own master weight and accumulates its own gradient. For a sharded
+    parameter, values and gradients are those of this rank's shard.
 
     Args:
         parameters: the parameters, by name; those that need no gradient are ignored.
-        low_bits: low bits from `round_weights`, of whole parameters even if these are sharded by
-            now. On the meta device if the parameters have no values yet; `places` then writes them.
+        low_bits: the low bits that `round_weights` returned, of unsharded parameters. They are on
+            the meta device if the parameters have no values yet; `places` then writes them.
         operators: native training operators, which update CPU tensors.
-        part: the part of the model that the parameters belong to, if layers are divided over ranks.
+        part: this rank's part of the model, if layers are divided among ranks.
     """
 
     def __init__(
@@ -139,19 +146,22 @@ class MasterWeights:
         self.sums: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter's float32 values: a copy, or the parameter itself if it is float32."""
+        """Return a parameter's float32 values: the parameter itself if it is float32, or a copy."""
         weight = local(self.parameters[name]).detach()
         return join(weight, self.low_bits[name]) if name in self.low_bits else weight
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write back the updated values of `read`; does nothing for a float32 parameter."""
+        """Store updated float32 values that `read` returned.
+
+        For a float32 parameter it does nothing, because `read` returned the parameter itself.
+        """
         if name in self.low_bits:
             rounded, lower = split(values)
             local(self.parameters[name]).detach().copy_(rounded)
             self.low_bits[name].copy_(lower)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return every weight of the module once, trained or not, in float32, by name."""
+        """Return the float32 values of all parameters of a module, by name, trainable or not."""
         return {
             name: placed_like(self.read(name), weight)
             if name in self.low_bits
@@ -160,13 +170,13 @@ class MasterWeights:
         }
 
     def places(self, module: nn.Module) -> dict[str, Destination]:
-        """Destinations of the module's whole float32 weights, by name; see `destinations`."""
+        """Return where to copy the whole float32 weights of a module; see `destinations`."""
         return self.destinations(dict(module.named_parameters()))
 
     def destinations(self, tensors: Mapping[str, Tensor]) -> dict[str, Destination]:
-        """Destinations of whole tensors, by their names in the whole model.
+        """Return where to copy each tensor of the whole model, by its name in the whole model.
 
-        A destination copies this rank's part of the tensor.
+        A destination takes this rank's part of the tensor, and ignores tensors of other ranks.
 
         Args:
             tensors: this rank's parameters, or their optimizer state, by name.
@@ -182,7 +192,7 @@ class MasterWeights:
         return into
 
     def accumulate(self) -> None:
-        """Add a micro-batch's gradients to float32 sums; in bfloat16 small ones would vanish."""
+        """Add a micro-batch's gradients to float32 sums; a bfloat16 sum would lose small ones."""
         for name in self.low_bits:
             gradient = dense_gradient(self.parameters[name])
             if gradient is None:
@@ -194,14 +204,17 @@ class MasterWeights:
             self.parameters[name].grad = None
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of the whole batch, sharded like its parameter; float32 if accumulated."""
+        """Return the gradient of a parameter, summed over micro-batches and sharded like it.
+
+        It is in float32 if `accumulate` was called; None if there is no gradient.
+        """
         weight = self.parameters[name]
         if name in self.sums:
             return placed_like(self.sums[name], weight)
         return dense_gradient(weight)
 
     def gradients(self, names: Iterable[str]) -> list[Tensor]:
-        """This rank's shards of the gradients of these parameters; each must have one."""
+        """Return this rank's shards of the gradients of these parameters. All must exist."""
         gradients: list[Tensor] = []
         for name in names:
             gradient = self.gradient(name)
@@ -225,7 +238,12 @@ class MasterWeights:
     def change_gradients(
         self, names: Sequence[str], change: Callable[[list[Tensor]], object]
     ) -> None:
-        """Change this rank's shards of some parameters' gradients, in place, in float32."""
+        """Change the gradients of the parameters `names`, in float32.
+
+        Args:
+            names: the names of the parameters.
+            change: changes this rank's shards of their gradients in place.
+        """
         parts = [gradient.float().contiguous() for gradient in self.gradients(names)]
         change(parts)
         self._put(dict(zip(names, parts, strict=True)))
@@ -246,7 +264,7 @@ class MasterWeights:
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Add in chunks: a CPU copies a whole tensor to cast it."""
+    """Add `part` to `total` in chunks: a CPU would copy a whole tensor to cast it."""
     if part.is_contiguous():
         for some, more in chunks(total, part):
             some.add_(more)
@@ -255,7 +273,7 @@ def _add(total: Tensor, part: Tensor) -> None:
 
 
 def dense_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """A parameter's gradient. The sparse gradient of an embedding table is made dense."""
+    """Return a parameter's gradient; a sparse gradient (of an embedding) is first made dense."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
     return parameter.grad

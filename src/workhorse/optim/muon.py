@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.parts import TensorSlice
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`: the steepest at 0 that keep singular
-values within about 0.7 to 1.2 (Keller Jordan)."""
+"""Coefficients a, b and c of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`. Of those that keep
+singular values within about 0.7 to 1.2, they raise small ones fastest (Keller Jordan)."""
 
 
 Shapes = tuple[torch.Size, torch.Size]
-"""Shapes of a whole matrix, and of its part in this rank's layers."""
+"""Shape of a matrix in the whole model, and its shape on this rank if layers are divided."""
 
 
 class MuonConfig(Config):
@@ -40,9 +40,9 @@ class MuonConfig(Config):
     learning_rate: Annotated[float, OfItsKind()] = Field(default=1e-3, gt=0, le=1e9)
     """Learning rate of the hidden matrices, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of the running mean of gradients: the share that a step keeps."""
+    """Decay rate of the running mean of gradients: its weight in the next step's mean."""
     nesterov: bool = True
-    """Use Nesterov momentum, which looks one step ahead."""
+    """True for Nesterov momentum, which looks one step ahead."""
     iterations: int = Field(default=5, ge=1, le=100)
     """Number of Newton–Schulz iterations; fewer are faster and less orthogonal."""
     scale: Literal["match_adamw", "spectral"] = "match_adamw"
@@ -50,7 +50,7 @@ class MuonConfig(Config):
     of AdamW's updates, so AdamW's learning rates carry over (2502.16982). `spectral` multiplies by
     `sqrt(max(1, rows / columns))`, for learning rates around 0.02 (Keller Jordan)."""
     weight_decay: Annotated[float, OfItsKind()] = Field(default=0.1, ge=0)
-    """A hidden matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
+    """Each step multiplies a hidden matrix by `1 - learning_rate · weight_decay`."""
     adamw: AdamWConfig = AdamWConfig()
     """Options of AdamW, for embeddings, head, norms and biases."""
 
@@ -58,10 +58,10 @@ class MuonConfig(Config):
 class Muon:
     """Muon over named matrices, or stacks of matrices `(…, rows, columns)`.
 
-    Matrices of one shape are orthogonalised together: at small sizes the number of calls costs more
-    than the arithmetic. Each rank stores its shard of the momentum of a sharded matrix. Only a
-    whole matrix can be orthogonalised, so the directions are gathered, every rank orthogonalises
-    all directions, and each applies its own shard.
+    Matrices of one shape are orthogonalised together: for small ones, calls cost more than
+    arithmetic. If matrices are sharded, each rank stores its shard of the momentum. Only a whole
+    matrix can be orthogonalised, so the update directions are gathered. Every rank orthogonalises
+    all of them and applies its own shard.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, schedule: float, grad_scale: float | Tensor = 1.0) -> None:
-        """Make one update; for the arguments see `Optimizer.step`."""
+        """Update the parameters once; for the arguments see `Optimizer.step`."""
         config = self.config
         for shapes, group in self.groups.items():
             rate = config.learning_rate * schedule
@@ -104,7 +104,15 @@ class Muon:
         kept: float | Tensor,
         size: float,
     ) -> None:
-        """Update matrices of one shape to `weight · kept - size · direction`."""
+        """Update matrices of one shape to `weight · kept - size · direction`.
+
+        Args:
+            group: the matrices, by name.
+            momenta: their momenta, stacked.
+            grad_scale: factor of the gradients.
+            kept: factor of the weights, for weight decay.
+            size: factor of the orthogonalised directions.
+        """
         weights = [self.masters.read(name) for name in group]
         update = torch.stack(self.masters.gradients(group)).float()
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
@@ -137,7 +145,7 @@ class Muon:
         kept: float,
         size: float,
     ) -> None:
-        """Like `_update`, with one pass over memory before the matmuls and one after them."""
+        """Compute `_update` with native operators: one before the matmuls and one after them."""
         config = self.config
         weights = [local(weight).detach() for weight in group.values()]
         gradients = [gradient.contiguous() for gradient in self.masters.gradients(group)]
@@ -166,24 +174,29 @@ class Muon:
             operators.split_move_(weights, lower, update, kept=kept, size=size)
 
     def _cut(self, name: str) -> "TensorSlice | None":
-        """Position of this rank's part in the whole matrix, if layers are divided over ranks."""
+        """Return the slice of a matrix on this rank; None if layers are not divided among ranks."""
         part = self.masters.part
         return None if part is None else part.cuts[name]
 
     def _whole(self, stack: Tensor, name: str) -> Tensor:
-        """Gather a stack of whole matrices from this rank's parts; `name` is one of the group."""
+        """Gather whole matrices of one shape from the parts on all ranks.
+
+        Args:
+            stack: this rank's parts, stacked.
+            name: the name of any of the matrices.
+        """
         part, like = self.masters.part, self.masters.parameters[name]
         stack = whole_stack(stack, like)
         return stack if part is None else part.whole_stack(stack, part.cuts[name])
 
     def _part(self, stack: Tensor, name: str) -> Tensor:
-        """This rank's part of the result of `_whole`."""
+        """Cut this rank's parts out of a stack of whole matrices; the inverse of `_whole`."""
         part, like = self.masters.part, self.masters.parameters[name]
         stack = stack if part is None else part.part_of_stack(stack, part.cuts[name])
         return part_of_stack(stack, like)
 
     def _operators_for(self, group: Mapping[str, nn.Parameter]) -> Training | None:
-        """The native operators, if they can update this group."""
+        """Return the native operators if they can update these parameters, else None."""
         suitable = all(
             name in self.masters.low_bits and weight.device.type == "cpu"
             for name, weight in group.items()
@@ -191,7 +204,7 @@ class Muon:
         return self.masters.operators if suitable else None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that the next step depends on, by parameter name; no copies."""
+        """Return the optimizer state, named `<parameter>.momentum`, without copying it."""
         return {
             f"{name}.momentum": placed_like(momentum, weight)
             for shapes, group in self.groups.items()
@@ -202,7 +215,9 @@ class Muon:
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Approximate the nearest matrix with all singular values 1; they end in about 0.7 to 1.2.
+    """Approximate the nearest matrix whose singular values are all 1.
+
+    Those of the result are about 0.7 to 1.2.
 
     Args:
         matrices: (…, rows, columns), each processed by itself.
@@ -223,11 +238,11 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 def newton_schulz(x: Tensor, iterations: int) -> Tensor:
-    """Drive singular values below 1 to about 1.
+    """Bring the singular values of matrices close to 1 by Newton–Schulz iterations.
 
     Args:
-        x: (matrices, rows, columns), with rows <= columns. Contiguous, because on a CPU matmuls of
-            transposed matrices took twice as long.
+        x: (matrices, rows, columns), with rows <= columns and singular values up to 1. Contiguous,
+            because on a CPU matmuls of transposed matrices took twice as long.
         iterations: number of iterations.
     """
     a, b, c = QUINTIC
@@ -239,7 +254,9 @@ def newton_schulz(x: Tensor, iterations: int) -> Tensor:
 
 
 def iteration_dtype(matrices: Tensor) -> torch.dtype:
-    """bfloat16, accurate enough here, if the device has instructions for it; else unchanged.
+    """Dtype of Newton–Schulz iterations: bfloat16 if the device has instructions for it.
+
+    Otherwise the dtype of the matrices. bfloat16 is accurate enough for these iterations.
 
     On a CPU with AMX, bfloat16 was 1.3 to 3.4 times as fast for the matrices of small models.
     """
@@ -247,13 +264,13 @@ def iteration_dtype(matrices: Tensor) -> torch.dtype:
 
 
 def update_scale(kind: str, rows: int, columns: int) -> float:
-    """The factor of an orthogonal update; see `MuonConfig.scale`."""
+    """Return the factor of orthogonalised updates of a matrix; `kind` is `MuonConfig.scale`."""
     if kind == "match_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
 
 
 def _zeros(weights: Sequence[Tensor]) -> Tensor:
-    """Zeros in float32 for this rank's part of a stack of weights of one shape."""
+    """Return float32 zeros with the shape of this rank's shards of these weights, stacked."""
     part = local(weights[0])
     return part.new_zeros(len(weights), *part.shape, dtype=torch.float32)

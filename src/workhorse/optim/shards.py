@@ -1,7 +1,7 @@
-"""Sharded tensors (DTensors): this rank's shard, the whole tensor, and its placement.
+"""Conversions between sharded tensors (DTensors), this rank's shard of them, and whole tensors.
 
-A rank updates only its own shard, so the optimizers compute with plain tensors. A tensor that is
-not sharded is its own shard, and these functions return it at no cost.
+A rank updates only its own shard, so the optimizers compute with plain tensors. If a tensor is not
+sharded, these functions treat the whole tensor as the shard and return their argument.
 """
 
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """True if a tensor is distributed over ranks."""
+    """True if a tensor is a DTensor, so that this process may have only a shard of it."""
     module = sys.modules.get("torch.distributed.tensor")  # an import takes nearly a second
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def placed_like(part: Tensor, other: Tensor) -> Tensor:
-    """The sharded tensor with the shape and placement of another, from this rank's shard."""
+    """Make a sharded tensor from this rank's shard, with the shape and placement of `other`."""
     if not is_sharded(other):
         return part
     from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ def placed_like(part: Tensor, other: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Shard a tensor that every rank holds whole like another one, without communication."""
+    """Shard a tensor with the placement of `other`. Every rank has the whole tensor already."""
     if not is_sharded(other) or is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -47,7 +47,10 @@ def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
-    """Sum a value that each rank computed from its shard of a tensor; all ranks must call this."""
+    """Sum a value over the ranks, each of which computed it from its shard of `like`.
+
+    All ranks must call it.
+    """
     if not is_sharded(like):
         return value
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -57,13 +60,16 @@ def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_rows(figures: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Gather one value per row of each tensor from the values of this rank's rows.
+    """Gather values that ranks computed for each row of their shards of several tensors.
 
-    The values of all tensors are sent in one message.
+    The values for all tensors are sent in one message.
 
     Args:
-        figures: (rows of this rank,), for each tensor.
+        figures: for each tensor, one value per row of this rank's shard.
         like: the tensors: all sharded by rows over the same ranks, or none sharded.
+
+    Returns:
+        For each tensor, one value per row of the whole tensor.
     """
     first = like[0]
     assert len({is_sharded(tensor) for tensor in like}) == 1
@@ -84,11 +90,11 @@ def whole_rows(figures: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor
 
 
 def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
-    """Gather a stack of whole tensors of one shape and placement from a stack of local shards.
+    """Gather whole tensors from their shards; all tensors have one shape and placement.
 
     Args:
-        parts: (tensors, …), this rank's shard of each.
-        member: one of the tensors, or another of its shape and placement.
+        parts: (tensors, …), this rank's shards, stacked.
+        member: any of the tensors, or another tensor of their shape and placement.
     """
     if not is_sharded(member):
         return parts
@@ -102,7 +108,7 @@ def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
 
 
 def part_of_stack(stack: Tensor, member: Tensor) -> Tensor:
-    """This rank's shard of the result of `whole_stack`, without communication."""
+    """Return this rank's shards of stacked whole tensors; the inverse of `whole_stack`."""
     if not is_sharded(member):
         return stack
     from torch.distributed.tensor import distribute_tensor

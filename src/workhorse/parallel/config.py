@@ -8,63 +8,67 @@ from workhorse.config.base import Config, ConfigError, OnResume
 
 Ways = Annotated[int, Field(ge=1)]
 DIVIDED = ("data", "shard", "context", "tensor", "pipeline", "expert")
-"""The keys with a number of parts, one for each kind of parallelism."""
+"""The recipe keys that set a degree of parallelism, one key for each kind of parallelism."""
 NOT_EXACT = {
     "context": "sequences",
     "expert": "experts",
     "tensor": "layers",
     "pipeline": "layers",
 }
-"""The keys that are not supported with `reduction: exact`, and the things that they divide."""
+"""Recipe keys that are not supported with `reduction: exact`; each is mapped to what it divides."""
 LONGEST_PATIENCE = 1800.0
-"""Seconds after which PyTorch's gloo backend times out by itself, without a stack trace."""
+"""Maximum of `patience`, in seconds. After this time PyTorch's gloo backend times out by itself,
+without a stack trace."""
 MICRO_BATCHES = 4
-"""Micro-batches per pipeline stage if no `micro_batch_size` is given. The pipeline bubble is then
-less than a fifth of the time."""
+"""Default number of micro-batches per pipeline stage, used if no `micro_batch_size` is given. The
+pipeline bubble is then less than a fifth of the time."""
 
 
 def share_of(whole: int, ways: int, number: int) -> range:
-    """Consecutive slice of `range(whole)` for part `number` of `ways` parts."""
+    """Return the consecutive slice of `range(whole)` for part `number` of `ways` equal parts."""
     return range(number * whole // ways, (number + 1) * whole // ways)
 
 
 class FastConfig(Config):
-    """Sum in the backend's own order, so that rounding depends on the number of processes."""
+    """Sum gradients in the backend's own order. Rounding depends on the number of processes."""
 
     kind: Literal["fast"] = "fast"
 
 
 class ExactConfig(Config):
-    """Sum in a fixed binary tree.
+    """Sum gradients in a fixed binary tree.
 
     Loss and weights are bitwise identical on any number of processes, including one.
     """
 
     kind: Literal["exact"] = "exact"
     logical_shards: Ways = 8
-    """Number of parts of the batch, at least the number of processes. A part is computed with the
-    same shapes on any process, in micro-batches of `micro_batch_size` rows. The gradients of the
-    parts are then summed."""
+    """Number of parts that a batch is divided into, at least the number of processes. A part is
+    computed with the same shapes on any process, in micro-batches of `micro_batch_size` rows. The
+    gradients of the parts are then summed."""
 
 
 class MicroBatches(NamedTuple):
-    """The micro-batches of one process, or of a group of processes with the same rows."""
+    """The micro-batches of one process, or of a group of processes that compute the same rows.
+
+    A batch is divided into parts (`ParallelismConfig.parts`), and each part into micro-batches.
+    """
 
     rows: int
-    """Number of rows in the largest part of the batch."""
+    """Number of rows in the batch's largest part."""
     size: int
     """Number of rows in a micro-batch."""
     parts: int
-    """Number of parts of the batch that one process computes."""
+    """Number of parts of a batch that each process computes."""
 
     @property
     def passes(self) -> int:
-        """Number of micro-batches in a part."""
+        """Number of micro-batches in each part of a batch."""
         return -(-self.rows // self.size)
 
     @property
     def count(self) -> int:
-        """Number of micro-batches in a step."""
+        """Number of micro-batches that each process computes per step."""
         return self.parts * self.passes
 
 
@@ -125,47 +129,50 @@ class ParallelismConfig(Config):
 
     @property
     def ways(self) -> dict[str, int]:
-        """The number of parts for each key of `DIVIDED`."""
+        """The degree of parallelism for each key of `DIVIDED`, by key."""
         return {name: getattr(self, name) for name in DIVIDED}
 
     @property
     def lockstep(self) -> bool:
-        """True if ranks hold parts of the weights, so that they run their passes in lockstep."""
+        """True if ranks divide weights. They must then run equal numbers of passes, together."""
         return max(self.shard, self.expert, self.tensor, self.pipeline) > 1
 
     @property
     def is_exact(self) -> bool:
-        """True if results do not depend on the number of processes."""
+        """True for `reduction: exact`: results do not depend on the number of processes."""
         return isinstance(self.reduction, ExactConfig)
 
     @property
     def parts(self) -> int:
-        """Number of parts that the rows of a batch are divided into."""
+        """Number of parts of a batch: logical shards if the reduction is exact, else replicas."""
         exact = self.reduction
         return exact.logical_shards if isinstance(exact, ExactConfig) else self.replicas
 
     @property
     def replicas(self) -> int:
-        """Number of processes, or groups of processes, that divide the rows of a batch."""
+        """Number of processes, or groups of processes, that each compute different rows."""
         return self.data * self.shard
 
     @property
     def team(self) -> int:
-        """Number of processes of one pipeline stage that have the same rows."""
+        """Number of processes of one pipeline stage that compute the same rows of a batch."""
         return self.context * self.tensor
 
     @property
     def weight_parts(self) -> int:
-        """Number of shards of weights, gradients and optimizer state."""
+        """Number of FSDP shards of weights, gradients and optimizer state; 1 without FSDP."""
         return self.shard * self.context if self.shard > 1 else 1
 
     def adds_by_exchange(self, device_type: str) -> bool:
-        """True if FSDP sends gradients in their own dtype, and receivers sum them in float32."""
+        """True if FSDP exchanges gradients in their own dtype and receivers sum in float32.
+
+        False if FSDP uses the backend's reduce-scatter.
+        """
         return self.is_exact or (device_type == "cpu" and self.data == 1)
 
     @property
     def processes(self) -> int:
-        """Total number of processes."""
+        """Total number of processes of the run."""
         return self.replicas * self.team * self.pipeline
 
     def micro_batches(self, batch_size: int, size: int | None = None) -> MicroBatches:
@@ -173,8 +180,8 @@ class ParallelismConfig(Config):
 
         Args:
             batch_size: number of rows in the batch of all processes.
-            size: maximum rows per micro-batch; None: all rows, or enough micro-batches to fill a
-                pipeline.
+            size: maximum rows per micro-batch. None: all rows of a part; with pipeline stages, a
+                size that gives enough micro-batches to fill the pipeline.
         """
         rows = -(-batch_size // self.parts)
         if size is None:
@@ -190,17 +197,17 @@ class ParallelismConfig(Config):
         return Coordinates(pipeline, data, shard, context, tensor)
 
     def rank(self, at: Coordinates) -> int:
-        """The rank at mesh coordinates."""
+        """Return the rank at the mesh coordinates `at`; the inverse of `coordinates`."""
         outer = (at.pipeline * self.data + at.data) * self.shard + at.shard
         return (outer * self.context + at.context) * self.tensor + at.tensor
 
     def replica(self, rank: int) -> int:
-        """Index, from 0, of the share of the rows that a rank has."""
+        """Index, from 0, of the replica of a rank. Ranks of one replica compute the same rows."""
         at = self.coordinates(rank)
         return at.data * self.shard + at.shard
 
     def on(self, processes: int) -> Self:
-        """Return a copy with `data` changed so that there are `processes` processes.
+        """Return a copy for a run of `processes` processes; only `data` is changed.
 
         Raises:
             ConfigError: `processes` is not divisible by the product of the other keys.
@@ -242,7 +249,10 @@ class ParallelismConfig(Config):
         return self
 
     def _times(self, *names: str) -> str:
-        """The keys above 1 as a product, such as `data=2 times shard=4`; if none, the first."""
+        """For messages, the keys above 1 as a product: `data=2 times shard=4`.
+
+        If no key is above 1, the first key.
+        """
         several = [name for name in names if self.ways[name] > 1] or names[:1]
         return " times ".join(f"{name}={self.ways[name]}" for name in several)
 
@@ -251,7 +261,7 @@ class ParallelismConfig(Config):
         return self._times("data", "shard")
 
     def check_batch(self, rows: int, seq_len: int) -> None:
-        """Raise an error if a batch cannot be divided.
+        """Raise an error if a batch cannot be divided among the processes.
 
         Args:
             rows: number of rows in the batch.
@@ -280,4 +290,4 @@ class ParallelismConfig(Config):
 
 
 UNDIVIDED = ParallelismConfig()
-"""A single process, without parallelism."""
+"""Settings of a single process, without parallelism."""

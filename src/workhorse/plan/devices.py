@@ -14,16 +14,16 @@ GIGA, TERA = 10**9, 10**12
 
 
 class LinksConfig(Config):
-    """The links of a device, and the fraction of its peak that training reaches."""
+    """A device's links to other devices, and the fraction of its peak that training reaches."""
 
     node: float
-    """Bandwidth for sending to devices of the same node, in 10^9 bytes per second."""
+    """Bandwidth of the link to devices of the same node, in 10^9 bytes per second and direction."""
     network: float
-    """Bandwidth for sending to devices of other nodes, in 10^9 bytes per second."""
+    """Bandwidth of the link to devices of other nodes, in 10^9 bytes per second and direction."""
     devices: int = 8
     """Number of devices per node."""
     reached: float
-    """Fraction of the peak FLOP/s that matmuls reach in training."""
+    """Fraction of the device's peak FLOP/s that matmuls reach in training."""
 
 
 class DeviceConfig(Config):
@@ -35,19 +35,26 @@ class DeviceConfig(Config):
     bandwidth: float
     """Memory bandwidth in 10^9 bytes per second."""
     bfloat16: float | None = None
-    """Peak in 10^12 floating-point operations per second, like the three below; None: no rate."""
+    """Peak of dense matmuls in this dtype, in 10^12 FLOP/s; None if no rate is published.
+
+    `float16`, `tf32` and `float32` below have the same unit.
+    """
     float16: float | None = None
     tf32: float | None = None
     float32: float | None = None
     links: LinksConfig | None = None
-    """Links to other devices; None: unknown."""
+    """Links to other devices; None if unknown."""
     source: str
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Peak floating-point operations per second of dense matmuls.
+        """Peak FLOP/s of dense matmuls in a dtype.
+
+        Args:
+            dtype: the dtype of the matmuls.
+            tf32: True to use the TF32 rate for float32, if the device has one.
 
         Raises:
-            WorkhorseError: the device has no rate for this dtype.
+            WorkhorseError: no rate is published for this dtype.
         """
         key = str(dtype).removeprefix("torch.")
         rate = self.tf32 if key == "float32" and tf32 and self.tf32 else getattr(self, key, None)
@@ -62,16 +69,16 @@ class DeviceConfig(Config):
 
 @cache
 def known_devices() -> dict[str, DeviceConfig]:
-    """All known devices, by the name for `--device`."""
+    """All known devices by name, as `--device` accepts it."""
     table = parse_yaml(files("workhorse.plan").joinpath("devices.yaml").read_text("utf-8"))
     return {name: DeviceConfig.from_dict(fields) for name, fields in table.items()}
 
 
 def find_device(name: str) -> DeviceConfig:
-    """The device with that name.
+    """The known device with this name, in upper or lower case.
 
     Raises:
-        WorkhorseError: the name is unknown.
+        WorkhorseError: no device has this name.
     """
     devices, known = known_devices(), name.lower()
     if known not in devices:
@@ -80,22 +87,22 @@ def find_device(name: str) -> DeviceConfig:
 
 
 BANDWIDTH_REACHED = 0.8
-"""Fraction of the peak bandwidth that memory and links reach."""
+"""Fraction of their peak bandwidth that memory and links reach."""
 NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6
-"""Latency in seconds of a message inside a node and between nodes, including the library's."""
+"""Latency in seconds of a message inside a node and between nodes, including software overhead."""
 
 
 class Link(NamedTuple):
-    """A link from a device to others."""
+    """A link from a device to other devices."""
 
     bandwidth: float
-    """Bytes per second in each direction, at the same time."""
+    """Bytes per second in each direction; both directions can be used at the same time."""
     latency: float
     """Seconds per message."""
 
 
 class Ring(NamedTuple):
-    """A group of `size` devices that communicate; their ranks are `stride` apart."""
+    """A group of `size` devices that communicate; neighbours' ranks differ by `stride`."""
 
     size: int
     stride: int
@@ -105,9 +112,9 @@ class Cluster(NamedTuple):
     """Devices of one type and their links, with the speeds that training reaches."""
 
     flops: float
-    """FLOP/s of a device in matmuls."""
+    """FLOP/s of each device in matmuls."""
     bandwidth: float
-    """Memory bandwidth of a device in bytes per second."""
+    """Memory bandwidth of each device in bytes per second."""
     near: Link
     """Link to devices of the same node."""
     far: Link
@@ -118,7 +125,7 @@ class Cluster(NamedTuple):
     """True if transfers of weights and gradients overlap with computation."""
 
     def all_gather(self, ring: Ring, n_bytes: float) -> float:
-        """Seconds of an all-gather with a result of `n_bytes` on each device.
+        """Seconds of an all-gather in a group of devices, with a result of `n_bytes` on each.
 
         A reduce-scatter of `n_bytes` takes the same time.
         """
@@ -130,17 +137,20 @@ class Cluster(NamedTuple):
         return n_bytes * (ring.size - 1) / ring.size / bandwidth + hops
 
     def all_reduce(self, ring: Ring, n_bytes: float) -> float:
-        """Seconds of an all-reduce of `n_bytes`."""
+        """Seconds of an all-reduce of `n_bytes` in a group of devices."""
         return 2 * self.all_gather(ring, n_bytes)
 
     def send(self, stride: int, n_bytes: float) -> float:
-        """Seconds to send `n_bytes` to the device with a rank `stride` higher."""
+        """Seconds to send `n_bytes` to the device whose rank is higher by `stride`."""
         link = self.near if stride < self.node else self.far
         return n_bytes / link.bandwidth + link.latency
 
 
 def cluster_of(device: DeviceConfig, train: TrainConfig) -> Cluster:
-    """The cluster of a device with known links, with the speeds that training reaches."""
+    """A cluster of devices of one type, with the speeds that training reaches.
+
+    The links of the device must be known.
+    """
     links = device.links
     assert links is not None
     peak = device.peak(getattr(torch, train.dtype), tf32=train.matmul_precision == "high")

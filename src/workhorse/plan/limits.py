@@ -1,4 +1,4 @@
-"""What a device can train or serve, and changes that make a step fit."""
+"""The largest training step and serving load that fit on a device, and changes that save memory."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -24,7 +24,7 @@ from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.transforms.quantization import FormatName, QuantizedWeight, place_codes
 
 WAYS: dict[str, FormatName | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
-"""Ways to store the weights, each with its quantisation format; None: not quantised."""
+"""Names of weight formats for serving, with their quantisation; None: not quantised."""
 
 
 def serving(
@@ -35,23 +35,23 @@ def serving(
     room: int | None,
     bandwidth: float | None,
 ) -> dict[str, Any]:
-    """Bytes of weights and cache, and the sequences that fit, for each way to store the weights.
+    """Estimate memory and speed of serving a model, for each weight format in `WAYS`.
 
-    `tokens_per_second` is the limit of one sequence by memory bandwidth: each token reads every
-    weight that multiplies it, and on average half of the sequence's cache.
+    `tokens_per_second` is the limit that memory bandwidth sets for one sequence: each token reads
+    every weight that multiplies it, and on average half of the sequence's cache.
 
     Args:
         config: the decoder's config.
-        device: the type of device.
+        device: the device; only its type matters.
         context: number of tokens per sequence.
-        room: memory of the device in bytes; None: unknown.
-        bandwidth: memory bandwidth in 10^9 bytes per second; None: unknown.
+        room: memory of the device in bytes; None if unknown.
+        bandwidth: memory bandwidth in 10^9 bytes per second; None if unknown.
 
     Returns:
         `bytes_per_token` (cache bytes of the first token), `context` and `bytes_per_text` (cache
-        bytes of a sequence). For each of `WAYS`: `weights` (bytes allocated), `texts` (number of
-        concurrent sequences) and `tokens_per_second`. A way is None if no layer is wide enough to
-        quantise.
+        bytes of a sequence of `context` tokens). For each name in `WAYS`, a mapping with `weights`
+        (bytes allocated), `texts` (maximum number of concurrent sequences) and
+        `tokens_per_second`, or None if no layer is wide enough to quantise.
     """
     layers = cache_of_layers(config, torch.bfloat16)
     per_text = cache_bytes(layers, context)
@@ -79,14 +79,14 @@ def serving(
 def bytes_of_weights(
     config: DecoderConfig, device: torch.device, format: FormatName | None
 ) -> tuple[int, int]:
-    """Bytes of all weights of a decoder loaded for inference, and of those that multiply a token.
+    """Bytes of all weights of a decoder for inference, and of those that multiply one token.
 
-    Layers with the same name have the same size. So a decoder with one layer per name is built, and
-    one with a second layer of a name gives the size that each further layer adds.
+    Layers with the same name have the same size. So a decoder with one layer per name is built. For
+    each repeated name, a decoder with a second layer of that name gives the size of further ones.
 
     Args:
         config: the decoder's config.
-        device: the type of device; it decides which weights are quantised, see `place_codes`.
+        device: the device; its type decides which weights are quantised, see `place_codes`.
         format: the quantisation format; None: all weights are bfloat16.
 
     Raises:
@@ -113,14 +113,14 @@ def bytes_of_weights(
 
 
 def allocated(decoder: Decoder) -> int:
-    """Bytes of all parameters and buffers; shared storages count once."""
+    """Bytes of a decoder's parameters and buffers; storage that tensors share counts once."""
     tensors = (*decoder.parameters(), *decoder.buffers())
     storages = {id(one := tensor.untyped_storage()): one for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def multiplied_bytes(decoder: Decoder) -> int:
-    """Bytes of the weights that multiply one token; of experts, only the chosen ones."""
+    """Bytes of the weights that multiply one token; only chosen experts count."""
     read = 0
     experts: set[nn.Module] = set()
     for module in decoder.modules():
@@ -135,7 +135,7 @@ def multiplied_bytes(decoder: Decoder) -> int:
 
 
 def _weight_bytes(module: nn.Module) -> int:
-    """Bytes of a stored matrix or stack of matrices; 0 for other modules."""
+    """Bytes of the weight of a linear or grouped linear module; 0 for other modules."""
     if isinstance(module, QuantizedWeight):
         return module.nbytes
     return module.weight.nbytes if isinstance(module, nn.Linear | GroupedLinear) else 0
@@ -143,21 +143,21 @@ def _weight_bytes(module: nn.Module) -> int:
 
 MOST_DEVICES = 4096
 MOST_TOKENS = 2**17
-"""Maximum number of tokens to try in a micro-batch; larger limits of tiny models are useless."""
+"""Maximum tokens per micro-batch to try; for tiny models, larger results would be useless."""
 FINEST = 8
-"""The maximum sequence length is found to a precision of 1 / `FINEST`."""
+"""The search for the maximum sequence length has a relative precision of 1 / `FINEST`."""
 
 
 class Limits(NamedTuple):
-    """The largest steps that fit on a device."""
+    """The largest training steps that fit on a device."""
 
     micro_batch_size: int
-    """Maximum rows per micro-batch, with the planned length; 0: not even one row fits."""
+    """Maximum rows of the planned length per micro-batch; 0 if not even one row fits."""
     seq_len: int
-    """Maximum length of a single row; 0: no length that was tried fits."""
+    """Maximum length in tokens of a single row; 0 if no tried length fits."""
     mesh: ParallelismConfig | None
-    """The fewest devices, with one row of the planned length per replica; None: none that was
-    tried."""
+    """The mesh with the fewest devices that fits one row of the planned length per replica; None
+    if no tried mesh fits."""
 
 
 def limits(
@@ -169,22 +169,22 @@ def limits(
     *,
     packed: bool = False,
 ) -> Limits:
-    """Find the largest steps that fit into `room` bytes per device.
+    """Find the largest training steps that fit into `room` bytes per device.
 
     Args:
         config: the decoder's config.
         train: the training settings.
-        device: the type of device.
-        mesh: the parallelism settings for the first two limits.
+        device: the device; only its type matters.
+        mesh: the parallelism settings for `micro_batch_size` and `seq_len` of the result.
         room: memory per device in bytes.
-        packed: True if rows hold several documents.
+        packed: True if rows hold several documents, separated by a mask.
     """
     memory = partial(device_memory, packed=packed)
     update = memory(config, train, device, mesh).update
 
     def needed(rows: int, length: int) -> int:
         batch = rows * mesh.parts * mesh.pipeline  # enough micro-batches to fill the first stage
-        if train.batch_size > batch:  # several micro-batches, which need sums of gradients
+        if train.batch_size > batch:  # several micro-batches, whose gradients need memory for sums
             batch *= 2
         changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
@@ -199,28 +199,36 @@ def limits(
 
 
 def most_rows(needed: Callable[[int], int], room: int, most: int) -> int:
-    """Largest argument up to `most` with `needed` at most `room`; `needed` must be increasing."""
+    """Largest number of rows up to `most` that fits into `room` bytes; 0 if not even one fits.
+
+    `needed` returns the bytes for a number of rows and must be increasing.
+    """
     return _most(needed, room, 1, most, lambda rows: 1)
 
 
 def longest(needed: Callable[[int], int], room: int, start: int) -> int:
-    """Maximum row length that fits, to a precision of 1 / `FINEST`; 0: not even one token."""
+    """Maximum row length in tokens that fits into `room` bytes; 0 if not even one token fits.
+
+    The relative precision is 1 / `FINEST`. `needed` returns the bytes for a length; the search
+    begins at the length `start`.
+    """
     return _most(needed, room, start, max(start, MOST_TOKENS), _fine)
 
 
 def _most(
     needed: Callable[[int], int], room: int, start: int, most: int, fine: Callable[[int], int]
 ) -> int:
-    """Search the largest size that fits, to a precision of `fine`.
+    """Search for the largest size with `needed(size) <= room`; 0 if no size fits.
 
-    Each guess is extrapolated from earlier sizes, because an evaluation of `needed` is slow.
+    A size is a number of rows or a row length. Each guess is extrapolated from sizes tried before,
+    because an evaluation of `needed` is slow.
 
     Args:
-        needed: function from a size to bytes; must be increasing.
+        needed: function that returns the bytes for a size; must be increasing.
         room: the available bytes.
         start: the first size to try.
         most: the largest size to try.
-        fine: function from a size to the search precision there.
+        fine: function that returns the precision of the search near a size.
     """
     known: dict[int, int] = {}
 
@@ -246,10 +254,10 @@ def _most(
 
 
 def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
-    """The size from `low` to `high` at which a parabola through known sizes reaches `room`.
+    """Extrapolate from measured sizes: the largest size from `low` to `high` expected to fit.
 
-    Bytes grow linearly with the number of rows and their length. If attention scores or masks are
-    stored, they grow with the square of the length.
+    The bytes in `known` are interpolated by a parabola: they grow linearly with the number of rows
+    and with their length, or with the square of the length if attention scores or masks are stored.
     """
     x, y, *others = sorted(known, key=lambda size: abs(known[size] - room))[:3]
     slope = (known[y] - known[x]) / (y - x)
@@ -265,7 +273,7 @@ def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
 
 
 def _fine(length: int) -> int:
-    """The largest power of two up to `length / FINEST`, at least 1."""
+    """Precision of the search near a length: the power of two up to `length / FINEST`, or 1."""
     return 1 << max(0, (length // FINEST).bit_length() - 1)
 
 
@@ -277,9 +285,9 @@ def smallest_mesh(
     *,
     packed: bool = False,
 ) -> ParallelismConfig | None:
-    """The mesh with the fewest devices that fits a step with one row per replica.
+    """The mesh with the fewest devices that fits a step with one row per replica, or None.
 
-    Tries powers of two, divided among `shard` and `tensor`.
+    Tries powers of two as the number of devices, divided among `shard` and `tensor`.
     """
     held = 0
     for mesh in _meshes():
@@ -298,7 +306,10 @@ def smallest_mesh(
 
 
 def _meshes() -> Iterator[ParallelismConfig]:
-    """Yield meshes by number of devices, then by tensor parallelism, which is the slowest."""
+    """Yield meshes by number of devices, and among these by tensor parallelism, lowest first.
+
+    Tensor parallelism comes last because it is the slowest.
+    """
     devices = 1
     while devices <= MOST_DEVICES:
         for tensor in (1, 2, 4, 8):
@@ -308,18 +319,20 @@ def _meshes() -> Iterator[ParallelismConfig]:
 
 
 WORTHWHILE = 0.01
-"""Minimum fraction of the peak that a change must save to be a remedy."""
+"""Minimum fraction of the peak memory that a change of settings must save to be suggested."""
 NAMED = 3
-"""Number of remedies to show."""
+"""Number of suggested changes to show."""
 
 
 class Remedy(NamedTuple):
     """A change of settings that saves memory."""
 
     setting: str
+    """The change, as `section.key=value`."""
     cost: str
+    """The disadvantage of the change, in words."""
     saves: int
-    """Bytes saved at the peak."""
+    """Reduction of the peak memory in bytes."""
     fits: bool
     """True if the step fits after the change."""
 
@@ -333,15 +346,17 @@ def remedies(
     *,
     packed: bool = False,
 ) -> list[Remedy]:
-    """The three cheapest remedies, and the next one that makes the step fit if these do not.
+    """The three cheapest changes of settings that save memory.
+
+    If none of them makes the step fit, the cheapest other change that does is added.
 
     Args:
         config: the decoder's config.
         train: the training settings.
-        device: the type of device.
+        device: the device; only its type matters.
         mesh: the parallelism settings.
         room: memory per device in bytes.
-        packed: True if rows hold several documents.
+        packed: True if rows hold several documents, separated by a mask.
     """
     memory = partial(device_memory, packed=packed)
     now = memory(config, train, device, mesh)
@@ -352,7 +367,7 @@ def remedies(
         if key in found and found[key].fits:
             continue
         try:
-            # Rows, their length and checkpointing do not change the memory of the update.
+            # The memory of the optimizer's update depends only on mesh, dtype and optimizer.
             updates = wider != mesh or (
                 (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
             )
@@ -372,9 +387,10 @@ def remedies(
 def _changes(
     train: TrainConfig, mesh: ParallelismConfig
 ) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
-    """Yield setting, cost, new training settings and mesh; the least effect on training first.
+    """Yield the changes to try, those with the least effect on training first.
 
-    If several changes are to one setting, the first that fits becomes the remedy.
+    Each is a tuple: the setting and its cost as in `Remedy`, the changed training settings, and the
+    changed mesh. If several change the same key, the first that fits is suggested.
     """
     own = train.micro_batches(mesh)
     rows = own.size
@@ -400,7 +416,7 @@ def _changes(
             train.replace(dtype="bfloat16"),
             mesh,
         )
-    with suppress(ConfigError):  # other keys may not allow twice the shards
+    with suppress(ConfigError):  # other parallel settings may conflict with twice the shards
         wider, batch = mesh.replace(shard=2 * mesh.shard), train.batch_size
         more = "" if own.rows > 1 else f" train.batch_size={2 * batch}"
         yield (

@@ -1,4 +1,4 @@
-"""A plan as text and as an HTML page."""
+"""The result of `plan` as text and as an HTML page with charts."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ LABELS = {
 
 
 def lines(plan: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the plan as text, section by section."""
+    """Yield the result of `plan` as lines of text, section by section."""
     train = plan["train"]
     yield (
         f"{plan['source']} ({plan['kind']}): {_counted(train['batch_size'], 'row')} of "
@@ -94,7 +94,12 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
-    """Yield lines with a step's memory at its peak, by kind, and between steps."""
+    """Yield lines of text: a step's peak memory, the same by kind, and the memory between steps.
+
+    Args:
+        memory: bytes, as under `memory` in the result of `plan`.
+        of: words that are appended to the line of the peak.
+    """
     peak = memory["peak"]
     yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
     for kind, name in LABELS.items():
@@ -215,11 +220,11 @@ COLORS = {
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 300, 64, 8, 14, 34
 LETTER = 7
-"""Width of a letter in a label, including spacing between labels."""
+"""Width of a letter of a chart label, including the space between labels."""
 
 
 class Bar(NamedTuple):
-    """A stacked bar of the chart: its name, and the bytes of each kind."""
+    """A stacked bar of the memory chart: its label, and the bytes of each kind of memory."""
 
     name: str
     kinds: Mapping[str, int]
@@ -230,7 +235,7 @@ class Bar(NamedTuple):
 
 
 def write_page(path: Path, plan: dict[str, Any]) -> None:
-    """Write the HTML page, replacing an existing one.
+    """Write the result of `plan` as an HTML page, replacing an existing file.
 
     Raises:
         WorkhorseError: the page cannot be written, for example because the disk is full.
@@ -254,7 +259,7 @@ def write_page(path: Path, plan: dict[str, Any]) -> None:
 
 
 def _parts(memory: dict[str, Any]) -> list[Bar]:
-    """A bar for each part of the model, in order."""
+    """A chart bar for each part of the model, in order, with its memory by kind."""
     names = dict.fromkeys([*memory["parts"], *memory["activations"]])
     return [
         Bar(
@@ -269,11 +274,11 @@ def _parts(memory: dict[str, Any]) -> list[Bar]:
 
 
 def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
-    """Draw stacked bars as an `<svg>` element, with a line at `room` if it is within the scale.
+    """Draw a chart of stacked bars as an `<svg>` element, with a line at `room` if it is in range.
 
     Args:
         bars: the bars, from left to right.
-        room: memory of the device in bytes.
+        room: memory of the device in bytes; None for no line.
     """
     highest = max(bar.total for bar in bars)
     if room is not None and room < 2 * highest:
@@ -309,13 +314,13 @@ def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
 
 
 def _drawn(bar: Bar, x: float, step: float, y: Callable[[float], float]) -> str:
-    """Draw a bar as a `<g>` element with its figures as a tooltip.
+    """Draw a bar as an SVG `<g>` element, with the bytes of each kind as a tooltip.
 
     Args:
-        bar: the bar; its kinds are drawn from the bottom up.
-        x: its left edge.
-        step: distance from one bar to the next.
-        y: function from bytes to the y coordinate.
+        bar: the bar; its first kind of memory is at the bottom.
+        x: the x coordinate of its left edge.
+        step: distance from the left edge of one bar to that of the next.
+        y: function that converts bytes to the y coordinate.
     """
     figures = ", ".join(f"{LABELS[kind]} {size(n)}" for kind, n in bar.kinds.items() if n)
     parts = [f"<title>{escape(f'{bar.name}: {size(bar.total)} ({figures})')}</title>"]

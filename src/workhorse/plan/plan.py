@@ -1,4 +1,4 @@
-"""`plan`: estimates for a model and its training, before either is allocated."""
+"""`plan`: estimate memory, FLOPs, time and cost of a model and its training, without running it."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -26,6 +26,7 @@ from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import measured_peak
 
 HERE = "this machine"
+"""Name of the device if none is given."""
 UTILIZATION = 0.4
 """Default for the fraction of a device's peak that training reaches."""
 HOUR = 3600
@@ -33,9 +34,9 @@ HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
 """Mean hours between failures of one device, from 419 unexpected interruptions of 16,384 devices in
 54 days (2407.21783 §3.3.4)."""
 RESTART = 600
-"""Seconds from a failure to the next step."""
+"""Seconds from a device failure until training runs again."""
 MOST = 1e100
-"""Maximum of any numeric option, so that all results are finite."""
+"""Largest allowed value of a numeric option, so that all results are finite."""
 
 
 def plan(
@@ -59,24 +60,27 @@ def plan(
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
         device: a name in `known_devices`; None: this machine.
-        devices: total number of devices; None: the number that the mesh has. If no other key
-            divides the work, `shard` does; otherwise `data` fills up the mesh.
-        memory: memory per device in GiB; None: the known size, or the free memory of this machine.
-        utilization: the fraction of the peak that training reaches; None: simulated on devices
-            with known links, and `UTILIZATION` on others.
+        devices: total number of devices; None: the product of the `parallel` settings. If these
+            describe a single device, `parallel.shard` becomes `devices`; otherwise `parallel.data`
+            is changed to match.
+        memory: memory per device in GiB; None: from the device's data sheet, or the free memory of
+            this machine.
+        utilization: fraction of the peak FLOP/s that training reaches; None: simulated for devices
+            with known links, `UTILIZATION` for others.
         price: price of a device per hour, in any currency. Like `utilization`, it needs a known
             device or `measure`.
         budget: floating-point operations for the compute-optimal sizes; None: those of the planned
             training.
-        context: number of tokens of a served sequence; None: the maximum.
-        measure: True to measure this machine's peak.
+        context: number of tokens per sequence in serving; None: the model's maximum.
+        measure: True to measure this machine's peak FLOP/s.
         notify: callback for each warning about the settings.
         show: callback for progress messages.
 
     Returns:
-        The data of `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`, `flops`,
-        `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` and `time`
-        (seconds; both None if unknown), `compute_optimal` and `serving`.
+        The same data as `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`,
+        `flops`, `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` (None
+        if the memory is unknown), `time` (seconds; None if the peak FLOP/s are unknown),
+        `compute_optimal` and `serving`.
 
     Raises:
         WorkhorseError: the source or device does not exist, the mesh does not divide the model or
@@ -152,7 +156,7 @@ def _check_finite(**numbers: float | None) -> None:
 
 
 def _check_options(device: str | None, measure: bool, **of_time: float | None) -> None:
-    """Raise an error for options that would be ignored."""
+    """Raise an error if `--measure`, `--price` or `--utilization` would be ignored."""
     if device is not None and measure:
         raise WorkhorseError(
             "--measure measures this machine and cannot be combined with --device; remove one"
@@ -166,7 +170,7 @@ def _check_options(device: str | None, measure: bool, **of_time: float | None) -
 
 
 def _for_device(train: TrainConfig, device: torch.device, spec: DeviceConfig | None) -> TrainConfig:
-    """The settings with `auto` replaced by the actual dtype and device."""
+    """The training settings for a device: `auto` is replaced by the actual dtype and device."""
     if spec is None:
         name = str(training_dtype(train.dtype, device)).removeprefix("torch.")
         return train.replace(dtype=name, device=str(device))
@@ -194,7 +198,7 @@ def _with_micro_batch(
     *,
     packed: bool,
 ) -> TrainConfig:
-    """Replace `micro_batch_size: auto` by the number that training would use, at least 1."""
+    """Replace `micro_batch_size: auto` by the number that training would choose, at least 1."""
     if train.micro_batch_size != "auto":
         return train
     if room is None:
@@ -222,7 +226,7 @@ def _with_steps(
     utilization: float | None,
     notify: Callable[[str], object],
 ) -> TrainConfig:
-    """Replace `train.minutes` by the number of steps that fit into this time."""
+    """Replace `train.minutes` by the estimated number of steps that fit into this time."""
     if train.minutes is None:
         return train
     one = with_steps(train, 1)
@@ -236,7 +240,10 @@ def _with_steps(
 
 
 def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
-    """FLOPs per token by component, and of the training; recomputation is counted separately."""
+    """FLOPs per token, by component and in total, and FLOPs of the whole training.
+
+    FLOPs repeated by activation checkpointing are only in `repeated_per_token`.
+    """
     forward = forward_flops(config.build(device="meta"), train.seq_len)
     once = sum(forward.values())
     layers = once - forward.get("head", 0) - forward.get("embedding", 0)
@@ -256,7 +263,7 @@ def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
 def _peak(
     train: TrainConfig, device: torch.device, spec: DeviceConfig | None, measure: bool
 ) -> tuple[float, str] | None:
-    """Peak floating-point operations per second, and a description of this peak."""
+    """The device's peak FLOP/s and a description of that figure; None if it is unknown."""
     dtype = getattr(torch, train.dtype)
     if spec is not None:
         tf32 = train.matmul_precision == "high"
@@ -280,7 +287,10 @@ def _memory(fullest: DeviceMemory, room: int | None) -> dict[str, Any]:
 
 
 def _moments(memory: DeviceMemory) -> list[dict[str, Any]]:
-    """The moment with the most memory in each part of the step, in order."""
+    """For each part of the model in each phase of the step, the moment that needs the most memory.
+
+    The moments are in the order of the step.
+    """
     fullest: list[Any] = []
     for moment in memory.moments:
         if not fullest or (moment.phase, moment.part) != (fullest[-1].phase, fullest[-1].part):
@@ -345,7 +355,10 @@ def _time(
 
 
 def failures(train: TrainConfig, seconds: float, devices: int) -> dict[str, float]:
-    """Expected number of device failures in `seconds`, and the fraction of time not lost."""
+    """Expected number of device failures in a training of `seconds`.
+
+    `goodput` is the fraction of the time that is not lost to failures.
+    """
     between = HOURS_BETWEEN_FAILURES * HOUR / devices
     since_checkpoint = min(seconds, train.checkpoint_every * seconds / train.length)
     return {

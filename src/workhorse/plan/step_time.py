@@ -1,8 +1,9 @@
 """Simulated time of a training step on several devices, with computation and communication.
 
-The time of a layer follows from its arithmetic and its memory traffic of activations. The time of a
-collective comes from `Cluster`. The passes of a pipeline follow `one_forward_one_backward`. FSDP
-communication overlaps with computation; all other communication blocks, as in training.
+The time of a layer is computed from its FLOPs and the memory traffic of its activations. The time
+of a collective comes from `Cluster`. Pipeline stages run their passes in the order of
+`one_forward_one_backward`. As in training, FSDP communication overlaps with computation, and
+computation waits for all other communication.
 """
 
 from collections import Counter
@@ -22,27 +23,29 @@ from workhorse.plan.devices import Cluster, DeviceConfig, Ring, cluster_of
 from workhorse.train.recipe.recipe import TrainConfig
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4
-"""Memory accesses of a layer's saved activations: each operator writes its output and the next one
-reads it. The backward pass accesses gradients as well."""
+"""Number of memory accesses per saved activation in a pass: one operator writes it and the next one
+reads it. The backward pass also accesses its gradient."""
 UPDATE_PASSES = 2
-"""Memory accesses of weights, gradients and optimizer state in an update: one read, one write."""
+"""Number of memory accesses per element of weights, gradients and optimizer state in an update: one
+read, one write."""
 STEADY = 3
-"""Micro-batches per stage after which each further micro-batch takes a pipeline the same time."""
+"""Number of micro-batches per pipeline stage after which each additional micro-batch takes the same
+time."""
 FLOAT32 = 4
 """Bytes per element of summed gradients and of optimizer state."""
 STATE = 4
-"""Float32 elements per weight in an update: the weight with its low bits, two moments, a
-gradient."""
+"""Number of float32 elements per weight in an update: the weight with its low bits, two optimizer
+moments and the gradient."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a forward or a backward pass of a layer or a stage."""
+    """Times of a forward or a backward pass through a layer or a pipeline stage."""
 
     computes: float = 0.0
     """Seconds of computation."""
     waits: float = 0.0
-    """Seconds of blocking exchange of activations."""
+    """Seconds of communication of activations, during which computation waits."""
     fetches: float = 0.0
     """Seconds of FSDP communication of weights and gradients."""
 
@@ -57,7 +60,7 @@ class Pass:
         return Pass(number * self.computes, number * self.waits, number * self.fetches)
 
     def seconds(self, *, aside: bool) -> float:
-        """Total seconds. With `aside`, FSDP communication overlaps with the rest."""
+        """Total seconds of the pass; with `aside`, FSDP communication overlaps with the rest."""
         rest = self.computes + self.waits
         return max(rest, self.fetches) if aside else rest + self.fetches
 
@@ -67,12 +70,12 @@ class StepTime:
     """Seconds of a step on its slowest pipeline stage.
 
     Attributes:
-        compute: arithmetic and memory traffic, including recomputation.
+        compute: arithmetic and memory traffic, including recomputed activations.
         activation_exchange: communication of tensor, context and expert parallelism.
         exposed_fsdp: FSDP communication that does not overlap with computation.
         pipeline_bubble: idle time while the pipeline fills, drains or waits for a slower stage.
-        gradient_sync: all-reduce of gradients after the passes.
-        optimizer: the update.
+        gradient_sync: all-reduce of gradients after the backward passes.
+        optimizer: the optimizer's update.
     """
 
     compute: float
@@ -96,9 +99,16 @@ def simulated_step(
     *,
     packed: bool = False,
 ) -> StepTime:
-    """Simulate the time of a step on devices with known links.
+    """Simulate the time of a training step on devices with known links.
 
-    Saved activations are recorded with one period of the layer pattern.
+    The size of saved activations is recorded on a model with one period of the layer pattern.
+
+    Args:
+        config: the config of the whole decoder.
+        train: the training settings.
+        parallel: the parallelism settings.
+        device: the type of all devices; its `links` must be known.
+        packed: True if rows hold several documents, separated by a mask.
     """
     period = len(config.pattern or config.blocks)
     rows = train.micro_batches(parallel).size
@@ -125,14 +135,15 @@ def step_time(
     cluster: Cluster,
     memory: DeviceMemory,
 ) -> StepTime:
-    """Simulate the time of a step.
+    """Simulate the time of a training step.
 
     Args:
         config: the config of the whole decoder.
-        train: the training settings of all devices; `micro_batch_size` is a number or None.
+        train: the training settings; `micro_batch_size` must not be `auto`.
         parallel: the parallelism settings.
         cluster: the devices and their links.
-        memory: the memory of the fullest device without checkpointing, for the saved activations.
+        memory: the memory of a step without activation checkpointing; only the sizes of its
+            activations are used.
     """
     work = _Work(config, train, parallel, cluster, memory)
     stages = [work.of_stage(stage) for stage in range(parallel.pipeline)]
@@ -157,10 +168,10 @@ def step_time(
 def pipeline_seconds(
     stages: list[tuple[float, float]], micro_batches: int, transfer: float = 0.0
 ) -> float:
-    """Seconds from the first pass of a step to the last.
+    """Seconds of all forward and backward passes of a step in a pipeline, including idle time.
 
     Args:
-        stages: for each stage, seconds of a forward and of a backward pass.
+        stages: for each stage, seconds of a forward and of a backward pass of one micro-batch.
         micro_batches: number of micro-batches.
         transfer: seconds to send activations from one stage to the next.
     """
@@ -173,7 +184,7 @@ def pipeline_seconds(
 
 
 def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: float) -> float:
-    """Compute `pipeline_seconds` by simulating every pass."""
+    """Seconds of a pipeline's passes, as `pipeline_seconds`, by simulating every single pass."""
     last = len(stages) - 1
     if last == 0:
         return micro_batches * sum(stages[0])
@@ -204,7 +215,11 @@ def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: f
 
 
 class _Work:
-    """The work of a device in a step, and its time."""
+    """Computes the times of a device's work in a training step.
+
+    Attributes named `of_...` are the groups of devices that communicate, as `Ring`. The other
+    attributes are numbers of tokens, FLOPs, bytes or weights.
+    """
 
     def __init__(
         self,
@@ -220,7 +235,7 @@ class _Work:
         own = train.micro_batches(parallel)
         self.micro_batches = own.count
         self.tokens = own.size * train.seq_len // parallel.context
-        """Tokens of a micro-batch in one tensor-parallel group."""
+        """Number of tokens per micro-batch in one tensor-parallel group."""
         tensor, context = parallel.tensor, parallel.context
         self.of_tensor = Ring(tensor, 1)
         self.of_context = Ring(context, tensor)
@@ -245,19 +260,23 @@ class _Work:
             place = "experts" if of_experts else "layers" if is_of_layer(name) else "outside"
             numbers[place] += weight.numel()
         self.layer_weights = numbers["layers"] / config.n_layers
-        """Average weights of a layer, without experts that are divided."""
+        """Average number of weights per layer, excluding experts if expert parallelism divides
+        them."""
         self.layer_experts = numbers["experts"] / config.n_layers / parallel.expert
         self.outside_weights = numbers["outside"]
 
     @property
     def transfer(self) -> float:
-        """Seconds to send activations to the next stage; each device sends its own tokens."""
+        """Seconds to send a micro-batch's activations to the next pipeline stage.
+
+        The devices of a tensor-parallel group each send an equal part of the tokens.
+        """
         tokens = self.tokens / self.parallel.tensor
         stride = self.parallel.processes // self.parallel.pipeline
         return self.cluster.send(stride, tokens * self.config.d_model * self.item)
 
     def of_stage(self, stage: int) -> tuple[Pass, Pass]:
-        """The forward and the backward pass of a micro-batch through a stage."""
+        """Times of the forward and of the backward pass of a micro-batch through a stage."""
         own = share_of(self.config.n_layers, self.parallel.pipeline, stage)
         forward, backward = (
             self.of_layer(backward=backward).times(len(own)) for backward in (False, True)
@@ -273,7 +292,10 @@ class _Work:
         return forward, backward
 
     def of_layer(self, *, backward: bool) -> Pass:
-        """A pass of an average layer; with checkpointing, the forward pass is repeated."""
+        """Times of a micro-batch's pass through an average layer.
+
+        With activation checkpointing, the backward pass includes a second forward pass.
+        """
         flops = self.layer_flops * self.tokens / self.parallel.tensor
         computes = flops / self.cluster.flops * (2 if backward else 1)
         passes = BACKWARD_PASSES if backward else FORWARD_PASSES
@@ -285,18 +307,18 @@ class _Work:
         return own
 
     def _fetches(self, weights: float, *, backward: bool, whole: bool = False) -> float:
-        """Seconds for FSDP to gather weights and to reduce-scatter their gradients.
+        """Seconds for FSDP to gather weights and, in the backward pass, reduce-scatter gradients.
 
         Args:
             weights: number of weights, summed over a tensor-parallel group.
             backward: True for the backward pass, False for the forward pass.
-            whole: True if they stay gathered from the forward to the backward pass.
+            whole: True if the weights stay gathered from the forward to the backward pass.
         """
         if self.of_shard.size == 1:
             return 0.0
         weights /= self.parallel.tensor
         gathers = 0.0 if backward and whole else 1.0
-        if self.parallel.reshard == "step":  # gathered only in the first pass of the step
+        if self.parallel.reshard == "step":  # gathers weights only once per step
             gathers = 0.0 if backward else 1 / self.micro_batches
         seconds = gathers * self.cluster.all_gather(self.of_shard, weights * self.item)
         if backward:
@@ -305,16 +327,19 @@ class _Work:
 
     @property
     def _outside(self) -> float:
-        """Number of weights outside the layers, in a stage that has some."""
+        """Number of weights outside the layers (embedding, head, final norm) in one pipeline stage.
+
+        With several stages, the first and the last are assumed to hold half of them each.
+        """
         return self.outside_weights / min(2, self.parallel.pipeline)
 
     @property
     def _residual(self) -> float:
-        """Bytes of the residual stream in a micro-batch."""
+        """Bytes of the residual stream of a micro-batch in one tensor-parallel group."""
         return self.tokens * self.config.d_model * self.item
 
     def _sent_in_layer(self) -> float:
-        """Seconds of blocking communication in one pass of a layer."""
+        """Seconds of the communication that computation waits for, in one pass of a layer."""
         seconds = 0.0
         if self.of_tensor.size > 1:  # each of two sub-layers gathers and reduce-scatters
             seconds += 4 * self.cluster.all_gather(self.of_tensor, self._residual)
@@ -341,12 +366,15 @@ class _Work:
 
     @property
     def _chosen(self) -> float:
-        """Number of experts per token, averaged over the layers."""
+        """Number of chosen experts per token, averaged over all layers."""
         parts = [self.config.blocks[name].mixture for name in self.config.layer_names()]
         return sum(part.top_k for part in parts if part) / len(parts)
 
     def _own_weights(self) -> Iterator[tuple[Ring, float]]:
-        """Yield numbers of weights of the largest stage on one device, with their replicas."""
+        """Yield the numbers of weights on one device of the largest stage.
+
+        Each number comes with the group of devices that hold the same weights.
+        """
         layers = -(-self.config.n_layers // self.parallel.pipeline)
         shared = (layers * self.layer_weights + self._outside) / self.parallel.tensor
         yield self.of_data, shared / self.parallel.weight_parts
@@ -356,7 +384,7 @@ class _Work:
             yield own, layers * self.layer_experts / self.parallel.tensor
 
     def add_gradients(self) -> float:
-        """Seconds of the all-reduce of gradients over devices with the same weights."""
+        """Seconds of the all-reduce of gradients over the devices that hold the same weights."""
         return sum(
             self.cluster.all_reduce(ring, numbers * FLOAT32)
             for ring, numbers in self._own_weights()

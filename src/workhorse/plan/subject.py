@@ -1,7 +1,8 @@
-"""The model and training to plan, from a recipe or a model, and compute-optimal sizes.
+"""Find the model and training settings to plan, and compute-optimal sizes by published laws.
 
-Each scaling law was fitted by its authors to their own models and data, so their results differ
-widely. Budgets are in floating-point operations, 6 · N · D.
+Each scaling law was fitted by its authors to their own models and data, so the laws' results differ
+widely. A budget is the number of floating-point operations of a training: 6 · N · D, for N
+parameters and D tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,17 +28,21 @@ PF_DAY = 1e15 * 24 * 3600
 
 
 class Optimum(NamedTuple):
-    """The compute-optimal model size and number of tokens for a budget."""
+    """The compute-optimal model size and number of tokens for a budget, by one scaling law."""
 
     law: str
+    """Name of the law."""
     parameters: float
     tokens: float
     loss: float | None
-    """Loss in nats per token; None: the law does not predict it."""
+    """Predicted loss in nats per token; None if the law does not predict one."""
 
 
 class Parametric(NamedTuple):
-    """`L(N, D) = E + A / N^alpha + B / D^beta` (2203.15556 eq. 2)."""
+    """A scaling law of the form `L(N, D) = E + A / N^alpha + B / D^beta` (2203.15556 eq. 2).
+
+    L is the loss, N the number of parameters and D the number of tokens.
+    """
 
     e: float
     a: float
@@ -49,29 +54,34 @@ class Parametric(NamedTuple):
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """The minimum along `6 · N · D = flops` (2203.15556 eq. 4)."""
+        """The N and D with the lowest loss for which `6 · N · D = flops` (2203.15556 eq. 4)."""
         product, total = flops / FLOPS_PER_PARAMETER, self.alpha + self.beta
         g = (self.alpha * self.a / (self.beta * self.b)) ** (1 / total)
         return g * product ** (self.beta / total), product ** (self.alpha / total) / g
 
 
 HOFFMANN = Parametric(1.69, 406.4, 410.7, 0.34, 0.28)
-"""2203.15556 §3.3, eq. 10."""
+"""The coefficients that Hoffmann et al. fitted: 2203.15556 §3.3, eq. 10."""
 BESIROGLU = Parametric(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
-"""A new fit to the same points: 2404.10102 table 1."""
+"""The coefficients that Besiroglu et al. fitted to the runs of Hoffmann et al.: 2404.10102
+table 1."""
 LEAST_FITTED = 6e18
 """The smallest budget of the isoFLOP curves of 2203.15556 (§3.2)."""
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
-"""Approximate result of the first two methods of 2203.15556 at every budget (table 3)."""
+"""Compute-optimal number of tokens per parameter: the approximate result of the first two methods
+of 2203.15556 at every budget (table 3)."""
 
 
 def optima(flops: float) -> list[Optimum]:
-    """The optimum of each law for a budget of `flops` operations."""
+    """The compute-optimal sizes by each law in `LAWS`, for a budget of `flops` operations."""
     return [Optimum(name, *law(flops)) for name, law in LAWS.items()]
 
 
 def _kaplan(flops: float) -> tuple[float, float, float | None]:
-    """Optimum at the minimum compute for each loss, without embeddings (2001.08361 table 6)."""
+    """The compute-optimal sizes by Kaplan et al. (2001.08361 table 6), without a predicted loss.
+
+    Their parameters do not include embeddings.
+    """
     days = flops / PF_DAY
     return 1.3e9 * days**0.73, 2e10 * days**0.27, None
 
@@ -98,22 +108,25 @@ LAWS: dict[str, Callable[[float], tuple[float, float, float | None]]] = {
 
 
 LONGEST_ASSUMED = 4096
-"""Maximum tokens per row for a model without a recipe."""
+"""Maximum tokens per row that is assumed for a model without a recipe."""
 MOST_STEPS = 10**12
-"""Temporary number of steps, until the size of the model and of a step are known."""
+"""Temporary number of steps, until the sizes of the model and of a step are known."""
 PARALLEL = "parallel."
-"""Prefix of settings of the mesh."""
+"""Prefix of the settings that divide the work among devices."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its training settings.
+    """A model and its training settings, which `plan` estimates.
 
     Attributes:
-        name: name to show.
+        name: name to show to the user.
         kind: `recipe`, `run`, `preset`, or the kind of a stored model.
+        config: the decoder's config.
+        train: the training settings.
+        mesh: the parallelism settings.
         packed: True if rows hold several documents, separated by a mask.
-        assumed: default settings that were not given, as `section.key=value`.
+        assumed: settings that the user did not give and that got a default, as `section.key=value`.
     """
 
     name: str
@@ -132,17 +145,17 @@ def find_subject(
     *,
     devices: int | None = None,
 ) -> Subject:
-    """The model and training of a source, with overrides from settings.
+    """Find the model and the training settings of a source, and apply overrides to them.
 
     Args:
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
-        settings: `section.key=value`, as for `train`, and `parallel.key=value`.
+        settings: overrides as `section.key=value`, including `parallel.key=value`.
         notify: callback for a warning about each key that is dropped or shortened.
-        devices: number of devices; None: the number that the mesh has.
+        devices: number of devices; None: the product of the `parallel` settings.
 
     Raises:
-        WorkhorseError: the source does not exist, the mesh does not divide the number of devices,
-            or a setting cannot be applied.
+        WorkhorseError: the source does not exist, the number of devices is not divisible by the
+            `parallel` settings, or a setting cannot be applied.
     """
     of_mesh = [one for one in settings if one.startswith(PARALLEL)]
     others = [one for one in settings if not one.startswith(PARALLEL)]
@@ -171,7 +184,13 @@ def find_subject(
 def _mesh(
     settings: list[str], parallel: ParallelismConfig, devices: int | None
 ) -> ParallelismConfig:
-    """The parallelism settings of a recipe, changed by settings and the number of devices."""
+    """A recipe's parallelism settings, with overrides and a number of devices applied.
+
+    Args:
+        settings: overrides as `parallel.key=value`.
+        parallel: the recipe's parallelism settings.
+        devices: number of devices; None: the product of the settings.
+    """
     fields = apply_overrides({"parallel": parallel.to_dict()}, settings)["parallel"]
     try:
         mesh = ParallelismConfig.from_dict(fields)
@@ -195,7 +214,17 @@ def _model(source: str | Path, notify: Callable[[str], object]) -> tuple[str, De
 def _assumed(
     config: DecoderConfig, settings: list[str], notify: Callable[[str], object], *, rows: int
 ) -> tuple[Recipe, list[str]]:
-    """A default recipe for a model without one, and the settings that were assumed."""
+    """A recipe with default settings for a model without a recipe, and the assumed defaults.
+
+    Args:
+        config: the model's config.
+        settings: overrides as `section.key=value`.
+        notify: callback for warnings about the settings.
+        rows: number of rows per batch.
+
+    Returns:
+        The recipe, and the defaults that `settings` do not override, as `section.key=value`.
+    """
     train: dict[str, Any] = {
         "batch_size": rows,  # one row per data-parallel part of the mesh
         "seq_len": min(config.max_seq_len, LONGEST_ASSUMED),

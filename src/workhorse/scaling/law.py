@@ -1,12 +1,14 @@
-"""A scaling law fitted to runs: its form, its uncertainty and its predictions.
+"""Fit a scaling law to runs, with its uncertainty and its predictions.
 
-Sizes are used as logarithms relative to the geometric mean of the runs. The coefficients then have
-the magnitude of losses, which keeps the fit well conditioned.
+The numbers of parameters and tokens are used as logarithms, relative to the geometric mean over the
+runs (the "middle"). The coefficients then have the magnitude of losses, which keeps the fit well
+conditioned.
 
-The fit follows 2203.15556 appendix D.3: Huber loss on the logarithm of the loss, from several
-starting points. Its uncertainty comes from a parametric bootstrap: the law is fitted again to
-losses drawn around it. Because there are few runs, the error is drawn too. The loss of a further
-run then follows Student's t with n - p degrees of freedom, for n runs and p fitted coefficients.
+The fit follows 2203.15556 appendix D.3: it minimizes the Huber loss of errors of the logarithm of
+the loss, from several starting points. The uncertainty comes from a parametric bootstrap: the law
+is fitted again to losses drawn around it. Because there are few runs, the standard deviation of the
+errors is drawn too. The loss of another run then follows Student's t with n - p degrees of freedom,
+for n runs and p fitted coefficients.
 """
 
 import itertools
@@ -24,17 +26,18 @@ from workhorse.errors import WorkhorseError, to_install
 from workhorse.models.describe import FLOPS_PER_PARAMETER
 
 Theta = Sequence[float]
-"""The fitted coefficients of a law, in the order of its form."""
+"""The fitted coefficients of a law, in the order that its form defines."""
 Logs = NDArray[np.float64]
 """An array with one logarithm per run."""
 LARGEST = math.log(sys.float_info.max)
+"""The logarithm of the largest float."""
 
 
 class Point(NamedTuple):
-    """A finished run, or a run to predict."""
+    """The sizes of a run and its loss; the loss is NaN for a run to predict."""
 
     parameters: float
-    """Effective parameters: training FLOPs per token, including attention, divided by
+    """Effective number of parameters: training FLOPs per token, including attention, divided by
     `FLOPS_PER_PARAMETER`."""
     tokens: float
     """Number of training tokens."""
@@ -44,12 +47,12 @@ class Point(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of the whole training."""
+        """FLOPs of the whole training run."""
         return FLOPS_PER_PARAMETER * self.parameters * self.tokens
 
 
 class Form(Protocol):
-    """The formula of a law, with coefficients to fit."""
+    """The formula of a scaling law, with coefficients to fit."""
 
     name: str
     """Name of the law, with its source."""
@@ -58,33 +61,39 @@ class Form(Protocol):
     free: int
     """Number of fitted coefficients."""
     exponents: int
-    """Number of exponents among the coefficients; they come last."""
+    """Number of exponents among the coefficients. Exponents are the last coefficients."""
     sizes: Mapping[str, int]
-    """Minimum number of different values of each quantity that identify the coefficients."""
+    """Minimum number of different values of each field of `Point` that a fit needs, by the field's
+    name."""
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
-        """The logarithm of the loss.
+        """The logarithms of the losses that the law predicts for runs.
 
         Args:
-            theta: the coefficients, or arrays that broadcast with n and d.
-            n: logarithms of the parameters, minus the logarithm at the middle.
-            d: logarithms of the tokens, minus the logarithm at the middle.
+            theta: the coefficients, as numbers or as arrays that broadcast with n and d.
+            n: for each run, the logarithm of its parameters relative to the middle (the geometric
+                mean over the fitted runs).
+            d: for each run, the logarithm of its tokens relative to the middle.
         """
         ...
 
     def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
-        """Starting points of the fit; the best result is used."""
+        """Yield coefficients from which a fit to points starts; the best of these fits is used."""
         ...
 
     def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
-        """The constants of the formula as the paper defines them."""
+        """Convert the coefficients to the constants of the formula as the paper defines them.
+
+        `middle` is the geometric mean over the runs, which the coefficients are relative to.
+        """
         ...
 
 
 class Hoffmann:
-    """`L = E + A / N^alpha + B / D^beta`; theta: ln E, ln a, ln b, alpha, beta.
+    """The law `L = E + A / N^alpha + B / D^beta`.
 
-    `a` and `b` are the values of the two terms at the middle, the geometric mean of the runs.
+    Its coefficients are ln E, ln a, ln b, alpha, beta. `a` and `b` are the values of `A / N^alpha`
+    and `B / D^beta` at the geometric means of N and D over the runs.
     """
 
     name = "Hoffmann et al., 2203.15556 eq. 2"
@@ -115,9 +124,10 @@ class Hoffmann:
 
 
 class Kaplan:
-    """`L = ((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D`; theta: ln n, ln d, alpha_N, alpha_D.
+    """The law `L = ((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D`.
 
-    `n` and `d` are the values of the two terms at the middle, the geometric mean of the runs.
+    Its coefficients are ln n, ln d, alpha_N, alpha_D. `n` and `d` are the values of the two terms
+    of the sum at the middle (the geometric mean over the runs).
     """
 
     name = "Kaplan et al., 2001.08361 eq. 1.5"
@@ -147,9 +157,11 @@ class Kaplan:
 
 
 class Compute:
-    """`L = E + c / C^gamma`, for runs with the same division of FLOPs; theta: ln E, ln c, gamma.
+    """The law `L = E + c / C^gamma`, with the training FLOPs C.
 
-    `c` is the value of the second term at the middle, the geometric mean of the runs.
+    It is valid for runs that split their FLOPs between parameters and tokens in the same way. Its
+    coefficients are ln E, ln c, gamma; there, `c` is the value of the second term at the middle
+    (the geometric mean over the runs).
     """
 
     name = "power law of compute"
@@ -180,32 +192,37 @@ FORMS: dict[str, Form] = {"hoffmann": Hoffmann(), "kaplan": Kaplan(), "compute":
 
 
 def _exp(log: float) -> float:
-    """`exp` limited to the largest float, for constants that the runs hardly determine."""
+    """Compute `exp(log)`, but at most the largest float; uncertain constants could overflow."""
     return math.exp(min(log, LARGEST))
 
 
 HUBER = 1e-3
-"""Threshold of the Huber loss, for errors of the logarithm (2203.15556 appendix D.3)."""
+"""Threshold of the Huber loss, in units of the logarithm of the loss (2203.15556 appendix D.3)."""
 SPARE = 2
-"""Number of runs required beyond the number of coefficients, to estimate the uncertainty."""
+"""Number of runs required in addition to the number of coefficients, to estimate the
+uncertainty."""
 DRAWS = 200
-"""Number of bootstrap fits for the intervals."""
+"""Default number of bootstrap fits, for the 95 % intervals."""
 SEED = 0
+"""Seed of the random draws, so that results are reproducible."""
 MOST_STEPS, MOST_AGAIN = 300, 60
-"""Maximum evaluations per starting point of the first fit and of a bootstrap fit. Losses that no
-law fits would take thousands. With fewer, or with one starting point, intervals are too narrow."""
+"""Maximum number of evaluations per starting point, in the first fit and in a bootstrap fit. For
+losses that no law fits, an unlimited fit would take thousands. With lower limits, or with one
+starting point, intervals are too narrow."""
 LOW, HIGH = 0.025, 0.975
+"""Quantiles of the bootstrap fits that bound a 95 % interval."""
 SLOWEST, STEEPEST = 1e-3, 3.0
-"""Bounds of the fitted exponents."""
+"""Lower and upper bound of the fitted exponents."""
 RELATIVE_STEP = 2.0**-26
-"""Step of the forward differences relative to max(1, |theta|): square root of float64's epsilon."""
+"""Step of the forward differences, relative to max(1, |theta|): the square root of float64's
+epsilon."""
 APART = 0.1
-"""Minimum root mean square of the residuals of ln D after regression on ln N. Below it, the effects
-of parameters and tokens cannot be separated."""
+"""Minimum root mean square of the residuals of ln D after linear regression on ln N. With smaller
+residuals, the effects of parameters N and tokens D cannot be separated."""
 
 
 class Estimate(NamedTuple):
-    """A value with its 95 % interval, which is valid if the form of the law is."""
+    """A value with its 95 % interval. The interval assumes that the form of the law is right."""
 
     value: float
     low: float
@@ -214,15 +231,16 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law.
+    """A scaling law fitted to runs.
 
     Attributes:
         form: the form of the law.
-        points: the runs that it was fitted to.
-        middle: the geometric mean of the runs.
+        points: the runs that the law was fitted to.
+        middle: the geometric mean over the runs' parameters and tokens.
         theta: the fitted coefficients.
-        error: standard deviation of the logarithm of a run's loss around the law.
-        others: the coefficients and the error of each bootstrap fit.
+        error: standard deviation of the runs' errors: differences between the logarithms of the
+            measured and the predicted loss.
+        others: for each bootstrap fit, its coefficients and the standard deviation of its errors.
     """
 
     form: Form
@@ -233,7 +251,7 @@ class Law:
     others: Sequence[tuple[Theta, float]] = field(repr=False)
 
     def predict(self, point: Point) -> Estimate:
-        """Predict the loss of a further run."""
+        """Predict the loss of a run that is not one of the fitted ones, with its 95 % interval."""
         rng = np.random.default_rng(SEED)
         sizes = _log_sizes([point], self.middle)
         drawn = [
@@ -244,7 +262,7 @@ class Law:
         return Estimate(*(math.exp(log) for log in logs))
 
     def constants(self) -> dict[str, Estimate]:
-        """The constants of the formula as the paper defines them, with intervals."""
+        """The constants of the formula as the paper defines them, with 95 % intervals."""
         every = [self.form.constants(theta, self.middle) for theta, _ in self.others]
         found: dict[str, Estimate] = {}
         for name, value in self.form.constants(self.theta, self.middle).items():
@@ -254,15 +272,15 @@ class Law:
 
 
 def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
-    """Fit a form to runs.
+    """Fit a form of scaling law to runs.
 
     Args:
         form: one of `FORMS`.
-        points: the runs: at least `fewest(form)`, and not all of one size.
+        points: the runs: at least `fewest(form)`, of different sizes (see `too_few`).
         draws: number of bootstrap fits.
 
     Raises:
-        WorkhorseError: there are too few points, or SciPy is missing.
+        WorkhorseError: the runs are too few or too similar, or SciPy is not installed.
     """
     if few := too_few(form, points):
         raise WorkhorseError(f"{form.written} has {form.free} coefficients to fit: {few}")
@@ -278,7 +296,7 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
     error = math.sqrt(((measured - fitted) ** 2).sum() / left)
     rng = np.random.default_rng(SEED)
     others: list[tuple[Theta, float]] = []
-    # If a term vanished in the first fit, its gradient is zero there: hence a second start.
+    # A term that vanished in the first fit has no gradient at theta, so a second start is needed.
     again = [theta, next(iter(form.starts(points)))]
     for _ in range(draws):
         spread = error * math.sqrt(left / rng.chisquare(left))
@@ -288,12 +306,12 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
 
 
 def fewest(form: Form) -> int:
-    """Minimum number of runs for fitting a form."""
+    """Minimum number of runs to which a form of law can be fitted."""
     return form.free + SPARE
 
 
 def too_few(form: Form, points: Sequence[Point]) -> str:
-    """The reason why a form cannot be fitted to points; empty if it can."""
+    """The reason why a form of law cannot be fitted to points; empty if it can be fitted."""
     if len(points) < fewest(form):
         return f"at least {fewest(form)} runs are needed, {len(points)} given"
     for what, least in form.sizes.items():
@@ -308,17 +326,21 @@ def too_few(form: Form, points: Sequence[Point]) -> str:
 
 
 def _rise_together(points: Sequence[Point]) -> bool:
-    """True if tokens are almost a power of the parameters, so that a fit cannot separate them."""
+    """True if the points' tokens are almost a power of their parameters.
+
+    A fit cannot separate the effects of tokens and parameters then.
+    """
     n, d = _log_sizes(points, points[0])
     rest = (d - d.mean()) - np.polyval(np.polyfit(n, d - d.mean(), 1), n)
     return bool(np.sqrt((rest**2).mean()) < APART)
 
 
 def check_points(points: Sequence[Point]) -> None:
-    """Raise an error if no form can be fitted to the points.
+    """Check that at least one form of law can be fitted to the points.
 
     Raises:
-        WorkhorseError: no form can be fitted; gives the reason for the form that needs the fewest.
+        WorkhorseError: no form can be fitted. The message gives the reason for the form that needs
+            the fewest points.
     """
     if all(too_few(form, points) for form in FORMS.values()):
         reason = too_few(min(FORMS.values(), key=fewest), points)
@@ -326,7 +348,7 @@ def check_points(points: Sequence[Point]) -> None:
 
 
 def _log_sizes(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
-    """Logarithms of parameters and tokens, minus the logarithms at the middle."""
+    """The logarithms of the points' parameters and tokens, relative to those of `middle`."""
     n = np.log([point.parameters / middle.parameters for point in points])
     return n, np.log([point.tokens / middle.tokens for point in points])
 
@@ -334,7 +356,15 @@ def _log_sizes(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
 def _fitted(
     form: Form, sizes: tuple[Logs, Logs], measured: Logs, starts: Iterable[Theta], most: int
 ) -> Theta:
-    """The coefficients with the smallest error, after up to `most` evaluations per start."""
+    """Fit the coefficients of a form of law to measured losses.
+
+    Args:
+        form: the form of the law.
+        sizes: for each run, the logarithms of parameters and tokens relative to the middle.
+        measured: the logarithms of the runs' losses.
+        starts: coefficients to start from; the fit with the smallest error is returned.
+        most: maximum number of evaluations per start.
+    """
     try:
         from scipy.optimize import least_squares
     except ImportError:
@@ -346,7 +376,7 @@ def _fitted(
         return measured - form.log_loss(theta, *sizes)
 
     def jacobian(theta: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Jacobian of `errors`, (runs, free), by forward differences in one evaluation."""
+        """Jacobian of `errors` (runs, coefficients), by forward differences in one evaluation."""
         steps = RELATIVE_STEP * np.maximum(1, abs(theta))
         moved = theta[:, None] + np.diag(steps)
         return ((errors(moved[..., None]) - errors(theta)) / steps[:, None]).T

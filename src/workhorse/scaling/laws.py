@@ -1,4 +1,4 @@
-"""Fit all laws to runs and predict losses, as plain data."""
+"""Fit all forms of scaling laws to run directories, and return constants and predicted losses."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,17 +27,20 @@ from workhorse.train import Recipe, read_metrics, with_init
 from workhorse.train.dry_run import vocab_size_of
 
 DECAYED = 0.5
-"""Maximum final learning rate of a run, relative to its base learning rate."""
+"""Maximum learning rate at the end of a run, as a fraction of its base learning rate."""
 
 
 def recipe_at(path: str | Path) -> Recipe:
-    """The recipe in a file, of the dial (`depth-N`), or of a run directory."""
+    """Read a recipe from a file, from a run directory, or by its built-in name `depth-N`."""
     path = Path(path)
     return Recipe.from_dict(with_init(read_recipe(path / "recipe.yaml" if path.is_dir() else path)))
 
 
 def read_points(runs: Iterable[str | Path]) -> list[Point]:
-    """Read the point of each run.
+    """Read the sizes and the loss of each run.
+
+    Args:
+        runs: run directories of finished runs.
 
     Raises:
         WorkhorseError: a path is not a run directory or is given twice, a run is not finished, or
@@ -62,7 +65,11 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
 
 
 def _check_whole(recipe: Recipe, name: str) -> None:
-    """Raise an error for a run that does not show the loss of its full length from random weights.
+    """Check that a run's loss represents a full training of its length, from random weights.
+
+    Args:
+        recipe: the run's recipe.
+        name: the run's name for the error.
 
     Raises:
         WorkhorseError: the run began from trained weights, has not begun to train, or its learning
@@ -83,7 +90,13 @@ def _check_whole(recipe: Recipe, name: str) -> None:
 
 
 def check_text(recipe: Recipe, name: str, other: Recipe, beside: str) -> None:
-    """Raise an error if the losses of two recipes are for different data or tokenizers.
+    """Check that two recipes have the same data and tokenizer, so that losses can be compared.
+
+    Args:
+        recipe: the recipe to check.
+        name: its name for the error.
+        other: the recipe to compare with.
+        beside: the other recipe's name for the error.
 
     Raises:
         WorkhorseError: data or tokenizer differ.
@@ -127,16 +140,16 @@ def _point(directory: RunDirectory, steps: int) -> Point:
 
 
 def _is_size(value: Any) -> bool:
-    """True for a number above 0 that is neither subnormal nor larger than any plausible count."""
+    """True for a number above 0 that is neither subnormal nor above `LARGEST`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and sys.float_info.min <= value <= LARGEST
 
 
 def point_of(recipe: Recipe) -> Point:
-    """The point of a recipe's run, without a loss.
+    """The sizes of the run that a recipe describes, as a point without a loss.
 
     Raises:
-        WorkhorseError: the recipe has no number of steps.
+        WorkhorseError: the recipe has `train.minutes` instead of a number of steps.
     """
     if recipe.train.steps is None:
         raise WorkhorseError(f"{recipe.name} has train.minutes; set train.steps instead")
@@ -149,22 +162,24 @@ def point_of(recipe: Recipe) -> Point:
 def fit_laws(
     runs: Iterable[str | Path], recipes: Sequence[Recipe] = (), draws: int = DRAWS
 ) -> dict[str, Any]:
-    """Fit every form of law to runs, and predict the losses of recipes.
+    """Fit every form of scaling law to runs, and predict the losses of recipes.
 
     Args:
         runs: run directories, all with the same data and tokenizer.
-        recipes: the recipes to predict.
-        draws: number of bootstrap fits per law, for the intervals.
+        recipes: recipes whose losses are predicted.
+        draws: number of bootstrap fits per law, for the 95 % intervals.
 
     Returns:
-        `runs` (points, by FLOPs); `laws`, each with `name`, `written`, `constants` (`value`, `low`
-        and `high` of each), `error` (relative error of a run), `predictions` (`name`, `loss`,
-        `low`, `high`) and `optimum` (`parameters` and `tokens` for the largest `flops` of any run
-        or recipe; None if the form or the runs do not determine it); `left_out` (by name of a law,
-        the reason why it was not fitted).
+        `runs`: the fields of `Point` and `flops` for each run, sorted by FLOPs.
+        `laws`: for each fitted law, `name`, `written` (the formula), `constants` (`value`, `low`
+        and `high` by name), `error` (relative error of a run's loss), `predictions` (`name`,
+        `loss`, `low` and `high` of each recipe) and `optimum`: the compute-optimal `parameters`
+        and `tokens` for `flops`, the largest FLOPs of any run or recipe. `optimum` is None if the
+        form or the runs do not determine it.
+        `left_out`: the reasons why laws were not fitted, by the law's name.
 
     Raises:
-        WorkhorseError: runs cannot be compared, or are too few for any law.
+        WorkhorseError: the runs cannot be compared, or are too few for any law.
     """
     runs = list(runs)
     points = sorted(read_points(runs), key=lambda point: (point.flops, point.loss, point.name))
@@ -194,7 +209,10 @@ def _described(law: Law, wanted: Sequence[Point]) -> dict[str, Any]:
 
 
 def _optimum(law: Law, flops: float) -> dict[str, float] | None:
-    """Compute-optimal division of FLOPs; None if the form or the runs do not determine it."""
+    """The compute-optimal parameters and tokens for a number of FLOPs, by a fitted law.
+
+    None if the form of the law, or the runs, do not determine them.
+    """
     if not isinstance(law.form, Hoffmann):
         return None
     numbers = law.form.constants(law.theta, law.middle)
@@ -203,7 +221,7 @@ def _optimum(law: Law, flops: float) -> dict[str, float] | None:
         return None
     try:
         parameters, tokens = own.optimum(flops)
-    except ArithmeticError:  # one of the terms is 0 or negligible
+    except ArithmeticError:  # a term of the fitted law is 0 or negligible
         return None
     if min(parameters, tokens) < 1:
         return None

@@ -18,13 +18,13 @@ ORIGINAL = "use the original files, or another tokenizer"
 
 
 def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
-    """Load a tokenizer of the library, without truncation and padding.
+    """Load a tokenizer of the `tokenizers` library, with truncation and padding turned off.
 
     Args:
         definition: content of a `tokenizer.json`.
 
     Raises:
-        WorkhorseError: this is not a `tokenizer.json`, or an id is above `MAX_TOKEN_ID`.
+        WorkhorseError: `definition` is not a `tokenizer.json`, or an id is above `MAX_TOKEN_ID`.
     """
     with library_errors("not a tokenizer.json", "use a file that the tokenizers library wrote"):
         backend = tokenizers.Tokenizer.from_str(definition)
@@ -36,7 +36,10 @@ def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
 
 
 def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the rules of a part of a `tokenizer.json`, such as its normalizer, one by one."""
+    """Yield the rules in a component of a `tokenizer.json` (normalizer, decoder, …) one by one.
+
+    The rules inside a `Sequence` are yielded in its place. None has no rules.
+    """
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -48,7 +51,9 @@ def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add tokens outside the vocabulary; those with the flag `normalized` are normalized.
+    """Add tokens to those of the tokenizer's model.
+
+    The library applies the normalizer to the tokens with the flag `normalized`.
 
     Raises:
         WorkhorseError: the normalizer fails on a token.
@@ -59,9 +64,14 @@ def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> N
 
 @contextmanager
 def library_errors(fact: str, remedy: str) -> Iterator[None]:
-    """Turn errors of the library, bare `Exception`s or panics, into one-line errors.
+    """Turn errors of the `tokenizers` library in a `with` block into one-line errors.
 
-    A panic, for example of an endless regular expression, is also printed on stderr.
+    The library raises plain `Exception`s, or panics in its Rust code, for example because of an
+    endless regular expression. A panic is also printed on stderr.
+
+    Args:
+        fact: the beginning of the error message: what failed.
+        remedy: the end of the error message: what to do.
     """
     try:
         yield

@@ -47,7 +47,7 @@ class SpecialTokensConfig(Config):
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raise ConfigError unless the names can all be special tokens of one tokenizer."""
+    """Raise ConfigError if the name of a special token is too short or given twice."""
     for name in names:
         if len(name) <= 1:
             raise ConfigError(
@@ -92,7 +92,7 @@ class _TrainedConfig(Config):
 
 
 class BpeConfig(_TrainedConfig):
-    """Byte-level BPE: every character is known, and any bytes round-trip.
+    """Byte-level BPE: there are no unknown characters, and any bytes can be encoded and restored.
 
     Paper: Sennrich et al. (1508.07909); over bytes: GPT-2 (Radford et al. 2019, §2.2).
     """
@@ -101,7 +101,8 @@ class BpeConfig(_TrainedConfig):
     digits: Digits = 3
     """Maximum number of digits in a token: 1 makes arithmetic easier to learn, 3 saves tokens."""
     min_frequency: int = Field(default=2, ge=1)
-    """Minimum count of a pair to be merged, even if the vocabulary then stays smaller."""
+    """Minimum count of a pair of tokens for it to be merged. The vocabulary stays smaller than
+    `vocab_size` if there are too few such pairs."""
 
     def _smallest_alphabet(self) -> int:
         return N_BYTES
@@ -116,10 +117,11 @@ class _SentencePieceConfig(_TrainedConfig):
     digits: Digits = 1
     """Maximum number of digits in a token."""
     prefix_space: bool = True
-    """True to put a space before the input and remove it on decoding. The first word is then the
-    same token as in the middle of a string (True for LLaMA, False for Gemma)."""
+    """True to put a space before the input and remove it on decoding (LLaMA: True, Gemma: False).
+    The first word of a string then has the same token as inside a string."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
-    """Fraction of the corpus's characters with a token; the rest becomes bytes or unknown."""
+    """Fraction of the corpus's characters that get a token. The others are encoded as bytes or as
+    unknown."""
 
 
 class ByteFallbackBpeConfig(_SentencePieceConfig):
@@ -129,7 +131,7 @@ class ByteFallbackBpeConfig(_SentencePieceConfig):
     special: SpecialTokensConfig = SpecialTokensConfig(bos="<s>", eos="</s>")
     """The special tokens. Encoding ordinary text never produces one."""
     min_frequency: int = Field(default=2, ge=1)
-    """Minimum count of a pair to be merged."""
+    """Minimum count of a pair of tokens for it to be merged."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
@@ -164,14 +166,15 @@ class WordPieceConfig(_TrainedConfig):
     lowercase: bool = False
     """True to convert the input to lower case."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
-    """Fraction of the corpus's characters in the vocabulary. Words with others become unknown."""
+    """Fraction of the corpus's characters that get a token. Words with other characters become
+    unknown."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
         return (self.unk, *self.special.names)
 
     def _smallest_alphabet(self) -> int:
-        return 2  # a character at the start of a word and the same inside one
+        return 2  # a character at the start of a word, and the same character inside a word
 
 
 class BytesConfig(Config):
@@ -226,7 +229,7 @@ TokenizerConfig = Annotated[
 """The config of any tokenizer, selected by `kind`. It can be the type of a config field."""
 
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(N_BYTES))
-"""The names of the bytes 0 to 255 in SentencePiece."""
+"""The names of the tokens for the bytes 0 to 255 in SentencePiece."""
 
 
 class _AnyTokenizer(Config):

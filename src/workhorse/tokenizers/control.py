@@ -3,13 +3,13 @@
 The `tokenizers` library has an option not to match special tokens in its input. That is not enough:
 their names are often also in the model's vocabulary, where ordinary segmentation finds them
 (Unigram and WordPiece use any string they know; a BPE trained on HTML may learn to merge `<s>`).
-So if a name is reachable, a final splitting rule cuts the input after the first character of the
-name. No piece of the input can then be that name.
+So if the model could produce such a name, an additional splitting rule cuts the input after the
+first character of the name. No piece of the input can then be that name.
 
 A chat must be encoded as one string, because added and removed spaces depend on the surrounding
-text. But only the control tokens that the template wrote may be matched in it. So they get other
-names: the tokenizer used here has the same vocabulary, but its control tokens have random names
-that a user cannot know.
+text. But only the control tokens that the chat template wrote may be matched in this string. So
+`ControlEncoder` uses a tokenizer with the same vocabulary in which the control tokens have random
+names (markers) that a user cannot know.
 """
 
 import json
@@ -30,10 +30,10 @@ Ids = tuple[int, ...]
 
 
 def affixes(post_processor: dict[str, Any] | None) -> tuple[Ids, Ids]:
-    """Return the ids that the `post_processor` of a `tokenizer.json` adds before and after.
+    """Return the ids that the `post_processor` of a `tokenizer.json` adds before and after inputs.
 
     Raises:
-        WorkhorseError: the post-processor does anything else.
+        WorkhorseError: the post-processor does anything else, or is incomplete.
     """
     try:
         return _affixes(post_processor)
@@ -79,7 +79,7 @@ def _around_text(single: list[dict[str, Any]], tokens: dict[str, Any]) -> tuple[
 def set_affixes(
     backend: tokenizers.Tokenizer, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> None:
-    """Replace the tokens that are added before and after every input."""
+    """Set the tokens that a tokenizer adds before and after every input."""
     names = dict.fromkeys((*before, *after))
     backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
         single=[*before, "$A", *after],
@@ -90,9 +90,11 @@ def set_affixes(
 
 
 def reachable(definition: dict[str, Any], also: Iterable[str] = ()) -> list[str]:
-    """Return the control and byte tokens of a `tokenizer.json` that its model could produce.
+    """Return the control and byte tokens that the model could produce from typed text.
 
-    Tokens in `also` count as control tokens too.
+    Args:
+        definition: the content of a `tokenizer.json`.
+        also: tokens that count as control tokens in addition to the special tokens.
     """
     model = definition["model"]
     controls = {token["content"] for token in definition["added_tokens"] if token["special"]}
@@ -103,7 +105,7 @@ def reachable(definition: dict[str, Any], also: Iterable[str] = ()) -> list[str]
 
 
 def _found_in_text(model: dict[str, Any]) -> set[str]:
-    """Return the strings that a model can produce as a token."""
+    """Return the strings that the model of a `tokenizer.json` can produce as one token."""
     if model["type"] == "BPE" and not model.get("ignore_merges"):
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         return {left + right for left, right in pairs}
@@ -112,7 +114,7 @@ def _found_in_text(model: dict[str, Any]) -> set[str]:
 
 
 def guarded(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreTokenizer | None:
-    """Extend a pre-tokenizer so that none of `names` is inside a piece of the input."""
+    """Extend a pre-tokenizer so that it cuts every occurrence of `names` in the input in two."""
     names = [name for name in names if len(name) > 1]
     if not names:
         return pre_tokenizer
@@ -124,10 +126,10 @@ def guarded(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreToke
 
 
 class ControlEncoder:
-    """Encodes strings in which control tokens are written as `mark` returns them.
+    """Encodes strings in which each control token is written as its marker (see `mark`).
 
     Args:
-        definition: definition of the tokenizer, as in its `tokenizer.json`.
+        definition: the content of the tokenizer's `tokenizer.json`.
         also: tokens that count as control tokens in addition to the special tokens.
     """
 

@@ -52,11 +52,11 @@ _ALL_FILES = (
     ADDED_TOKENS,
     TEMPLATE,
 )
-"""Files that may be read as part of a folder's tokenizer."""
+"""Names of the files that can belong to the tokenizer in a folder."""
 INSIDE = "tokenizer"
-"""Subfolder of a run directory, and of a model in Workhorse's format, with its tokenizer."""
+"""Name of the subfolder with the tokenizer, in run directories and in Workhorse's model format."""
 PENDING = ".workhorse-pending"
-"""Subfolder for the complete new tokenizer while the one in a folder is replaced."""
+"""Name of the subfolder with the complete new tokenizer while a folder's tokenizer is replaced."""
 
 
 def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) -> "Tokenizer":
@@ -116,7 +116,7 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
 
 
 def _pending(path: Path) -> Path:
-    """Return the pending copy if the replacement of `path` was interrupted, else `path`."""
+    """Return the path of the new tokenizer if `write_folder` was interrupted, else `path`."""
     new = path / PENDING if path.is_dir() else path.parent / PENDING / path.name
     home = new if path.is_dir() else new.parent
     return new if new.exists() and not home.is_symlink() else path
@@ -159,16 +159,16 @@ def check_output_folder(folder: str | Path) -> None:
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write the files of a tokenizer, all or none.
 
-    If the folder is not empty, they are first written to the subfolder `PENDING`. `load_tokenizer`
-    reads them there until all are moved; the next call completes an interrupted replacement. Until
-    then, other programs may see new and old files. Files of another tokenizer that would be read as
-    part of this one are removed.
+    If the folder is not empty, the files are first written to the subfolder `PENDING`, and
+    `load_tokenizer` reads them there until all are moved. If the move is interrupted, the next call
+    completes it; until then, other programs may see new and old files. Files of the previous
+    tokenizer that would be read as part of the new one are removed.
 
     Raises:
         WorkhorseError: the files cannot be written, for example because the disk is full.
     """
     with writing(folder):
-        if is_temporary(folder):  # of a model: locked, and renamed as a whole when complete
+        if is_temporary(folder):  # part of a model, which `replacing` renames when it is complete
             _write(folder, files)
             return
         if not folder.is_dir() or not any(folder.iterdir()):
@@ -194,7 +194,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _put_in_place(folder: Path) -> None:
-    """Replace the folder's tokenizer by the pending one, if there is one."""
+    """Move the new tokenizer from the subfolder `PENDING`, if it exists, to the folder itself."""
     pending = folder / PENDING
     if not pending.is_dir():
         return
@@ -211,7 +211,10 @@ def _put_in_place(folder: Path) -> None:
 
 
 def _names_in(folder: Path) -> list[Path]:
-    """List the files in a folder tree. `Path.rglob` would silently skip unreadable folders."""
+    """List the files in a folder tree, as relative paths.
+
+    Unreadable folders raise an OSError; `Path.rglob` would silently skip them.
+    """
 
     def refuse(error: OSError) -> None:
         raise error

@@ -13,15 +13,15 @@ from workhorse.tokenizers.backend import rules
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
 
 MAX_GROWTH = 256
-"""Maximum number of characters that one may become. Real rules need few: NFKC up to 18."""
+"""Maximum number of characters that one character may become. Real rules need few: NFKC, 18."""
 UTF8_BYTES = 4
 """Maximum number of bytes of a character."""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
-    """Check that no character can become more than `MAX_GROWTH` characters.
+    """Check that a tokenizer cannot turn one character into more than `MAX_GROWTH` characters.
 
-    A regular expression is assumed to match one character or more.
+    The regular expression of a rule is assumed to match one character or more.
 
     Raises:
         WorkhorseError: the rules of the `tokenizer.json` can exceed the limit.
@@ -44,19 +44,22 @@ def _check(what: str, applied: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Lengths:
-    """Upper bounds of the number of characters that each character becomes by a list of rules."""
+    """For each character, an upper bound of the number of characters that rules turn it into."""
 
     def __init__(self) -> None:
         self._named: dict[str, float] = {}
         self._other = 1.0
         """Bound for characters that are not in `_named`."""
         self._least = 0.0
-        """Lower limit of all bounds: a rule may match any character."""
+        """All bounds are at least this large, because some rules may match any character."""
         self.most = 1.0
-        """Largest bound so far, also of prefixes that rules add."""
+        """Largest bound so far, including those of prefixes that rules add to the input."""
 
     def precede(self, rule: Mapping[str, Any]) -> None:
-        """Add a rule before the others; they may lengthen its output further."""
+        """Include a rule in the bounds that is applied before all rules included so far.
+
+        They read its output, so the factors of growth multiply.
+        """
         match rule:
             case {"type": "Prepend", "prepend": new}:
                 self._reach(self._of(new))

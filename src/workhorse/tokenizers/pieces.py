@@ -29,13 +29,13 @@ _BYTE_OF = {character: value for value, character in enumerate(BYTE_ALPHABET)}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 _WORDS = {"type": "WordPiece", "prefix": "\ue000no prefix", "cleanup": False}
-"""The decoder if a `tokenizer.json` has none: each token is a word."""
+"""The decoder for a `tokenizer.json` without a decoder: each token is a word."""
 
 Step = Callable[[str | bytes], str | bytes]
 
 
 class ByteToken(bytes):
-    """The byte of a token such as `<0x41>`; it may be a part of a character."""
+    """The byte of a byte token such as `<0x41>`; it may be only a part of a character."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class Decoding:
 
     steps: tuple[Step, ...]
     first: Step | None = None
-    """The step for the first token of a sequence instead of `steps`; it removes the space."""
+    """For the first token of a sequence, applied instead of `steps`: decodes it without a space
+    before it. None: the first token is decoded like all others."""
     strip_start: bool = False
     """True to remove one space at the start of the decoded string."""
     strip_end: bool = False
-    """True to remove one space at its end."""
+    """True to remove one space at the end of the decoded string."""
 
     def piece(self, token: str) -> bytes:
         """Return the bytes of a token of the vocabulary."""
@@ -151,12 +152,12 @@ class StreamDecoder:
         self._is_first = True
         self._at_start = strip_start
         self._strip_end = strip_end
-        self._space = ""  # held back: a space at the end is removed
+        self._space = ""  # a space that is held back, because it is removed at the end
         self._run = b""
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Add an id and return the text that it completes; empty inside a character."""
+        """Add an id and return the text that is now final; empty if a character is incomplete."""
         piece = self._piece_of(token, self._is_first)
         if piece is None:
             return ""
@@ -167,7 +168,7 @@ class StreamDecoder:
         return self._given(self._byte_run() + self._characters.decode(piece))
 
     def finish(self) -> str:
-        """Return the text held back; U+FFFD if the ids end inside a character."""
+        """Return the text that `push` held back; U+FFFD if the ids end inside a character."""
         return self._given(self._byte_run() + self._characters.decode(b"", final=True))
 
     def _byte_run(self) -> str:

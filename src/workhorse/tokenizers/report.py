@@ -29,13 +29,13 @@ class TokenizerReport:
     tokens_per_word: float
     unknown_tokens: int
     unknown_rate: float
-    """Fraction of the tokens that are unk; 0 for tokenizers with byte tokens."""
+    """Fraction of the tokens that are the unknown token; 0 for tokenizers with byte tokens."""
     used_share: float
     """Fraction of the vocabulary that occurs in the documents."""
     changed_documents: int
     """Number of documents that `decode(encode(text))` changes."""
     first_change: str | None
-    """The first difference, as `'before' -> 'after'`."""
+    """The first of these changes, as `'before' -> 'after'`; None if there is none."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -22,7 +22,7 @@ ROLES = ("bos", "eos", "pad", "unk")
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a sequence, with its bytes."""
+    """One token of a token sequence, with its bytes."""
 
     id: int
     data: bytes
@@ -31,7 +31,7 @@ class Piece:
 
     @property
     def text(self) -> str | None:
-        """The bytes as a string; None if they are a part of a character."""
+        """The bytes as a string; None if they are not UTF-8, such as a part of a character."""
         try:
             return self.data.decode()
         except UnicodeDecodeError:
@@ -56,8 +56,8 @@ class Tokenizer:
         definition: content of a `tokenizer.json`.
         roles: names of the `bos`, `eos`, `pad` and `unk` tokens, if any, and of other tokens that
             chat templates may use.
-        chat_template: jinja source, or a mapping of several sources by name; `default` is used
-            unless another name is given. None: no template.
+        chat_template: jinja source of the chat template, or a mapping of several sources by name.
+            `default` is used unless another name is given. None: no template.
         source: the files that the tokenizer was read from, to write them back unchanged.
 
     Raises:
@@ -90,16 +90,16 @@ class Tokenizer:
             for token in self._definition["added_tokens"]
             if token["special"]
         }
-        """Special tokens and their ids. Only `allow_special` matches them in the input."""
+        """Special tokens and their ids. They are matched in the input only with `allow_special`."""
         self.vocab_size = 1 + max(self._backend.get_vocab().values(), default=-1)
-        """The largest id plus 1, so unused ids count."""
+        """The largest id plus 1. Unused ids also count."""
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (self._role_id(r) for r in ROLES)
         self.prefix_ids, self.suffix_ids = affixes(self._definition["post_processor"])
-        """Ids before and after every complete sequence, as the post-processor declares them."""
+        """Ids that `encode_sequence` adds before and after the input, from the post-processor."""
         self.plain_added_tokens = frozenset(
             token["content"] for token in self._definition["added_tokens"] if not token["special"]
         )
-        """Added tokens that are matched in all input and are not special."""
+        """Added tokens that are not special. They are matched in any input."""
         self._control_encoders: dict[frozenset[str], ControlEncoder] = {}
 
     @property
@@ -131,10 +131,10 @@ class Tokenizer:
         return 0 if self.unk_id is None else ids.count(self.unk_id)
 
     def encode_sequence(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Encode a complete sequence as in the model's training: with `prefix_ids`, `suffix_ids`.
+        """Encode a complete sequence: `prefix_ids`, the ids of the string, `suffix_ids`.
 
-        With `allow_special`, the ids are equal to `AutoTokenizer(text)`, otherwise to
-        `AutoTokenizer(text, split_special_tokens=True)`.
+        With `allow_special`, the ids are those of transformers' `AutoTokenizer`; without it, those
+        of `AutoTokenizer` with `split_special_tokens=True`.
         """
         ids = self.encode(text, allow_special=allow_special)
         return [*self.prefix_ids, *ids, *self.suffix_ids]
@@ -142,7 +142,7 @@ class Tokenizer:
     def encode_bytes(self, data: bytes) -> list[int]:
         """Encode any bytes; `decode_bytes` returns exactly the same bytes.
 
-        Bytes that are UTF-8 are encoded as text, others one by one.
+        Bytes that are UTF-8 are encoded as text, all other bytes one by one.
 
         Raises:
             WorkhorseError: `data` is not bytes, or it is not UTF-8 and the tokenizer is not
@@ -209,7 +209,8 @@ class Tokenizer:
         Args:
             skip_special: True to skip special tokens.
             after: ids that precede the stream, such as a prompt. Their text is not returned, but
-                the stream continues it: inside a character, or with the space before a word.
+                affects the next text: it may end inside a character, and the next word then has
+                the space before it.
         """
         skipped = self._special_ids if skip_special else frozenset[int]()
         pieces, vocab_size = self._pieces, self.vocab_size
@@ -228,7 +229,7 @@ class Tokenizer:
         return decoder
 
     def control_encoder(self, also: frozenset[str] = frozenset()) -> ControlEncoder:
-        """Return an encoder that distinguishes control tokens from the same characters as text.
+        """Return an encoder that distinguishes control tokens from typed text that looks the same.
 
         Args:
             also: tokens that count as control tokens in addition to the special tokens.
@@ -256,12 +257,13 @@ class Tokenizer:
     def save(self, folder: str | Path, *, model_type: str | None = None) -> None:
         """Write `tokenizer.json` and its companion files, which transformers can also read.
 
-        For `load_tokenizer`, the write is atomic: it finds this tokenizer or the previous one.
+        Even if the write is interrupted, `load_tokenizer` reads either this tokenizer or the
+        previous one.
 
         Args:
             folder: the folder to write to.
-            model_type: type of the model in the folder, if any. If the tokenizer was read beside a
-                model of the same type, its original files are written back.
+            model_type: type of the model in the folder, if any. If the tokenizer was read from a
+                folder with a model of the same type, its original files are written back.
 
         Raises:
             WorkhorseError: transformers has special rules for the tokenizers of this model type and
@@ -309,7 +311,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of everything that determines the ids of a string."""
+        """SHA-256, in hex, of the tokenizer's definition and roles."""
         facts = {"tokenizer": self._definition, "roles": self.roles}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -322,7 +324,10 @@ class Tokenizer:
 
     @cached_property
     def _matching_special(self) -> tokenizers.Tokenizer:
-        """A copy that matches special tokens: the library's option applies to a whole tokenizer."""
+        """A copy that matches special tokens in the input.
+
+        A copy is needed because the library's option applies to the whole tokenizer.
+        """
         return library_tokenizer(self.definition)
 
     @cached_property
@@ -345,7 +350,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_ids(self) -> list[int]:
-        """The id of each byte value, in a byte-level vocabulary."""
+        """The id of the token for each byte value; an error if the tokenizer is not byte-level."""
         ids = [self._backend.token_to_id(character) for character in BYTE_ALPHABET]
         decoder = self._definition["decoder"] or {}
         if decoder.get("type") != "ByteLevel" or None in ids:

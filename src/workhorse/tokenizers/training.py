@@ -1,11 +1,11 @@
 """Trains a tokenizer of any algorithm from a stream of documents.
 
-Memory is bounded by one document and the trainer's own data (each distinct word once).
+Memory holds only one document and the trainer's own data (each distinct word once).
 
 The trainers are those in the `tokenizers` library. This module prepares their input (splitting of
 documents, selection of characters) and makes the result the same on every run. Byte-level BPE is
-already deterministic. The other trainers get all characters in a fixed order, because the library
-assigns ids to characters inside words, and breaks ties between rare ones, in hash table order.
+already deterministic. The other trainers are given all characters in a fixed order. Otherwise the
+order of a hash table would decide the ids of characters, and which of equally rare ones are kept.
 """
 
 import json
@@ -37,7 +37,7 @@ from workhorse.tokenizers.pieces import BYTE_ALPHABET
 from workhorse.tokenizers.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**16
-"""Maximum length of a string for the library, which needs about 20 bytes per character."""
+"""Maximum length of a string passed to the library, which needs about 20 bytes per character."""
 
 MAX_RUN = 2048
 """Maximum length of a run without spaces, or of spaces. The library's trainers may treat a run as
@@ -49,7 +49,9 @@ Progress = Callable[[int, int | None], None]
 
 
 def split_documents(texts: Iterable[str], progress: Progress | None = None) -> Iterator[str]:
-    """Yield the documents, cut at `MAX_CHARACTERS` (at line ends) and `MAX_RUN`.
+    """Yield the documents, cut into strings of up to `MAX_CHARACTERS`, at line ends if possible.
+
+    Runs without spaces, or of only spaces, are also cut, after `MAX_RUN` characters.
 
     Args:
         texts: the documents as strings.
@@ -100,7 +102,11 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _may_hold_run(text: str, start: int, stop: int) -> bool:
-    """Return False if all blocks of half the length are mixed; faster than searching for runs."""
+    """Return False if the text cannot contain a run of `MAX_RUN` characters.
+
+    This is certain if each block of half that length has both spaces and other characters. Checking
+    the blocks is faster than searching for runs.
+    """
     half = MAX_RUN // 2
     return any(
         not (_SPACE.search(text, at, at + half) and _NO_SPACE.search(text, at, at + half))
@@ -120,13 +126,13 @@ def _utf8_bytes(text: str) -> int:
 
 @contextmanager
 def counted(texts: Iterable[str]) -> Iterator["CountedCorpus"]:
-    """Store the strings in a temporary file, which is deleted on exit."""
+    """Store strings in a temporary file and count their characters; delete the file on exit."""
     with tempfile.TemporaryFile() as file:
         yield CountedCorpus(file, texts)
 
 
 class CountedCorpus:
-    """Strings stored in a file, with character counts; it can be iterated several times."""
+    """Strings stored in a file, with character counts. They can be iterated several times."""
 
     def __init__(self, file: IO[bytes], texts: Iterable[str]) -> None:
         self.characters: Counter[str] = Counter()
@@ -142,7 +148,7 @@ class CountedCorpus:
             yield self._file.read(int.from_bytes(size, "little")).decode()
 
     def frequent(self, coverage: float, limit: int) -> list[str]:
-        """Return the commonest characters that cover a fraction of the corpus, by code point.
+        """Return the most common characters that together cover a fraction of the corpus, sorted.
 
         Args:
             coverage: fraction of all characters in the corpus, in (0, 1].
@@ -158,24 +164,28 @@ class CountedCorpus:
         return sorted(kept)
 
     def keeping(self, characters: Iterable[str], substitute: str = " ") -> Iterator[str]:
-        """Yield the strings with all other characters replaced: no piece is learned across them."""
+        """Yield the strings with every character that is not in `characters` replaced.
+
+        No token is then learned that contains such a character.
+        """
         gone = dict.fromkeys(map(ord, self.characters.keys() - set(characters)), substitute)
         return (text.translate(gone) if gone else text for text in self)
 
 
 CHARACTER_STEP = 1e-4
-"""Step between the scores that the library assigns, in random order, to kept characters."""
+"""Step between the scores that the library's Unigram trainer assigns to characters in random order
+(see `stable_vocabulary`)."""
 DECIMALS = 4
 """Number of decimals of rounded scores (natural logarithms of probabilities). Between runs, scores
 differ by less than 1e-10, because they are summed in random order."""
 
 
 def stable_vocabulary(vocab: Iterable[tuple[str, float | None]]) -> list[tuple[str, float]]:
-    """Remove the differences between two runs of the library's Unigram trainer.
+    """Make the vocabulary of the library's Unigram trainer the same on every run.
 
-    The trainer keeps characters that it would otherwise prune and gives them the scores `lowest,
-    lowest + 1e-4, ...` in random order; they are put in code point order. Then scores are rounded,
-    and pieces are sorted by score and code points.
+    The trainer keeps single characters that it would otherwise prune, and assigns the scores
+    `lowest, lowest + 1e-4, ...` to them in random order. Here these scores are reassigned in code
+    point order. Then all scores are rounded, and the pieces are sorted by score and code points.
 
     Raises:
         WorkhorseError: pieces have no score, because the library found no text to count.
@@ -193,7 +203,11 @@ def stable_vocabulary(vocab: Iterable[tuple[str, float | None]]) -> list[tuple[s
 
 
 def _kept_characters(scores: dict[str, float]) -> dict[str, float]:
-    """Return the characters with scores in equal steps from the lowest score."""
+    """Return the characters that the trainer would otherwise have pruned, with their scores.
+
+    They are recognised by their scores: the lowest score, and steps of `CHARACTER_STEP` above it
+    without a gap.
+    """
     lowest = min(scores.values(), default=0.0)
     characters = sorted((score, piece) for piece, score in scores.items() if len(piece) == 1)
     kept: dict[str, float] = {}
@@ -234,7 +248,7 @@ def train_tokenizer(
 
     Raises:
         WorkhorseError: the documents have no text, `texts` is one string, a document is not UTF-8,
-            a file is not a tokenizer, or `config` is not a config.
+            the file of a `FileConfig` is not a tokenizer, or `config` is not a tokenizer config.
     """
     if isinstance(config, FileConfig):
         return load_tokenizer(config.path)
@@ -249,7 +263,7 @@ def train_tokenizer(
 
 
 def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
-    """Return how many tokens a trained tokenizer lacks compared with its `vocab_size`."""
+    """Return by how many tokens a trained tokenizer is smaller than `config.vocab_size`."""
     if isinstance(config, FileConfig | BytesConfig | CharactersConfig):
         return 0
     return config.vocab_size - tokenizer.vocab_size
@@ -343,7 +357,7 @@ def _wordpiece(config: WordPieceConfig, pieces: Iterable[str]) -> Tokenizer:
     normalizer = normalizers.BertNormalizer(lowercase=config.lowercase, strip_accents=False)
     splitter = pre_tokenizers.BertPreTokenizer()
     with counted(map(normalizer.normalize_str, pieces)) as corpus:
-        # Half of the room: a character takes two tokens, `c` and `##c`.
+        # Half of the available tokens: a character needs two, `c` and `##c`.
         alphabet = _alphabet(corpus, config.character_coverage, _room(config) // 2)
         # A character inside a word is a separate token, `##c`. The library would assign its id in
         # hash table order. As fixed tokens, these tokens get ids in the order of this list.
@@ -397,10 +411,10 @@ def _learn(
     texts: Iterable[str],
     fixed: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Train and return the model, in the form of a `tokenizer.json`.
+    """Train a model and return it in the form of the `model` of a `tokenizer.json`.
 
-    The name of a fixed token must not be learned from the corpus: the library would merge its parts
-    into the same id.
+    The names of the `fixed` tokens must not be learned from the corpus: text with such a name would
+    then be encoded as the fixed token.
     """
     student = tokenizers.Tokenizer(model)
     student.pre_tokenizer = guarded(splitter, fixed)  # pyright: ignore[reportAttributeAccessIssue]
@@ -426,7 +440,7 @@ def _bpe_model(model: dict[str, Any], byte_fallback: bool = False) -> models.BPE
 
 
 def _room(config: ByteFallbackBpeConfig | UnigramConfig | WordPieceConfig) -> int:
-    """Return the number of tokens to learn."""
+    """Return the number of tokens in the vocabulary that are not fixed before training."""
     return config.vocab_size - len(config.fixed_tokens)
 
 
@@ -445,7 +459,10 @@ def _space_normalizer(prefix_space: bool) -> normalizers.Normalizer:
 
 
 def _space_splitter(digits: int) -> pre_tokenizers.PreTokenizer:
-    """Split into words with the space before them, numbers, punctuation, spaces, line ends."""
+    """Return a pre-tokenizer that splits text into words, numbers, punctuation, spaces, line ends.
+
+    A space before a word or punctuation belongs to it.
+    """
     pattern = (
         rf"{SPACE}?[\p{{L}}\p{{M}}]+"
         rf"|\p{{N}}{{1,{digits}}}"

@@ -47,9 +47,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         - `exports_as`: the transformers class that the model can be exported to, or the differences
           from the nearest one
         - `parameters`: `total`, `active` per token, and one count per role
-        - `memory`: bytes of a step in the process that needs most, see `account`. For float16 these
-          are the bytes of float32, see `recordable`. On a CPU all processes are assumed to share
-          this machine.
+        - `memory`: bytes of a step in the process that needs the most memory, see `account`. For
+          float16 these are the bytes of float32, see `recordable`. On a CPU all processes are
+          assumed to share this machine.
         - `micro_batch_size`: the size that `auto` resolves to now
         - `steps`: the number of steps, computed from `train.minutes` if that is set
         - `tokens`: tokens of the whole run
@@ -60,7 +60,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
           training reaches.
 
     Raises:
-        WorkhorseError: `train` would refuse the recipe before its first step.
+        WorkhorseError: `train` would raise this error before its first step.
     """
     device = check_recipe(recipe)
     config = recipe.train
@@ -123,9 +123,10 @@ def time_steps(
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> float:
-    """Return the seconds of the fastest of a few steps on random tokens, without the first.
+    """Time a few training steps on random tokens and return the seconds of the fastest.
 
-    This process computes all of each step.
+    The first step does not count. This process computes whole steps, even if `parallel` divides
+    them among several.
     """
     train = fit_micro_batch(config, train, device, parallel=parallel)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
@@ -150,17 +151,20 @@ def dry_run(
 
     Args:
         recipe: the recipe to train.
-        out: the run directory; None for `runs/NAME`. `notify` gets a line if it is taken.
+        out: the run directory; None for `runs/NAME`, whose use by another run is only reported.
         resume: True to continue the run in `out`.
-        notify: called with each notice of `train`, before steps are timed.
+        notify: called with each line that `train` would report, before steps are timed.
 
     Returns:
-        The result of `estimate`. Unless `runs/NAME` is taken, it also has `run_directory`, `step`
-        (the step after which the run would continue; 0 for a new run) and `changes` (of the
-        recipe), and `seconds` counts only the remaining steps.
+        The result of `estimate`. Unless `runs/NAME` is in use, it has three more keys, and
+        `seconds` counts only the remaining steps:
+
+        - `run_directory`
+        - `step`: the number of steps done; 0 for a new run
+        - `changes`: the changes of the recipe since the last checkpoint
 
     Raises:
-        WorkhorseError: `train` would refuse before its first step.
+        WorkhorseError: `train` would raise this error before its first step.
     """
     folder = Path("runs") / recipe.name if out is None else Path(out)
     taken = "" if resume or out is not None else reason_not_free(folder)

@@ -38,9 +38,9 @@ def start_weights(
         with_optimizer: True if the optimizer's state will be loaded too.
 
     Returns:
-        With `with_optimizer`, the checkpoint of the weights, without the weights themselves. The
-        optimizer's state must come from the same checkpoint, and a run that is still training may
-        have saved a newer one. Otherwise None.
+        With `with_optimizer`, the checkpoint that the weights were read from, without the weights.
+        Its optimizer state belongs to these weights; a run that is still training may have saved a
+        newer checkpoint by now. Otherwise None.
 
     Raises:
         WorkhorseError: there is no such model, or its weights do not fit.
@@ -65,13 +65,13 @@ def start_weights(
 
 
 def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kind: str) -> None:
-    """Load the optimizer state of a checkpoint of `init`.
+    """Load the optimizer state from a checkpoint of the run that training starts from.
 
     Args:
         init: the run directory, for messages.
         checkpoint: the checkpoint with the state.
         optimizer: the optimizer that receives the state.
-        kind: the kind of this optimizer.
+        kind: the kind of this optimizer, such as `adamw`.
 
     Raises:
         WorkhorseError: the state belongs to another kind of optimizer or to another model.
@@ -91,7 +91,7 @@ def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kin
 
 
 def check_weights(init: str, decoder: Decoder) -> None:
-    """Check that the weights of `init` fit a decoder, without reading them.
+    """Check that the weights of the model `init` fit a decoder, without reading the weights.
 
     Args:
         init: the model: a folder or a hub id.
@@ -111,7 +111,7 @@ def _copy_weights(
     weights: Mapping[str, Tensor],
     places: Places = weights_of,
 ) -> None:
-    """Copy weights; if they do not fit, raise an error that lists differing settings."""
+    """Copy weights into a decoder; if they do not fit, raise an error with differing settings."""
     try:
         load_weights(decoder, weights, places)
     except WorkhorseError as error:
@@ -127,12 +127,12 @@ def _copy_weights(
 
 
 def check_tokens(init: str, tokenizer: Tokenizer) -> None:
-    """Check that every token id means the same token as in the tokenizer of `init`.
+    """Check that a tokenizer assigns the same tokens to ids as the tokenizer of the model `init`.
 
-    The tokenizer may have more tokens than that one, or lack some of its last tokens.
+    Ids that only one of the two tokenizers has are not compared.
 
     Raises:
-        WorkhorseError: an id means another token.
+        WorkhorseError: an id stands for different tokens.
     """
     stored = open_stored(init)
     if not stored.has_tokenizer:

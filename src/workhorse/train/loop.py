@@ -40,11 +40,11 @@ STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SI
 
 
 class StopSignals:
-    """Context manager that records the first SIGINT, SIGTERM or SIGHUP and does not exit.
+    """Context manager that records the first SIGINT, SIGTERM or SIGHUP instead of exiting.
 
-    SIGHUP means that the terminal is gone; it stays ignored under `nohup`. The first signal
-    restores the previous handlers, so a second one acts at once. Outside the main thread no signal
-    is recorded, because Python delivers none there. The context is reentrant.
+    SIGHUP reports that the terminal was closed; it stays ignored under `nohup`. The first signal
+    restores the previous handlers, so a second one takes effect at once. Outside the main thread no
+    signal is recorded, because Python delivers signals only there. The context is reentrant.
 
     Args:
         numbers: the signals to record.
@@ -124,23 +124,23 @@ class _Mark(NamedTuple):
 
 @dataclass
 class Loop:
-    """Training of one run, from its counters to the last step.
+    """The training loop of one run. It starts at the step in `counters`.
 
     Attributes:
-        config: the number of steps and the intervals of everything else.
+        config: the training settings: number of steps, intervals of logs, checkpoints and others.
         step: the training step.
         weights: returns the weights to save.
-        batches: the batch of each step.
+        batches: the batches, indexed by step.
         validate: measures the loss on a number of validation rows, or on all for None. The
             attribute is None without validation data.
         sample: generates the samples; None for no samples.
         store: the checkpoint store.
         metrics: the file of events.
         on_event: called with every event.
-        constants: facts about the run, stored in every checkpoint.
+        constants: values stored in every checkpoint, such as the recipe.
         flops_per_token: floating-point operations of training, per token.
         peak: the peak floating-point operations per second of the device.
-        check_place: raises if a checkpoint would no longer be written into the run's folder.
+        check_place: raises an error if the run's folder was moved or removed.
         world: the processes of the run; rank 0 writes files and events.
     """
 
@@ -160,7 +160,7 @@ class Loop:
     world: World = ALONE
     counters: Counters = field(default_factory=Counters)
     saved: int = 0
-    """Steps done when the newest checkpoint was written."""
+    """Number of steps done when the newest checkpoint was saved."""
     _consistent: bool = True
     """True if weights, optimizer and counters belong to the same step. False during an update."""
 
@@ -173,11 +173,13 @@ class Loop:
         self._saver = Saver(self.store, self._saved, world, own)
 
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
-        """Restore everything but the weights, so that the next step is as in an uninterrupted run.
+        """Restore optimizer, loss scale, counters and random state from a checkpoint.
+
+        The weights are loaded elsewhere. The next step is then as in an uninterrupted run.
 
         Args:
             checkpoint: the checkpoint to continue from.
-            rows: the number of rows of the data read before that.
+            rows: the number of rows of the data that count as read.
         """
         self.step.optimizer.load(checkpoint.optimizer)
         self.step.scale.load(checkpoint.state["loss_scale"])
@@ -189,8 +191,8 @@ class Loop:
     def run(self, signals: StopSignals, progress: Callable[[], None] = lambda: None) -> bool:
         """Train until the last step or a signal, then save a checkpoint.
 
-        A checkpoint is also saved if something other than the step fails: validation, samples, a
-        listener.
+        A checkpoint is also saved if something other than a training step fails, such as
+        validation, samples or a function that gets events.
 
         Args:
             signals: the signals that stop training.
@@ -301,7 +303,7 @@ class Loop:
         return bool(number)
 
     def save(self) -> None:
-        """Start to write a checkpoint, after the metrics up to it are on disk."""
+        """Wait until all metrics so far are on disk, then start to write a checkpoint."""
         self.saved = self.counters.step  # also if it fails: a failed save is not repeated
         self._saver.wait()
         if self.world.is_first:
@@ -361,7 +363,7 @@ class Loop:
             counters.losses = [*counters.losses, loss][-loss_spikes.window :]
 
     def _of_processes(self, seconds: float) -> dict[str, list[float]]:
-        """Gather each rank's seconds in passes per step; empty for a single process."""
+        """Gather from each rank its time in passes, in seconds per step; empty for one process."""
         if self.world.size == 1:
             return {}
         return {"pass_seconds": self.world.gather(torch.tensor(seconds)).tolist()}

@@ -34,13 +34,15 @@ def settle(
     notify: Notify,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrainConfig:
-    """Time steps and return the settings with `steps` in place of `minutes`; rank 0 decides.
+    """Time training steps and replace `minutes` by the number of steps that takes this time.
+
+    All ranks get the number of rank 0.
 
     Args:
-        train: the settings, with `minutes`.
+        train: the training settings, with `minutes`.
         step: the step to time; it cannot be used afterwards, because its weights and its optimizer
             state have changed.
-        batches: the batch of each step.
+        batches: the training batches, indexed by step.
         world: the processes of the run.
         held_out: the number of batches in the validation split.
         notify: called with each notice.
@@ -90,8 +92,8 @@ def steps_within(
     """Return the number of steps, with their validations, that fit into `seconds`, at least 1.
 
     Args:
-        train: the settings, with the interval and size of validations.
-        seconds: the time of all steps and validations.
+        train: the training settings, with the interval and size of validations.
+        seconds: the available time for all steps and validations.
         step_seconds: the time of a training step.
         held_out: the number of batches in the validation split.
     """
@@ -104,7 +106,7 @@ def steps_within(
 
 
 def with_steps(train: TrainConfig, steps: int) -> TrainConfig:
-    """Set `steps` (at least 1) and shorten a warm-up that does not fit to a tenth of the steps."""
+    """Set `steps`, at least 1. A warm-up that is not shorter becomes a tenth of the steps."""
     steps, schedule = max(1, steps), train.schedule
     if schedule.warmup_steps >= steps:
         schedule = schedule.replace(warmup_steps=steps // 10)
@@ -112,7 +114,7 @@ def with_steps(train: TrainConfig, steps: int) -> TrainConfig:
 
 
 def remark(train: TrainConfig, found: TrainConfig, step_seconds: float) -> str:
-    """Return one line that says how many steps `minutes` gives."""
+    """Return a log line with the number of steps that `train.minutes` gives."""
     warmup, shorter = train.schedule.warmup_steps, found.schedule.warmup_steps
     shortened = f"; warm-up shortened from {warmup} to {shorter} steps" if warmup != shorter else ""
     return (
@@ -122,7 +124,7 @@ def remark(train: TrainConfig, found: TrainConfig, step_seconds: float) -> str:
 
 
 def as_begun(run: RunDirectory, recipe: Recipe) -> Recipe:
-    """Replace the minutes of a recipe that resumes a run by the steps the run was started with.
+    """Replace `train.minutes` of a recipe that resumes a run by the run's own number of steps.
 
     Raises:
         WorkhorseError: the run was started with other minutes, or with a number of steps.

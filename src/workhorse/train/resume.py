@@ -34,7 +34,7 @@ cannot start from existing weights."""
 
 
 def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
-    """Return True if a recipe with these changes cannot start from the run's weights."""
+    """Return True if a new run with these changed settings cannot start from the run's weights."""
     if any(name.startswith(FROM_THE_BEGINNING) for name in changed):
         return True
     if not any(name.startswith("model") for name in changed):
@@ -47,7 +47,7 @@ def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
 
 
 def from_weights(run: RunDirectory, settings: Settings) -> Settings:
-    """Add the settings that start a new run from the weights and with the tokenizer of a run."""
+    """Extend settings so that a new run starts from the weights and tokenizer of this run."""
     tokenizer = {"kind": "file", "path": str(run.tokenizer_folder)}
     # Both a preset and `init` would set the architecture, so the preset is removed.
     model = [("model", {})] if "preset" in run.recipe()["model"] else []
@@ -55,14 +55,14 @@ def from_weights(run: RunDirectory, settings: Settings) -> Settings:
 
 
 def command(run: RunDirectory, settings: Settings) -> str:
-    """Return the `workhorse train` command for a run's recipe with settings and a new folder."""
+    """Return the command that trains a run's recipe with changed settings in a new folder."""
     words = ["workhorse", "train", str(run.path)]
     words += [f"{name}={written(value)}" for name, value in settings]
     return shlex.join([*words, "--out", _free_name(run), *environment.workers()])
 
 
 def spare(recipe: Recipe, name: str, value: Any) -> Any:
-    """Return a setting's value; for a section, only the keys that differ from their defaults."""
+    """Return a setting's value; for a section, without the keys that have their default value."""
     section: Any = recipe
     for part in name.split("."):
         section = getattr(section, part, None)
@@ -131,10 +131,10 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Change:
-    """A setting with a new value."""
+    """A setting whose value in a recipe differs from its value in the run to resume."""
 
     setting: str
-    """Dotted name. If the kind of a section has changed, it is the name of the section."""
+    """Dotted name of the setting, or of the whole section if its `kind` has changed."""
     before: Any
     now: Any
     rule: OnResume
@@ -154,31 +154,31 @@ class Resumption:
     """The point where a run continues, and the changes of its recipe."""
 
     step: int = 0
-    """Steps done; 0 without a checkpoint."""
+    """Number of steps done; 0 without a checkpoint."""
     rows: int = 0
-    """Rows of the data read."""
+    """Number of rows of the data that have been read."""
     state: dict[str, Any] = field(default_factory=dict)
-    """State of the checkpoint; empty without one."""
+    """State of the checkpoint; empty without a checkpoint."""
     changes: list[Change] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
-    """The checkpoint to continue from; None at the start, or if only its state was read."""
+    """The checkpoint to continue from; None without a checkpoint, or if only its state was read."""
 
     def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
-        """Return the size that `auto` determined, or `auto` if the batch size has changed since."""
+        """Return the micro-batch size of the run, or `auto` if the batch size has changed since."""
         tried_on = self.state.get("recipe", {}).get("train", {}).get("batch_size", batch_size)
         return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
 
 
 def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = None) -> Resumption:
-    """Find where a run continues, and compare its recipe with the one to resume it with.
+    """Find where a run continues, and compare its recipe with the recipe to continue with.
 
     Writes nothing.
 
     Args:
         run: the run.
         recipe: the recipe to continue with.
-        newest: returns the newest intact checkpoint; None: only its state is read.
+        newest: function that loads the newest intact checkpoint; None to read only its state.
 
     Raises:
         WorkhorseError: no saved checkpoint can be used, a setting must not change, the data is
@@ -217,7 +217,7 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
 
 
 class LossSpikeError(WorkhorseError):
-    """A loss spike without a checkpoint to return to, or one too many."""
+    """A loss spike, but no checkpoint to return to, or the limit of returns is reached."""
 
 
 class Progress(Protocol):
@@ -234,7 +234,7 @@ def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
     The run returns to a checkpoint, but skips all rows that were read until the spike.
 
     Args:
-        newest: returns the newest intact checkpoint.
+        newest: function that loads the newest intact checkpoint.
         recipe: the recipe of the run.
         jumped: the progress of the run at the spike.
 
@@ -263,10 +263,9 @@ def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
 
 
 def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    """Complete the fields of a recipe that has an `init` and resumes a run.
+    """Fill in architecture and tokenizer of a recipe with `init` that resumes a run.
 
-    The model named by `init` may no longer exist, so architecture and tokenizer are filled in from
-    the run's own recipe.
+    They are copied from the run's own recipe, because the model in `init` may no longer exist.
     """
     own = run.recipe()
     if not isinstance(fields.get("init"), str) or fields["init"] != own.get("init"):
@@ -293,7 +292,7 @@ def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[
 
 
 def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
-    """Yield every setting that differs, in the order of the recipe."""
+    """Yield every setting that differs between two recipes, in the order of their keys."""
     exact = before.parallel.is_exact and now.parallel.is_exact
     for path, old, new in differences(before.to_dict(), now.to_dict()):
         rule = rule_of(now, path)
@@ -305,7 +304,10 @@ def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
 def differences(
     before: Any, now: Any, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield the path and both values of each difference; a change of kind is one difference."""
+    """Yield path, old and new value of each difference between two recipes as plain data.
+
+    If the `kind` of a section differs, the whole section is one difference.
+    """
     sections = isinstance(before, dict) and isinstance(now, dict)
     if not sections or before.get("kind") != now.get("kind"):
         if before != now:
@@ -351,7 +353,7 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
 
 
 def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
-    """Return the remedy for changes that a run cannot have: the command that starts a new run."""
+    """Return the remedy for changes that need a new run: the command that starts it."""
     asked = [
         (change.setting, spare(recipe, change.setting, change.now))
         for change in changes_of(Recipe.from_dict(run.recipe()), recipe)

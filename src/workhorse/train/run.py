@@ -34,16 +34,16 @@ class TrainResult:
 
     run_directory: Path
     step: int
-    """Steps done."""
+    """Number of steps done."""
     steps: int
-    """Steps of the recipe."""
+    """Number of steps in the recipe."""
     parameters: int
     loss: float | None
     """Training loss of the last step logged, nats per token."""
     validation_loss: float | None
     """Loss of the last validation, nats per token; None without validation data."""
     validated_at: int | None
-    """The step of that validation."""
+    """The step of the last validation."""
     bits_per_byte: float | None
     """Bits per byte of the last validation; see `Validation`."""
     unknown_rate: float | None
@@ -75,7 +75,7 @@ def train(
 
     Args:
         recipe: everything that determines the run.
-        out: the run directory: new or empty, or the run's own with `resume`.
+        out: the run directory: new or empty, or with `resume` the directory of the run to continue.
         resume: True to continue the run in `out` from its newest intact checkpoint. Changes of the
             recipe are recorded in `metrics.jsonl`, or raise an error; see `workhorse.config.base`.
         settings: the command line's overrides, such as `train.steps=50`. They are already in the
@@ -83,7 +83,7 @@ def train(
         on_event: called with every event of `metrics.jsonl` (`workhorse.train.report.metrics`), and
             with two more kinds: `notice` (`message`) and `data` (`done` and `total` bytes, total
             None while unknown).
-        store: the checkpoint store; None for that in the run directory.
+        store: the checkpoint store; None for the one in the run directory.
         signals: signals that stop training after the current step, with a checkpoint. The result
             names the signal. A second signal takes effect at once. None: no signal is handled, so
             Ctrl-C raises KeyboardInterrupt and the last checkpoint stays the newest.
@@ -186,7 +186,7 @@ def _get_through(loop: Loop, signals: StopSignals, patience: float) -> bool:
 
 @contextlib.contextmanager
 def _naming(run: RunDirectory) -> Generator[None]:
-    """Raise an error with the run directory and a remedy if the disk cannot be written."""
+    """Context manager that names the run directory and a remedy in errors of the disk."""
     try:
         yield
     except OSError as error:

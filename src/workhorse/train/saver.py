@@ -16,7 +16,7 @@ from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
 
 COPIES = 2
-"""Free memory that copies of a checkpoint's tensors require, as a multiple of their size."""
+"""Tensors are copied only if the free memory is at least this multiple of their size."""
 
 
 class Saver:
@@ -64,8 +64,8 @@ class Saver:
             state: JSON-serializable data; only rank 0 writes it.
 
         Raises:
-            WorkhorseError: the previous checkpoint could not be written, or this one is written
-                without a thread and cannot be.
+            WorkhorseError: the previous checkpoint could not be written, or training waits for this
+                one and it could not be written.
         """
         self.wait()
         own = {file: dict(self.own(read())) for file, read in tensors.items()}
@@ -79,7 +79,8 @@ class Saver:
         """Report a checkpoint that has been written in the meantime, without waiting.
 
         Raises:
-            WorkhorseError: it could not be written, and no other rank waits for this one.
+            WorkhorseError: the checkpoint could not be written. If ranks save together, only `wait`
+                raises this error, so that all ranks raise it at the same time.
         """
         if self._writing is not None and self._writing[1].done():
             if self.world.lockstep and self._writing[1].exception():
@@ -90,7 +91,7 @@ class Saver:
         """Wait until the checkpoint in progress is written.
 
         Raises:
-            WorkhorseError: it could not be written.
+            WorkhorseError: the checkpoint could not be written.
         """
         if self._writing is None:
             return
@@ -127,7 +128,7 @@ class Saver:
 
     @contextmanager
     def _by_all(self) -> Generator[None]:
-        """Continue after the body only if it has succeeded on all ranks.
+        """Context manager that raises an error on every rank if its body fails on any rank.
 
         Raises:
             WorkhorseError: the body failed on this rank or on another.

@@ -8,7 +8,7 @@ import torch
 from workhorse.nn.products import Multiply, product
 
 PROBE_SECONDS = 0.02
-"""Duration of the probe for one matrix size, without the very first GEMM."""
+"""Seconds of measurement for each matrix size; the very first GEMM does not count."""
 PROBE_SIZES = {"cpu": (256, 512, 1024)}
 """Matrix sizes to probe. Small GEMMs fit between interruptions by other programs; large ones keep
 all cores busy."""
@@ -39,8 +39,8 @@ class Peak:
 def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = product) -> float:
     """Measure the floating-point operations per second of the fastest square GEMM.
 
-    The result is the best of many GEMMs of several sizes, because other programs can only slow one
-    down. The random generators of training are not used.
+    The result is the best of many GEMMs of several sizes, because other programs can only slow a
+    GEMM down. The random generators of training are not used.
 
     Args:
         device: the device to measure.

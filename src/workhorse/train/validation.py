@@ -100,14 +100,14 @@ class Validator:
     """Measures the loss on a split, always on the same rows.
 
     Args:
-        objective: the objective; its figure `loss` is measured.
+        objective: the objective; the `loss` of its `Outcome.figures` is measured.
         split: the held-out tokens.
         device: the device of the model.
         precision: creates the context that a forward pass runs in.
         seq_len: predictions per row.
         batch_size: rows per forward pass.
         packing: the packing used in training.
-        world: the processes that share the batches.
+        world: the processes that divide the batches among themselves.
     """
 
     def __init__(

@@ -51,8 +51,8 @@ def multiply_in_float8(decoder: Decoder, **options: Any) -> None:
 
     Weights stay the same parameters under the same names. Each operand is scaled by its largest
     element at every step (torchao's dynamic tensorwise scaling). The head and the routers do not
-    change, since they are sensitive to rounding, nor do layers with sides that are not multiples of
-    16.
+    change, because they are sensitive to rounding. Layers with a side that is not a multiple of 16
+    do not change either.
 
     Args:
         decoder: the decoder, in bfloat16.

@@ -17,14 +17,15 @@ from workhorse.transforms.record import check, inherit, record
 
 _EACH_HEAD = re.compile(r"(layers\.\d+\.attention\.k_norm\.heads\.)(\d+)\.(.+)")
 _ALL_HEADS = re.compile(r"layers\.\d+\.attention\.(k_proj|v_proj|k_norm\.norm)\..+")
-"""Tensors whose first axis holds the key or value heads one after the other."""
+"""Names of tensors whose first axis holds the key or value heads one after the other."""
 
 
 def grouped(config: DecoderConfig, n_kv_heads: int) -> DecoderConfig:
-    """The config with `n_kv_heads` key and value heads in every layer.
+    """Return the config with `n_kv_heads` key and value heads in every layer.
 
     Raises:
-        WorkhorseError: `n_kv_heads` does not divide a layer's heads, or it has latent attention.
+        WorkhorseError: `n_kv_heads` does not divide the number of key and value heads of a layer,
+            or a layer has latent attention.
     """
     blocks = {name: _grouped(block, n_kv_heads) for name, block in config.blocks.items()}
     return config.replace(blocks=blocks)
@@ -55,11 +56,12 @@ def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
     equal, the results do not change; otherwise the model needs further training.
 
     Args:
-        decoder: the decoder, as its config builds it; the new one shares all its other tensors.
+        decoder: the decoder, as its config builds it. The new decoder shares all its tensors except
+            those of keys and values.
         n_kv_heads: a divisor of every layer's number of key and value heads.
 
     Raises:
-        WorkhorseError: see `grouped`; or the decoder already carries another transform.
+        WorkhorseError: see `grouped`; or another transform was already applied to the decoder.
 
     Paper: GQA, 2305.13245 §2.1.
     """
@@ -77,7 +79,16 @@ def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
 
 
 def _averaged(name: str, shape: torch.Size, ours: dict[str, Tensor], n_kv_heads: int) -> Tensor:
-    """A tensor of the new decoder, averaged over the heads of each group."""
+    """A tensor of the decoder with fewer heads.
+
+    Tensors of keys and values are averaged over the heads of each group; others are shared.
+
+    Args:
+        name: name of the tensor in the decoder with fewer heads.
+        shape: its shape there.
+        ours: the tensors of the original decoder, by name.
+        n_kv_heads: number of key and value heads of the new decoder.
+    """
     if found := _EACH_HEAD.fullmatch(name):
         before, head, what = found.groups()
         heads = sum(other.startswith(before) and other.endswith(what) for other in ours)

@@ -53,16 +53,17 @@ _CHUNK = 2**18
 
 
 class Format(NamedTuple):
-    """A format of codes: its levels and the search for scales."""
+    """A quantisation format: the levels of its codes, and how the scales are found."""
 
     per_byte: int
-    """Codes per byte."""
+    """Number of codes per byte."""
     levels: tuple[int, ...]
     """The level of each code."""
     starts: tuple[float, ...]
-    """Levels for the element of largest magnitude; a scale is tried for each."""
+    """Scales to try for a group: those that put its element of largest magnitude on one of these
+    levels."""
     refine: bool
-    """True if each tried scale is replaced by the best one for its codes, by least squares."""
+    """True to replace each tried scale by the one with the least squared error for its codes."""
 
 
 FORMATS: dict[FormatName, Format] = {
@@ -72,7 +73,7 @@ FORMATS: dict[FormatName, Format] = {
 
 
 def shape_of_codes(out_features: int, in_features: int, format: Format) -> tuple[int, int, int]:
-    """Shape of the codes of a weight: (blocks of 16 rows, groups, bytes)."""
+    """Shape of the codes of a weight: (blocks of 16 rows, groups of 32 columns, bytes of each)."""
     blocks, groups = math.ceil(out_features / LANES), math.ceil(in_features / GROUP)
     return blocks, groups, LANES * GROUP // format.per_byte
 
@@ -99,7 +100,10 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
 
 
 def level_table(format: Format, device: torch.device | None = None) -> Tensor | None:
-    """The level of each code plus `OFFSET`, (codes,) uint8; None if that is the code itself."""
+    """A table with the level plus `OFFSET` of each code, uint8 (codes,).
+
+    None if every code is equal to its level plus `OFFSET`, as in int8.
+    """
     if format.per_byte == 1:
         return None
     levels = torch.tensor(format.levels, dtype=torch.int16, device=device)
@@ -112,7 +116,8 @@ def decode(codes: Tensor, scales: Tensor, table: Tensor | None) -> Tensor:
     Args:
         codes: uint8, `shape_of_codes`.
         scales: (blocks, groups, 16), the bits of a bfloat16 as int16.
-        table: `level_table` of the format. An argument, so that a compiled program has it as input.
+        table: result of `level_table` for the format. It is an argument so that it is an input of
+            compiled programs.
     """
     level = _unpack(codes, 1) if table is None else table[_unpack(codes, 2).int()]
     scale = scales.view(torch.bfloat16).transpose(1, 2).unsqueeze(-1).float()
@@ -147,7 +152,10 @@ def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
-    """Tables of the nearest level and its code, for `_look_up`; exact, as levels are integers."""
+    """Tables of the nearest level and of its code, for the function `_look_up`.
+
+    Their index is a value in steps of 1/2. That is exact, because levels are integers.
+    """
     middles = torch.arange(512).float() / 2 - 127.75
     levels = torch.tensor(format.levels, dtype=torch.float32)
     codes = (middles[:, None] - levels).abs().argmin(-1)
@@ -155,14 +163,14 @@ def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
 
 
 def _look_up(table: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The table's entry for each element, indexed by half units of its scale from -128 up."""
+    """Look up `weight / scale` in a table of values from -128 in steps of 1/2."""
     per_unit = torch.where(scale == 0, 1, scale).reciprocal() * 2
     index = torch.addcmul(torch.tensor(256.0, device=weight.device), weight, per_unit)
     return table.index_select(0, index.int().clamp_(0, 511).flatten()).view_as(weight)
 
 
 def _pack(codes: Tensor, per_byte: int) -> Tensor:
-    """Pack (blocks, 16, groups, 32) to (blocks, groups, bytes), ordered as in `packed_linear.h`."""
+    """Pack codes (blocks, 16, groups, 32) to (blocks, groups, bytes), as in `packed_linear.h`."""
     blocks, _, groups, _ = codes.shape
     if per_byte > 1:
         low, high = codes.view(blocks, LANES, groups, -1, 2, 4).unbind(-2)
@@ -171,7 +179,7 @@ def _pack(codes: Tensor, per_byte: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, per_byte: int) -> Tensor:
-    """The inverse of `_pack`."""
+    """Unpack codes (blocks, groups, bytes) to (blocks, 16, groups, 32): the inverse of `_pack`."""
     blocks, groups, _ = packed.shape
     codes = packed.view(blocks, groups, -1, LANES, 4).permute(0, 3, 1, 2, 4)
     if per_byte > 1:
@@ -181,14 +189,14 @@ def _unpack(packed: Tensor, per_byte: int) -> Tensor:
 
 
 class QuantizedWeight(nn.Module):
-    """A matrix as codes and scales, or a stack of matrices.
+    """A weight matrix, or a stack of matrices, stored as codes and scales.
 
     Args:
         shape: (out_features, in_features), or (matrices, out_features, in_features).
         format: the format of the codes.
         bias: the bias, shared with the original layer.
-        device: the device of the codes, which are not initialised until `copy_`.
-        decoding: the native operators; None to dequantise the weight.
+        device: the device of the codes. They are uninitialised until `copy_` is called.
+        decoding: native operators that multiply by codes; None to dequantise the weight instead.
     """
 
     codes: Tensor
@@ -234,7 +242,7 @@ class QuantizedWeight(nn.Module):
         return self.codes.nbytes + self.scales.nbytes
 
     def copy_(self, weight: Tensor) -> Self:
-        """Quantise a weight into the codes; the counterpart of `Tensor.copy_`."""
+        """Quantise a weight and store its codes and scales here, in place."""
         matrices = weight.view(-1, self.out_features, self.in_features)
         for matrix, codes, scales in zip(matrices, *self._stacks(), strict=True):
             encode(matrix, codes, scales, FORMATS[self.format])
@@ -249,7 +257,7 @@ class QuantizedWeight(nn.Module):
         return torch.stack(made).to(dtype).view(self.shape)
 
     def _operators_for(self, x: Tensor) -> Decoding | None:
-        """The native operators, if they accept x."""
+        """The native operators if they support the input x without gradients; otherwise None."""
         known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
         return self.decoding if known and not torch.is_grad_enabled() else None
 
@@ -261,7 +269,7 @@ class QuantizedWeight(nn.Module):
         return by.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
 
     def _stacks(self) -> tuple[Tensor, Tensor]:
-        """The codes and scales of every matrix; a single matrix is a stack of one."""
+        """The codes and scales, each with an axis of matrices; a single matrix has size 1 there."""
         codes, scales = self.codes, self.scales
         return codes.view(-1, *codes.shape[-3:]), scales.view(-1, *scales.shape[-3:])
 
@@ -270,7 +278,7 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinear(QuantizedWeight):
-    """`x Wᵀ + b`."""
+    """A linear layer `x Wᵀ + b` with a quantised weight W."""
 
     def forward(self, x: Tensor) -> Tensor:
         if by := self._operators_for(x):
@@ -279,7 +287,7 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedGroupedLinear(QuantizedWeight):
-    """`x[r] @ W[g]ᵀ + b[g]` for the group g of each row r, as `GroupedLinear`."""
+    """`x[r] @ W[g]ᵀ + b[g]` for the group g of each row r: a quantised `GroupedLinear`."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         if by := self._operators_for(x):
@@ -301,7 +309,9 @@ def quantize(model: nn.Module, format: FormatName) -> nn.Module:
 
 @torch.no_grad()
 def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
-    """Replace a model's linear layers by quantised ones; their weights are copied in afterwards.
+    """Replace a model's linear layers by quantised ones, whose codes are not initialised yet.
+
+    The caller then copies each weight to the destination that is returned for it.
 
     Embeddings, norms and routers are not quantised, nor are layers narrower than a group, nor
     layers with a weight that latent attention reads directly. A head that is tied to the embedding
@@ -315,8 +325,8 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
         format: `int8` or `int4`.
 
     Returns:
-        The destination of each of the model's weights, by its former name. Copying quantises one
-        weight at a time, so the whole model is never in memory unquantised.
+        For the former name of each of the model's weights, the destination to copy it to. Each copy
+        quantises one weight, so the whole model is never in memory unquantised.
 
     Raises:
         WorkhorseError: the format is unknown, no layer can be quantised, or the model carries a
@@ -347,7 +357,7 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
 
 @dataclass(frozen=True)
 class _Everywhere:
-    """Destination of a weight that several modules share."""
+    """Destination that copies a weight to several modules, such as embedding and tied head."""
 
     places: Sequence[Destination]
 

@@ -1,8 +1,9 @@
 """The record of a model's transforms, and the replacement of modules by a transform.
 
-A transform changes what the model is. How the model is executed is determined by its bodies
-(`workhorse.execute`). A decoder stores its record, and keeps it when it is copied, wrapped or
-saved. Every transform calls `check` before it changes anything and `record` afterwards.
+A transform changes what the model is. In contrast, a body (`workhorse.execute`) changes only how a
+model is executed. A decoder stores the list of transforms that were applied to it, its record, and
+keeps it when it is copied, wrapped or saved. Every transform calls `check` before a change and
+`record` afterwards.
 
 A transform replaces a module of exactly the class that it supports by a module of a subclass. The
 new module has the parameters, children and hooks of the old one, so names and sharing stay, and
@@ -20,22 +21,22 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 
 TransformName = Literal["group_heads", "quantize"]
-"""The function that applies it."""
+"""Name of a transform: the name of the function that applies it."""
 MAY_FOLLOW: dict[TransformName, tuple[TransformName, ...]] = {
     "group_heads": ("group_heads",),
     "quantize": ("group_heads",),
 }
-"""The transforms that a model may carry when a transform is applied. After any other transform it
-would not find the modules that it looks for."""
+"""For each transform, the transforms that may have been applied to the model before. After any
+other, the transform would not find the modules that it replaces."""
 
 _ATTRIBUTE = "transforms"
 _BODY = "is_body"
-"""Attribute of a decoder that `mark_body` marked."""
+"""Name of the attribute that `mark_body` sets."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """A transform that a model carries."""
+    """A transform that was applied to a model."""
 
     name: TransformName
     options: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Transform:
 
 
 def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
-    """The transforms of a decoder, or of the decoders in a module, in the order of application."""
+    """The transforms that were applied to a module, or to the decoders in it, in order."""
     carried: list[Transform] = []
     for holder in _holders(root):
         carried += vars(holder).get(_ATTRIBUTE, ())
@@ -51,21 +52,21 @@ def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
 
 
 def mark_body(decoder: Decoder) -> None:
-    """Mark a decoder as a body of another: it is executed, and must not be changed."""
+    """Mark a decoder as a body: a copy of another decoder for execution, not to be changed."""
     setattr(decoder, _BODY, True)
 
 
 def is_body(root: nn.Module) -> bool:
-    """True if a decoder, or a decoder in a module, is a body."""
+    """True if a module is, or contains, a decoder that `mark_body` marked."""
     return any(vars(holder).get(_BODY, False) for holder in _holders(root))
 
 
 def check(root: nn.Module, name: TransformName) -> None:
-    """Check that a transform can be applied after the transforms that a model carries.
+    """Check that the transform `name` can be applied to a model.
 
     Raises:
-        WorkhorseError: the model is a body, or carries this transform already, or a transform that
-            this one cannot follow.
+        WorkhorseError: the model is a body (see `mark_body`), or a transform was applied to it
+            that this one cannot follow, such as the same transform.
     """
     if is_body(root):
         raise WorkhorseError(
@@ -85,14 +86,14 @@ def check(root: nn.Module, name: TransformName) -> None:
 
 
 def record(root: nn.Module, name: TransformName, **options: Any) -> None:
-    """Record that a transform was applied to a decoder, or to the decoders in a module."""
+    """Record that a transform was applied to a module, on the decoders in it if there are any."""
     applied = Transform(name, options)
     for holder in _holders(root):
         setattr(holder, _ATTRIBUTE, (*vars(holder).get(_ATTRIBUTE, ()), applied))
 
 
 def inherit(root: nn.Module, source: nn.Module) -> None:
-    """Copy the record of the decoder that a decoder was made from."""
+    """Copy the record of transforms from `source` to `root`, a decoder that was made from it."""
     for applied in transforms_of(source):
         record(root, applied.name, **applied.options)
 
@@ -122,11 +123,11 @@ Root = TypeVar("Root", bound=nn.Module)
 
 
 def as_subclass(module: nn.Module, kind: type[Module], **options: Any) -> Module:
-    """Create a module of a subclass with the parameters, children and hooks of another.
+    """Create a module of a subclass, with the parameters, children and hooks of a given module.
 
     Args:
         module: the module to replace; it must not be used any more.
-        kind: a subclass of its class; its `__init__` is not called.
+        kind: a subclass of the module's class. Its `__init__` is not called.
         options: additional attributes of the new module.
     """
     made = kind.__new__(kind)
@@ -140,12 +141,12 @@ def as_subclass(module: nn.Module, kind: type[Module], **options: Any) -> Module
 def mixin_class(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
     """Create the class that inherits from a mixin and `kind`.
 
-    Its qualified name equals its name: PyTorch 2.11 cannot compile modules of a class if they
-    differ. The class is an attribute of this module, for PyTorch's compiler; pickle creates it
-    again.
+    The new class has equal `__name__` and `__qualname__`, because PyTorch 2.11 cannot compile its
+    modules otherwise. PyTorch's compiler finds it as an attribute of this Python module; pickle
+    creates it again.
 
     Args:
-        prefix: the beginning of its name, before the name of `kind`.
+        prefix: the beginning of the new class's name, before the name of `kind`.
         change: the mixin, whose methods call `super()`.
         kind: the class to change.
     """
@@ -166,14 +167,14 @@ _MADE: dict[str, type[nn.Module]] = {}
 
 
 def __getattr__(name: str) -> type[nn.Module]:
-    """A combined class, as an attribute of this module."""
+    """Find a class that `mixin_class` created, as an attribute of this Python module."""
     if name in _MADE:
         return _MADE[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:
-    """Create an empty module of a combined class, which pickle fills."""
+    """Create an empty module of the class that `mixin_class` returns; pickle fills it."""
     made = mixin_class(prefix, change, kind)
     return made.__new__(made)
 
@@ -184,8 +185,9 @@ def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Roo
     A module with several names is replaced under all its names.
 
     Args:
-        root: its descendants are replaced in place.
-        choose: called once with each module; returns its replacement, or the module to keep it.
+        root: root of the tree. Its descendants are replaced in place.
+        choose: called once with each module; returns the replacement, or the same module to keep
+            it.
 
     Returns:
         The replacement of the root.

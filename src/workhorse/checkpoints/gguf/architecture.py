@@ -33,7 +33,7 @@ Data = dict[str, Any]
 
 
 def put(data: Data, path: str, value: object) -> None:
-    """Set the value of a field; a path that does not exist is ignored."""
+    """Set the value at a dotted path in nested mappings; do nothing if there is no such path."""
     *outer, last = path.split(".")
     inner: Any = data
     for part in outer:
@@ -52,7 +52,7 @@ SIZES = (
     "feed_forward.top_k",
     "feed_forward.shared.d_ff",
 )
-"""Layer sizes that every file stores."""
+"""Paths of the layer sizes that every GGUF file stores."""
 
 MEANINGLESS = (
     "norm.multiply",
@@ -65,7 +65,10 @@ MEANINGLESS = (
     "attention.qk_norm.norm.precision",
     "attention.qk_norm.norm.offset",
 )
-"""Fields that matter only in low precision or are folded into the weights (1 + w, row order)."""
+"""Fields that a GGUF file need not store.
+
+They matter only in low precision, or the written weights include them (1 + w, order of rows).
+"""
 
 _FIXED_SCALING: dict[str, Data] = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0}}
 """Fields of a RoPE scaling that have no GGUF key, with llama.cpp's fixed values."""
@@ -73,7 +76,7 @@ Scale = Callable[[Data], float]
 
 
 def usual_scale(data: Data) -> float:
-    """The usual attention scale, `1/sqrt(head_dim)`."""
+    """Return the usual attention scale, `1/sqrt(head_dim)`."""
     return 1 / math.sqrt(data["layers"][0]["attention"]["head_dim"])
 
 
@@ -84,31 +87,36 @@ class Architecture:
     Attributes:
         name: value of `general.architecture`.
         model_types: Hugging Face model types that it can compute.
-        layers: kinds of layer that it can compute; values of `carried` fields are placeholders.
-        carried: layer fields that the file stores in addition to `SIZES`, if the config and the
-            kind of layer both have them.
-        optional: fields of a layer, the embedding or the head that may be present or absent.
-        varying: stored fields that may differ between layers with and without a window, or between
-            dense layers and mixtures.
+        layers: one config for each kind of layer that it can compute. Fields that the file stores
+            have placeholder values here.
+        carried: paths of fields that the file stores in addition to `SIZES`. A path that a layer
+            does not have is skipped.
+        optional: paths of fields that a model may use or not, such as biases and a tied head.
+        varying: paths of stored fields that may differ between layers with and without a window, or
+            between dense layers and mixtures of experts.
         scalings: supported kinds of RoPE scaling.
         final_norm: the norm before the head; by default the norm of the layers.
         embedding: the embedding, with placeholders as in `layers`.
         head: the head, with placeholders as in `layers`.
         embedding_by_width: True if the embedding is multiplied by `sqrt(d_model)`.
         scale: function that returns the attention scale, if the file does not store it.
-        pairing: how features are paired for the rotary embedding.
+        pairing: RoPE rotates pairs of features: adjacent ones (`interleaved`), or one from each
+            half (`half`).
         keys: metadata keys in addition to those of every architecture. The value is the path of a
             field, or a function that computes the key's value.
         names: tensor names that differ from the usual ones, by the name of our module.
         fused: tensors that stack the weights of several modules, by name.
         copied_head: True if a tied head is written to the file as well.
         square: True if `n_heads * head_dim` must equal `d_model`.
-        check: a rule over several fields; returns the reason why a config does not fit, or None.
-        may_be: for reading: returns True if a kind of layer can have an index in a model with these
-            keys. It decides if tensors and window allow several kinds.
-        solved: for reading: returns the fields that `keys` writes with a function.
-        window_every: for reading a file that does not list its windowed layers: all layers have the
-            window except every `window_every`-th; with 1, all have it.
+        check: function that checks several fields together. It returns the reason why a config
+            does not fit, or None.
+        may_be: used in reading. Called with a kind of layer, a layer index and the file's keys;
+            returns True if that layer can be of that kind. It decides if several kinds fit the
+            layer's tensors and window.
+        solved: used in reading. Function that returns, by path, the values of the fields that
+            `keys` writes with a function.
+        window_every: used in reading if the file does not list the layers with a window. Every
+            `window_every`-th layer has none and the others have one; with 1, all have one.
     """
 
     name: str
@@ -135,14 +143,14 @@ class Architecture:
     window_every: int = 1
 
     def difference(self, data: Data) -> str | None:
-        """The first field that this architecture cannot compute, or None; see `differences`."""
+        """Return the first of `differences`, or None if the architecture can compute the config."""
         return next(iter(self.differences(data)), None)
 
     def differences(self, data: Data) -> list[str]:
-        """All parts of a plain config that this architecture cannot compute.
+        """Describe each field of a config that this architecture cannot compute.
 
         Args:
-            data: the plain config, from `readable`.
+            data: the config as plain data, from `write.readable`.
         """
         layers: list[Data] = data["layers"]
         norm = layers[0]["norm"]
@@ -166,12 +174,12 @@ class Architecture:
 
     @property
     def windows(self) -> bool:
-        """True if some of its layers have a sliding window."""
+        """True if the architecture has layers with a sliding window."""
         return any(getattr(kind.attention, "window", None) for kind in self.layers)
 
     @cached_property
     def _fixed(self) -> Data:
-        """The fixed parts, as the plain data of a decoder that has each kind of layer once."""
+        """The fields that all models of this architecture share, with one layer of each kind."""
         names = [str(number) for number in range(len(self.layers))]
         config = DecoderConfig(
             vocab_size=1,
@@ -187,7 +195,10 @@ class Architecture:
         return plain(config)
 
     def _closest(self, layer: Data, data: Data) -> Data:
-        """The kind of layer that is closest to `layer`, with the stored fields filled in."""
+        """Return the supported kind of layer that is most similar to `layer`.
+
+        Its stored fields are copied from `layer`.
+        """
         kinds = [self._expected(kind, layer, data) for kind in self._fixed["layers"]]
         return min(kinds, key=lambda kind: sum(1 for _ in compare_plain(layer, kind)))
 
@@ -204,7 +215,7 @@ class Architecture:
         return kind
 
     def _filled(self, fixed: Data, actual: Data, prefix: str = "") -> Data:
-        """A copy of the fixed fields, with the fields that a file stores set as in `actual`."""
+        """Return a copy of `fixed`; the fields that a file stores have the values in `actual`."""
         fixed = copy.deepcopy(fixed)
         own = ("eps", *(path.removeprefix("norm.") for path in MEANINGLESS[:3]))
         for path in (*SIZES, *MEANINGLESS, *own, "norm.eps", *self.carried, *self.optional):
@@ -220,7 +231,7 @@ class Architecture:
         return fixed
 
     def _uneven(self, layers: list[Data]) -> str | None:
-        """Reject layers that differ in a field with only one key in the file."""
+        """Return an error message if layers differ in a field that the file stores only once."""
         for path in ("kind", *SIZES, SCALING, "norm.eps", *self.carried, *self.optional):
             seen: dict[object, object] = {}
             for layer in layers:
@@ -243,9 +254,9 @@ class Architecture:
 
 
 def _odd_rotation(layers: list[Data]) -> str | None:
-    """Reject a rotation of an odd number of features.
+    """Return an error message if RoPE rotates an odd number of features in a layer.
 
-    llama.cpp rotates exactly the features that it computes frequencies for.
+    llama.cpp can only rotate pairs of features.
     """
     for layer in layers:
         fraction = look_up(layer, FRACTION)
@@ -257,12 +268,12 @@ def _odd_rotation(layers: list[Data]) -> str | None:
 
 
 def _group(layer: Data) -> tuple[bool, str]:
-    """The group of layers that share keys: with or without a window, dense or mixture."""
+    """Return a layer's group: with or without a window, dense or mixture. A group shares keys."""
     return look_up(layer, WINDOW) is None, layer["feed_forward"]["kind"]
 
 
 def _share_eps(norm: Data, other: Data) -> None:
-    """Copy the epsilon of another norm of the same kind: llama.cpp has one for all norms."""
+    """Copy the epsilon of `other` if it is of the same kind: llama.cpp has one for all norms."""
     if norm["kind"] == other["kind"] and "eps" in norm:
         norm["eps"] = other["eps"]
 
@@ -294,17 +305,20 @@ TIE, ATTENTION_BIASES = "head.tied", ("attention.qkv_bias", "attention.out_bias"
 
 
 def turns(block: BlockConfig) -> bool:
-    """True if a layer has rotary positions."""
+    """Return True if a layer uses rotary positions (RoPE)."""
     return block.rope is not None
 
 
 def divided_logits(keys: Data) -> Data:
-    """Granite's logit multiplier: the file stores its reciprocal, the divisor of the logits."""
+    """Compute Granite's logit multiplier from the file's keys, which store its reciprocal."""
     return {"head.multiplier": 1 / keys["logit_scale"]}
 
 
 def local_layers_unscaled(data: Data) -> str | None:
-    """Reject RoPE scaling in a layer with a window: llama.cpp never scales it."""
+    """Return an error message if a layer with a window has RoPE scaling.
+
+    llama.cpp scales RoPE only in the other layers.
+    """
     for layer in data["layers"]:
         attention = layer["attention"]
         if attention["window"] is not None and attention["position"].get("scaling") is not None:
@@ -313,13 +327,13 @@ def local_layers_unscaled(data: Data) -> str | None:
 
 
 def some_window(data: Data) -> str | None:
-    """Reject a config without any window: llama.cpp assumes that a layer has one."""
+    """Return an error message if no layer has a window: llama.cpp assumes that some have one."""
     windows = (layer["attention"]["window"] for layer in data["layers"])
     return None if any(windows) else "no layer has a sliding window"
 
 
 def no_position_every_fourth(data: Data) -> str | None:
-    """Reject a config unless layers 4, 8, 12 … have no positions and all others have them."""
+    """Return an error message unless exactly layers 4, 8, 12 … have no positions."""
     for number, layer in enumerate(data["layers"], start=1):
         if (layer["attention"]["position"]["kind"] == "none") != (number % 4 == 0):
             return f"layer {number} breaks the rule that only every fourth layer has no positions"
@@ -327,10 +341,10 @@ def no_position_every_fourth(data: Data) -> str | None:
 
 
 def windows_at_64_layers(data: Data) -> str | None:
-    """Reject windows and positions that differ from EXAONE 4 at this depth.
+    """Return an error message if windows or positions differ from EXAONE 4 with as many layers.
 
-    With 64 layers, those with a window have rotary positions and the others have no positions. At
-    other depths no layer has a window and all have rotary positions.
+    With 64 layers, those with a window have rotary positions and the others have no positions. With
+    another number of layers, no layer has a window and all have rotary positions.
     """
     attentions = [layer["attention"] for layer in data["layers"]]
     deep = len(attentions) == 64  # noqa: PLR2004 the published depth, which llama.cpp compares with
@@ -342,11 +356,14 @@ def windows_at_64_layers(data: Data) -> str | None:
 
 
 def equal_heads(data: Data) -> str | None:
-    """Reject fewer heads for keys and values than for queries."""
+    """Return an error message if there are fewer heads for keys and values than for queries."""
     attention = data["layers"][0]["attention"]
     return None if attention["n_heads"] == attention["n_kv_heads"] else "n_kv_heads is not n_heads"
 
 
 def fewer_than_64_layers(data: Data) -> str | None:
-    """Reject 64 or more layers: there llama.cpp's Cohere norms queries and keys."""
+    """Return an error message for 64 layers or more.
+
+    In such Cohere models, llama.cpp expects norms on queries and keys.
+    """
     return None if data["n_layers"] < 64 else "64 layers or more need norms on queries and keys"  # noqa: PLR2004

@@ -70,9 +70,9 @@ CAPPED = ROTARY.replace(softcap=1.0)
 
 
 def _gemma_scale(data: Data, deepest: int) -> float:
-    """The attention scale of Gemma 2 and 3.
+    """Return the attention scale of Gemma 2 and 3.
 
-    llama.cpp recognises the published 27B by its depth, `deepest`. Only that model uses
+    llama.cpp recognises the published 27B by its number of layers, `deepest`. Only that model uses
     `d_model / n_heads` instead of `head_dim`.
     """
     attention = data["layers"][0]["attention"]

@@ -26,9 +26,9 @@ Pairing = Literal["half", "interleaved"]
 
 
 def rope_metadata(rope: RopeConfig, head_dim: int) -> Mapping[str, object]:
-    """Keys of the `rope.` section, without the architecture's name.
+    """Return the metadata keys of RoPE (`rope.…`), without the architecture's name.
 
-    YaRN's amplitude is llama.cpp's own `0.1 ln(factor) + 1` times `attn_factor`.
+    llama.cpp computes YaRN's amplitude as `attn_factor * (0.1 ln(factor) + 1)`.
     """
     keys: dict[str, object] = {
         "rope.dimension_count": rope.rotary_dim(head_dim),
@@ -56,7 +56,7 @@ def rope_metadata(rope: RopeConfig, head_dim: int) -> Mapping[str, object]:
 
 
 def shortest(number: float) -> float:
-    """The shortest decimal with the same float32 value: 1e-06, not 9.9999999e-07."""
+    """Return the shortest decimal with the same float32 value: 1e-06, not 9.9999999e-07."""
     try:
         (stored,) = struct.unpack("f", struct.pack("f", number))
     except OverflowError:
@@ -74,14 +74,14 @@ def read_scaling(
     """Read the RoPE scaling of a file, as `rope_metadata` and `rope_tensors` write it.
 
     Args:
-        keys: the keys in the architecture's section.
-        factors: the tensors of frequency divisors, by name.
-        rope: the rotary embedding without scaling.
+        keys: metadata keys, without the architecture's name.
+        factors: tensors that RoPE frequencies are divided by, by name.
+        rope: config of the rotary embedding without scaling, as plain data.
         width: number of rotated features.
         length: context length.
 
     Raises:
-        ValueError: the kind is unknown, or no rule gives the divisors.
+        ValueError: the kind of scaling is unknown, or the divisors do not follow Llama 3's rule.
         KeyError: a key of the scaling is missing.
     """
     original: Any = keys.get("rope.scaling.original_context_length")
@@ -112,10 +112,11 @@ def read_scaling(
 
 
 def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
-    """The Llama 3 scaling that gives these divisors, with the ends of its ramp at 1 and 4.
+    """Find the Llama 3 RoPE scaling that gives these frequency divisors.
 
-    For a pair between the ends, the share of the frequency that is kept is `(waves - 1) / 3`, and
-    the divisor is `1 / ((1 - kept) / factor + kept)`. One such pair determines the original length.
+    `low_freq_factor` is 1 and `high_freq_factor` is 4. A pair of features that makes between 1 and
+    4 rotations (`waves`) in the original length keeps the share `kept = (waves - 1) / 3` of its
+    frequency. Its divisor is `1 / ((1 - kept) / factor + kept)`, which determines that length.
     """
     plain = inverse_powers(rope["theta"], width, torch.device("cpu"))
     factor = round(float(divisors.max()), 4)
@@ -137,7 +138,10 @@ def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
 
 
 def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
-    """Tensors of frequency divisors, `(rotary_dim / 2,)` each; empty if the scaling needs none."""
+    """Return tensors that RoPE frequencies are divided by; empty if the scaling needs none.
+
+    Each has the shape `(rotary_dim / 2,)`.
+    """
     match rope.scaling:
         case Llama3ScalingConfig() as llama3:
             width, cpu = rope.rotary_dim(head_dim), torch.device("cpu")
@@ -153,14 +157,14 @@ def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
 
 
 def paired(rows: Tensor, head_dim: int, rotary_dim: int, ours: Pairing, theirs: Pairing) -> Tensor:
-    """Rows of a projection, reordered so that the other pairing rotates the same features.
+    """Reorder the rows of a projection for another RoPE pairing; the same features are rotated.
 
     Args:
         rows: (heads · head_dim, ...); the first `rotary_dim` rows of each head are rotated.
         head_dim: width of a head.
         rotary_dim: number of rotated features; even.
-        ours: current pairing: a feature with its neighbour, or with one in the other half.
-        theirs: wanted pairing.
+        ours: current pairing of features: adjacent (`interleaved`), or one from each half (`half`).
+        theirs: pairing after reordering.
     """
     if ours == theirs:
         return rows
@@ -185,7 +189,7 @@ EVERYWHERE: dict[str, FieldPath] = {
     "expert_used_count": "mixture.feed_forward.top_k",
 }
 OWN_CONFIG = "workhorse.config"
-"""Key of our config as JSON. It must agree with the other keys, which llama.cpp reads."""
+"""Key of Workhorse's own config as JSON. It must agree with the keys that llama.cpp reads."""
 EPSILON = {
     "rms_norm": "attention.layer_norm_rms_epsilon",
     "layer_norm": "attention.layer_norm_epsilon",
@@ -193,11 +197,11 @@ EPSILON = {
 
 
 def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
-    """The metadata keys in the architecture's section, with their values.
+    """Return the metadata keys of a model that begin with the architecture's name, with values.
 
     Args:
         architecture: an architecture that fits the model.
-        data: the plain config, from `readable`.
+        data: the config as plain data, from `write.readable`.
     """
     layers: list[Data] = data["layers"]
     mixtures = [layer for layer in layers if layer["feed_forward"]["kind"] == "moe"]
@@ -216,7 +220,7 @@ def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
 
 
 def _rotation(layers: list[Data]) -> dict[str, object]:
-    """Keys for the rotation of layers without a window, and for theta of layers with one."""
+    """Return the RoPE keys: all of layers without a window, and theta of layers with a window."""
     turning = [layer["attention"] for layer in layers if _turns(layer)]
     if not turning:
         return {}

@@ -1,4 +1,4 @@
-"""llama.cpp's mixture-of-experts architectures. Mixtral is part of its `llama`."""
+"""llama.cpp's mixture-of-experts architectures. Mixtral is part of the architecture `llama`."""
 
 import math
 
@@ -62,7 +62,7 @@ def _leading_dense(data: Data) -> int:
 
 
 def _shared_experts(data: Data) -> int:
-    """Width of the shared expert, as a number of routed experts."""
+    """Width of the shared expert, in multiples of a routed expert's width."""
     mixture = data["mixture"]["feed_forward"]
     return mixture["shared"]["d_ff"] // mixture["d_ff"]
 
@@ -78,7 +78,7 @@ DEEPSEEK_KEYS = {
 
 
 def solve_deepseek(keys: Data) -> Data:
-    """The shared expert's width and the router's score function, computed from the keys."""
+    """Compute the shared expert's width and the router's score function from the file's keys."""
     width = keys["expert_shared_count"] * keys["expert_feed_forward_length"]
     scores = {number: score for score, number in GATING.items()}
     return {
@@ -88,7 +88,10 @@ def solve_deepseek(keys: Data) -> Data:
 
 
 def mixtures_follow_dense(data: Data) -> str | None:
-    """Reject dense layers after mixtures, and a shared expert of an unsuitable width."""
+    """Return an error message if a dense layer follows a layer with experts.
+
+    Also if the shared expert's width is not a multiple of a routed expert's width.
+    """
     kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
     if "moe" not in kinds or "moe" in kinds[: kinds.count("gated_mlp")]:
         return "layers without experts do not all come before layers with experts"
@@ -110,7 +113,7 @@ LATENT = LatentAttentionConfig(
 
 
 def deepseek(data: Data) -> str | None:
-    """Reject combinations of DeepSeek's fields that llama.cpp cannot compute."""
+    """Return an error message if llama.cpp cannot compute this variant of DeepSeek."""
     attention = data["layers"][0]["attention"]
     scaling = attention["position"]["scaling"]
     growth = 1.0
@@ -141,7 +144,10 @@ def _yarn_log_multiplier(data: Data) -> float:
 
 
 def solve_latent(keys: Data) -> Data:
-    """Fields of `solve_deepseek`, sizes of latent attention and YaRN's scale, from the keys."""
+    """Compute fields of DeepSeek from the file's keys.
+
+    They are the fields of `solve_deepseek`, the sizes of latent attention and the scales of YaRN.
+    """
     turning = keys["rope.dimension_count"]
     found = solve_deepseek(keys) | {
         "block.attention.q_rank": keys.get("attention.q_lora_rank") or None,

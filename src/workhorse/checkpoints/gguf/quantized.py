@@ -14,9 +14,9 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError, to_install
 
 CODES, SCALE_BYTES = 32, 2
-"""Size of a Q8_0 block: number of 8-bit codes, and bytes of the float16 scale before them."""
+"""Size of a Q8_0 block: number of 8-bit codes, and bytes of the float16 scale in front."""
 GROUPS, GROUP = 8, 32
-"""Size of a Q4_K block: groups, each with a scale and an offset, and values per group."""
+"""Size of a Q4_K block: number of groups (each with a scale and an offset), values per group."""
 VALUES_AT_ONCE = 2**17
 """Number of values converted at once: 512 KiB in float32, which fit into CPU caches."""
 
@@ -58,7 +58,7 @@ def check_readable(kind: str) -> None:
 
 
 def dequantize(data: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """The values of a tensor, in float32.
+    """Dequantise a tensor to float32.
 
     Args:
         data: the tensor's bytes.
@@ -147,7 +147,7 @@ def _fit(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ratio(above: np.ndarray | np.float32, below: np.ndarray) -> np.ndarray:
-    """A quotient, or 0 if the divisor is not positive."""
+    """Divide element by element; 0 if the divisor is not positive."""
     return np.divide(above, below, out=np.zeros_like(below), where=below > 0)
 
 

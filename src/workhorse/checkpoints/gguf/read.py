@@ -78,7 +78,7 @@ class GgufFile:
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """True if a path looks like a GGUF file."""
+        """Return True if a path looks like a GGUF file."""
         return path.is_file() and path.suffix == SUFFIX
 
     @property
@@ -132,7 +132,8 @@ class GgufFile:
             device: device of the weights.
             dtype: dtype of the weights; `self.dtype` by default.
             kernel: attention kernel.
-            places: function that returns the destinations of the weights.
+            places: function that returns the destination of each weight; by default the weights of
+                the decoder.
 
         Raises:
             WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or its type needs
@@ -178,7 +179,7 @@ class GgufFile:
         return self._mapped.view(Stored(torch.uint8, (size,), stored.begin, stored.end))
 
     def _read(self, name: str) -> Tensor:
-        """Values of one tensor; the caller must copy them, since they may be a view of the file."""
+        """Return the values of a tensor, possibly as a view of the file that must be copied."""
         stored = self._header.tensors[name]
         if stored.kind in UNQUANTIZED:
             at = Stored(UNQUANTIZED[stored.kind], stored.shape, stored.begin, stored.end)
@@ -234,7 +235,7 @@ def _architecture(keys: Mapping[str, Any]) -> Architecture:
 
 
 def _number(value: Any) -> Any:
-    """A value as it was before rounding to float32, see `shortest`."""
+    """Undo the rounding of a metadata value to float32, see `shortest`."""
     if isinstance(value, list):
         return [_number(one) for one in value]
     return shortest(value) if isinstance(value, float) else value

@@ -51,10 +51,10 @@ SWITCHES = (
     "feed_forward.bias",
     "feed_forward.router.selection_bias",
 )
-"""Fields without a key: the tensor names show whether they are set."""
+"""Boolean fields without a metadata key: the tensor names show whether they are True."""
 PATTERN = "attention.sliding_window_pattern"
 USUAL = (*EVERYWHERE, PATTERN)
-"""Keys that a file may omit."""
+"""Metadata keys that a file may omit, without the architecture's name."""
 
 
 READ_KEYS = (
@@ -69,7 +69,10 @@ READ_KEYS = (
     "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 )
-"""Keys that are read without a table. The last one does not affect the computation."""
+"""Metadata keys that `ConfigReader` reads by name. They are not in the architecture's tables.
+
+The last one does not affect the computation.
+"""
 
 
 class _Holder(Config):
@@ -83,10 +86,11 @@ class ConfigReader:
 
     Args:
         architecture: the file's architecture.
-        keys: the keys in the architecture's section, without its name; floats as from `shortest`.
+        keys: metadata keys that begin with the architecture's name, without that prefix; floats are
+            rounded by `shortest`.
         shapes: shapes of the tensors, by name.
-        factors: the tensors of frequency divisors, by name.
-        own: our config as JSON, or None.
+        factors: tensors that RoPE frequencies are divided by, by name.
+        own: JSON text of Workhorse's own config in the file, or None.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class ConfigReader:
         self.own = own
 
     def config(self) -> tuple[DecoderConfig, Family | None]:
-        """The decoder's config, and the equivalent Hugging Face model type or None.
+        """Return the decoder's config, and the equivalent Hugging Face model type or None.
 
         Raises:
             WorkhorseError: the keys and tensors do not describe a model that can be computed.
@@ -128,7 +132,7 @@ class ConfigReader:
         return config, found
 
     def _own_config(self) -> DecoderConfig | None:
-        """Our config in the file, or None if writing it does not give the file's keys."""
+        """Return Workhorse's own config from the file; None if it contradicts the other keys."""
         if not isinstance(self.own, str):
             return None
         try:
@@ -172,14 +176,14 @@ class ConfigReader:
         return self._scaled(config)
 
     def _carried(self) -> Iterator[tuple[str, Any]]:
-        """Paths of config fields, with their values from the keys."""
+        """Yield the paths of config fields that the metadata keys store, with their values."""
         for key, path in {**EVERYWHERE, **self.architecture.keys}.items():
             if isinstance(path, str) and key in self.keys:
                 yield path, self.keys[key]
         yield from self.architecture.solved(self.keys).items()
 
     def _layer(self, number: int, top: Data) -> Data:
-        """The block of one layer, with the values of the keys."""
+        """Return the block of a layer: its tensors determine the kind, the keys its values."""
         prefix = f"blk.{number}."
         names = frozenset(name.removeprefix(prefix) for name in self._by_layer.get(number, ()))
         local = self._has_window(number)
@@ -208,7 +212,7 @@ class ConfigReader:
 
     @cached_property
     def _kinds(self) -> list[tuple[BlockConfig, frozenset[str]]]:
-        """Each kind of layer with each combination of options, and the names of its tensors."""
+        """Every kind of layer with every combination of `SWITCHES`, and its tensor names."""
         found: list[tuple[BlockConfig, frozenset[str]]] = []
         choices = [path for path in SWITCHES if path in self.architecture.optional]
         solved = {path: value for path, value in self._carried() if path.endswith("q_rank")}
@@ -246,7 +250,7 @@ class ConfigReader:
         return every == 1 or number % every < every - 1
 
     def _filled(self, block: Data, number: int, top: Data) -> Data:
-        """Fill in the sizes, the rotation and the epsilon of a layer."""
+        """Set the sizes, RoPE fields and norm epsilons of a layer from the metadata keys."""
         for start in ("block.", "mixture."):
             if start == "mixture." and block["feed_forward"]["kind"] != "moe":
                 continue
@@ -287,7 +291,7 @@ class ConfigReader:
             norm["eps"] = self.keys[EPSILON[norm["kind"]]]
 
     def _block_names(self, layers: list[Data]) -> list[str]:
-        """For each layer, the name of its block in our config."""
+        """Choose a name for each layer's block in our config, such as `main` or `local`."""
         kinds: list[Data] = []
         for layer in layers:
             if layer not in kinds:
@@ -299,7 +303,7 @@ class ConfigReader:
         return [names[kinds.index(layer)] for layer in layers]
 
     def _scaled(self, config: DecoderConfig) -> DecoderConfig:
-        """Set the architecture's attention scale, unless the file stores it."""
+        """Set the attention scale to the architecture's value, unless the file stores it."""
         data = plain(config)
         attention = data["layers"][0]["attention"]
         if "attention.scale" in (*self.architecture.carried, *self.architecture.optional):
@@ -313,7 +317,10 @@ class ConfigReader:
         return DecoderConfig.from_dict(whole)
 
     def _as_family(self, config: DecoderConfig) -> tuple[DecoderConfig, Family | None]:
-        """Set the fields that a file does not determine (row order, 1 + w) from a model type."""
+        """Find the Hugging Face model type that fits, and take open fields from it.
+
+        Open fields are those that a GGUF file does not determine (order of rows, 1 + w).
+        """
         for model_type in self.architecture.model_types:
             one = family(model_type)
             try:
@@ -341,7 +348,7 @@ class ConfigReader:
 
     @property
     def unread(self) -> list[str]:
-        """Keys that are not read and may affect the computation."""
+        """Metadata keys of the file that are not read and may affect the computation."""
         known = {*EVERYWHERE, *EPSILON.values(), *self.architecture.keys, *READ_KEYS}
         return sorted(self._named(key) for key in self.keys.keys() - known)
 
@@ -354,7 +361,7 @@ def _block(data: Data) -> BlockConfig:
 
 
 def _described(block: Data, kinds: Iterable[Data]) -> str:
-    """The name of a kind of layer: `main` if there is only one kind, else `local` or `global`.
+    """Name a kind of layer: `main` if there is only one kind, else `local` or `global`.
 
     Dense layers of a model that also has mixtures get the suffix `_dense`.
     """
@@ -368,7 +375,7 @@ def _described(block: Data, kinds: Iterable[Data]) -> str:
 
 
 def _left_open(path: str) -> bool:
-    """True if a GGUF file does not determine the field at a path."""
+    """Return True if a GGUF file does not determine the field at a path."""
     return path.endswith((*MEANINGLESS, "final_norm.offset", "final_norm.multiply"))
 
 

@@ -105,7 +105,7 @@ OWN = {key: NEAR[key] for key in (((GPT4O,), False), ((TEKKEN,), True))}
 
 
 def splitting_rule(definition: Data) -> tuple[str, list[str]]:
-    """llama.cpp's name for the rule of a `tokenizer.json`, and warnings about differences.
+    """Return llama.cpp's name for the splitting rule of a `tokenizer.json`, and warnings.
 
     Raises:
         WorkhorseError: llama.cpp has no such rule.
@@ -136,7 +136,7 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
 
 
 def canonical_rule(name: str) -> str:
-    """The name in `RULES` or `NEAR` of one of llama.cpp's rules.
+    """Return the name in `RULES` or `OWN` for a rule that llama.cpp may call by other names.
 
     Raises:
         WorkhorseError: the rule is unknown.
@@ -153,9 +153,9 @@ def canonical_rule(name: str) -> str:
 
 
 def pre_tokenizer(name: str) -> tuple[Data, bool]:
-    """The pre-tokenizer of a rule, and its `ignore_merges`.
+    """Build the pre-tokenizer of a splitting rule for `tokenizer.json`, and its `ignore_merges`.
 
-    `ignore_merges` is True if a word that is a token is not split.
+    If `ignore_merges` is True, a word that is itself a token becomes that token without merges.
 
     Args:
         name: a name from `canonical_rule`.
@@ -179,7 +179,7 @@ def pre_tokenizer(name: str) -> tuple[Data, bool]:
 
 
 def _steps(step: Data | None) -> Iterator[str]:
-    """The steps of a pre-tokenizer in order, each as an expression in a canonical form."""
+    """Yield the steps of a pre-tokenizer in order, each as an expression in a canonical form."""
     match step:
         case None | {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False}:
             return

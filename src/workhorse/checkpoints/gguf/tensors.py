@@ -64,7 +64,7 @@ LAYER_PARAMETERS = {
 }
 """Parameters with names that do not end in `weight` or `bias`."""
 TURNING = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
-"""Projections in which the order of rows depends on the RoPE pairing."""
+"""Weights whose order of rows depends on which features RoPE pairs."""
 
 SHAPED: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]]] = {
     "ffn_gate_inp_shexp": (lambda rows, _: rows.flatten(), lambda theirs: theirs.unsqueeze(0)),
@@ -77,7 +77,10 @@ SHAPED: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor], Tens
         lambda theirs: theirs.flatten(0, 1),
     ),
 }
-"""Parameters with another shape in llama.cpp: functions to it (weight, n_heads) and back."""
+"""Weights with another shape in llama.cpp.
+
+Each has a function that converts our weight, given `n_heads`, and a function that converts back.
+"""
 
 Make = Callable[[], Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -99,11 +102,11 @@ class Part:
     ours: str
     tensor: str
     order: int
-    """Index among the parts of that tensor."""
+    """Position of this weight among the weights that the tensor stacks."""
     shape: tuple[int, ...]
     make: Make
     take: Change
-    """Function that computes our weight from these rows."""
+    """Function that converts these rows of the file's tensor to our weight."""
 
 
 def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPlan]:
@@ -123,7 +126,7 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
 
 
 def tensor_parts(architecture: Architecture, decoder: Decoder) -> dict[str, list[Part]]:
-    """The weights in each tensor of the file, in their order.
+    """Map each tensor name of the file to the weights that it stacks, in the order of rows.
 
     Args:
         architecture: the architecture that defines the tensor names.
@@ -165,7 +168,11 @@ def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:
 
 
 def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str, str, int | None]:
-    """A weight's layer or None, llama.cpp name, `weight` or `bias`, and head or None.
+    """Translate the name of one of our weights to llama.cpp's.
+
+    Returns:
+        The layer index or None, llama.cpp's name in that layer, `weight` or `bias`, and the head
+        index of a norm with one weight per head, else None.
 
     Raises:
         WorkhorseError: the architecture has no tensor for the weight.
@@ -195,7 +202,7 @@ def _turned(
     decoder: Decoder,
     architecture: Architecture,
 ) -> tuple[Make, Change]:
-    """Functions that reorder rows for the architecture's RoPE pairing, and back for ours."""
+    """Add the conversion between our RoPE pairing and the architecture's to both functions."""
     rope = block.rope
     if block.grouped is None or rope is None:
         return make, take
@@ -240,7 +247,7 @@ def _as_vector(take: Change, row: Tensor) -> Tensor:
 
 
 def _offset_weights(decoder: Decoder) -> set[str]:
-    """Names of weights stored as their difference from 1; llama.cpp has the full weight."""
+    """Return the names of norm weights that we store minus 1; llama.cpp stores them in full."""
     return {
         f"{name}.weight"
         for name, module in decoder.named_modules()
@@ -249,7 +256,7 @@ def _offset_weights(decoder: Decoder) -> set[str]:
 
 
 def _rope_factors(decoder: Decoder) -> dict[str, Tensor]:
-    """Frequency divisors of the first layer that needs them; the other layers have the same."""
+    """Return the tensors of RoPE frequency divisors that the file needs; all layers share them."""
     for name in decoder.config.layer_names():
         block = decoder.config.blocks[name]
         if block.grouped is not None and block.rope is not None:

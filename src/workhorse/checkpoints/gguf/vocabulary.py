@@ -1,9 +1,9 @@
 """Writes and reads a tokenizer as metadata of a GGUF file.
 
-Two of llama.cpp's kinds are supported: byte-level BPE, which it calls gpt2, and SentencePiece's BPE
-over characters with byte fallback, which it calls llama. A character tokenizer is written as
-byte-level BPE with merges that build each character from its bytes. The whole `tokenizer.json` is
-stored as well. llama.cpp ignores it; readers that know it get exactly the same tokenizer.
+Two of llama.cpp's kinds of tokenizer are supported: byte-level BPE, which it calls gpt2, and
+SentencePiece's BPE over characters with byte fallback, which it calls llama. A character tokenizer
+is written as byte-level BPE with merges that build each character from its bytes. The complete
+`tokenizer.json` is stored as well. llama.cpp ignores it; Workhorse reads the tokenizer from it.
 """
 
 import json
@@ -53,13 +53,13 @@ ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 ENDS = ("eot", "eom")
 """Roles of further stop tokens: end of a turn, and end of a message that calls a tool."""
 NO_STOP_TOKEN = "workhorse.no_stop_token"
-"""Our key for an eos that does not end generation; GGUF's eos always does."""
+"""Workhorse's own key: id of an eos that does not end generation. In llama.cpp, eos always does."""
 
 
 def end_metadata(
     stop_tokens: Sequence[int], eos: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Keys of the stop tokens other than eos, and warnings if GGUF cannot express them.
+    """Return metadata keys of the stop tokens other than eos, and warnings if some are lost.
 
     Args:
         stop_tokens: ids of all tokens that end generation; empty if only eos does.
@@ -84,7 +84,7 @@ def end_metadata(
 def tokenizer_metadata(
     tokenizer: "Tokenizer", vocab_size: int, stop_tokens: Sequence[int] = ()
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """The `tokenizer.` keys, and warnings if llama.cpp will tokenise text differently.
+    """Return the `tokenizer.` keys, and warnings if llama.cpp will tokenise text differently.
 
     Args:
         tokenizer: any tokenizer.
@@ -147,7 +147,7 @@ def _words(tokenizer: "Tokenizer", definition: Data, vocab_size: int) -> _Words:
 
 
 def _is_of_characters(definition: Data) -> bool:
-    """True if each token is a character, and text is encoded character by character."""
+    """Return True for a character tokenizer: each character of a text becomes one token."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     return (
         model["type"] == "BPE"
@@ -161,7 +161,7 @@ def _is_of_characters(definition: Data) -> bool:
 
 
 def _in_bytes(definition: Data) -> Data:
-    """The same vocabulary as byte-level BPE; merges build a character from its first byte on."""
+    """Convert a character tokenizer to byte-level BPE; merges build characters from bytes."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     merges: dict[tuple[str, str], None] = {}
     vocab: dict[str, int] = {}
@@ -190,9 +190,10 @@ def _byte_level(definition: Data, words: _Words) -> tuple[Data, list[str]]:
 
 
 def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
-    """Keys of a SentencePiece BPE. Scores of tokens replace the ranks of merges.
+    """Return the metadata keys of a BPE over characters (SentencePiece), and warnings.
 
-    SentencePiece merges the pair that forms the token with the best score.
+    SentencePiece merges the pair that forms the token with the best score. So the ranks of the
+    merges are written as token scores.
     """
     model = definition["model"]
     scores = [0.0] * len(words.texts)
@@ -228,7 +229,10 @@ def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
 
 
 def _merges_more(vocab: Data, pairs: list[tuple[str, ...]]) -> bool:
-    """True if two tokens concatenate to a third without a merge for the pair."""
+    """Return True if the tokenizer lacks a merge that llama.cpp would apply.
+
+    llama.cpp merges any two tokens that concatenate to a third.
+    """
     learned = set(pairs)
     return any(
         (text[:cut], text[cut:]) not in learned
@@ -239,14 +243,14 @@ def _merges_more(vocab: Data, pairs: list[tuple[str, ...]]) -> bool:
 
 
 def _parts(step: Data | None, inner: str) -> list[Data]:
-    """The steps of a normalizer or pre-tokenizer; nested sequences are flattened."""
+    """List the steps of a normalizer or pre-tokenizer; nested sequences are flattened."""
     if step is None:
         return []
     return [part for one in step[inner] for part in _parts(one, inner)] if inner in step else [step]
 
 
 def _special(tokenizer: "Tokenizer", stop_tokens: Sequence[int]) -> tuple[Data, list[str]]:
-    """Keys of special tokens, of tokens added around a text and of the chat template."""
+    """Return metadata keys (special tokens, added bos and eos, chat template) and warnings."""
     roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
     ends, remarks = end_metadata(stop_tokens, roles["eos"])
     roles["eos"] = ends.get("tokenizer.ggml.eos_token_id", roles["eos"])
@@ -272,19 +276,19 @@ START = "tokenizer.ggml."
 BYTE_LEVEL, CHARACTERS = "gpt2", "llama"
 KINDS = (BYTE_LEVEL, CHARACTERS)
 USUAL = {"bos_token_id": 1, "eos_token_id": 2}
-"""llama.cpp's default ids for the kind `llama`."""
+"""llama.cpp's default token ids for tokenizers of its kind `llama`."""
 SAYS = ("tokens", "token_type", "merges", "pre", "add_space_prefix")
-"""Keys that a `tokenizer.json` in the same file must agree with."""
+"""Metadata keys, after `tokenizer.ggml.`, that a `tokenizer.json` in the file must agree with."""
 SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
 
 
 def has_vocabulary(keys: Mapping[str, Any]) -> bool:
-    """True if a file's keys contain a tokenizer."""
+    """Return True if the metadata keys of a GGUF file contain a tokenizer."""
     return keys.get(f"{START}model", "none") != "none"
 
 
 def vocabulary_remarks(keys: Mapping[str, Any]) -> list[str]:
-    """Warnings about a file's tokenizer, one line each."""
+    """Return warnings about the tokenizer in a GGUF file, one line each."""
     if keys.get(f"{START}model") != BYTE_LEVEL or keys.get(f"{START}pre"):
         return []
     return [
@@ -294,7 +298,7 @@ def vocabulary_remarks(keys: Mapping[str, Any]) -> list[str]:
 
 
 def end_tokens(keys: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Ids of the tokens that end generation; empty if only the tokenizer's eos does."""
+    """Read the ids of the tokens that end generation; empty if only the tokenizer's eos does."""
     usual = USUAL if keys.get(f"{START}model") == CHARACTERS else {}
     names = [f"{role}_token_id" for role in ("eos", *ENDS)]
     found = [keys.get(START + name, usual.get(name)) for name in names]
@@ -308,7 +312,10 @@ def end_tokens(keys: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
-    """The tokenizer: the file's `tokenizer.json` if it agrees with the keys, else made from them.
+    """Read the tokenizer of a GGUF file.
+
+    It is made from the `tokenizer.json` in the file if that agrees with the metadata keys, else
+    from the keys.
 
     Raises:
         WorkhorseError: the tokenizer is of an unsupported kind, or damaged.
@@ -337,7 +344,7 @@ def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
 
 
 def _whole(fields: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
-    """The tokenizer of the file's `tokenizer.json`; None if writing it gives other keys."""
+    """Read the `tokenizer.json` in the file; None if it is missing or contradicts the keys."""
     from workhorse.tokenizers.huggingface.settings import MAX_VALUES
 
     text = fields.get(WHOLE)
@@ -354,14 +361,14 @@ def _whole(fields: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
 
 
 def _tokenizer(definition: str, fields: Mapping[str, Any]) -> "Tokenizer":
-    """A tokenizer with the special tokens and the chat template of the keys."""
+    """Build a tokenizer; special tokens and chat template come from the file's keys."""
     from workhorse.tokenizers import Tokenizer
 
     tokens, types = fields["tokens"], _types(fields)
     roles: dict[str, str] = {}
     for role, name in ROLES.items():
         number = fields.get(f"{name}_token_id")
-        # A file must name some eos; an ordinary token was written only to fill the key.
+        # llama.cpp needs an eos. An ordinary token in this key is only a stand-in.
         if type(number) is int and 0 <= number < len(tokens) and types[number] in SPECIAL:
             roles[role] = tokens[number]
     return Tokenizer(definition, roles, fields.get("tokenizer.chat_template"))
@@ -406,7 +413,7 @@ def _read_byte_level(fields: Mapping[str, Any], rule: str) -> str:
 
 
 def _merges(merges: list[str], known: set[str]) -> list[list[str]]:
-    """Merges as pairs, without those that need or form an unknown token."""
+    """Split merges into pairs; omit those that need or form a token that is not in `known`."""
     pairs = [merge.split(" ", 1) for merge in merges]
     return [[left, right] for left, right in pairs if {left, right, left + right} <= known]
 
@@ -431,7 +438,7 @@ def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _with_affixes(definition: str, fields: Mapping[str, Any], *, begins: bool) -> str:
-    """Add bos and eos around a text, as the keys say; `begins` is the kind's default for bos."""
+    """Make a tokenizer add bos and eos as the keys say; by default it adds bos if `begins`."""
     from workhorse.tokenizers.backend import library_tokenizer
     from workhorse.tokenizers.control import set_affixes
 

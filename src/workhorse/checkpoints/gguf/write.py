@@ -53,11 +53,13 @@ APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
         "llama.cpp chooses LongRoPE's factors by its context size, not by the sequence length",
     ),
 )
-"""A field, our value, llama.cpp's value, and the warning for the user."""
+"""For each approximation: field path, our value, llama.cpp's value, and the warning to show."""
 
 
 def readable(config: DecoderConfig, *, windows: bool) -> tuple[Data, list[str]]:
-    """A config as plain data that llama.cpp can compute, and warnings about approximations.
+    """Convert a config to plain data that llama.cpp can compute.
+
+    Also returns warnings about approximations.
 
     Args:
         config: the decoder's config.
@@ -93,11 +95,14 @@ GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k"]
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "bf16": 32}
 """llama.cpp's `general.file_type`, by the type of most weights."""
 SMALLER = {"q4_k": ("q4_k", "q5_0"), "q4_0": ("q4_0",), "q8_0": ("q8_0",)}
-"""Types of a quantised matrix: the first with blocks that divide its rows, as in llama.cpp."""
+"""For each requested type: the types to try for a matrix.
+
+As in llama.cpp, the first type is used that can divide each row into whole blocks.
+"""
 FINE = ("output.weight", "token_embd.weight", "position_embd.weight")
-"""Matrices that 4 bits would harm most. They get 8 bits; in llama.cpp the head has 6."""
+"""Matrices that would lose most with 4 bits. They get 8 bits; in llama.cpp the head has 6."""
 PRECISE = ("_norm.weight", ".bias", "ffn_gate_inp.weight")
-"""Endings of tensors that stay in float32, even if one per head or expert makes a matrix.
+"""Endings of tensor names that stay in float32, even if a row per head or expert forms a matrix.
 
 llama.cpp adds and multiplies them only in float32. Routers stay in float32 as well: a wrong choice
 of experts costs more than their bytes.
@@ -105,7 +110,7 @@ of experts costs more than their bytes.
 
 
 def gguf_types() -> list[str]:
-    """The Hugging Face model types that can be written, the most used first."""
+    """Return the Hugging Face model types that can be written as GGUF, the most used first."""
     return [name for architecture in ARCHITECTURES for name in architecture.model_types]
 
 
@@ -143,7 +148,7 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
 
 
 def _nearest_architecture(config: DecoderConfig) -> str:
-    """The nearest architecture for a config that none fits, and the differences."""
+    """Describe the nearest architecture for a config that fits none, with the differences."""
     found = [
         (_architecture(name).name, family_of(name).differences(config)) for name in gguf_types()
     ]
@@ -256,7 +261,7 @@ class _Whole(np.ndarray):
 
 
 def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:
-    """The type of one tensor; `half` if its rows are not a whole number of blocks."""
+    """Choose the type of one tensor; `half` if its rows are not a whole number of blocks."""
     if len(plan.shape) == 1 or plan.name.endswith(PRECISE):
         return "f32"
     if dtype not in SMALLER:
@@ -266,7 +271,7 @@ def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:
 
 
 def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[str]:
-    """Warnings about tensors in a larger type than requested, because of the width of rows."""
+    """Return warnings about tensors whose row width requires a larger type than requested."""
     if dtype not in SMALLER:
         return []
     allowed = {dtype, "q8_0", "f32"}
@@ -282,7 +287,7 @@ def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[
 
 
 def _encoded(plan: TensorPlan, kind: Any) -> np.ndarray:
-    """Encode a tensor in its type.
+    """Compute a tensor and encode it in a GGUF type.
 
     Raises:
         WorkhorseError: a value is infinite or NaN, or does not fit into the type.
@@ -301,7 +306,7 @@ def _encoded(plan: TensorPlan, kind: Any) -> np.ndarray:
 
 
 def _add(writer: Any, key: str, value: object) -> None:
-    """Add a key with the type of its value."""
+    """Add a metadata key to a GGUF writer, with the GGUF type for its Python value."""
     add = {
         bool: writer.add_bool,
         int: writer.add_uint32,

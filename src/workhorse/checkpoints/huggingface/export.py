@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def to_equivalent(decoder: Decoder, config: DecoderConfig) -> Decoder:
-    """The same model as a decoder with an equivalent config.
+    """Convert a decoder to an equivalent config; the new decoder computes the same.
 
     Args:
         decoder: any decoder; its tensors are shared, not copied.
@@ -49,10 +49,10 @@ def to_equivalent(decoder: Decoder, config: DecoderConfig) -> Decoder:
 
 
 def find_family(config: DecoderConfig) -> Family:
-    """The first model type that can express a config or an equivalent one.
+    """Return the first model type that can express a config or an equivalent one.
 
     Raises:
-        WorkhorseError: there is none; the message names the differences from the nearest.
+        WorkhorseError: no model type can; the message names the differences from the nearest.
     """
     found = native_class(config)
     if isinstance(found, str):
@@ -116,7 +116,7 @@ def write_huggingface(
 def _special_ids(
     tokenizer: "Tokenizer | None", stop_tokens: tuple[int, ...]
 ) -> dict[str, int | list[int]]:
-    """The ids of special tokens that transformers needs to generate."""
+    """Return the ids of special tokens that transformers needs for generation, by key."""
     ids: dict[str, int | list[int]] = {}
     if tokenizer is not None:
         roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}

@@ -3,7 +3,7 @@
 Downloads use the `huggingface_hub` library and honour its environment variables: `HF_HOME` (the
 cache's location), `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`.
 
-config.json                the model's config
+    config.json                the model's config
     model.safetensors          its weights, or an index and several such files
     generation_config.json     its stop tokens, and the publisher's sampling options
     tokenizer.json, …
@@ -65,7 +65,7 @@ def resolve_model(
     weights: bool = True,
     notify: Callable[[str], object] = lambda line: None,
 ) -> Path:
-    """The local folder of a model on the hub, downloaded if it is not in the cache.
+    """Return the local folder of a model on the hub; download it if it is not in the cache.
 
     Args:
         name: `org/name` or `org/name@revision`.
@@ -166,7 +166,7 @@ class HuggingFaceDirectory:
         whole = read_json(self.path / CONFIG_FILE)
         text = whole.get("text_config")
         self.wrapped = isinstance(text, Mapping)
-        """True if the text model is one of several parts."""
+        """True if the text model is only one part of a multimodal model."""
         self.values = _text_part(whole, cast(Mapping[str, Any], text)) if self.wrapped else whole
         model_type = self.values.get("model_type")
         if not isinstance(model_type, str):
@@ -184,7 +184,7 @@ class HuggingFaceDirectory:
             generation = self._generation()
             ids = _special_ids(fields, generation)
             self.sampling = _sampling(generation)
-            """The publisher's sampling options, by our names; empty if it does not sample."""
+            """The publisher's sampling options, by our names; empty if sampling is off."""
         except WorkhorseError as error:
             of_ours = isinstance(error, ConfigError) and error.path  # not a key of config.json
             where = f"{self.path}: {CONFIG_FILE} sets" if of_ours else f"{self.path}:"
@@ -207,7 +207,7 @@ class HuggingFaceDirectory:
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """True if a folder looks like a Hugging Face directory."""
+        """Return True if a folder looks like a Hugging Face directory."""
         return (path / CONFIG_FILE).exists() and not (path / "recipe.yaml").exists()
 
     @property
@@ -229,7 +229,8 @@ class HuggingFaceDirectory:
             device: device of the weights.
             dtype: dtype of the weights; `self.dtype` by default.
             kernel: attention kernel.
-            places: function that returns the destinations of the weights.
+            places: function that returns the destination of each weight; by default the weights of
+                the decoder.
 
         Raises:
             WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or a file is
@@ -272,13 +273,13 @@ class HuggingFaceDirectory:
         return load_tokenizer(self.path)
 
     def _generation(self) -> Fields:
-        """The fields of `generation_config.json`; none without such a file."""
+        """Read the fields of `generation_config.json`; empty if the file does not exist."""
         path = self.path / GENERATION_FILE
         return Fields(read_json(path) if path.exists() else {}, GENERATION_FILE)
 
 
 def _special_ids(fields: Fields, generation: Fields) -> dict[str, list[int]]:
-    """The ids of special tokens; `generation_config.json` may override the stop tokens."""
+    """Read the ids of special tokens; `generation_config.json` may override the stop tokens."""
     ids = {key: fields.ids(key) for key in SPECIAL_IDS}
     if "eos_token_id" in generation.values:
         ids["eos_token_id"] = generation.ids("eos_token_id")
@@ -286,7 +287,10 @@ def _special_ids(fields: Fields, generation: Fields) -> dict[str, list[int]]:
 
 
 def _sampling(generation: Fields) -> dict[str, Any]:
-    """The sampling options; empty without `do_sample`, since transformers then ignores them."""
+    """Read the sampling options of `generation_config.json`.
+
+    Empty if `do_sample` is not true, since transformers then ignores them.
+    """
     if not generation.get("do_sample", False):
         return {}
     found: dict[str, float | None] = {
@@ -302,7 +306,10 @@ def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, A
 
 
 def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
-    """Warnings about ids outside the vocabulary. Many files have a pad of -1, meaning no pad."""
+    """Return warnings about special token ids outside the vocabulary.
+
+    There is none for a padding id of -1, which many files have instead of null.
+    """
     return [
         f"{key}={one} is outside the vocabulary of {size} tokens and is ignored"
         for key, listed in ids.items()

@@ -1,6 +1,6 @@
-"""Dequantises checkpoints: each tensor has its plain name and is dequantised when it is read.
+"""Reads quantised checkpoints as plain ones: each tensor is dequantised when it is read.
 
-quant_method         stored                                          plain
+quant_method         stored tensors                                  plain tensor
 mxfp4 (gpt-oss)      X_blocks uint8 (experts, rows, groups, 16)      X (experts, groups · 32, rows)
                      X_scales uint8 (experts, rows, groups)
 fp8 (DeepSeek-V3)    X float8 (…, rows, columns)                     X (…, rows, columns)
@@ -32,12 +32,12 @@ class StoredTensors(TensorSource, Protocol):
 
 
 class Dequantized:
-    """A source in which some tensors are computed from others.
+    """A source of tensors in which some are computed from stored ones (codes and scales).
 
     Args:
         source: the stored tensors.
-        computed: shape and function of each tensor that is not stored as such.
-        consumed: names of stored tensors that the plain model does not have.
+        computed: by name: shape of a computed tensor, and the function that computes it.
+        consumed: names of stored tensors to hide, because the plain model does not have them.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Dequantized:
 def dequantized(
     source: StoredTensors, quantization_config: Mapping[str, Any] | None, dtype: torch.dtype
 ) -> TensorSource:
-    """The plain tensors of a checkpoint, quantised or not.
+    """Return the tensors of a checkpoint under their plain names, dequantised if necessary.
 
     Args:
         source: the stored tensors.
-        quantization_config: as in `config.json`.
-        dtype: dtype of dequantised tensors; the others keep theirs.
+        quantization_config: as in `config.json`; None if the checkpoint is not quantised.
+        dtype: dtype of dequantised tensors; other tensors keep their dtype.
 
     Raises:
         WorkhorseError: the method is unknown, or weights and scales do not match.
@@ -191,7 +191,7 @@ def _fp8(
 
 
 def _block_size(quantization_config: Mapping[str, Any]) -> Block | None:
-    """Rows and columns of a block; None if a whole matrix has one scale."""
+    """Rows and columns of the blocks that share a scale; None if a whole matrix shares one."""
     match quantization_config.get("weight_block_size"):
         case None:
             return None
@@ -202,7 +202,7 @@ def _block_size(quantization_config: Mapping[str, Any]) -> Block | None:
 
 
 def _scale_shapes(shape: Shape, block: Block | None) -> tuple[Shape, ...]:
-    """The shapes that the scales of a tensor may have."""
+    """List the valid shapes for the scales of a float8 tensor."""
     *outer, rows, columns = shape if len(shape) > 1 else (0, 0)
     if block is None:
         return (), (1,), (*outer, 1, 1)

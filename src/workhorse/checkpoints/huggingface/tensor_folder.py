@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 1_000  # the largest published model has fewer than 200
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 TensorToWrite = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
-"""Name, shape, dtype in the file, and a function that computes the tensor when it is needed."""
+"""A tensor to write: name, shape, dtype in the file, and the function that computes it."""
 _RESIDENT_BYTES = 32_000_000
 # Without this flag, Linux may refuse to map a file larger than its memory. Python names it from
 # version 3.13 on.
@@ -76,7 +76,7 @@ class TensorFolder:
         self._read_since_release = 0
 
     def read(self, name: str) -> Tensor:
-        """One tensor as it is stored, on the CPU. Copy it and do not write to it.
+        """Return a tensor as it is stored, on the CPU. The caller must not write to it.
 
         Raises:
             KeyError: no tensor has this name.
@@ -90,7 +90,7 @@ class TensorFolder:
         return shard.view(stored)
 
     def _add(self, name: str) -> set[str]:
-        """Add a file's tensors and return their names."""
+        """Map a safetensors file, register its tensors and return their names."""
         path = self.path / name
         with open_contained(self.path, name) as file:
             tensors = read_header(file, path)
@@ -124,7 +124,7 @@ class TensorFolder:
 
 
 class MappedFile:
-    """One mapped file; its pages are in memory once they are read."""
+    """A memory-mapped file of tensors. Its pages occupy memory once they are read."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         # Private and writable, since PyTorch has no read-only tensors. No write gets to the disk.
@@ -152,7 +152,7 @@ class MappedFile:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, from the index."""
+    """Read the file name of each tensor from the index file."""
     path = folder / INDEX
     weight_map = read_json(path, limit=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -255,7 +255,7 @@ def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
 
 
 def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as it is stored in a file.
+    """Convert a tensor to the form that is written to a file.
 
     Raises:
         WorkhorseError: it contains infinite values or NaN, or values outside the dtype's range.
@@ -277,21 +277,21 @@ WRAPPERS = re.compile(r"^(module\.)+|\b_orig_mod\.")
 
 @dataclass(frozen=True)
 class Account:
-    """The source of each of our tensors."""
+    """The result of `account`: the stored tensors that each of our parameters is made from."""
 
     moves: list[Move]
     source: TensorSource
     left_out: int
-    """Number of tensors that belong to other parts of a larger model."""
+    """Number of stored tensors that are not loaded: they belong to other parts of the model."""
     unwrapped: bool
-    """True if names had prefixes of `WRAPPERS`."""
+    """True if tensor names had prefixes of `WRAPPERS`."""
 
 
 class Renamed:
-    """A source of tensors under the names of a model that is not part of another.
+    """Stored tensors under the names that the text model has if it is stored by itself.
 
-    The same model may be stored with its own prefix (`model.`), without it, or inside a larger
-    model (`language_model.model.`, `model.language_model.`). Prefixes of `WRAPPERS` are dropped.
+    A model may be stored with its own prefix (`model.`), without it, or inside a larger model
+    (`language_model.model.`, `model.language_model.`). Prefixes of `WRAPPERS` are dropped.
 
     Args:
         source: the stored tensors.
@@ -367,7 +367,7 @@ def meta_decoder(
 
 
 def shapes_of(decoder: Decoder) -> dict[str, Shape]:
-    """The shape of every parameter."""
+    """Return the shape of each parameter of a decoder, by name."""
     return {name: tuple(weight.shape) for name, weight in decoder.named_parameters()}
 
 
@@ -379,7 +379,7 @@ def account(
     *,
     wrapped: bool,
 ) -> Account:
-    """Find the source of each parameter, and check that each stored tensor is used.
+    """Find the stored tensors for each parameter, and check that each stored tensor is used.
 
     Args:
         family: the family that defines the names of the stored tensors.
@@ -431,7 +431,10 @@ def _without_tied_head(
     shapes: Mapping[str, Shape],
     source: Renamed,
 ) -> list[str]:
-    """Remove a tied head, which old files store as well; it must equal the embedding."""
+    """Remove the head from `rest` if it is stored although it is tied, as in old files.
+
+    It must be equal to the embedding.
+    """
     embedding = _their_name(family, EMBEDDING, shapes, config)
     head = _their_name(family, HEAD, {HEAD: shapes[EMBEDDING]}, config)
     if head not in rest:

@@ -26,7 +26,7 @@ from workhorse.files.writing import sync
 
 
 class Disk:
-    """Operations on the real file system."""
+    """File operations for checkpoints. Tests replace them to simulate failures."""
 
     def make_folder(self, path: Path) -> None:
         """Create a folder and its parents; a link at its path is not followed."""
@@ -35,11 +35,11 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def lay_out(self, path: Path, slices: Slices) -> None:
-        """Create a file with the full size of its tensors, without their bytes."""
+        """Create a safetensors file of full size; `fill` writes the tensors' bytes later."""
         lay_out(path, slices)
 
     def fill(self, path: Path, slices: Slices) -> None:
-        """Write rows to their positions in a file that was laid out."""
+        """Write slices of tensors to their positions in a file that `lay_out` created."""
         fill(path, slices)
 
     def write_text(self, path: Path, text: str) -> None:
@@ -69,7 +69,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 10_000
-"""Limit of the bytes that are read of a manifest; every manifest is smaller."""
+"""Maximum number of bytes to read from a manifest; every manifest is smaller."""
 
 
 REFUSED = {
@@ -83,7 +83,7 @@ REFUSED = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""Errors that do not show damage: the file may be whole, and must not be skipped."""
+"""Error numbers that do not mean damage: the file may be intact, so it is not skipped."""
 
 
 class DamagedCheckpoint(WorkhorseError):
@@ -96,7 +96,7 @@ class DamagedCheckpoint(WorkhorseError):
 
 
 class OpenCheckpoint:
-    """Open files of a checkpoint that were compared with its manifest.
+    """The open files of a checkpoint, after they were compared with its manifest.
 
     Args:
         path: the checkpoint's folder.
@@ -136,7 +136,7 @@ def open_checkpoint(path: Path, step: int, names: tuple[str, ...]) -> Iterator[O
 
 
 def manifest_of(folder: Path, step: int) -> str:
-    """The text of the manifest for a folder with a checkpoint's other files."""
+    """Return the text of `manifest.json` for a folder that contains a checkpoint's other files."""
     files = {}
     for name in (MODEL, OPTIMIZER, STATE):
         with (folder / name).open("rb", buffering=0) as file:
@@ -172,7 +172,7 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 
     Raises:
         DamagedCheckpoint: the file is missing, or the disk cannot read it.
-        WorkhorseError: the file may be whole, see `REFUSED`.
+        WorkhorseError: the file may be intact but cannot be accessed, see `REFUSED`.
     """
     try:
         yield
@@ -183,7 +183,7 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 
 
 def _read_manifest(path: Path, step: int) -> dict[str, Any]:
-    """The entries of the manifest, which must be byte for byte as `manifest_of` returns it."""
+    """Read the manifest's entry for each file; the text must be what `manifest_of` returns."""
     with _reading(path, MANIFEST), _opened(path, MANIFEST) as file:
         raw = file.read(MANIFEST_BYTES)
     try:

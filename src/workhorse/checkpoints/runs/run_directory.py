@@ -130,8 +130,8 @@ class RunDirectory:
 
     Args:
         path: the folder; nothing is read or created before it is needed.
-        step: step of the checkpoint to load. None: the newest whole checkpoint, with a remark for
-            each damaged one.
+        step: step of the checkpoint to load. By default it is the newest undamaged checkpoint;
+            each damaged one that is skipped gets a remark.
     """
 
     kind = "run directory"
@@ -170,7 +170,7 @@ class RunDirectory:
         return self.recipe_file.is_file()
 
     def keeps(self, path: Path) -> bool:
-        """True if a path is inside one of the run's folders."""
+        """True if a path is in the run's folder of checkpoints, data or tokenizer."""
         own = (self.checkpoints_folder, self.data_folder, self.tokenizer_folder)
         return self.exists and any(path.resolve().is_relative_to(f.resolve()) for f in own)
 
@@ -191,7 +191,7 @@ class RunDirectory:
         return self._lock
 
     def check_place(self) -> None:
-        """Check that the locked folder is still at its path; otherwise a save would create another.
+        """Check that the locked folder is still at its path: a save would create a second one.
 
         Raises:
             WorkhorseError: it was moved or removed; the message names its last checkpoint.
@@ -210,7 +210,7 @@ class RunDirectory:
         raise WorkhorseError(f"{moved}; {last}: resume with {going_on}")
 
     def check_free(self) -> None:
-        """Check that a run can start here, without changing anything.
+        """Check that a new run can start in this folder, without changing anything.
 
         Raises:
             WorkhorseError: the folder contains a run or other files, or it cannot be created.
@@ -241,7 +241,7 @@ class RunDirectory:
         return next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
 
     def _unfit(self, reason: str | None) -> WorkhorseError:
-        """An error that the folder cannot be created or written."""
+        """Return an error: the folder cannot be created or written."""
         there = self._first_above()
         if not there.is_dir():
             what = "it" if there == self.path else there
@@ -267,7 +267,7 @@ class RunDirectory:
     def undo(self) -> None:
         """Remove everything that was created since `begin`.
 
-        Data that was prepared earlier and dot files are kept.
+        Data that existed before and dot files are kept.
         """
         for path in self.path.iterdir():
             if path == self.data_folder and self._found_data:
@@ -336,7 +336,8 @@ class RunDirectory:
         """The tokenizer that the model was trained with.
 
         Raises:
-            WorkhorseError: the run or tokenizer is missing, or it is not the newest checkpoint's.
+            WorkhorseError: the run or tokenizer is missing, or the newest checkpoint was trained
+                with another tokenizer.
         """
         from workhorse.tokenizers import load_tokenizer
 
@@ -364,10 +365,12 @@ class RunDirectory:
             device: device of the weights.
             dtype: dtype of the weights; `self.dtype` by default.
             kernel: attention kernel.
-            places: function that returns the destinations of the weights.
+            places: function that returns the destination of each weight; by default the weights of
+                the decoder.
 
         Raises:
-            WorkhorseError: the run or checkpoint is missing, or the checkpoint has another config.
+            WorkhorseError: the run or checkpoint is missing, or the checkpoint's config differs
+                from `config.json`.
         """
         config = self.config
         weights, state = self._weights()

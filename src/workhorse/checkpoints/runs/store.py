@@ -47,12 +47,12 @@ LOOKS = 100
 
 Found = TypeVar("Found")
 Tensors = Mapping[str, Slices]
-"""The slices of tensors that a process writes, by file."""
+"""By file name: the slices of tensors that this process writes."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint, its tensors on the CPU."""
+    """A complete checkpoint that was read into memory; its tensors are on the CPU."""
 
     step: int
     """Number of training steps completed."""
@@ -90,7 +90,7 @@ class CheckpointStore:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, whole or damaged, newest first."""
+        """The steps that have a checkpoint, damaged or not, newest first."""
         if not self.folder.is_dir():
             return []
         steps = (step_of(path) for path in self.folder.iterdir())
@@ -149,7 +149,7 @@ class CheckpointStore:
                 self.disk.sync(folder / name)
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Rename a checkpoint to its final name when all rows are written, then call `prune`.
+        """Finish a checkpoint: write its state, rename it to its final name, and call `prune`.
 
         Only this checkpoint and older ones count towards `keep`. Newer ones exist if the run
         resumed from an older step because they were damaged. They stay until their step is saved
@@ -184,7 +184,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _in_one_line(self, step: int) -> Iterator[Path]:
-        """The temporary folder of a checkpoint; disk errors become one-line errors."""
+        """Yield the temporary folder of a checkpoint; turn disk errors into one-line errors."""
         final = self.path(step)
         try:
             yield self.folder / f"{TEMPORARY}{final.name}"
@@ -192,10 +192,10 @@ class CheckpointStore:
             raise WorkhorseError(self._failure(final, error)) from error
 
     def prune(self, step: int) -> None:
-        """Remove the oldest checkpoints up to a whole step, so that `keep` remain.
+        """Remove old checkpoints: of those up to `step`, the newest `keep` remain.
 
-        Checkpoints that were found damaged are removed as well, since the next process would count
-        them. If one cannot be deleted, a remark is added.
+        Checkpoints that were found damaged are removed and not counted. If a checkpoint cannot be
+        deleted, a remark is added.
         """
         steps: list[int] = []
         with self._deleting(self.folder):
@@ -207,7 +207,7 @@ class CheckpointStore:
                     self._discard(self.path(old))
 
     def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-        """The newest whole checkpoint, to resume from; None if there is none.
+        """Load the newest undamaged checkpoint, to resume from; None if there is none.
 
         Args:
             on_skip: called with a message for each newer checkpoint that is damaged.
@@ -217,10 +217,12 @@ class CheckpointStore:
     def newest_state(
         self, on_skip: Callable[[str], None] = lambda line: None, *, alone: bool = False
     ) -> tuple[int, dict[str, Any]] | None:
-        """The step and the state of the newest whole checkpoint; tensors are verified, not loaded.
+        """Return the step and the state of the newest undamaged checkpoint, or None.
+
+        Its tensors are verified but not loaded.
 
         Args:
-            on_skip: as in `newest`.
+            on_skip: called with a message for each newer checkpoint that is damaged.
             alone: True to verify only the state; the tensors may be damaged.
         """
         names = (STATE,) if alone else (MODEL, OPTIMIZER, STATE)
@@ -234,11 +236,11 @@ class CheckpointStore:
     def newest_model(
         self, on_skip: Callable[[str], None] = lambda line: None
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest whole weights and their state, see `load_model`; None if there are none."""
+        """Load the newest undamaged weights and their state (see `load_model`), or return None."""
         return self._newest(self.load_model, on_skip)
 
     def newest_weights(self) -> int | None:
-        """The newest step with whole weights; its optimizer file may be damaged."""
+        """Return the newest step with undamaged weights; its optimizer file may be damaged."""
 
         def checked(step: int) -> int:
             self.check(step, (MODEL, STATE))
@@ -247,7 +249,7 @@ class CheckpointStore:
         return self._newest(checked)
 
     def newest_folder(self, read: Callable[[Path], Found]) -> Found | None:
-        """The result of `read` for the newest checkpoint's folder, or None. It may be damaged."""
+        """Call `read` with the newest checkpoint's folder, damaged or not; return None if none."""
 
         def found(step: int) -> Found:
             made = read(self.path(step))
@@ -262,14 +264,14 @@ class CheckpointStore:
     def _newest(
         self, read: Callable[[int], Found], on_skip: Callable[[str], None] = lambda line: None
     ) -> Found | None:
-        """The result of `read` for the newest step that is not damaged.
+        """Return `read(step)` for the newest step with an undamaged checkpoint, or None.
 
         A run in training removes its oldest checkpoint after each save. If that is the one being
         read, there is a newer one, and the steps are listed again.
 
         Raises:
-            WorkhorseError: `LOOKS` times, a checkpoint was removed before it was read; or `read`
-                raises it.
+            WorkhorseError: a checkpoint was removed before it was read, `LOOKS` times in a row; or
+                `read` failed for another reason than damage.
         """
         for _ in range(LOOKS):
             skipped: list[str] = []
@@ -337,7 +339,7 @@ class CheckpointStore:
                         self.disk.remove(path)
 
     def _discard(self, checkpoint: Path) -> None:
-        """Delete a checkpoint; it is renamed first, so that its name never has a partial folder.
+        """Delete a checkpoint. It is renamed first: a folder with its final name stays complete.
 
         Raises:
             OSError: the checkpoint cannot be renamed.
@@ -354,7 +356,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _deleting(self, path: Path) -> Iterator[None]:
-        """Turn failures to delete into one remark, since they must not end a run."""
+        """Turn errors in deleting `path` into a remark, since they must not end a run."""
         try:
             yield
         except OSError as error:

@@ -84,11 +84,11 @@ def command(
 
 
 def _lines(as_json: bool) -> Iterator[str]:
-    """Yield the lines that the user types or that come from a pipe."""
+    """Yield the lines that the user types, or the lines of stdin if it is not a terminal."""
     if not sys.stdin.isatty():
         yield from (line.removeprefix("\ufeff").strip() for line in sys.stdin)
         return
-    with contextlib.suppress(ImportError):  # if available: line editing and history
+    with contextlib.suppress(ImportError):  # adds line editing and history, if available
         import readline  # noqa: F401
     while True:
         try:
@@ -101,7 +101,10 @@ def _lines(as_json: bool) -> Iterator[str]:
 
 
 def _answer(conversation: "Conversation", line: str, as_json: bool) -> None:
-    """Reply to a line. On a terminal, an error in one message does not end the conversation."""
+    """Reply to a message of the user, and warn if old messages no longer fit the context.
+
+    On a terminal, an error is printed and does not end the chat.
+    """
     known = conversation.forgotten
     try:
         _reply(conversation, line, as_json)
@@ -117,7 +120,10 @@ def _answer(conversation: "Conversation", line: str, as_json: bool) -> None:
 
 
 def _reply(conversation: "Conversation", line: str, as_json: bool) -> None:
-    """Print the reply as it is generated, or as JSON. On a terminal, Ctrl-C stops the reply."""
+    """Print the reply to a message while it is generated, or its result as JSON at the end.
+
+    On a terminal, Ctrl-C stops the reply but not the chat.
+    """
     started = time.perf_counter()
     deltas, reason = [], None
     try:

@@ -98,7 +98,7 @@ def _summary(found: Any) -> str:
 
 
 def _account(found: dict[str, Any], out: Path) -> str:
-    """A line for each variant and trial, and the total time."""
+    """Format the result of a dry run: a line for each variant and trial, and the remaining time."""
     from workhorse.cli.train_progress import duration
 
     wide = max(len(name) for name in found["variants"])

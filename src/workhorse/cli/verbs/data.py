@@ -147,7 +147,7 @@ def _validation_batch(dataset: "Dataset", index: int, sizes: dict[str, Any]) -> 
 
 
 def _counts(result: dict[str, Any]) -> str:
-    """Format the data set's counts as a table."""
+    """Format the counts of documents, bytes and tokens of each split and source as a table."""
     table: list[tuple[str, ...]] = [
         ("", "documents", "bytes", "tokens", "bytes/token", "unknown", "weight")
     ]

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from workhorse.model.model import Model
 
 OF_TEXT = ("data", "context", "stride", "compare_gzip")
+"""Flags that only apply to the loss on text, without `--tasks`."""
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
-"""Flags that apply to only one of the two modes, text or tasks."""
+"""Flags that only apply with `--tasks`."""
 PER_TASK = ("versions", "n-shot")
+"""Keys of the harness's result with one value per task, shown in the table."""
 
 
 @click.command("evaluate")
@@ -118,7 +120,7 @@ def command(
 
 
 def _check_pairs(options: Mapping[str, Any], with_tasks: bool) -> None:
-    """Raise an error for a flag that would have no effect."""
+    """Raise an error for a flag that would have no effect with, or without, `--tasks`."""
     unread, needed = (OF_TEXT, "--data") if with_tasks else (OF_TASKS, "--tasks")
     for name in unread:
         if options[name] is not None and options[name] is not False:
@@ -136,7 +138,7 @@ def _measure(
     compare_gzip: bool,
     batch_size: int | None,
 ) -> dict[str, Any]:
-    """Evaluate the model on text and return the figures."""
+    """Measure a model's loss on text, and return the result of the verb."""
     from workhorse.evaluate import compressed_bits_per_byte, evaluate
 
     total = sum(len(document.text.encode()) for document in _documents(model, data))
@@ -167,7 +169,10 @@ def _score(
     apply_chat_template: bool,
     batch_size: int | None,
 ) -> dict[str, Any]:
-    """Return the harness's results. Tasks are looked up first, before the model is loaded."""
+    """Score a model on tasks of the lm-evaluation-harness, and return the harness's result.
+
+    Tasks are looked up before `opened` loads the model, so that a wrong name fails early.
+    """
     from workhorse.evaluate import load_tasks
 
     tasks = load_tasks(names, include_path)
@@ -181,7 +186,10 @@ def _score(
 
 
 def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
-    """Yield the documents of `--data`, or of the run's validation split, from the start."""
+    """Yield the documents of `--data`, or those of the run's validation split if it is not given.
+
+    Each call starts with the first document.
+    """
     from workhorse.data import read_documents, source_of
     from workhorse.errors import WorkhorseError
 
@@ -225,7 +233,7 @@ def _page(result: dict[str, Any]) -> str:
 
 
 def _table(result: Mapping[str, Any]) -> str:
-    """Format the scores of tasks and groups, one line per metric."""
+    """Format the harness's scores of tasks and groups as a table, with one line per metric."""
     from io import StringIO
 
     from rich.console import Console

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from workhorse.model.model import Model
 
 SHOWN_PROMPT = 40
-"""Most characters of a prompt in a heading."""
+"""Maximum number of characters of a prompt in the heading of its completion."""
 
 
 @click.command("generate")
@@ -137,7 +137,12 @@ def command(
 
 
 def _check_one_text(prompts: int, flags: Mapping[str, Any]) -> None:
-    """Raise an error if flags or prompts ask to stream more than one completion."""
+    """Raise an error if `--stream` is combined with several prompts or with conflicting flags.
+
+    Args:
+        prompts: the number of prompts.
+        flags: values of the flags that `--stream` does not support, by flag.
+    """
     extra = [flag for flag, value in flags.items() if value not in (None, False)]
     remedies = [f"remove {', '.join(extra)}"] if extra else []
     remedies += [f"give one prompt, not {prompts}"] if prompts > 1 else []
@@ -160,7 +165,13 @@ def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Mod
 def _explain(
     ends: Sequence[tuple[str, int]], rates: dict[str, Any], config: "GenerationConfig"
 ) -> None:
-    """Print on stderr the number of tokens, the speed and the reasons for stopping."""
+    """Print on stderr the number of tokens, the speed and the reasons for stopping.
+
+    Args:
+        ends: for each completion, the reason for stopping and the number of tokens.
+        rates: the speed, as returned by `speed`.
+        config: the generation config.
+    """
     tokens = sum(n for _, n in ends)
     reasons = ", ".join(sorted({reason for reason, _ in ends}))
     rate = rates["tokens_per_second"]
@@ -179,7 +190,10 @@ def _result(
     config: "GenerationConfig",
     model: "Model",
 ) -> dict[str, Any]:
-    """All completions and totals. The fields of a single completion are also at the top level."""
+    """The result of the verb: totals, and a mapping for each completion in `completions`.
+
+    If there is only one completion, its fields are also at the top level.
+    """
     listed = [
         {
             "prompt": prompts[index // config.n_samples],
@@ -201,17 +215,17 @@ def _result(
 
 
 def _guessed(completion: "Completion") -> dict[str, int | None]:
-    """Figures of speculative decoding; empty without it."""
+    """Numbers of proposed and accepted tokens of speculative decoding; empty if it is not used."""
     if completion.proposed is None:
         return {}
     return {"proposed": completion.proposed, "accepted": completion.accepted}
 
 
 def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dict[str, Any]] | None:
-    """Each token's log-probability and string.
+    """The log-probability and the string of each token of a completion; None if not requested.
 
-    The string is null if it is only a part of a character, or if the tokenizer has no such id (the
-    embedding is padded).
+    A string is None if the token is only a part of a character, or if the tokenizer does not have
+    its id (the model's vocabulary is padded).
     """
     if completion.logprobs is None:
         return None
@@ -231,7 +245,7 @@ def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dic
 
 
 def _page(completions: Sequence[dict[str, Any]]) -> str:
-    """Format completions for humans: a single one unchanged, several under headings."""
+    """Format completions for humans: a single one unchanged, several with a heading for each."""
     if len(completions) == 1:
         return completions[0]["text"]
     return "\n\n".join(

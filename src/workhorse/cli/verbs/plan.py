@@ -1,4 +1,4 @@
-"""`workhorse plan`: the requirements of a model and its training, without allocating either."""
+"""`workhorse plan`: estimate memory, FLOPs, time and cost of a model, without allocating it."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def command(
     from workhorse.plan.page import lines
 
     if page is not None:
-        check_place(page)  # a large plan takes minutes
+        check_place(page)  # fails before the plan is computed, which can take minutes
     with status() as show:
         found = plan(source, overrides, **options, notify=warn, show=show)
     print_result(found, as_json, text="\n".join(lines(found)))

@@ -1,4 +1,4 @@
-"""`workhorse recipe`: the reference of recipe keys."""
+"""`workhorse recipe`: show the reference of all recipe keys."""
 
 import re
 import textwrap
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from workhorse.train.recipe.reference import Key, Section
 
 REFERENCE = re.compile(r"@([\w.]*)")
-"""A type's reference to another section."""
+"""Pattern of a reference to another section in the description of a type, such as `@model.head`."""
 WIDTH = 96
 INTRODUCTION = """\
 # Reference of all recipe keys
@@ -60,7 +60,7 @@ def command(key: str | None, markdown: bool, as_json: bool) -> None:
 
 
 def _plain(section: "Section") -> str:
-    """Format a section for the terminal."""
+    """Format a section of the recipe reference for the terminal."""
     lines = [section.title or "a recipe", *_plain_keys(section.shared)]
     for kind in section.kinds:
         if kind.name:
@@ -91,7 +91,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _page(section: "Section") -> str:
-    """Format a section as Markdown."""
+    """Format a section of the recipe reference as Markdown."""
     heading = f"`{section.title}`" if section.title else "The recipe itself"
     parts = [f"\n## {heading}\n"]
     if section.other_places:

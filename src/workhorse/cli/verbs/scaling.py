@@ -1,4 +1,4 @@
-"""`workhorse scaling`: scaling laws of finished runs, and their predictions."""
+"""`workhorse scaling`: fit scaling laws to finished runs, and predict the loss of other runs."""
 
 from pathlib import Path
 from typing import Any

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer, TokenizerConfig
 
 FLAGS = {"kind": "--algorithm", "vocab_size": "--vocab-size"}
-"""Keys of a tokenizer's config that have an option of their own."""
+"""Keys of a tokenizer's config that have their own option, so `--set` does not accept them."""
 MAX_DIGITS = 18
-"""Most digits of a token id; more would not fit into 64 bits."""
+"""Maximum number of digits of a token id; more may not fit into 64 bits."""
 
 files_argument = click.argument("files", nargs=-1, type=PATH)
 
@@ -181,7 +181,14 @@ def decode_command(
 def _print_pieces(
     tokenizer: "Tokenizer", ids: list[int], as_json: bool, n_bytes: int | None = None
 ) -> None:
-    """Print the tokens and the number of bytes; `n_bytes` None counts the bytes of the tokens."""
+    """Print each token's id and its piece of the text, then the number of tokens and bytes.
+
+    Args:
+        tokenizer: the tokenizer of the ids.
+        ids: the token ids.
+        as_json: True to print JSON.
+        n_bytes: number of bytes of the text; None: of the tokens, without special ones.
+    """
     pieces = tokenizer.pieces(ids)
     result = {
         "ids": ids,
@@ -241,7 +248,10 @@ def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -
 
 
 def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
-    """Yield the text of each document of all files; of the built-in corpus, one split."""
+    """Yield the text of each document in files and folders.
+
+    Of the built-in corpus (`stdlib`), only the documents of `split` are read.
+    """
     from workhorse.data import check_source_files, read_documents, source_of
 
     sources = [source_of(path) for path in files]

@@ -14,14 +14,14 @@ from workhorse.cli.output import ExitCode, counted, print_result
 from workhorse.parallel.processes import environment
 
 MOST_WORKERS = 4096
-"""Most worker processes on one machine."""
+"""Maximum number of worker processes on one machine."""
 
 GIVEN = "workhorse.arguments"
-"""Key of the verb's arguments in the metadata of click's context."""
+"""Key under which click's context stores the arguments that were given to the verb."""
 
 
 class _Train(click.Command):
-    """A command whose error for an unknown option suggests the recipe's setting of that name."""
+    """A click command that, for an unknown option, suggests the recipe setting with that name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -37,7 +37,14 @@ class _Train(click.Command):
 
 
 def _as_settings(option: str, given: list[str]) -> str:
-    """Rewrite `--steps 10` as `train.steps=10`; empty if a recipe has no such key."""
+    """The recipe settings for an unknown option: `train.steps=10` for `--steps 10`.
+
+    Empty if a recipe has no key of that name.
+
+    Args:
+        option: the unknown option.
+        given: all arguments of the verb, which contain the option's value.
+    """
     from workhorse.train.recipe.overrides import listed, places_of
 
     at = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
@@ -142,7 +149,10 @@ def _check_free(run: Path) -> None:
 
 
 def _has_begun(run: Path) -> bool:
-    """True if the run directory was made by an earlier attempt of this launch, not before it."""
+    """True if an earlier attempt of the current launch created the run directory.
+
+    A launcher starts a new attempt after a failure. False for a run from before the launch.
+    """
     from workhorse.checkpoints import RunDirectory
 
     made = RunDirectory(run)
@@ -150,7 +160,7 @@ def _has_begun(run: Path) -> bool:
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
-    """The path of a run directory's recipe, and the folder to train in."""
+    """For a run directory given as RECIPE: the path of its recipe, and the folder to train in."""
     from workhorse.errors import WorkhorseError
 
     recipe = recipe_of_run(folder)
@@ -171,10 +181,16 @@ def _read(
     workers: int | None,
     notify: Callable[[str], object],
 ) -> Any:
-    """Read a recipe with overrides applied.
+    """Read a recipe and apply overrides to it.
 
-    `workers` is written into `parallel.data` unless it is None. A resumed run does not need the
-    model that it was initialized from.
+    Args:
+        file: the recipe's file, or `depth-N`.
+        overrides: settings as `section.key=value`.
+        out: the run directory; None: `runs/NAME`.
+        resume: True to resume the run in that folder, if there is one. The model that the run was
+            initialized from is then not needed.
+        workers: number of processes, to which `parallel.data` is adapted; None: unchanged.
+        notify: callback for warnings about the overrides.
     """
     from workhorse.config.dial import read_recipe
     from workhorse.errors import WorkhorseError
@@ -289,7 +305,7 @@ def _dry_run(
 
 
 def _figures(found: dict[str, Any]) -> list[str]:
-    """Lines with parameters, memory, tokens, export and time."""
+    """Format the result of a dry run: lines with parameters, memory, tokens, export and time."""
     from workhorse.cli.train_progress import duration
     from workhorse.devices.memory import size
     from workhorse.plan.page import step_lines

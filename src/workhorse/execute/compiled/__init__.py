@@ -1,1 +1,1 @@
-"""Programs of PyTorch's compiler, for decoding steps."""
+"""Decoding steps compiled by PyTorch, or captured as CUDA graphs."""

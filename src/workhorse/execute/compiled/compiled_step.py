@@ -1,12 +1,12 @@
-"""Compiled decoding: one program per step, kept on disk.
-
-The folder (mode 0700) and its files (0600) belong to the user, and no other user can access them. A
-file with another owner or mode is never read.
+"""Compiled decoding: a whole step is one program, which is stored on disk.
 
 At a batch of one, the Python around each layer costs as much as its arithmetic. The step is traced
-once into a single program of fused loops and gemms, whose shapes do not depend on how many tokens
-the cache holds. The program is kept on disk without the weights, so a model is compiled once per
+once into a single program of fused loops and gemms. Its shapes do not depend on how many tokens the
+cache holds. The program is stored on disk without the weights, so a model is compiled once per
 machine, and later processes load the program.
+
+The folder of programs (mode 0700) and its files (0600) belong to the user, and no other user can
+access them. A file with another owner or mode is never read.
 """
 
 import hashlib
@@ -44,17 +44,17 @@ _OTHERS = 0o077
 
 
 class ProgramFolder:
-    """A folder of programs, each stored under a name.
+    """A folder of compiled programs, each stored under a name.
 
     Args:
-        path: the folder; it is created when the first program is kept.
+        path: the folder; it is created when the first program is stored.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def open(self, name: str) -> BufferedReader | None:
-        """Open a program's file; None if there is none. A file that cannot be trusted is logged."""
+        """Open a program's file; None if it does not exist or is not private, which is logged."""
         try:
             self._secure(make=False)
             file = open(self.path / name, "rb", opener=_without_following)  # noqa: SIM115
@@ -89,7 +89,14 @@ class ProgramFolder:
                 temporary.unlink()
 
     def _secure(self, *, make: bool) -> None:
-        """Remove other users' access to the folder; raise OSError if it is not the user's."""
+        """Remove other users' access to the folder.
+
+        Args:
+            make: True to create the folder if it does not exist.
+
+        Raises:
+            OSError: it does not exist, or belongs to another user.
+        """
         if make:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self.path.lstat()
@@ -119,15 +126,16 @@ log = logging.getLogger(__name__)
 
 
 KNOWN = ("torch.", "workhorse.")
-"""Packages whose modules a fingerprint covers: the code of other classes may change unnoticed."""
+"""Packages whose code `_fingerprint` covers. Programs with classes of other packages are not
+stored, because their code may change unnoticed."""
 
 
 def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
-    """A decoder that runs a compiled program when it adds tokens to a `PagedView`.
+    """Return a decoder that runs decoding steps over a `PagedView` as compiled programs.
 
-    The program runs steps of one token per sequence, and steps of a token and its draft tokens, up
-    to the number of tokens that the cache can take back. Prompts and everything else run as before.
-    The first step of a variant waits until its program is compiled or read from disk.
+    A step adds one token to each sequence, or one token and its draft tokens, up to the number of
+    tokens that the cache can remove again. Prompts and all other passes run uncompiled. The first
+    step of each `Variant` waits until its program is compiled or read from disk.
 
     Args:
         decoder: the decoder in evaluation mode. The returned decoder replaces it. If weights or
@@ -135,9 +143,8 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
         folder: the folder for the programs; None for the user's cache folder.
 
     Raises:
-        WorkhorseError: steps differ in shape or constants, because of a mixture of experts or of
-            angles that depend on the sequence length. At the first step: the compiler cannot
-            translate it.
+        WorkhorseError: the model has a mixture of experts, or RoPE angles that depend on the
+            sequence length. At the first step: the compiler cannot compile it.
     """
     check_fixed(decoder, "compiled")
     kept = ProgramFolder(folder or cache_folder() / "programs")
@@ -153,7 +160,7 @@ class CompiledDecoder(FixedStepDecoder):
     held: Held | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the programs: the compiler pickles the decoder for each program."""
+        """State for pickling, without programs: the compiler pickles the decoder with each one."""
         return vars(self) | {"programs": {}, "held": None}
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
@@ -168,7 +175,11 @@ class CompiledDecoder(FixedStepDecoder):
     def _first_step(
         self, variant: Variant, tokens: Tensor, tensors: CacheTensors
     ) -> tuple["Program", Tensor]:
-        """Load the program from disk or compile and save it; return it with the step's logits."""
+        """Run the first step of a variant: load its program from disk, or compile and save it.
+
+        Returns:
+            The program, and the logits of the step.
+        """
         from workhorse.execute.compiled.step_compiler import Program
 
         name, known = self._fingerprint(variant), {"decoder": self}
@@ -186,7 +197,7 @@ class CompiledDecoder(FixedStepDecoder):
         return program, program(tokens, tensors)
 
     def _fingerprint(self, variant: Variant) -> str:
-        """A digest of everything that the program depends on; it is the name of its file."""
+        """A digest of everything that a variant's program depends on; the name of its file."""
         state = (*self.named_parameters(), *self.named_buffers())
         scalars = (int, float, str, bool)
         facts = (
@@ -215,7 +226,10 @@ def _is_known(module: nn.Module) -> bool:
 def compile_step(
     decoder: Decoder, variant: Variant, tokens: Tensor, tensors: CacheTensors
 ) -> "Program":
-    """Compile a step for caches of any length, and any batch size or token count above 1.
+    """Compile a decoding step of a variant.
+
+    The program runs for caches of any length. Batch sizes and token counts are 1 or any number
+    above 1, as the variant says.
 
     Args:
         decoder: the decoder.
@@ -240,6 +254,6 @@ def compile_step(
 
 
 def _sources() -> Iterator[Path]:
-    """The Python files that a program depends on; `sources_digest` covers native operators."""
+    """Yield the Python files that a program depends on. `sources_digest` covers the C++ files."""
     for package in (workhorse.execute, workhorse.native, workhorse.nn, workhorse.transforms):
         yield from sorted(Path(str(package.__file__)).parent.rglob("*.py"))

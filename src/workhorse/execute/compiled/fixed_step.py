@@ -1,8 +1,8 @@
 """Decoding steps of fixed shape, and their execution as CUDA graphs.
 
 A step adds one token to each sequence of a `PagedView`, or one token and its draft tokens, up to
-the number of tokens that the cache can take back. It can therefore be compiled, or captured as a
-CUDA graph, once for all sequence lengths.
+the number of tokens that the cache can remove again. Its tensor shapes do not depend on the length
+of the sequences. It can therefore be compiled, or captured as a CUDA graph, once for all lengths.
 
 A GPU finishes a small model's step before Python has launched its hundreds of kernels. A step of
 fixed shape launches the same kernels at every token, on tensors at the same addresses. So they are
@@ -30,21 +30,21 @@ from workhorse.transforms.record import as_subclass, mixin_class
 
 
 class Variant(NamedTuple):
-    """Properties that a program is specialised for: all steps that share them run one program."""
+    """The properties of a decoding step that its compiled program depends on."""
 
     layout: Layout
     batched: bool
-    """True if there are several sequences, in any number."""
+    """True for two or more sequences (any number), False for one."""
     guessed: bool
-    """True if there are several tokens per sequence, in any number."""
+    """True for two or more tokens per sequence (one and draft tokens), False for one."""
 
 
 def check_fixed(decoder: Decoder, what: str) -> None:
-    """Reject a decoder whose steps differ in shape or constants.
+    """Raise an error if a decoder's steps differ in shape or constants from token to token.
 
     Args:
         decoder: the decoder.
-        what: the intended execution, as in "compiled"; used in the error message.
+        what: the intended execution, such as "compiled"; used in the error message.
 
     Raises:
         WorkhorseError: see `why_not_fixed`.
@@ -54,9 +54,9 @@ def check_fixed(decoder: Decoder, what: str) -> None:
 
 
 def why_not_fixed(decoder: Decoder) -> str:
-    """Reason why a decoder's steps differ in shape or constants; empty if they do not.
+    """Reason why a decoder's steps differ in shape or constants from token to token.
 
-    The reasons are a mixture of experts, and angles that depend on the sequence length.
+    It is a mixture of experts, or RoPE angles that depend on the sequence length; empty if none.
     """
     blocks = decoder.config.blocks.values()
     if any(block.mixture for block in blocks):
@@ -67,27 +67,27 @@ def why_not_fixed(decoder: Decoder) -> str:
 
 
 def fixed_step(decoder: Decoder, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
-    """The logits of a step over a `FixedCache`, computed by the decoder's modules.
+    """Compute the logits of a decoding step with the decoder's modules.
 
     Args:
         decoder: the decoder, in evaluation mode.
         variant: the variant of the step.
         tokens: (batch, seq), the new tokens.
-        tensors: tensors of the cache; `lengths` grows by seq.
+        tensors: tensors of the cache; `lengths` is incremented by seq in place.
     """
     return Decoder.forward(decoder, tokens, cache=FixedCache(variant.layout, tensors))
 
 
 class FixedStepDecoder(Decoder):
-    """A decoder that runs fixed-shape steps in another way; everything else runs as before.
+    """Base class of decoders that run decoding steps in a faster way, which a subclass defines.
 
-    A decoder with hooks runs everything as before.
+    Other passes, and all passes while the decoder has hooks, run as in `Decoder`.
     """
 
     watch: Watch
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
-        """See the function `fixed_step`."""
+        """Compute the logits of a step; subclasses override it. Arguments: see `fixed_step`."""
         return fixed_step(self, variant, tokens, tensors)
 
     def next_logits(
@@ -127,30 +127,31 @@ class FixedStepDecoder(Decoder):
 log = logging.getLogger(__name__)
 
 NARROWEST = 16
-"""Smallest number of blocks in a captured block table; for longer sequences the width doubles."""
+"""Smallest width of a block table in a CUDA graph; for longer sequences the width doubles."""
 MOST_RECORDINGS = 32
-"""Maximum number of recordings; the oldest one is deleted first."""
+"""Maximum number of captured steps per decoder; the oldest one is deleted first."""
 
 Replay = tuple[Callable[[], object], Tensor]
-"""A function that runs the recorded function again, and the tensor that then holds its result."""
+"""A function that replays a captured function, and the tensor that then holds the result."""
 Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "CapturedDecoder":
-    """A decoder that replays captured steps when it adds tokens to a `PagedView`.
+    """Return a decoder that runs decoding steps over a `PagedView` as CUDA graphs.
 
-    A recording serves one batch size, one number of new tokens, one cache, and sequences up to a
-    length that doubles. A decoder with hooks, and everything that cannot be captured, runs as
-    before. If weights or modules are replaced later, steps are captured again.
+    A CUDA graph is captured for each batch size, number of new tokens and cache. If sequences grow
+    beyond its block tables, another one is captured with tables of twice the width. Passes that
+    cannot be captured, and all passes while the decoder has hooks, run without. If weights or
+    modules are replaced later, steps are captured again.
 
     Args:
-        decoder: the decoder in evaluation mode, after the other inference transforms. Compiled
-            steps are captured as they are. The returned decoder replaces this one.
-        recorder: records a function of no arguments; None for a CUDA graph.
+        decoder: the decoder in evaluation mode, after the other inference transforms. If its steps
+            are compiled, the compiled steps are captured. The returned decoder replaces this one.
+        recorder: captures a function of no arguments; None for CUDA graphs.
 
     Raises:
-        WorkhorseError: steps differ in shape or constants, because of a mixture of experts or of
-            angles that depend on the sequence length.
+        WorkhorseError: the model has a mixture of experts, or RoPE angles that depend on the
+            sequence length.
     """
     check_fixed(decoder, "captured as CUDA graphs")
     kind = mixin_class("Captured", CapturedDecoder, type(decoder))
@@ -178,17 +179,17 @@ class CudaGraphs:
 
 
 class Recording(NamedTuple):
-    """A captured step, and the buffers from which it reads its inputs."""
+    """A captured decoding step, and the buffers from which it reads its inputs."""
 
     tokens: Tensor
     lengths: Tensor
     tables: list[Tensor]
-    """Block tables as wide as the recording reads; unused places hold `EMPTY`."""
+    """Block tables with the width that was captured; unused entries hold `EMPTY`."""
     replay: Callable[[], object]
     logits: Tensor
 
     def __call__(self, tokens: Tensor, tensors: CacheTensors) -> Tensor:
-        """The logits of a step."""
+        """Copy the inputs to the buffers, replay the step, and return its logits."""
         self.tokens.copy_(tokens)
         self.lengths.copy_(tensors.lengths)
         for own, table in zip(self.tables, tensors.tables, strict=True):
@@ -198,7 +199,7 @@ class Recording(NamedTuple):
 
 
 class Recordings:
-    """The captured steps of a decoder; valid while its modules and weights are not replaced."""
+    """The captured steps of a decoder. They are valid until its modules or weights are replaced."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.held = Held(decoder)
@@ -208,7 +209,7 @@ class Recordings:
 
     @property
     def valid(self) -> bool:
-        """True if no part of the decoder was replaced or moved since the recordings were made."""
+        """True if no module or weight was replaced or moved since the steps were captured."""
         return self.held.unchanged and self._addresses == self._current_addresses()
 
     def _current_addresses(self) -> list[int]:
@@ -216,14 +217,14 @@ class Recordings:
 
 
 class CapturedDecoder(FixedStepDecoder):
-    """See `capture_steps`."""
+    """A decoder that runs decoding steps as CUDA graphs; made by `capture_steps`."""
 
     recorder: Recorder
     recordings: Recordings | None = None
     records: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the recordings, which belong to these weights."""
+        """State for pickling, without the captured steps: they read the weights by address."""
         state: Any = super().__getstate__()
         return state | {"recordings": None}
 
@@ -260,7 +261,14 @@ def record_step(
     tensors: CacheTensors,
     recorder: Recorder,
 ) -> Recording:
-    """Record a step. The step counts up its `lengths` argument; a replay leaves it unchanged."""
+    """Capture a decoding step. Replays do not change the recording's `lengths`, as `step` does.
+
+    Args:
+        step: the step; it increments `lengths` of its argument.
+        tokens: example tokens.
+        tensors: example tensors of the cache.
+        recorder: captures a function of no arguments.
+    """
     lengths, tokens = tensors.lengths.clone(), tokens.clone()
     tables = [
         functional.pad(table, (0, _width(table) - table.shape[1]), value=EMPTY)
@@ -275,7 +283,7 @@ def record_step(
 
 
 def _width(table: Tensor) -> int:
-    """Width of the block table of a recording that serves this table."""
+    """Width of a captured block table into which the contents of `table` fit."""
     width = NARROWEST
     while width < table.shape[1]:
         width *= 2

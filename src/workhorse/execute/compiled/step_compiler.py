@@ -1,12 +1,12 @@
-"""PyTorch's compiler, ahead of time, with two passes over the graph of a step.
+"""Ahead-of-time compilation of decoding steps with PyTorch, with two graph passes of our own.
 
-A linear layer takes about 50 microseconds for one row, and each one wakes the threads and waits for
-the slowest. Queries, keys and values, and the branches of a gated feed-forward, read the same x, so
-one call can divide all their weights among the threads.
+`join_products`: a linear layer takes about 50 microseconds for one row, and each one wakes the
+threads and waits for the slowest. Queries, keys and values, and the branches of a gated
+feed-forward, read the same x, so one call can divide all their weights among the threads.
 
-For one row, a matrix-vector product, a GPU's library reached half of its memory's bandwidth. As a
-sum it becomes one of the compiler's own loops. That loop reads each element of the matrix once, and
-can also decode the matrix from codes of 8 or 4 bits as it reads.
+`sum_products`: for one row, a matrix-vector product, a GPU's library reached half of its memory's
+bandwidth. Written as a sum, it becomes one of the compiler's own loops. That loop reads each
+element of the matrix once, and can decode the matrix from codes of 8 or 4 bits as it reads.
 
 Written for and tested with PyTorch 2.11 to 2.13:
 
@@ -15,7 +15,7 @@ Written for and tested with PyTorch 2.11 to 2.13:
 - `torch._dynamo.mark_dynamic` is documented, and private by its name;
 - `torch._dynamo.config` and `torch._inductor.custom_graph_pass` are private.
 
-A kept program is a pickle: reading one runs code.
+A stored program is a pickle: reading it can run code.
 """
 
 import operator
@@ -44,7 +44,7 @@ def join_products(graph: fx.Graph) -> None:
 
 
 def _is_ready(*weight_and_bias: fx.Node | None) -> bool:
-    """True if these are inputs of the graph, and so available before the first of the matmuls."""
+    """True if weight and bias are graph inputs, so that they are available before any matmul."""
     return all(given is None or given.op == "placeholder" for given in weight_and_bias)
 
 
@@ -64,7 +64,7 @@ aten = torch.ops.aten
 
 
 def sum_products(graph: fx.Graph, device: str = "cuda") -> None:
-    """Replace `mm` and `addmm` of one row by sums, in place.
+    """Replace `mm` and `addmm` nodes with one row in x by elementwise products and sums, in place.
 
     Args:
         graph: a graph of ATen operators with example values.
@@ -105,9 +105,9 @@ OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "realize_opcount_threshold": 8,
 }
-"""Options of the compiler. Programs need not check shapes at every token. A result that needs more
-than this many operations is computed once for all its readers, not once for each: angles and masks,
-which every layer reads."""
+"""Options of the compiler. Programs do not check shapes at every token. A value that needs more
+than `realize_opcount_threshold` operations is computed once, not again for each operation that
+reads it. Angles and masks are such values: every layer reads them."""
 
 Varying = Iterable[tuple[Tensor, Sequence[int]]]
 """Tensors, each with the axes whose size may change between calls."""
@@ -125,10 +125,10 @@ class Program:
         self._checked = False
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's result. Only the first call checks that its arguments fit the program.
+        """Run the program. Only the first call checks that the arguments fit the program.
 
-        Later arguments must have the same properties. A check at every token would cost a twentieth
-        of a small model's step.
+        Arguments of later calls must have the same properties. A check at every token would cost a
+        twentieth of a small model's step.
         """
         result = self._compiled(*arguments)
         if not self._checked:
@@ -137,7 +137,11 @@ class Program:
         return result
 
     def write(self, path: Path, known: dict[str, Any]) -> None:
-        """Write the program without the objects in `known`; pass these to `read` again.
+        """Write the program to a file.
+
+        Args:
+            path: the file.
+            known: objects that are not written, by name; `read` gets them again.
 
         Raises:
             OSError: the file cannot be written.
@@ -146,7 +150,14 @@ class Program:
 
     @classmethod
     def read(cls, file: BufferedReader, known: dict[str, Any]) -> "Program":
-        """Read a program; raises unless the same versions of all libraries wrote it."""
+        """Read a program that `write` wrote.
+
+        It raises an error if another version of a library wrote the program.
+
+        Args:
+            file: the open file.
+            known: the objects that `write` was given, by name.
+        """
         return cls(torch.compiler.load_compiled_function(file, external_data=known))
 
 
@@ -158,10 +169,10 @@ def compile_program(
     Args:
         function: the function.
         arguments: example arguments.
-        varying: the tensors of the example whose shapes vary.
+        varying: the example tensors whose shapes vary between calls.
 
     Raises:
-        WorkhorseError: the compiler cannot translate it, or there is no C++ compiler.
+        WorkhorseError: the function cannot be compiled, or there is no C++ compiler.
     """
     for tensor, axes in varying:
         for axis in axes:
@@ -193,5 +204,5 @@ class _Products(CustomGraphPass):
         sum_products(graph)
 
     def uuid(self) -> str:
-        """A digest of this pass's code, for the compiler's own cache."""
+        """Digest of this file, so that the compiler's cache notices changes of the passes."""
         return cast(bytes, get_hash_for_files((__file__,))).hex()

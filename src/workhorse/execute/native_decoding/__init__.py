@@ -1,1 +1,1 @@
-"""Native decoding: a whole decoding step as a program that one native operator runs."""
+"""Native decoding on a CPU: single layers, or whole steps as a program of one native operator."""

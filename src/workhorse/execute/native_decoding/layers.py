@@ -1,9 +1,9 @@
-"""Native decoding layers: linear layers limited by memory bandwidth, and paged attention.
+"""Native layers for decoding on a CPU: linear layers limited by memory bandwidth, paged attention.
 
 Decoding computes one row per sequence, so a layer takes as long as reading its weights. PyTorch's
-`linear` reaches a half to two thirds of the memory's bandwidth. The many rows of a prompt are a
-gemm, which also has operators: on the matrix unit of some CPUs, and with vector instructions on
-others. A CPU whose bfloat16 instructions are missing or slow multiplies bfloat16 as float32.
+`linear` reaches a half to two thirds of the memory's bandwidth. A prompt has many rows, so it needs
+gemms. There are native gemms too: for the matrix unit of some CPUs, and for vector instructions. If
+a CPU's bfloat16 instructions are missing or slow, bfloat16 is multiplied as float32.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from workhorse.transforms.record import as_subclass, replace_modules
 
 
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
-    """Make a decoder's `sdpa` layers decode from a paged cache with `Decoding.attend`.
+    """Make a decoder's `sdpa` attention use `Decoding.attend` for decoding with a paged cache.
 
-    Prompts, training, biased scores and other caches are computed as before.
+    Prompts, training, biased scores and other caches still use PyTorch.
 
     Args:
         decoder: a decoder on the CPU.
@@ -45,12 +45,12 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
 
 
 MOST_QUERIES = 32
-"""Maximum queries per head for the operator; for more, as in a prompt, a gemm is faster."""
+"""Maximum queries per head for which `Decoding.attend` is used. For more, gemms are faster."""
 ATTENDED = (torch.bfloat16, torch.float32)
 
 
 class Seen(NamedTuple):
-    """The cache slots that each query of a pass sees, counted through its sequence's blocks."""
+    """The range of cache slots that each query sees. Slots are counted along its sequence."""
 
     first: Int64[Tensor, "batch seq"]
     last: Int64[Tensor, "batch seq"]
@@ -65,7 +65,7 @@ class DecodingSdpa(Sdpa):
 
     @staticmethod
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
-        """The visible slots if the operator applies, else the mask of `Sdpa`."""
+        """Return the visible slots if the native operator can be used, else `Sdpa`'s mask."""
         few = place.in_blocks and place.queries.shape[1] <= MOST_QUERIES
         if not few or dtype not in ATTENDED or pattern.alibi_slopes or torch.is_grad_enabled():
             return Sdpa.render(pattern, place, dtype)
@@ -89,17 +89,18 @@ class DecodingSdpa(Sdpa):
 
 
 DOT_ROWS = {torch.bfloat16: 64, torch.float32: 16}
-"""Maximum rows for which dot products (`Decoding.linear`) beat PyTorch's `linear`, by the dtype of
-the weights."""
+"""Maximum rows for which dot products (`Decoding.linear`) are faster than PyTorch's `linear`, by
+the dtype of the weights. It applies if there are no native gemms."""
 DOT_ROWS_BESIDE_GEMM = {torch.bfloat16: 64, torch.float32: 32}
-"""The same limit if many rows have a native gemm. The two were equally fast for 64 to 128 rows on
-the matrix unit, for 24 to 48 in vectors, and for 16 to 64 with bfloat16 as float32 in MKL."""
+"""Maximum rows for which dot products (`Decoding.linear`) are faster than native gemms, by the
+dtype of the weights. They were equally fast at 64 to 128 rows on the matrix unit, at 24 to 48 with
+vector instructions, and at 16 to 64 with bfloat16 as float32 in MKL."""
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`F.linear`, or a function that computes the same."""
+"""`F.linear`, or a function with the same arguments and result."""
 
 
 class StreamedLinear(nn.Linear):
-    """`nn.Linear` that uses a native operator for a few rows without gradients."""
+    """`nn.Linear` that uses `Decoding.linear` for few rows if no gradients are needed."""
 
     decoding: Decoding
     few_rows: int
@@ -126,8 +127,8 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
     Args:
         model: the model.
-        operators: the native operators. Without decoding operators, nothing is replaced. The
-            matrix unit's and the vectors' operators are used for many rows.
+        operators: the native operators. Without `decoding`, nothing is replaced. `matrix_unit` and
+            `vectors` are used for many rows.
     """
     decoding = operators.decoding
     if decoding is None:
@@ -153,13 +154,13 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
 
 def decoding_operators(decoder: nn.Module) -> Decoding | None:
-    """The native operators that a decoder uses for decoding; None if it uses none."""
+    """Return the native decoding operators that a decoder's modules use; None if they use none."""
     found = (getattr(module, "decoding", None) for module in decoder.modules())
     return next((one for one in found if isinstance(one, Decoding)), None)
 
 
 def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:
-    """The native function that multiplies many rows; None to use PyTorch's `linear`."""
+    """Return the native function for linear layers of many rows; None: PyTorch's `linear`."""
     narrow = dtype == torch.bfloat16
     if narrow and operators.matrix_unit is not None:
         return operators.matrix_unit.linear

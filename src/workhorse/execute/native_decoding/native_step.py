@@ -1,9 +1,8 @@
-"""A decoder whose steps are one call of a native operator.
+"""A decoder that runs a whole decoding step in one call of a native operator.
 
 Module by module, a step makes a hundred Python calls and a hundred thread barriers. For a small
-model either costs more than reading the weights. The operator runs the whole step in one parallel
-region.
-Its program is derived from the modules (`program.py`). If the modules compute something without an
+model either costs more than reading the weights. The operator runs a program of instructions in one
+parallel region. The program is derived from the modules (`program.py`). If a computation has no
 instruction, the step runs module by module.
 """
 
@@ -31,17 +30,17 @@ from workhorse.nn.watched import Held, Watch
 from workhorse.transforms.record import as_subclass
 
 MAX_TOKENS = 256
-"""Maximum number of tokens of a step, over all sequences. For more, attention that computes whole
-blocks of scores is faster."""
+"""Maximum number of new tokens of a step, summed over sequences. For more, it is faster to run the
+modules, whose attention computes whole blocks of scores."""
 
 
 def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
-    """A decoder that adds a few tokens to a `PagedView` or `PackedView` in one native call.
+    """Return a decoder that adds a few tokens to a paged cache in one native call.
 
-    Long prompts and everything else run as before. A decoder with hooks, or with a computation that
-    has no instruction, also runs as before, with compiled steps if it has them. If weights or
-    modules are replaced later, the decoder is translated again; do not change modules in other
-    ways.
+    All other passes, such as long prompts, run module by module. So do all passes of a decoder that
+    has hooks, or a computation without an instruction; compiled steps are used if it has them. If
+    weights or modules are replaced later, the decoder is translated again. Other changes to modules
+    are not noticed.
 
     Args:
         decoder: the decoder in evaluation mode, on the CPU, after the other inference transforms.
@@ -60,13 +59,17 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
 
 
 class Angles:
-    """RoPE's cosines and sines, kept up to the longest position needed so far."""
+    """A cache of RoPE's cosines and sines, up to the largest position needed so far."""
 
     def __init__(self) -> None:
         self._tables: dict[RotationKey, tuple[Tensor, Tensor]] = {}
 
     def upto(self, length: int, rotations: Sequence[RotationKey]) -> list[Tensor]:
-        """Cosines and sines of each rotation, (positions, pairs), for positions below `length`."""
+        """Return the cosines and sines of each rotation for at least `length` positions.
+
+        Returns:
+            (positions, pairs) each: the cosines of the first rotation, its sines, and so on.
+        """
         return [table for rotation in rotations for table in self._upto(length, rotation)]
 
     def _upto(self, length: int, rotation: RotationKey) -> tuple[Tensor, Tensor]:
@@ -81,7 +84,7 @@ class Angles:
 
 
 class SteppingDecoder(Decoder):
-    """See `step_natively`."""
+    """A decoder that runs whole decoding steps in one native call; made by `step_natively`."""
 
     steps: Steps
     few: int
@@ -95,7 +98,7 @@ class SteppingDecoder(Decoder):
         return super().invariant_batch if self._kept_program() is None else self.few
 
     def why_not_whole(self) -> str:
-        """The computation without an instruction; empty if steps are one call."""
+        """The computation that has no instruction; empty if whole steps are one native call."""
         if self._kept_program() is not None:
             return ""
         if self.watch.sees_hooks or self.translated is None:
@@ -103,7 +106,7 @@ class SteppingDecoder(Decoder):
         return self.translated.why_not
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the program, which belongs to these weights."""
+        """State for pickling, without the program: it refers to the weights of this process."""
         state: Any = super().__getstate__()
         return state | {"translated": None}
 
@@ -157,7 +160,7 @@ class SteppingDecoder(Decoder):
     def _kept_program_for(
         self, tokens: Tensor, cache: CacheView | None
     ) -> "tuple[KeptProgram, PagedView] | None":
-        """The program and the cache if the program can run this pass, else None."""
+        """Return the program and the cache if the program can compute this pass, else None."""
         rows, seq = batch_and_seq(tokens)
         if not isinstance(cache, PagedView) or rows != len(cache.lengths):
             return None
@@ -165,7 +168,11 @@ class SteppingDecoder(Decoder):
         return None if kept is None else (kept, cache)
 
     def _takes(self, batches: Sequence[tuple[PagedView, int]]) -> bool:
-        """True if a step accepts these token counts for each sequence of these views."""
+        """True if the native step can add these numbers of tokens.
+
+        Args:
+            batches: cache views, each with the number of new tokens per sequence.
+        """
         # Autocast decides the dtype of every operator.
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
@@ -178,7 +185,10 @@ class SteppingDecoder(Decoder):
         return 0 < sum(len(view.sequences) * seq for view, seq in batches) <= self.most
 
     def _kept_program(self) -> "KeptProgram | None":
-        """The program of the current modules and weights; None if there are hooks."""
+        """Return the program of the current modules and weights, translated if necessary.
+
+        None if the decoder has hooks, or a computation without an instruction.
+        """
         if self.watch.sees_hooks:
             return None
         known = self.translated
@@ -196,7 +206,14 @@ class SteppingDecoder(Decoder):
     def _step_of_batch(
         self, kept: "KeptProgram", view: PagedView, tokens: Tensor, *, last_only: bool
     ) -> Tensor | None:
-        """`_step` for equal token counts per row; the logits after the last token or after all."""
+        """Run `_step` for a batch with the same number of new tokens in each sequence.
+
+        Args:
+            kept: the program.
+            view: the sequences.
+            tokens: (batch, seq), the new tokens.
+            last_only: True to return only the logits after each sequence's last token.
+        """
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
         counts, index = _shape_of_batch(rows, seq, last_only=last_only)
@@ -214,7 +231,9 @@ class SteppingDecoder(Decoder):
         counts: Tensor,
         index: Tensor,
     ) -> Tensor | None:
-        """The logits; None if weights are not contiguous any more, so translate the decoder again.
+        """Run the native step and return its logits.
+
+        None if a weight is not contiguous any more; the decoder is then translated again later.
 
         Args:
             kept: the program.
@@ -267,7 +286,7 @@ class SteppingDecoder(Decoder):
 
 @functools.lru_cache(256)
 def _shape_of_batch(rows: int, seq: int, *, last_only: bool) -> tuple[Tensor, Tensor]:
-    """The token count of each row, and the indices of the tokens whose logits are computed."""
+    """Arguments `counts` and `index` of `_step` for `rows` sequences with `seq` new tokens each."""
     index = torch.arange(rows * seq)
     return torch.full((rows,), seq), index[seq - 1 :: seq].contiguous() if last_only else index
 
@@ -276,7 +295,7 @@ _TRANSLATING = threading.Lock()
 
 
 class KeptProgram(NamedTuple):
-    """A program, and its weights as registered with the operator."""
+    """A step program, and its weights as registered with the native operator."""
 
     program: Program
     weights: KeptWeights
@@ -294,11 +313,11 @@ class KeptProgram(NamedTuple):
 
 
 class Translated:
-    """Result of `translate`; valid while the decoder's modules and weights are the same objects.
+    """Result of translating a decoder, valid until its modules or weights are replaced.
 
     Attributes:
         kept: the program; None if a computation has no instruction.
-        why_not: that computation.
+        why_not: the computation that has no instruction, or empty.
     """
 
     def __init__(self, decoder: SteppingDecoder) -> None:
@@ -313,9 +332,9 @@ class Translated:
             self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
 
     def holds(self) -> bool:
-        """True if nothing was replaced since, and the first weight was not cast.
+        """True if this result is still valid: nothing was replaced, the first weight was not cast.
 
-        The elements of the weights are read at every step, so they may change in place.
+        Weights may change in place, because they are read at every step.
         """
         if not self.held.unchanged:
             return False
@@ -323,4 +342,4 @@ class Translated:
 
 
 class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):
-    """A `SteppingDecoder` that falls back to compiled steps."""
+    """A `SteppingDecoder` that runs compiled steps if there is no native program."""

@@ -1,6 +1,7 @@
-"""Recording of a decoder's computations for one token, and the step program made from it.
+"""Record a decoder's computations for one token, and write them as a step program.
 
-The wiring of a model is thus defined once, in `nn`: its step program follows the forward pass.
+The program follows the recorded forward pass. How the modules of a model are connected is therefore
+defined only once, in `nn`.
 """
 
 import threading
@@ -23,11 +24,11 @@ QUESTIONS = ("__get__", "dim", "is_floating_point", "numel", "size", "stride")
 
 
 class CannotTranslate(Exception):
-    """A decoder computes something that no instruction covers."""
+    """A decoder computes something for which there is no instruction."""
 
 
 class Computed(NamedTuple):
-    """One computation: a module's, or a sum.
+    """A recorded computation: the forward pass of a module, or the sum of two values.
 
     Attributes:
         module: the module that computed it; None for the sum of the inputs.
@@ -41,14 +42,17 @@ class Computed(NamedTuple):
 
 
 def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list[Computed]:
-    """Record the computations of known modules and sums for one token; value 0 is the token.
+    """Run a decoder on one token, and record the computations of known modules and sums in order.
+
+    The token is value 0.
 
     Args:
-        decoder: the decoder; it runs once.
-        known: returns True if a module is recorded; otherwise its children are.
+        decoder: the decoder.
+        known: returns True if a module is recorded as one computation; otherwise its children are
+            recorded.
 
     Raises:
-        CannotTranslate: another computation happens between token and logits.
+        CannotTranslate: the decoder computes something other than known modules and sums.
     """
     recorder = _Recorder()
     token = torch.zeros(1, 1, dtype=torch.int64, device=decoder.device)
@@ -69,7 +73,10 @@ def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list
 
 
 class _Recorder(TorchFunctionMode):
-    """Identifies values by their tensors, and sees every function outside of known modules."""
+    """Records computations: hooks report known modules, this mode every function outside of them.
+
+    Each tensor is a value with an id.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +88,7 @@ class _Recorder(TorchFunctionMode):
         self._thread = threading.get_ident()  # other threads may call the modules meanwhile
 
     def number(self, value: Tensor) -> int:
-        """The id of a value; a tensor that was not seen before gets a new id."""
+        """Return the id of a tensor; a new tensor gets a new id."""
         for n, known in enumerate(self._values):
             if known is value:
                 return n
@@ -92,12 +99,12 @@ class _Recorder(TorchFunctionMode):
         return any(known is value for known in self._values)
 
     def begin(self, module: nn.Module, _inputs: tuple[Any, ...]) -> None:
-        """Enter a module that is not recorded itself."""
+        """Hook: the forward pass of a module that is not recorded itself begins."""
         if threading.get_ident() == self._thread:
             self._wirings.append(module)
 
     def end(self, _module: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
-        """Leave a module that is not recorded itself."""
+        """Hook: the forward pass of a module that is not recorded itself ends."""
         if threading.get_ident() == self._thread:
             self._wirings.pop()
 
@@ -132,7 +139,11 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def refuse(self, what: str) -> None:
-        """Keep the first computation that cannot be translated: its module, or its name."""
+        """Note a computation that cannot be translated; only the first one is kept.
+
+        Args:
+            what: its name, used if no module contains it; otherwise the module's class is noted.
+        """
         wiring = type(self._wirings[-1]).__name__ if self._wirings else ""
         self.foreign = self.foreign or wiring or what
 
@@ -147,7 +158,7 @@ Number = TypeVar("Number", int, float)
 
 
 class RotationKey(NamedTuple):
-    """A rotation whose angles a program needs, and the dtype of its multiplications."""
+    """A RoPE rotation that a program uses, and the dtype in which it multiplies."""
 
     rope: RopeConfig
     head_dim: int
@@ -155,7 +166,7 @@ class RotationKey(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """Shape of the keys and values that a layer stores for a token."""
+    """Shape of the keys and values that an attention layer stores for each token."""
 
     kv_heads: int
     width: int
@@ -164,7 +175,7 @@ class CacheShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Arguments of `Steps.run` other than the tokens and the cache; see there."""
+    """A decoding step as instructions: the arguments of `Steps.run` except tokens and cache."""
 
     instructions: Tensor
     numbers: Tensor
@@ -174,13 +185,13 @@ class Program:
     reaches: Tensor
     layers: tuple[CacheShape, ...]
     table_users: tuple[int, ...]
-    """For each block table, the index of a layer that uses it."""
+    """For each kind of block table, the index of a layer that uses it."""
     dtype: torch.dtype
     """Dtype of the weights."""
 
 
 class Register(NamedTuple):
-    """A place for a value: `width` elements for each token, packed or not."""
+    """A register of a program; it holds `width` elements per token, in fixed point if packed."""
 
     number: int
     width: int
@@ -192,7 +203,7 @@ NOWHERE = Register(-1, 0)
 
 @dataclass
 class _Uses:
-    """Registers that instructions write and read."""
+    """The registers that some instructions write and read."""
 
     written: set[Register] = field(default_factory=set[Register])
     read: set[Register] = field(default_factory=set[Register])
@@ -202,27 +213,28 @@ class _Uses:
         self.read |= other.read
 
     def conflicts(self, later: "_Uses") -> bool:
-        """True if instructions with `later` uses must wait for these."""
+        """True if instructions with the register uses `later` must wait for these instructions."""
         return bool(self.written & (later.written | later.read) or self.read & later.written)
 
 
 @dataclass
 class _Stage:
-    """Row-wise instructions that run together for each row, or one other instruction."""
+    """A stage of a program: row-wise instructions that run together, or one other instruction."""
 
     rowwise: bool
     uses: _Uses = field(default_factory=_Uses)
     waits: bool = False
     instructions: list[list[int]] = field(default_factory=list[list[int]])
-    """Instructions without their wait and join flags."""
+    """The instructions of the stage, without their wait and join flags."""
 
 
 class Writer:
     """Writes a program, instruction by instruction.
 
     Released registers are used again. Consecutive row-wise instructions form a stage; every other
-    instruction is its own stage. A stage waits if it conflicts with a stage since the last wait:
-    one of the two writes a register that the other reads or writes.
+    instruction is a stage by itself. At the beginning of a stage, all threads wait for each other
+    if the stage conflicts with one since the last wait: one of the two writes a register that the
+    other reads or writes.
 
     Args:
         vocab_size: width of the logits, the first register.
@@ -272,7 +284,7 @@ class Writer:
         return to
 
     def reserve(self, width: int, *, packed: bool = False) -> Register:
-        """A free register."""
+        """Return a free register of this width; add a register if there is none."""
         for register in self._free:
             if (register.width, register.packed) == (width, packed):
                 self._free.remove(register)
@@ -281,20 +293,20 @@ class Writer:
         return self._registers[-1]
 
     def release(self, *registers: Register) -> None:
-        """Free registers and their packed copies for later instructions."""
+        """Make registers and their packed copies available to later instructions."""
         for register in registers:
             self._free.append(register)
             if packed := self._packed.pop(register, None):
                 self._free.append(packed)
 
     def packed(self, x: Register) -> Register:
-        """The register of a value in fixed point; it is packed once for all its readers."""
+        """Return the register with the fixed-point copy of x; write the instruction if needed."""
         if x not in self._packed:
             self._packed[x] = self.write(Op.PACK, self.reserve(x.width, packed=True), x)
         return self._packed[x]
 
     def weight(self, tensor: Tensor | None) -> int:
-        """The index of a weight, -1 for None."""
+        """Return the index of a weight in the program, -1 for None; a new weight is added."""
         if tensor is None:
             return -1
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -303,20 +315,23 @@ class Writer:
         return list(self._weights).index(id(tensor))
 
     def rotation(self, rotation: RotationKey) -> int:
-        """The index of a rotation."""
+        """Return the index of a rotation in the program; a new rotation is added."""
         return _number(rotation, self._rotations)
 
     def table(self, reach: int | None) -> int:
-        """The index of the block tables that the next layer uses."""
+        """Return the index of the block tables that the next attention layer uses.
+
+        Layers that see the same number of latest tokens (`reach`; None: all) share block tables.
+        """
         self._table_users.setdefault(reach, len(self.layers))
         return list(self._table_users).index(reach)
 
     def reach(self, window: int | None, chunk: int | None) -> int:
-        """The index of a layer's window and chunk."""
+        """Return the index of a layer's attention window and chunk size in the program."""
         return _number((window or 0, chunk or 0), self._reaches)
 
     def program(self) -> Program:
-        """The program as written so far; the last instruction computes the logits."""
+        """Return the program written so far; its last instruction computes the logits."""
         self._stages[-1].instructions[-1][1] = 0
         code = [
             [op, stage.waits and n == 0, n > 0, *rest]
@@ -344,6 +359,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def _number(one: Key, known: dict[Key, None]) -> int:
-    """The index of a key among the known ones; a new key is added."""
+    """Return the index of `one` among the keys of `known`; a new key is added."""
     known.setdefault(one)
     return list(known).index(one)

@@ -1,4 +1,4 @@
-"""Translation of each kind of module, and of a whole decoder, to instructions."""
+"""Translate modules, and a whole decoder, to instructions of the native step operator."""
 
 from collections.abc import Callable
 from typing import cast
@@ -37,7 +37,10 @@ from workhorse.transforms.quantization import QuantizedLinear
 
 
 def translate(decoder: Decoder) -> Program:
-    """The program of a decoder that was prepared for inference on a CPU.
+    """Return the step program of a decoder.
+
+    Args:
+        decoder: the decoder on a CPU, after `stream_weights` and `attend_natively`.
 
     Raises:
         CannotTranslate: a computation has no instruction.
@@ -65,7 +68,7 @@ def translate(decoder: Decoder) -> Program:
 
 
 def _written(writer: Writer, module: nn.Module, *inputs: Register) -> Register:
-    """The register of a module's result; writes the module's instructions."""
+    """Write the instructions of a module; return the register of its result."""
     write = _translation(module)
     if write is None:
         raise CannotTranslate(type(module).__name__)
@@ -73,19 +76,19 @@ def _written(writer: Writer, module: nn.Module, *inputs: Register) -> Register:
 
 
 def _translation(module: nn.Module) -> Callable[..., Register] | None:
-    """The function that writes a module's instructions; None if there is none."""
+    """Return the function that writes a module's instructions; None if it cannot be translated."""
     return TRANSLATIONS.get(type(module)) if norm_facts(module) is None else norm
 
 
 def linear(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """`x Wᵀ + b`."""
+    """Write the instruction of a linear layer, `x Wᵀ + b`."""
     layer = cast(nn.Linear, module)
     to, options = writer.reserve(layer.out_features), (layer.out_features,)
     return writer.write(Op.LINEAR, to, x, weight=layer.weight, bias=layer.bias, options=options)
 
 
 def packed_linear(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """`x Wᵀ + b` with a packed W."""
+    """Write the instructions of a linear layer with quantised weights, `x Wᵀ + b`."""
     layer = cast(QuantizedLinear, module)
     if layer.decoding is None or layer.in_features % GROUP:
         raise CannotTranslate("packed weights without a native operator")
@@ -107,7 +110,15 @@ def norm(
     to: Register | None = None,
     width: int | None = None,
 ) -> Register:
-    """A norm of each row, or of each slice of `width` elements of a row."""
+    """Write the instruction of a norm.
+
+    Args:
+        writer: the program.
+        module: the norm.
+        x: its input.
+        to: the register of the result; None for a new one.
+        width: number of elements that are normed together, such as a head; None: a whole row.
+    """
     facts, part = norm_facts(module), cast(Norm, module)
     if facts is None:
         raise CannotTranslate(type(module).__name__)
@@ -129,7 +140,7 @@ def norm(
 
 
 def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """A whole attention layer."""
+    """Write the instructions of an attention layer, including its projections."""
     layer = cast(Attention, module)
     _check(layer)
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
@@ -164,7 +175,7 @@ def _check(layer: Attention) -> None:
 def _norm_and_rotate(
     writer: Writer, layer: Attention, x: Register, head_norm: nn.Module, rotation: nn.Module
 ) -> None:
-    """Write the norm and the rotation of a layer in their order, in place."""
+    """Write the norm and the rotation of queries or keys x, in the layer's order, in place."""
     if layer.norm_and_rotate not in (norm_then_rotate, rotate_then_norm):
         raise CannotTranslate(layer.norm_and_rotate.__name__)
     after = layer.norm_and_rotate is rotate_then_norm
@@ -240,4 +251,4 @@ TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     QuantizedLinear: packed_linear,
     Attention: attention,
 }
-"""The function that writes the instructions of each kind of module."""
+"""For each class of modules, the function that writes its instructions."""

@@ -1,7 +1,7 @@
 """Training on a CPU with native operators, which compute the same results and gradients as PyTorch.
 
 A module is replaced only if its class is exactly one that an operator implements. For inputs that
-the operator does not accept, it computes as before.
+the operator does not accept, the replacement computes with PyTorch.
 """
 
 from torch import nn
@@ -25,7 +25,8 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
 
     Args:
         root: the module, on the CPU, in float32 or bfloat16.
-        operators: the operators of training, the matrix unit and vectors, as far as available.
+        operators: the native operators; `training`, `matrix_unit` and `vectors` are used if they
+            are available.
         precision: the precision of float32 gemms; see `Gemm`.
     """
     multiply = Gemm(operators, precision)

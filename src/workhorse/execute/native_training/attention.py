@@ -15,7 +15,7 @@ from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class TrainingSdpa(Sdpa):
-    """`Sdpa` computed by the native operator for inputs that it accepts."""
+    """`Sdpa` that uses the native operator for the inputs that the operator accepts."""
 
     operators: Training
 
@@ -52,7 +52,7 @@ def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
 
 
 class TrainingAttention(Attention):
-    """`Attention` that computes queries, keys and values together."""
+    """`Attention` that computes queries, keys and values in one call, if a native gemm can."""
 
     multiply: Gemm
 
@@ -66,7 +66,7 @@ class TrainingAttention(Attention):
 
 
 def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Make the attention layers in a module compute queries, keys and values together.
+    """Make the attention layers in a module compute queries, keys and values in one call.
 
     Returns:
         The module, or its replacement if it is an attention layer itself.
@@ -81,7 +81,7 @@ def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
 
 
 class _Attention(torch.autograd.Function):
-    """Saves shared keys and values once; the operator reads a copy for each query head."""
+    """Native attention with gradients. Keys and values that query heads share are saved once."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -120,16 +120,16 @@ class _Attention(torch.autograd.Function):
 
 
 def _has_whole_rows(x: Tensor) -> bool:
-    """True if the operator can read rows (…, width) as words of four bytes."""
+    """True if the operator can read the rows of x, (…, width), as words of four bytes."""
     return x.stride(-1) == 1 and x.stride(-2) * x.itemsize % 4 == 0
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:
-    """The keys or values repeated for each of `heads` query heads."""
+    """Repeat keys or values so that each of `heads` query heads has its own copy."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _of_shared_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, from the gradient of `_of_each_head(x)`."""
+    """Return the gradient of x, given the gradient of `_of_each_head(x)`."""
     shared = x.shape[1]
     return gradient if gradient.shape[1] == shared else gradient.unflatten(1, (shared, -1)).sum(2)

@@ -1,8 +1,8 @@
-"""Pre-norm blocks for training on a CPU: one pass over the rows before attention, one after it.
+"""Pre-norm blocks for training on a CPU: one native call before attention, and one after it.
 
-In each pass a thread takes its rows through norm, matmuls and activation. The rows stay in the
-thread's cache, and the thread waits for no other thread. A small model spends as much time waiting
-as computing.
+In each call a thread computes norm, matmuls and activation for its own rows. The rows stay in the
+CPU core's cache, and the thread does not wait for other threads. With one call per operation, a
+small model spends as much time waiting as computing.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class NativeBlock(NativePreNorm):
-    """`PreNorm` in two passes over the rows, if its parts are plain and the operators accept x."""
+    """`PreNorm` in two native calls, if the operators support all its submodules and x."""
 
     multiply: Gemm
 
@@ -61,7 +61,7 @@ class NativeBlock(NativePreNorm):
         return _Feed.apply(x, y, *feed_norm, simple.act, *how, *weights_of(linears))
 
     def _simple(self, x: Tensor) -> Simple | None:
-        """The feed-forward if the operators can compute this block, else None."""
+        """Return the block's feed-forward if the operators can compute the block, else None."""
         attention, feed_forward = self.attention, self.feed_forward
         if x.dtype not in self.multiply.sums or not takes(x) or not x.numel():
             return None
@@ -90,7 +90,7 @@ class NativeBlock(NativePreNorm):
 
 
 def replace_blocks(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Make the pre-norm blocks in a module compute in passes over rows.
+    """Make the pre-norm blocks in a module use two native calls, before and after attention.
 
     Call this after all other replacements.
 
@@ -107,7 +107,10 @@ def replace_blocks(root: nn.Module, multiply: Gemm) -> nn.Module:
 
 
 class _NormProject(torch.autograd.Function):
-    """x itself, and plain linear layers of its norm, from the weight and bias of each layer."""
+    """`x` and `norm(x) Wᵀ + b` for each pair of W and b in `weights`.
+
+    x is returned too, so that the gradient of the residual connection is added in the same call.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -143,7 +146,10 @@ class _NormProject(torch.autograd.Function):
 
 
 class _Feed(torch.autograd.Function):
-    """From attention to the end of a block, with the weights of `BlockOperators.feed`."""
+    """The part of a block after attention: output projection, norm and feed-forward.
+
+    `weights` are those of `BlockOperators.feed`.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position

@@ -1,7 +1,7 @@
 """Linear layers and feed-forwards for native training on a CPU.
 
-Activations of bfloat16 are table look-ups, because there are only 65,536 values. A feed-forward is
-one autograd function. It saves the inputs of the activation, not its outputs.
+Activations in bfloat16 are table look-ups, because bfloat16 has only 65,536 values. A feed-forward
+is one autograd function. It saves the inputs of the activation, not its outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from workhorse.nn.watched import watched
 from workhorse.transforms.record import as_subclass, replace_modules
 
 ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
-"""The dtypes that the matrix unit multiplies at each precision of float32 gemms."""
+"""The dtypes that the matrix unit multiplies, by the precision that is set for float32 gemms."""
 
 
 class Gemm:
-    """A matmul without gradients, by the fastest available operator or by PyTorch.
+    """Matmuls without gradients, computed by the fastest available operator or by PyTorch.
 
     Args:
         operators: the native operators; only `matrix_unit` and `vectors` are used.
@@ -46,15 +46,15 @@ class Gemm:
                 self.sums.pop(dtype, None)
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
-        """True if an operator multiplies these; the rows of a can be made contiguous."""
+        """True if a native operator can compute `a b`. If needed, `__call__` makes a contiguous."""
         known = a.dtype == b.dtype and a.dtype in self.products
         return known and bool(a.numel() and b.numel()) and 1 in b.stride()
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`a b + bias`.
+        """Compute `a b + bias`.
 
         Args:
-            a: (rows, inner), with rows or columns contiguous.
+            a: (rows, inner).
             b: (inner, columns), with rows or columns contiguous.
             bias: (columns).
         """
@@ -63,7 +63,7 @@ class Gemm:
         return product(a, b, bias)
 
     def together(self, *sums: Sum) -> list[Tensor]:
-        """Independent sums of matmuls, computed in one call if possible."""
+        """Compute several independent sums of matmuls, in one native call if possible."""
         pairs = [pair for one in sums for pair in one.pairs]
         dtype = pairs[0][0].dtype
         if dtype in self.sums and all(a.dtype == dtype and self.takes(a, b) for a, b in pairs):
@@ -79,7 +79,7 @@ class Gemm:
 
 
 class NativeLinear(nn.Linear):
-    """`nn.Linear` with `multiply` for the gemms of both passes."""
+    """`nn.Linear` that uses `multiply` for the gemms of the forward and the backward pass."""
 
     multiply: Gemm
 
@@ -91,12 +91,12 @@ class NativeLinear(nn.Linear):
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """True if a module computes `x Wᵀ + bias`, whether or not it has hooks."""
+    """True if the forward method of a module computes only `x Wᵀ + bias`. Hooks are ignored."""
     return type(linear).forward in (nn.Linear.forward, NativeLinear.forward)
 
 
 def is_plain_in(linear: nn.Linear, dtype: torch.dtype) -> bool:
-    """True if a layer is plain, and its weights are contiguous and of this dtype."""
+    """True if a layer computes only `x Wᵀ + bias`, with contiguous weights of this dtype."""
     if not is_plain(linear):
         return False
     weights = (linear.weight,) if linear.bias is None else (linear.weight, linear.bias)
@@ -104,7 +104,7 @@ def is_plain_in(linear: nn.Linear, dtype: torch.dtype) -> bool:
 
 
 def weights_of(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
-    """The weight and bias of each layer."""
+    """Return the weight and bias of each layer in turn: weight, bias, weight, bias …."""
     return [weight for linear in linears for weight in (linear.weight, linear.bias)]
 
 
@@ -114,13 +114,17 @@ def gradients_of_weights(
     wanted: Sequence[bool],
     *others: Sum,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The gradients of the weight and bias of each layer, in the order of `weights_of`.
+    """Compute the gradients of the weights and biases of several linear layers.
 
     Args:
         multiply: the gemm.
-        layers: the gradient of each layer's output, and its input; both (rows, width).
-        wanted: True for each gradient that is needed, in the same order.
-        others: sums of matmuls to compute in the same call; they are returned first.
+        layers: for each layer, the gradient of its output, and its input; both (rows, width).
+        wanted: for each weight and bias, in the order of `weights_of`: True if its gradient is
+            needed.
+        others: further sums of matmuls to compute in the same call.
+
+    Returns:
+        The results of `others`; and the gradients in the order of `weights_of`, None if not needed.
     """
     for_weights, for_biases = wanted[::2], wanted[1::2]
     sums = [
@@ -138,12 +142,12 @@ def gradients_of_weights(
 
 
 def several_linear(multiply: Gemm, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """The outputs of several plain linear layers of one x, computed together."""
+    """Compute the outputs of several linear layers that have the same input x, in one call."""
     return _Linear.apply(x, multiply, *weights_of(linears))
 
 
 def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Make every `nn.Linear` in a module use `multiply`, except a head's: its loss multiplies.
+    """Make every `nn.Linear` in a module use `multiply`, except heads: losses compute their matmul.
 
     Returns:
         The module, or its replacement if it is a linear layer itself.
@@ -159,7 +163,7 @@ def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
 
 
 class _Linear(torch.autograd.Function):
-    """Several linear layers that read one x, from the weight and bias of each."""
+    """`x Wᵀ + b` for each pair of W and b in `weights`, in one call, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, multiply: Gemm, *weights: Tensor | None) -> tuple[Tensor, ...]:
@@ -185,13 +189,13 @@ class _Linear(torch.autograd.Function):
 
 
 def activation_of(module: nn.Module) -> blocks.Activation | None:
-    """An activation in the form that the operators use; None if they do not compute it."""
+    """Convert an activation module for the operators; None if they do not compute it."""
     name = activation_name(module)
     return blocks.Activation(name, _table_of(module)) if name else None
 
 
 def _computes(native: blocks.Activation, module: nn.Module) -> bool:
-    """True if the native activation is the module's current one, which may have been replaced."""
+    """True if `native` still computes the activation `module`, which may have been replaced."""
     return native.name == activation_name(module)
 
 
@@ -220,16 +224,19 @@ class NativeGated(Gated):
 
 
 class Simple(NamedTuple):
-    """A feed-forward of two or three plain linear layers and an activation, and nothing else."""
+    """A feed-forward that has only two or three linear layers and an activation.
+
+    It has no dropout, inner norm or hooks.
+    """
 
     act: blocks.Activation
     operators: Training
     linears: Sequence[nn.Linear]
-    """The down projection, then the projections of x."""
+    """The down projection, then the one or two projections of the input x."""
 
 
 class NativeMlp(Mlp):
-    """`Mlp` as one autograd function."""
+    """`Mlp` that runs as one autograd function with native operators, if they support it."""
 
     native: blocks.Activation
     operators: Training
@@ -251,7 +258,7 @@ class NativeMlp(Mlp):
 
 
 class NativeGatedMlp(GatedMlp):
-    """`GatedMlp` as one autograd function."""
+    """`GatedMlp` that runs as one autograd function with native operators, if they support it."""
 
     multiply: Gemm
 
@@ -275,7 +282,7 @@ class NativeGatedMlp(GatedMlp):
 
 
 def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) -> nn.Module:
-    """Make the feed-forwards in a module use native operators, if these know the activation.
+    """Make the feed-forwards in a module use native operators, if they support the activation.
 
     Args:
         root: the module.
@@ -301,7 +308,13 @@ def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) 
 
 
 def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Module]) -> bool:
-    """True if this is only two or three plain linear layers and an activation."""
+    """True if the operators support x and the submodules of a feed-forward.
+
+    Args:
+        x: the input.
+        linears: the linear layers.
+        between: dropout and norms between them; they must be identities.
+    """
     return (
         x.dtype in TYPES
         and all(type(part) is nn.Identity for part in between)
@@ -333,7 +346,10 @@ class _Activation(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """`down(act(first(x)))` or `down(act(first(x)) · second(x))`, with weights and biases."""
+    """A feed-forward with gradients: `down(act(first(x)))` or `down(act(first(x)) · second(x))`.
+
+    `weights` are the weight and bias of down, first and, if gated, second.
+    """
 
     @staticmethod
     def forward(
@@ -374,7 +390,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _pairs(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    """Each weight with its bias."""
+    """Pair each weight with the bias after it."""
     pairs = zip(weights[::2], weights[1::2], strict=True)
     return [(weight, bias) for weight, bias in pairs if weight is not None]
 

@@ -21,7 +21,7 @@ TYPES = (torch.bfloat16, torch.float32)
 
 
 class NativeNorm(plain.Norm):
-    """A mixin for a norm class; native operators compute the inputs that they accept."""
+    """A mixin for norms. It uses native operators for the inputs that they accept."""
 
     operators: Training
 
@@ -30,7 +30,10 @@ class NativeNorm(plain.Norm):
 
 
 class NativePreNorm(PreNorm):
-    """`PreNorm` that computes a residual sum and the norm after it in one pass, if adjacent."""
+    """`PreNorm` that computes a residual sum and the next norm in one native call.
+
+    If there is an operation between them, or the operators do not accept x, it runs as `PreNorm`.
+    """
 
     operators: Training
 
@@ -73,12 +76,12 @@ def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
 
 
 def takes(x: Tensor) -> bool:
-    """True if the operators compute norms of x."""
+    """True if the native operators can compute norms of x."""
     return x.dtype in TYPES and autocast_dtype(x) is None
 
 
 def norm_of(norm: nn.Module) -> Norm:
-    """The weight, bias and options that make the operator round where the norm's forward rounds.
+    """Convert a norm module for the operators, which then round where the module rounds.
 
     A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
     """
@@ -114,7 +117,10 @@ class _Norm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """`x + branch`, or x, and its norm. One backward pass adds the gradients of both."""
+    """`total = x + branch` and `norm(total)`; without a branch, total is x.
+
+    The backward pass adds the gradients of both results in one native call.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -155,7 +161,13 @@ def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tens
 def rounded_sums(
     sums: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a norm's weight and bias in the dtypes of these."""
+    """Cast the gradients of a norm's weight and bias to the dtypes of weight and bias.
+
+    Args:
+        sums: (2, width) float32: the gradients of weight and bias.
+        weight: the weight, or None.
+        bias: the bias, or None.
+    """
     return (
         None if weight is None else sums[0].to(weight.dtype),
         None if bias is None else sums[1].to(bias.dtype),

@@ -14,7 +14,7 @@ from workhorse.transforms.record import as_subclass, mixin_class, replace_module
 
 
 class Float32SumEmbedding(nn.Embedding):
-    """`nn.Embedding` that sums the gradient of a row in float32, whatever its dtype.
+    """`nn.Embedding` that sums the gradients of each row in float32, also if it is bfloat16.
 
     Attributes:
         tied: True if a head shares the table.
@@ -37,7 +37,7 @@ def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn
 
     Args:
         root: the module.
-        operators: the operators of training, which add faster; None to add with PyTorch.
+        operators: the operators of training, which sum faster; None to sum with PyTorch.
 
     Returns:
         The module, or its replacement if it is a table itself.
@@ -54,11 +54,12 @@ def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn
 
 
 class _LookUp(torch.autograd.Function):
-    """An embedding on a CPU, where PyTorch would sum a bfloat16 row's gradients in bfloat16.
+    """Embedding look-up with a gradient that is summed in float32.
 
-    In bfloat16 a frequent token's sum stops growing: 1,000 ones add up to 256. If the table already
-    has a gradient, from a tied head or an earlier micro-batch, this one is sparse: autograd adds
-    its rows in place, without another tensor of the vocabulary's size.
+    PyTorch on a CPU sums the gradients of a bfloat16 row in bfloat16, where a frequent token's sum
+    stops growing: 1,000 ones add up to 256. If the table gets another gradient too, from a tied
+    head or an earlier micro-batch, this gradient is sparse. Autograd then adds its rows in place,
+    without another tensor of the vocabulary's size.
     """
 
     @staticmethod
@@ -94,14 +95,17 @@ class _LookUp(torch.autograd.Function):
 
 
 def _summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct ids and the sums of their rows, added in float32 and cast to the rows' dtype."""
+    """Return the distinct ids, and for each the sum of its rows, computed in float32.
+
+    The sums are cast to the dtype of the rows.
+    """
     used, place = ids.unique(return_inverse=True)
     sums = rows.new_zeros(len(used), rows.shape[1], dtype=torch.float32)
     return used, sums.index_add_(0, place, rows.float()).to(rows.dtype)
 
 
 class NativeLogprobs(TokenLogprobs):
-    """`TokenLogprobs` with the gemms of `multiplies` and a native operator for the rest."""
+    """`TokenLogprobs` that uses `multiplies` for gemms and a native operator for the scores."""
 
     multiplies: Multiply
     operators: Training | None
@@ -124,10 +128,11 @@ class NativeLogprobs(TokenLogprobs):
 
 
 class _Late(torch.autograd.Function):
-    """The identity; its gradient is computed after the gradients of everything computed later.
+    """The identity. Autograd computes its gradient after those of all operations called after it.
 
-    A table that is tied to the head then gets the sparse gradient of its rows first, and autograd
-    adds it to the head's in place. In the other order it would make a third tensor.
+    An embedding table tied to the head then first gets the sparse gradient of its rows, and
+    autograd adds it in place to the head's dense gradient. In the other order it would allocate a
+    third tensor.
     """
 
     @staticmethod
@@ -148,7 +153,7 @@ def replace_logprobs(
     Args:
         root: the module.
         multiply: the gemm.
-        operators: the operators of training; None to compute the rest with PyTorch.
+        operators: the operators of training; None to compute the scores with PyTorch.
 
     Returns:
         The module, or its replacement if it computes log-probabilities itself.

@@ -42,7 +42,10 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Norms before and after each sub-layer, gated attention, and RoPE only in local layers."""
+    """Read an AFMoE config: norms around each sub-layer, gated attention and a mixture.
+
+    Only local layers (with a window) use RoPE.
+    """
     hf.refuse("score_func", "sigmoid", "transformers implements only sigmoid scores for AFMoE")
     hf.refuse("route_norm", True, "transformers always divides the weights by their sum")
     hf.refuse("n_group", 1, "transformers always chooses among all experts")
@@ -97,7 +100,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def mup_enabled(data: Data) -> bool:
-    """True if the embedding is scaled."""
+    """Return `mup_enabled` for `config.json`: True if the embedding is multiplied."""
     return data["embedding"]["multiplier"] != 1.0
 
 

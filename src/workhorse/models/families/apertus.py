@@ -26,11 +26,11 @@ from workhorse.nn.positions.rope import Llama3ScalingConfig
 STRETCH = Llama3ScalingConfig(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
 )
-"""Scaling of the released models, and the default for a config without RoPE settings."""
+"""RoPE scaling of the released models, and the default for a config without RoPE settings."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with an ungated xIELU feed-forward, and norms on queries and keys."""
+    """Read an Apertus config: LLaMA with an ungated xIELU feed-forward and norms on q and k."""
     norm = rms_norm(hf, eps=1e-5)
     bias = hf.get("attention_bias", False)
     hf.refuse("qk_norm", True, "Apertus in transformers always has norms on queries and keys")

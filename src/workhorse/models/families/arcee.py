@@ -16,7 +16,7 @@ from workhorse.nn.feedforward import MlpConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with an ungated feed-forward of squared ReLUs."""
+    """Read an Arcee config: LLaMA with an ungated feed-forward of squared ReLUs."""
     norm = rms_norm(hf, eps=1e-5)
     bias = hf.get("attention_bias", False)
     block = PreNormConfig(

@@ -24,7 +24,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek-V3 with a norm after each mixture but not after the dense feed-forwards."""
+    """Read an A.X K1 config: DeepSeek-V3 with a further norm after each mixture of experts."""
     hf.ignore("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux")  # for training
     hf.refuse("scoring_func", "sigmoid", "A.X K1 uses sigmoid scores")
     norm = rms_norm(hf)
@@ -45,7 +45,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _older_layer_types(hf: Fields) -> list[str]:
-    """Layer kinds from two keys of older files: index of the first mixture, and the period."""
+    """Read layer kinds from two keys of older files: index of the first mixture, and period."""
     first, period = hf.get("first_k_dense_replace", 1), hf.positive("moe_layer_freq", 1)
     return [
         SPARSE if n >= first and n % period == 0 else DENSE

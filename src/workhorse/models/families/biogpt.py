@@ -21,14 +21,17 @@ NAMES = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2 with fairseq's positions. `layer_norm_eps` has no effect: every norm uses 1e-5."""
+    """Read a BioGPT config: GPT-2 with fairseq's positions.
+
+    `layer_norm_eps` has no effect: every norm uses an epsilon of 1e-5.
+    """
     hf = hf.renamed(NAMES)
     hf.ignore("layer_norm_eps")
     return read_scaled(hf, LearnedPositionConfig(offset=FAIRSEQ_OFFSET))
 
 
 def read_scaled(hf: Fields, position: EmbeddingPositionConfig) -> DecoderConfig:
-    """Pre-norm blocks with all biases. The embedding may be multiplied by `sqrt(d_model)`."""
+    """Read a pre-norm decoder with all biases; the embedding may be times `sqrt(d_model)`."""
     hf.ignore("layerdrop")
     norm = LayerNormConfig(eps=1e-5)
     dropout = hf.get("hidden_dropout", 0.1)
@@ -48,7 +51,7 @@ def read_scaled(hf: Fields, position: EmbeddingPositionConfig) -> DecoderConfig:
 
 
 def scale_embedding(data: Data) -> bool:
-    """True if embeddings are multiplied."""
+    """Return `scale_embedding` for `config.json`: True if the embedding is multiplied."""
     return data["embedding"]["multiplier"] != 1.0
 
 

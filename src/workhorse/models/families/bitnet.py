@@ -22,7 +22,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with a squared ReLU, and a norm before the last projection of each sub-layer."""
+    """Read a BitNet config: LLaMA with squared ReLU and a norm before each output projection."""
     width, n_heads = hf.need("hidden_size", int), hf.need("num_attention_heads", int)
     hf.refuse("head_dim", width // n_heads, "the norm on the heads' outputs has width hidden_size")
     norm, bias = rms_norm(hf, eps=1e-5), hf.get("attention_bias", False)

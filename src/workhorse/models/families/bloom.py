@@ -31,7 +31,7 @@ MEGATRON_KEYS = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """ALiBi and a norm on the embedding; the feed-forward is four times as wide as the model.
+    """Read a BLOOM config: ALiBi, a norm on the embedding, and a feed-forward of width 4 · d_model.
 
     transformers reads no key for the context length; the published files have `seq_length`.
     """

@@ -25,7 +25,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Parallel blocks, RoPE on pairs of adjacent features, and scaled logits."""
+    """Read a Command R config: parallel blocks, RoPE on adjacent features, and scaled logits."""
     hf.ignore("model_max_length")
     norm, bias = layer_norm(hf), hf.get("attention_bias", False)
     block = ParallelConfig(
@@ -45,7 +45,10 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_cohere2(hf: Fields) -> DecoderConfig:
-    """Command R7B: three of four layers have a window and RoPE, the fourth has no positions."""
+    """Read a Command R7B config: three of four layers have a window and RoPE.
+
+    The fourth layer has full attention and no positions.
+    """
     hf.ignore("head_dim", *DESCRIPTIONS)
     norm, bias = layer_norm(hf), hf.get("attention_bias", False)
     rope = read_rope(hf, pairing="interleaved", precision="float32")
@@ -91,12 +94,12 @@ DESCRIPTIONS = (
 
 
 def layer_norm(hf: Fields) -> LayerNormConfig:
-    """Read the norm of a config."""
+    """Read the LayerNorm of a config."""
     return LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5), bias=False, precision="float32")
 
 
 def scaled(hf: Fields) -> Data:
-    """Fields of `HeadConfig` that scale the logits."""
+    """Read the fields of `HeadConfig` that scale the logits."""
     return {"multiplier": hf.get("logit_scale", 0.0625)}
 
 

@@ -43,7 +43,10 @@ AVERAGE, SUM = "average", "sum"
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Command R7B with mixtures in most layers. The shared experts form one wide expert."""
+    """Read a Cohere 2 config: Command R7B with a mixture of experts in most layers.
+
+    The shared experts form one wide expert.
+    """
     norm = _either_norm(hf)
     # transformers reads the top-level key only if there is no mapping
     fraction_key = "partial_rotary_factor" if hf.values.get("rope_parameters") is None else None
@@ -90,7 +93,7 @@ def _either_norm(hf: Fields) -> LayerNormConfig | RMSNormConfig:
 
 
 def _prefixed_types(hf: Fields, n_dense: int) -> list[str]:
-    """Layer types: every n-th layer is full. Counting restarts after the dense layers."""
+    """Return layer types: every n-th layer is full; counting restarts after the dense layers."""
     dense, sparse = (
         every(hf, key, default)
         for key, default in (
@@ -132,7 +135,7 @@ def _dense(hf: Fields) -> GatedMlpConfig:
 
 
 def dense_layers_turn(data: Data) -> int:
-    """`prefix_dense_sliding_window_pattern`: 1 if full dense layers use RoPE, else 2."""
+    """Return `prefix_dense_sliding_window_pattern`: 1 if full dense layers use RoPE, else 2."""
     for layer in data["layers"]:
         attention = layer["attention"]
         if layer["feed_forward"]["kind"] != "moe" and attention["window"] is None:
@@ -141,7 +144,7 @@ def dense_layers_turn(data: Data) -> int:
 
 
 def norm_eps(kind: str) -> FieldPath:
-    """Field path to the epsilon of the final norm, if the norm is of that kind."""
+    """Field path to the epsilon of the final norm, if the norm is of the given kind."""
 
     def write(data: Data) -> object:
         if data["final_norm"]["kind"] != kind:
@@ -152,7 +155,7 @@ def norm_eps(kind: str) -> FieldPath:
 
 
 def combination(data: Data) -> str:
-    """`shared_expert_combination_strategy`: sum or average of routed and shared outputs."""
+    """Return `shared_expert_combination_strategy`: sum or average of both experts' outputs."""
     return SUM if look_up(data, of_sparse("multiplier")) == 1.0 else AVERAGE
 
 

@@ -22,10 +22,10 @@ from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Command R with RoPE on the two halves; each kind of layer has its own window and RoPE.
+    """Read a Compass text config: Command R; each layer type has its own window and RoPE.
 
-    A text token has the same position in time, height and width, so the three sections of the
-    multimodal RoPE use the same positions.
+    RoPE pairs the two halves of a head. A text token has the same position in time, height and
+    width, so the three sections of the multimodal RoPE use the same positions.
     """
     hf.ignore("head_dim", "pooling")  # derived from other keys; for classifiers
     norm, bias = layer_norm(hf), hf.get("attention_bias", False)
@@ -57,7 +57,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _position(hf: Fields, kind: str) -> RopeConfig | NoPositionConfig:
-    """RoPE settings of a kind of layer; null in the file means no positions."""
+    """Read the RoPE settings of a layer type; null in the file means no positions."""
     rotations = hf.section("rope_parameters")
     if rotations is None or kind not in rotations.values:
         raise ConfigError(
@@ -71,7 +71,7 @@ def _position(hf: Fields, kind: str) -> RopeConfig | NoPositionConfig:
 
 
 def rotations(data: Data) -> Data:
-    """`rope_parameters` of a plain config: one entry for each kind of layer, null for none."""
+    """Return `rope_parameters` for `config.json`: an entry for each layer type, null for none."""
     positions: Data = {}
     for kind, layer in zip(written_layer_types(data), data["layers"], strict=True):
         position = layer["attention"]["position"]

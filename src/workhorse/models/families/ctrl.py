@@ -17,7 +17,7 @@ NAMES = GPT_NAMES | {"intermediate_size": "dff"}
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """The 2017 decoder with pre-norm blocks; the tied head has a bias.
+    """Read a CTRL config: the Transformer of 2017 with pre-norm blocks; the tied head has a bias.
 
     No key sets the epsilon of the layers; `layer_norm_epsilon` applies only to the final norm.
     """

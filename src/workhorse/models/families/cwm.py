@@ -24,14 +24,14 @@ from workhorse.nn.positions.rope import Llama3ScalingConfig
 STRETCH = Llama3ScalingConfig(
     factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
 )
-"""Scaling of the released model, and the default for a config without RoPE settings."""
+"""RoPE scaling of the released model, and the default for a config without RoPE settings."""
 
 BOS = 128_000
 """The transformers class needs a `bos_token_id` even without a tokenizer; this is its default."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with three local layers after each global one."""
+    """Read a CWM config: LLaMA with three local layers (with a window) after each global one."""
     norm = rms_norm(hf, eps=1e-5)
     types = layer_types(hf, alternating(hf, (FULL, SLIDING, SLIDING, SLIDING)))
     window = hf.optional("sliding_window", int, 8192)

@@ -20,7 +20,7 @@ from workhorse.nn.norms import LayerNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LayerNorm without biases, clipped queries, keys and values, and a softmax-routed mixture."""
+    """Read a DBRX config: LayerNorm without bias, clipped q, k and v, and a mixture of experts."""
     hf.ignore("num_key_value_heads")  # a copy of the value in attn_config
     hf.refuse("tie_word_embeddings", False, "DBRX in transformers has no tied head")
     parts = hf.section("attn_config") or Fields({})
@@ -66,7 +66,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def attn_config(data: Data) -> Data:
-    """`attn_config` of a plain config: options of the attention."""
+    """Return `attn_config` for `config.json`: the options of the attention."""
     attention = data["block"]["attention"]
     return {
         "kv_n_heads": attention["n_kv_heads"],
@@ -76,7 +76,7 @@ def attn_config(data: Data) -> Data:
 
 
 def ffn_config(data: Data) -> Data:
-    """`ffn_config` of a plain config: options of the mixture."""
+    """Return `ffn_config` for `config.json`: the options of the mixture of experts."""
     mixture = data["block"]["feed_forward"]
     return {
         "hidden_size": data["d_model"],
@@ -89,12 +89,12 @@ def ffn_config(data: Data) -> Data:
 
 
 def flat(shape: Shape) -> Shape:
-    """Shape of one matrix that holds the rows of all experts."""
+    """Return the shape of one matrix that holds the rows of all experts."""
     return shape[0] * shape[1], shape[2]
 
 
 def flat_transposed(ours: str, theirs: str) -> Rule:
-    """Rule for one matrix whose rows are the columns of all experts."""
+    """Conversion rule for the matrices of all experts, stored transposed in one matrix."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del block

@@ -40,7 +40,7 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
 def read_v2(hf: Fields) -> DecoderConfig:
-    """Softmax over all experts; the best experts are chosen, or the best of the best groups."""
+    """Read a DeepSeek-V2 config: softmax scores; experts may be chosen from the best groups."""
     hf.refuse("norm_topk_prob", False, "transformers ignores it, unlike DeepSeek's own code")
     _refuse_other_choices(hf, "softmax")
     width = hf.get("moe_intermediate_size", 1407)
@@ -73,7 +73,7 @@ def _v2_groups(hf: Fields) -> Mapping[str, Any]:
 
 
 def read_v3(hf: Fields) -> DecoderConfig:
-    """Sigmoid scores, and a bias per expert that only affects the choice."""
+    """Read a DeepSeek-V3 config: sigmoid scores, and expert biases that only affect the choice."""
     hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads used only in training
     hf.refuse("topk_method", "noaux_tc", "DeepSeek-V3 chooses experts by score plus bias")
     _refuse_other_choices(hf, "sigmoid")
@@ -87,7 +87,7 @@ def read_v3(hf: Fields) -> DecoderConfig:
 
 
 def _refuse_other_choices(hf: Fields, score: str) -> None:
-    """Refuse values of DeepSeek's own keys that transformers does not implement."""
+    """Raise an error for values of DeepSeek's keys that transformers does not implement."""
     hf.ignore("aux_loss_alpha", "ep_size", "seq_aux")  # used only in training
     hf.refuse("moe_layer_freq", 1, "every layer after the dense ones is a mixture")
     hf.refuse("scoring_func", score, f"this model uses {score} scores")
@@ -111,7 +111,7 @@ def _decoder(
 
 
 def written_choice(data: Data) -> str:
-    """`topk_method` of DeepSeek-V2."""
+    """Return `topk_method` for the `config.json` of DeepSeek-V2."""
     return GREEDY if look_up(data, of_sparse("router.n_groups")) == 1 else LIMITED
 
 

@@ -30,7 +30,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek-V3's mixture, norms on queries and keys, and windows in the late layers."""
+    """Read a dots.llm1 config: DeepSeek-V3's mixture, norms on q and k, windows in late layers."""
     norm = rms_norm(hf)
     bias = hf.get("attention_bias", False)
     mixture = sigmoid_mixture(

@@ -31,7 +31,10 @@ from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with RoPE on pairs of adjacent features, and one switch for all biases."""
+    """Read a dense ERNIE 4.5 config: LLaMA with RoPE on pairs of adjacent features.
+
+    One key switches all biases on.
+    """
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(
         norm=norm,
@@ -46,7 +49,10 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """The same with a mixture in every n-th layer of a range. Routed experts have no biases."""
+    """Read an ERNIE 4.5 config with a mixture of experts in every n-th layer of a range.
+
+    The layers are otherwise those of `read`. Routed experts have no biases.
+    """
     hf.ignore("moe_capacity", "moe_gate", "moe_use_aux_free")  # load balancing in training
     hf.ignore("num_nextn_predict_layers")  # heads used only in training
     hf.refuse("moe_gate_act", "softmax", "transformers uses softmax scores here")
@@ -82,7 +88,7 @@ def _heads(hf: Fields, **changes: Any) -> AttentionConfig:
 
 
 def _kinds(hf: Fields) -> list[str]:
-    """Kind of each layer: in a range, every n-th layer is sparse, counted from 1."""
+    """Return the kind of each layer: in a range, every n-th layer is sparse, counted from 1."""
     depth = hf.need("num_hidden_layers", int)
     first, last = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
     last = depth - 1 if last == -1 else last
@@ -93,23 +99,23 @@ def _kinds(hf: Fields) -> list[str]:
 
 
 def sparse_layers(data: Data) -> list[int]:
-    """Indices of the layers that have a mixture, counted from 0."""
+    """Return the indices of the layers that have a mixture of experts, counted from 0."""
     layers = enumerate(data["layers"])
     return [n for n, layer in layers if layer["feed_forward"]["kind"] == "moe"]
 
 
 def first_mixture(data: Data) -> int:
-    """`moe_layer_start_index`; past the last layer if there is no mixture."""
+    """Return `moe_layer_start_index`; past the last layer if there is no mixture of experts."""
     return next(iter(sparse_layers(data)), data["n_layers"])
 
 
 def last_mixture(data: Data) -> int:
-    """`moe_layer_end_index`; omitted if there is no mixture."""
+    """Return `moe_layer_end_index`; the key is omitted if there is no mixture of experts."""
     return sparse_layers(data)[-1]
 
 
 def interval(data: Data) -> int:
-    """`moe_layer_interval`: the distance between the first two mixtures."""
+    """Return `moe_layer_interval`: the distance between the first two mixtures of experts."""
     layers = sparse_layers(data)
     return layers[1] - layers[0] if len(layers) > 1 else 1
 

@@ -24,9 +24,10 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Norms on sub-layer outputs, queries and keys. Full layers among local ones have no positions.
+    """Read an EXAONE 4 config: norms on sub-layer outputs, q and k; windows in most layers.
 
-    Files give `sliding_window_pattern` as a number, or as letters together with `layer_types`.
+    If some layers have a window, the other layers have no positions. Files give
+    `sliding_window_pattern` as a number, or as letters together with `layer_types`.
     """
     hf.refuse("reorder_and_qk_norm", True, "every model of this type has these norms")
     norm, rope = rms_norm(hf, eps=1e-5), read_rope(hf)
@@ -52,14 +53,14 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _types(hf: Fields, window: int | None) -> list[str]:
-    """Layer types of a file without `layer_types`."""
+    """Return the layer types of a file without `layer_types`."""
     if window is None or hf.values.get("layer_types") is not None:
         return [FULL] * hf.need("num_hidden_layers", int)
     return [FULL if last else SLIDING for last in every(hf, "sliding_window_pattern", 4)]
 
 
 def window_or_null(data: Data) -> int | None:
-    """`sliding_window`; null if no layer has a window, and then all layers use RoPE."""
+    """Return `sliding_window` for `config.json`; null if no layer has a window."""
     windows = (layer["attention"]["window"] for layer in data["layers"])
     return next((window for window in windows if window), None)
 

@@ -38,7 +38,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """EXAONE 4's attention and windows in pre-norm blocks, and DeepSeek-V3's mixture."""
+    """Read a K-EXAONE config: EXAONE 4's attention in pre-norm blocks, DeepSeek-V3's mixture."""
     hf.ignore("num_nextn_predict_layers")  # heads used only in training
     norm, rope = rms_norm(hf, eps=1e-5), read_rope(hf)
     window = hf.get("sliding_window", 4096)
@@ -79,7 +79,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _types(hf: Fields) -> list[str]:
-    """Layer types of a file without `layer_types`; with them the pattern has no effect."""
+    """Return the layer types of a file without `layer_types`, from its window pattern."""
     hf.ignore("sliding_window_pattern")
     if hf.values.get("layer_types") is not None:
         return [FULL] * hf.need("num_hidden_layers", int)

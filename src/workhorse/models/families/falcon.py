@@ -37,7 +37,7 @@ def falcon(
     vocab_size: int = 65024,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """Parallel blocks with rotary positions, few key-value heads, exact GELU and no biases.
+    """Build a Falcon config: parallel blocks, RoPE, few key-value heads, exact GELU, no biases.
 
     The 7B shares one norm between attention and feed-forward; the larger ones have one for each.
     """
@@ -106,7 +106,7 @@ NAMES = {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation"}
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Falcon-7B's layout, the layout of the larger models, and Falcon-RW with ALiBi."""
+    """Read a config of Falcon-7B, of the larger Falcon models, or of Falcon-RW with ALiBi."""
     hf = hf.renamed(NAMES)
     hf.ignore("ffn_factor", "rotary", "rope_parameters", "rope_scaling", "rope_theta")
     hf.refuse(
@@ -135,7 +135,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _kv_heads(hf: Fields) -> int | None:
-    """Number of key-value heads; None means one per query head."""
+    """Read the number of key-value heads; None means one per query head."""
     few = hf.optional("num_kv_heads", int)
     one = hf.get("multi_query", True)
     if hf.get("new_decoder_architecture", False):
@@ -144,10 +144,10 @@ def _kv_heads(hf: Fields) -> int | None:
 
 
 def _norms(hf: Fields) -> Literal[1, 2] | None:
-    """Number of norms in a parallel block; None if the sub-layers are sequential.
+    """Read the number of norms in a parallel block; None if the sub-layers are sequential.
 
     Raises:
-        ConfigError: transformers cannot run the combination either.
+        ConfigError: the keys contradict each other; transformers cannot run such a model either.
     """
     given = hf.optional("num_ln_in_parallel_attn", int)
     parallel = hf.get("parallel_attn", True)
@@ -163,14 +163,17 @@ def _norms(hf: Fields) -> Literal[1, 2] | None:
 
 
 def is_new(data: Data) -> bool:
-    """True if only the larger models' layout can express it: two norms or grouped heads."""
+    """Return `new_decoder_architecture` for `config.json`: the format of the larger models.
+
+    It is True if only that format can express the model: two norms or grouped heads.
+    """
     block = data["block"]
     grouped = 1 < block["attention"]["n_kv_heads"] < block["attention"]["n_heads"]
     return block["kind"] == "parallel" and (grouped or block["norms"] == 2)  # noqa: PLR2004
 
 
 def new_norms(data: Data) -> int | None:
-    """`num_ln_in_parallel_attn`, which only the larger models' layout has."""
+    """Return `num_ln_in_parallel_attn`, a key that only the larger Falcon models have."""
     return data["block"]["norms"] if is_new(data) else None
 
 

@@ -22,7 +22,7 @@ from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """OLMo 2 with a mixture in every layer. Each owner of data trains one expert."""
+    """Read a FlexOlmo config: OLMo 2 with a mixture of experts in every layer."""
     norm = rms_norm(hf, multiply="before_cast")
     bias = hf.get("attention_bias", False)
     block = ReorderedNormConfig(

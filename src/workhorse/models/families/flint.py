@@ -31,7 +31,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """RoPE in layers with a window, no positions in the others, and a sink per head."""
+    """Read a Flint config: RoPE only in layers with a window, and a learned sink per head."""
     norm, rope, bias = rms_norm(hf, multiply="before_cast"), read_rope(hf), _bias(hf)
     window = hf.get("sliding_window", 513)
     types = layer_types(hf, _types(hf.need("num_hidden_layers", int)))
@@ -72,12 +72,12 @@ def _bias(hf: Fields) -> bool:
 
 
 def _types(depth: int) -> list[str]:
-    """Default layer types: full in the first two, in every fourth and in the last layer."""
+    """Return default layer types: full in the first two, in every fourth and in the last layer."""
     return [FULL if n in (0, 1, depth - 1) or n % 4 == 1 else SLIDING for n in range(depth)]
 
 
 def _sparse(hf: Fields) -> list[bool]:
-    """For each layer, True if it has a mixture."""
+    """Read for each layer whether it has a mixture of experts."""
     given = hf.sequence("mlp_only_layers", int)
     dense = {0, 1} if given is None else set(given)
     return [last and n not in dense for n, last in enumerate(every(hf, "decoder_sparse_step", 1))]

@@ -53,7 +53,10 @@ def gemma(
     vocab_size: int = 256_000,
     max_seq_len: int = 8192,
 ) -> DecoderConfig:
-    """Pre-norm with RMSNorm (1 + weight), GeGLU, wide heads, embeddings times `sqrt(d_model)`."""
+    """Build a Gemma config: RMSNorm (1 + weight), GeGLU, wide heads, and a scaled embedding.
+
+    The embedding is multiplied by `sqrt(d_model)`.
+    """
     norm = RMSNormConfig(eps=1e-6, offset=True, multiply="before_cast")
     block = PreNormConfig(
         norm=norm,
@@ -114,7 +117,7 @@ TANH = "gelu_pytorch_tanh"
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Gemma 1. Its first files say `gelu` and mean the tanh form."""
+    """Read a Gemma 1 config. Its first files say `gelu` but mean the tanh form of GELU."""
     hf.ignore("hidden_activation")
     gelu = activation(hf, "hidden_act", TANH)
     norm, width, bias = _shared(hf)
@@ -133,17 +136,17 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_gemma2(hf: Fields) -> DecoderConfig:
-    """Gemma 2 (2408.00118 §2): sandwich norms, capped scores and logits, alternating windows."""
+    """Read a Gemma 2 config (2408.00118 §2): sandwich norms, capped scores, alternating windows."""
     return _capped(hf, SandwichNormConfig)
 
 
 def read_vaultgemma(hf: Fields) -> DecoderConfig:
-    """VaultGemma (2510.15001), trained with differential privacy: Gemma 2 in pre-norm."""
+    """Read a VaultGemma config (2510.15001): Gemma 2 in pre-norm."""
     return _capped(hf, PreNormConfig)
 
 
 def _capped(hf: Fields, wiring: type[PreNormConfig] | type[SandwichNormConfig]) -> DecoderConfig:
-    """A decoder with capped scores and logits, and alternating windows."""
+    """Read a decoder with capped scores and logits, and a window in every other layer."""
     return _alternating(
         hf,
         wiring,
@@ -154,7 +157,7 @@ def _capped(hf: Fields, wiring: type[PreNormConfig] | type[SandwichNormConfig]) 
 
 
 def read_gemma3(hf: Fields) -> DecoderConfig:
-    """Gemma 3 (2503.19786 §2): norms on queries and keys, not caps; one of six layers is global.
+    """Read a Gemma 3 config (2503.19786 §2): norms on q and k, one of six layers is global.
 
     Local and global layers have separate RoPE settings. A scaling that is not given for each kind
     applies to the global layers.
@@ -192,7 +195,7 @@ def _alternating(
     ropes: Mapping[str, RopeConfig] = {},
     **heads: Any,
 ) -> DecoderConfig:
-    """A decoder with local and global layers.
+    """Read a decoder with local layers (with a window) and global layers.
 
     Args:
         hf: the config.
@@ -235,7 +238,7 @@ def _alternating(
 
 
 def _shared(hf: Fields) -> tuple[RMSNormConfig, int, bool]:
-    """The norm, the head width, and True if attention has biases."""
+    """Read the norm, the head width, and True if attention has biases."""
     hf.refuse("use_bidirectional_attention", False, "only causal attention can generate")
     norm = rms_norm(hf, offset=True, multiply="before_cast")
     return norm, hf.get("head_dim", 256), hf.get("attention_bias", False)
@@ -247,7 +250,7 @@ def _scaled(hf: Fields) -> EmbeddingConfig:
 
 
 def query_scalar(data: Data) -> int:
-    """`query_pre_attn_scalar`, a whole number, computed from the scale of the scores."""
+    """Return `query_pre_attn_scalar` as a whole number, computed from the scale of the scores."""
     return round(data["block"]["attention"]["scale"] ** -2)
 
 

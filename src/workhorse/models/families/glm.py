@@ -29,12 +29,12 @@ from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with RoPE on half of each head, in pairs of adjacent features."""
+    """Read a GLM-4 config: LLaMA with RoPE on half of each head, on pairs of adjacent features."""
     return _read_dense(hf, PreNormConfig)
 
 
 def read_glm4(hf: Fields) -> DecoderConfig:
-    """The same with norms on both sides of every sub-layer."""
+    """Read a GLM-4-0414 config: GLM-4 with norms on both sides of every sub-layer."""
     return _read_dense(hf, SandwichNormConfig)
 
 
@@ -57,7 +57,7 @@ def _read_dense(
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """GLM-4.5: DeepSeek-V3's mixture, grouped-query attention, and RoPE on half of each head."""
+    """Read a GLM-4.5 config: DeepSeek-V3's mixture, grouped queries, RoPE on half of each head."""
     hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads used only in training
     norm = rms_norm(hf, eps=1e-5)
     mixture = sigmoid_mixture(hf, n_experts=128, top_k=8, d_ff=1408)

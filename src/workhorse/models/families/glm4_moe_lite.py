@@ -29,7 +29,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek-V3's attention and mixture. Only the first layer is dense."""
+    """Read a GLM-4.7-Flash config: DeepSeek-V3's attention and mixture; only layer 0 is dense."""
     hf.ignore("num_nextn_predict_layers")  # heads used only in training
     hf.refuse("first_k_dense_replace", 1, "transformers reads mlp_layer_types only")
     hf.refuse("topk_method", "noaux_tc", "GLM-4.7-Flash chooses experts by score plus bias")

@@ -35,7 +35,7 @@ def gpt(
     max_seq_len: int = 512,
     dropout: float = 0.1,
 ) -> DecoderConfig:
-    """Post-norm blocks as in 2017, with learned positions and tanh GELU; no final norm."""
+    """Build a GPT config: post-norm blocks, learned positions, tanh GELU, and no final norm."""
     block = PostNormConfig(
         norm=LayerNormConfig(eps=1e-5),
         attention=AttentionConfig(n_heads=n_heads, qkv_bias=True, out_bias=True, dropout=dropout),
@@ -80,7 +80,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT. Its feed-forward is always four times as wide as the model."""
+    """Read a GPT config. Its feed-forward is always four times as wide as the model."""
     hf = hf.renamed(GPT_NAMES)
     hf.ignore("n_ctx", "n_special", "predict_special_tokens", *SUMMARY_KEYS)
     name = hf.get("afn", "gelu")
@@ -100,7 +100,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def afn(data: Data) -> str:
-    """`afn` of a plain config: the first name of its activation."""
+    """Return `afn` for `config.json`: the first of the activation's names."""
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     return names[data["block"]["feed_forward"]["activation"]]
 

@@ -25,7 +25,7 @@ def gpt2(
     max_seq_len: int = 1024,
     dropout: float = 0.1,
 ) -> DecoderConfig:
-    """GPT with the norms moved to each sub-layer's input and one more before the head."""
+    """Build a GPT-2 config: GPT with a norm at the input of each sub-layer and before the head."""
     norm = LayerNormConfig(eps=1e-5)
     block = PreNormConfig(
         norm=norm,
@@ -94,7 +94,7 @@ PRESETS = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2, with transformers' options for scaling the scores."""
+    """Read a GPT-2 config, with transformers' options for scaling the attention scores."""
     hf.ignore("n_ctx", "reorder_and_upcast_attn", "add_cross_attention")
     hf.ignore(*(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels")))
     hf.ignore("summary_type", "summary_use_proj")

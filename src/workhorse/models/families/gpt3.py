@@ -24,7 +24,7 @@ def gpt3(
     vocab_size: int = 50257,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """GPT-2 with layers that alternate between dense and locally banded attention (§2.1).
+    """Build a GPT-3 config: GPT-2 with alternating dense and locally banded attention (§2.1).
 
     `head_dim` is a separate argument, because in some rows of the printed table it is not
     `d_model / n_heads`.

@@ -21,7 +21,10 @@ from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Parallel blocks with one norm; RoPE on part of each head, in pairs of adjacent features."""
+    """Read a GPT-J config: parallel blocks with one norm, and RoPE on a part of each head.
+
+    RoPE pairs adjacent features.
+    """
     hf = hf.renamed(GPT_NAMES)
     hf.ignore("n_ctx", *SUMMARY_KEYS)
     hf.refuse("rotary", True, "transformers ignores it")
@@ -48,7 +51,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_codegen(hf: Fields) -> DecoderConfig:
-    """GPT-J with projections stored in `MACHINES` pieces."""
+    """Read a CodeGen config: GPT-J with projections that are stored in `MACHINES` pieces."""
     config = read(hf)
     heads = config.blocks["main"].attention.n_heads
     if heads % MACHINES:

@@ -29,7 +29,10 @@ NAMES = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2 with windows in some layers, no biases on q, k and v, and unscaled scores."""
+    """Read a GPT-Neo config: GPT-2 with windows in some layers, and unscaled scores.
+
+    There are no biases on queries, keys and values.
+    """
     hf = hf.renamed(NAMES)
     hf.ignore("classifier_dropout", *SUMMARY_KEYS)
     norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
@@ -52,7 +55,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _kinds(hf: Fields) -> list[str]:
-    """`global` or `local` for each layer.
+    """Read the kind of each layer's attention: `global` or `local` (with a window).
 
     Raises:
         ConfigError: the config does not give one of the two for each layer.
@@ -83,12 +86,12 @@ def _expanded(stretches: Any, at_most: int) -> list[str]:
 
 
 def written_kinds(data: Data) -> list[str]:
-    """`attention_layers` of a plain config."""
+    """Return `attention_layers` for `config.json`: `global` or `local` for each layer."""
     return ["local" if layer["attention"]["window"] else "global" for layer in data["layers"]]
 
 
 def attention_types(data: Data) -> list[Any]:
-    """`attention_types` of a plain config."""
+    """Return `attention_types` for `config.json`: the layer kinds with repetitions."""
     return [[written_kinds(data), 1]]
 
 

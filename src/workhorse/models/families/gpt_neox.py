@@ -14,7 +14,7 @@ from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Parallel blocks with two norms, and RoPE on a quarter of each head."""
+    """Read a GPT-NeoX config: parallel blocks with two norms, RoPE on a quarter of each head."""
     hf.ignore("classifier_dropout")
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     bias = hf.get("attention_bias", True)
@@ -36,12 +36,15 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _rope(hf: Fields, fraction: float) -> RopeConfig:
-    """RoPE settings. transformers ignores the usual top-level keys here."""
+    """Read the RoPE settings; transformers ignores the usual top-level keys for this model type."""
     return read_rope(hf, theta_key="rotary_emb_base", fraction=fraction, fraction_key="rotary_pct")
 
 
 def read_japanese(hf: Fields) -> DecoderConfig:
-    """Sequential sub-layers. The only bias is on the last layer's attention output."""
+    """Read a GPT-NeoX-Japanese config: sequential sub-layers and only one bias.
+
+    The bias is on the attention output of the last layer.
+    """
     hf.ignore("is_decoder")
     norm, depth = (
         LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5)),
@@ -64,7 +67,7 @@ def read_japanese(hf: Fields) -> DecoderConfig:
 
 
 def intermediate_multiple(data: Data) -> int:
-    """Width of the feed-forward in multiples of the model's width.
+    """Width of the feed-forward, in multiples of the model's width.
 
     Raises:
         KeyError: the width is not a multiple.

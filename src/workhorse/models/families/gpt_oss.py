@@ -36,11 +36,14 @@ from workhorse.nn.feedforward import ClampedSwigluConfig
 from workhorse.nn.positions.rope import YarnScalingConfig
 
 STRETCH = YarnScalingConfig(factor=32.0, original_max_seq_len=4096, truncate=False)
-"""Scaling of the released models, and the default for a config without RoPE settings."""
+"""RoPE scaling of the released models, and the default for a config without RoPE settings."""
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Every other layer local, learned sinks, and a mixture of clamped SwiGLUs with biases."""
+    """Read a gpt-oss config: windows in every other layer, learned sinks, and mixtures.
+
+    The experts are clamped SwiGLUs with biases.
+    """
     hf.ignore("hidden_act", "initial_context_length", "experts_per_token")
     norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
     bias = hf.get("attention_bias", True)
@@ -78,7 +81,10 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def alternated(ours: tuple[str, str], theirs: str) -> Rule:
-    """Rule for one stack that alternates the rows of two of ours: first of each, second of each."""
+    """Rule for a stored stack that alternates the rows of two of our tensors.
+
+    The first row of each comes first, then the second of each, and so on.
+    """
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block

@@ -27,22 +27,22 @@ from workhorse.nn.feedforward import GatedMlpConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """The dense model."""
+    """Read the config of a dense Granite model."""
     return multiplied(hf, block(hf, gated_mlp(hf, bias=hf.get("mlp_bias", False))))
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """The mixture, with a softmax over the chosen experts."""
+    """Read the config of a Granite mixture, with a softmax over the chosen experts."""
     return multiplied(hf, block(hf, mixture(hf)))
 
 
 def read_shared(hf: Fields) -> DecoderConfig:
-    """The same with a shared expert, unless its width is 0."""
+    """Read the config of a Granite mixture with a shared expert, unless its width is 0."""
     return multiplied(hf, block(hf, mixture(hf, shared=shared_expert(hf))))
 
 
 def mixture(hf: Fields, *, shared: GatedMlpConfig | None = None) -> MoEConfig:
-    """The routed experts, and an optional shared expert."""
+    """Read Granite's routed experts; `shared` is an optional shared expert."""
     return MoEConfig(
         n_experts=hf.get("num_local_experts", 8),
         top_k=hf.get("num_experts_per_tok", 2),
@@ -54,7 +54,7 @@ def mixture(hf: Fields, *, shared: GatedMlpConfig | None = None) -> MoEConfig:
 
 
 def shared_expert(hf: Fields) -> GatedMlpConfig | None:
-    """The expert that processes every token; None if its width is 0."""
+    """Read the shared expert, which processes every token; None if its width is 0."""
     width = hf.get("shared_intermediate_size", 0)
     return gated_mlp(hf, d_ff=width) if width else None
 
@@ -62,7 +62,7 @@ def shared_expert(hf: Fields) -> GatedMlpConfig | None:
 def block(
     hf: Fields, feed_forward: FeedForwardConfig, *, eps: float = 1e-6, **heads: Any
 ) -> PreNormConfig:
-    """A layer.
+    """Read a layer of Granite, with its multipliers.
 
     Args:
         hf: the config.
@@ -84,7 +84,7 @@ def block(
 def multiplied(
     hf: Fields, layers: PreNormConfig | Sequence[PreNormConfig], **more: Any
 ) -> DecoderConfig:
-    """A decoder with multipliers on embedding and logits; `more` is passed to `decoder`."""
+    """Read a decoder with multipliers on embedding and logits; `more` is passed to `decoder`."""
     first = layers[0] if isinstance(layers, Sequence) else layers
     return decoder(
         hf,
@@ -97,12 +97,12 @@ def multiplied(
 
 
 def logits_scaling(data: Data) -> float:
-    """`logits_scaling`: the divisor of the logits."""
+    """Return `logits_scaling` for `config.json`: the divisor of the logits."""
     return 1 / data["head"]["multiplier"]
 
 
 def shared_width(data: Data) -> int:
-    """Width of the shared expert; 0 if there is none."""
+    """Return the width of the shared expert for `config.json`; 0 if there is none."""
     shared = data["block"]["feed_forward"]["shared"]
     return shared["d_ff"] if shared else 0
 

@@ -40,13 +40,13 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """The dense model."""
+    """Read the config of a dense Granite model with windows."""
     feed_forward = gated_mlp(hf, bias=hf.get("mlp_bias", False))
     return _read(hf, feed_forward, eps=1e-5, n_kv_heads=4, tied=True)
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """The mixture, with an optional shared expert."""
+    """Read the config of a Granite model with windows and mixtures of experts."""
     n_heads = hf.need("num_attention_heads", int)
     feed_forward = mixture(hf, shared=shared_expert(hf))
     return _read(hf, feed_forward, eps=1e-6, n_kv_heads=n_heads, tied=False)
@@ -55,7 +55,7 @@ def read_mixture(hf: Fields) -> DecoderConfig:
 def _read(
     hf: Fields, feed_forward: FeedForwardConfig, *, eps: float, n_kv_heads: int, tied: bool
 ) -> DecoderConfig:
-    """The decoder; the arguments after `feed_forward` are the family's defaults."""
+    """Read a Granite decoder with windows; the keyword arguments are the family's defaults."""
     types = layer_types(hf, alternating(hf, (FULL, SLIDING, SLIDING, SLIDING)))
     thetas, window = _thetas(hf, len(types)), hf.optional("sliding_window", int, 128)
     rope = read_rope(hf)
@@ -77,7 +77,7 @@ def _read(
 
 
 def _thetas(hf: Fields, n_layers: int) -> list[float]:
-    """Theta of each layer; 0 for a layer without RoPE."""
+    """Read the RoPE theta of each layer; 0 for a layer without RoPE."""
     thetas = hf.sequence("layer_rope_theta", float)
     if thetas is None:
         return [read_rope(hf).theta] * n_layers
@@ -90,14 +90,14 @@ def _thetas(hf: Fields, n_layers: int) -> list[float]:
 
 
 def _rotation_names(thetas: list[float]) -> Mapping[float, str]:
-    """Suffix of layer names for each theta; empty if all layers with RoPE share one theta."""
+    """Return a block-name suffix for each theta; empty if all layers with RoPE share one."""
     turning = sorted({theta for theta in thetas if theta})
     numbers = {theta: f"_{number}" for number, theta in enumerate(turning, 1)}
     return (numbers if len(turning) > 1 else dict.fromkeys(turning, "")) | {0.0: "_no_rope"}
 
 
 def layer_thetas(data: Data) -> list[float]:
-    """`layer_rope_theta` of a plain config."""
+    """Return `layer_rope_theta` for `config.json`: theta of each layer, 0 without RoPE."""
     return [layer["attention"]["position"].get("theta", 0.0) for layer in data["layers"]]
 
 

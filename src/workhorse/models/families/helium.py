@@ -16,7 +16,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with RoPE on pairs of adjacent features."""
+    """Read a Helium config: LLaMA with RoPE on pairs of adjacent features."""
     norm = rms_norm(hf, eps=1e-8, multiply="before_cast")
     block = PreNormConfig(
         norm=norm,

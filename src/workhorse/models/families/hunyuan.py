@@ -46,7 +46,7 @@ FIXED: dict[str, object] = {
     "use_qk_norm": True,
     "use_rotary_pos_emb": True,
 }
-"""Switches in published files that transformers does not read, with the values it assumes."""
+"""Keys of published files that transformers does not read, with the only values supported."""
 IDLE = (
     *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num"),
     *("dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id"),
@@ -57,14 +57,17 @@ IDLE = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with norms on queries and keys after RoPE."""
+    """Read a dense Hunyuan config: LLaMA with norms on queries and keys after RoPE."""
     norm = _check(hf)
     block = PreNormConfig(norm=norm, attention=_heads(hf), feed_forward=gated_mlp(hf))
     return decoder(hf, block, norm)
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """The same with a mixture in every layer, and a shared expert as wide as the others."""
+    """Read a Hunyuan config with a mixture of experts in every layer.
+
+    The layers are otherwise those of `read`. The shared expert is as wide as each routed expert.
+    """
     norm = _check(hf)
     width = hf.need("intermediate_size", int)
     for key, value in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
@@ -90,7 +93,7 @@ def read_mixture(hf: Fields) -> DecoderConfig:
 
 
 def read_hy3(hf: Fields) -> DecoderConfig:
-    """Hy3 (2026): norms before RoPE, and DeepSeek-V3's mixture without groups of experts."""
+    """Read an Hy3 config (2026): norms before RoPE, DeepSeek-V3's mixture without groups."""
     hf.ignore("enable_moe_fp32_combine")  # precision in which the shared expert is added
     hf.refuse("first_k_dense_replace", 1, "transformers reads mlp_layer_types only")
     norm = rms_norm(hf, eps=1e-5)
@@ -128,7 +131,7 @@ def read_hy3(hf: Fields) -> DecoderConfig:
 
 
 def _check(hf: Fields) -> RMSNormConfig:
-    """Refuse unsupported switches, and read the norm of a config."""
+    """Raise an error for unsupported options, and read the norm of a config."""
     hf.ignore(*IDLE)
     for key, value in FIXED.items():
         hf.refuse(key, value, "transformers does not implement this for Hunyuan")
@@ -147,7 +150,7 @@ def _heads(hf: Fields) -> AttentionConfig:
 
 
 def _rotation(hf: Fields) -> RopeConfig:
-    """RoPE settings. "dynamic" with `alpha` sets theta · alpha^(d / (d - 2)) for any length."""
+    """Read the RoPE settings; "dynamic" with `alpha` means theta · alpha^(d / (d - 2))."""
     given = rope_section(hf) or Fields({})
     kind = given.get("rope_type", given.get("type", "default"))
     alpha = given.optional("alpha", float) if kind == "dynamic" else None
@@ -167,7 +170,7 @@ def _rotation(hf: Fields) -> RopeConfig:
 
 
 def _chosen(hf: Fields) -> list[int]:
-    """Number of chosen experts in each layer. The key holds one value, or one per layer.
+    """Read the number of chosen experts in each layer. The key has one value, or one per layer.
 
     Raises:
         ConfigError: the list has another length than the layers.
@@ -185,7 +188,7 @@ def _chosen(hf: Fields) -> list[int]:
 
 
 def written_chosen(data: Data) -> int | list[int]:
-    """`moe_topk`: one value if all layers share it, else one per layer."""
+    """Return `moe_topk` for `config.json`: one value if all layers share it, else a list."""
     chosen: list[int] = [layer["feed_forward"]["top_k"] for layer in data["layers"]]
     return chosen if len(set(chosen)) > 1 else chosen[0]
 

@@ -20,7 +20,10 @@ from workhorse.nn.embedding import EmbeddingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with multipliers. `logits_scaling` multiplies the logits; Granite divides by it."""
+    """Read a HyperCLOVA X config: LLaMA with multipliers.
+
+    `logits_scaling` multiplies the logits, unlike in Granite, which divides by it.
+    """
     norm, bias = rms_norm(hf), hf.get("attention_bias", False)
     wiring = SandwichNormConfig if hf.get("use_post_norm", True) else PreNormConfig
     block = wiring(

@@ -16,7 +16,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with biases everywhere or nowhere.
+    """Read an InternLM3 config: LLaMA with biases everywhere or nowhere.
 
     Raises:
         ConfigError: only some of the biases are enabled, which transformers does not load.

@@ -15,7 +15,10 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA, as in transformers. Options that only the original code implements are refused."""
+    """Read an IQuest-Coder config: LLaMA, as in transformers.
+
+    Options that only the original code implements raise an error.
+    """
     hf.refuse("clip_qkv", None, "transformers does not clip in this model")
     hf.refuse("use_sliding_window", False, "transformers has no window in this model")
     norm = rms_norm(hf, eps=1e-5)

@@ -10,7 +10,7 @@ from workhorse.nn.norms import LayerNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LayerNorm, biases everywhere, an ungated feed-forward of squared ReLUs, and RoPE."""
+    """Read a Jais 2 config: LayerNorm, biases everywhere, an ungated squared ReLU, and RoPE."""
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     bias = hf.get("attention_bias", True)
     block = PreNormConfig(

@@ -29,7 +29,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """EXAONE 4's attention and windows, sandwich norms, and a mixture in every layer.
+    """Read a Kolibri 1 config: EXAONE 4's attention, sandwich norms, and mixtures of experts.
 
     Experts are chosen by logit plus bias, and weighted by the sigmoid of the logit.
     """

@@ -32,7 +32,7 @@ def llama(
     vocab_size: int = 32000,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """Pre-norm with RMSNorm, rotary positions and SwiGLU; no biases, no dropout, an untied head.
+    """Build a LLaMA config: RMSNorm, RoPE and SwiGLU; no biases, no dropout, an untied head.
 
     RoPE pairs feature i with i + head_dim/2, as the Hugging Face checkpoints need. Meta's own files
     pair adjacent features. The two differ by a fixed permutation of the rows of q_proj and k_proj.
@@ -109,7 +109,7 @@ PRESETS = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA of any generation; Llama 3 only adds a RoPE scaling."""
+    """Read a LLaMA config of any generation; Llama 3 only adds a RoPE scaling."""
     norm = rms_norm(hf)
     bias = hf.get("attention_bias", False)
     block = PreNormConfig(

@@ -33,9 +33,10 @@ CHUNKED = "chunked_attention"
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Chunked layers with RoPE on adjacent features, and global layers without positions.
+    """Read a Llama 4 config: chunked layers with RoPE, and global layers without positions.
 
-    The weights of a mixture's router scale the inputs of the experts, not their outputs.
+    RoPE pairs adjacent features. The router's weights scale the inputs of the experts, not their
+    outputs.
     """
     hf.ignore("router_jitter_noise", "for_llm_compressor")
     n_layers = hf.need("num_hidden_layers", int)
@@ -93,7 +94,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
-    """Fields of `AttentionConfig` for layers with RoPE, followed by a norm without weights."""
+    """Read fields of `AttentionConfig` for layers with RoPE. A norm on q and k follows RoPE."""
     norm = QKNormConfig(norm=RMSNormConfig(eps=eps, weight=False), after_rope=True)
     return {
         "position": read_rope(hf, theta=500_000.0, pairing="interleaved", precision="float32"),
@@ -102,7 +103,7 @@ def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
 
 
 def _still(hf: Fields) -> Mapping[str, Any]:
-    """Fields of `AttentionConfig` for layers without RoPE: queries that grow with the position."""
+    """Read fields of `AttentionConfig` for layers without RoPE: queries grow with the position."""
     growth = QueryScalingConfig(
         scale=hf.get("attn_scale", 0.1), length=hf.get("floor_scale", 8192), offset=1
     )
@@ -113,33 +114,33 @@ def _still(hf: Fields) -> Mapping[str, Any]:
 
 
 def attentions(data: Data) -> list[Data]:
-    """Attention of each layer."""
+    """Return the attention config of each layer, as plain data."""
     return [layer["attention"] for layer in data["layers"]]
 
 
 def written_turning(data: Data) -> list[int]:
-    """`no_rope_layers`: despite the name, 1 for layers with RoPE."""
+    """Return `no_rope_layers` for `config.json`: despite the name, 1 for layers with RoPE."""
     return [int(one["position"]["kind"] == "rope") for one in attentions(data)]
 
 
 def written_types(data: Data) -> list[str]:
-    """`layer_types`: chunked or full attention for each layer."""
+    """Return `layer_types` for `config.json`: chunked or full attention for each layer."""
     return [CHUNKED if one["chunk"] else FULL for one in attentions(data)]
 
 
 def chunk_size(data: Data) -> int:
-    """`attention_chunk_size`: the chunk of the first chunked layer."""
+    """Return `attention_chunk_size` for `config.json`: the chunk of the first chunked layer."""
     return [one["chunk"] for one in attentions(data) if one["chunk"]][0]  # noqa: RUF015 needs IndexError
 
 
 def moe_layers(data: Data) -> list[int]:
-    """`moe_layers`: indices of the layers that have a mixture."""
+    """Return `moe_layers` for `config.json`: indices of the layers with a mixture of experts."""
     layers = data["layers"]
     return [n for n, layer in enumerate(layers) if layer["feed_forward"]["kind"] == "moe"]
 
 
 def any_has(part: str) -> FieldPath:
-    """Field path that gives True if the attention of any layer has that part."""
+    """Make a function that says whether the attention of any layer in a config sets `part`."""
     return lambda data: any(one[part] for one in attentions(data))
 
 

@@ -21,9 +21,10 @@ from workhorse.nn.embedding import EmbeddingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with multipliers, and DeepSeek's attention with RoPE on the two halves.
+    """Read a MiniCPM3 config: LLaMA with multipliers, and DeepSeek's latent attention.
 
-    Sub-layer outputs are divided by the root of the depth, the logits by the width.
+    RoPE pairs the two halves of a head. Sub-layer outputs are divided by the root of the number of
+    layers, the logits by the width.
     """
     width, depth = hf.need("hidden_size", int), hf.need("num_hidden_layers", int)
     n_heads, scaled = hf.need("num_attention_heads", int), hf.get("scale_emb", 12.0)
@@ -51,12 +52,12 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def scale_depth(data: Data) -> float:
-    """`scale_depth`: the residual multiplier times the root of the depth."""
+    """Return `scale_depth` for `config.json`: residual multiplier times `sqrt(n_layers)`."""
     return data["block"]["residual_multiplier"] * math.sqrt(data["n_layers"])
 
 
 def dim_model_base(data: Data) -> int:
-    """`dim_model_base`: the model width at which logits are not scaled."""
+    """Return `dim_model_base` for `config.json`: the width at which logits are not scaled."""
     return round(data["head"]["multiplier"] * data["d_model"])
 
 

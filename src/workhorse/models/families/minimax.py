@@ -20,7 +20,10 @@ from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """A sigmoid-routed mixture in every layer, one norm over all queries and one over all keys."""
+    """Read a MiniMax-M2 config: a sigmoid-routed mixture of experts in every layer.
+
+    One norm covers the queries of all heads, another the keys of all heads.
+    """
     hf.ignore("router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
     hf.refuse(
         "scoring_func", "sigmoid", "transformers implements only sigmoid scores for MiniMax-M2"

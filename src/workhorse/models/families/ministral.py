@@ -21,7 +21,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Mistral; each layer has a window or full attention."""
+    """Read a Ministral 8B config: Mistral; each layer has a window or full attention."""
     norm = rms_norm(hf)
     window = hf.optional("sliding_window", int, 4096)
     kinds = layer_types(hf, alternating(hf, [SLIDING if window else FULL]))

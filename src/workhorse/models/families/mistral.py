@@ -28,12 +28,12 @@ from workhorse.nn.positions.rope import RopeConfig, YarnScalingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with grouped queries and, in its first version, a window."""
+    """Read a Mistral config: LLaMA with grouped queries and, in its first version, a window."""
     return _read(hf, gated_mlp(hf), window=4096)
 
 
 def read_mixtral(hf: Fields) -> DecoderConfig:
-    """Mistral with a mixture of experts: a softmax over the chosen two of eight."""
+    """Read a Mixtral config: Mistral with a mixture of experts, two of eight chosen."""
     hf.ignore("router_jitter_noise")
     mixture = MoEConfig(
         n_experts=hf.get("num_local_experts", 8),
@@ -53,7 +53,7 @@ def _read(
     window: int | None = None,
     eps: float = 1e-6,
 ) -> DecoderConfig:
-    """The decoder of both types; keyword arguments are the family's defaults."""
+    """Read a Mistral or Mixtral decoder; the keyword arguments are the family's defaults."""
     norm = rms_norm(hf, eps=eps)
     block = PreNormConfig(
         norm=norm,
@@ -77,7 +77,7 @@ GROWING = QueryScalingConfig(scale=0.1, length=16384)
 
 
 def read_ministral3(hf: Fields) -> DecoderConfig:
-    """Mistral with long-context RoPE, and queries that grow with the position as in Llama 4."""
+    """Read a Ministral 3 config: Mistral with queries that grow with the position."""
     if len(set(hf.sequence("layer_types", str) or ())) > 1:
         raise ConfigError(f"{hf.where}: layer_types differ; give all layers of ministral3 one type")
     growth, given = GROWING, rope_section(hf)

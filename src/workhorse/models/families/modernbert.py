@@ -34,7 +34,7 @@ THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """A norm on the embedding instead of in the first layer; one of three layers is global."""
+    """Read a ModernBERT decoder config: a norm on the embedding; one of three layers is global."""
     hf.ignore(*DESCRIPTIONS, *(key for key, _ in THETAS.values()))
     norm = LayerNormConfig(eps=hf.get("norm_eps", 1e-5), bias=hf.get("norm_bias", False))
     first = every(hf, "global_attn_every_n_layers", 3, offset=0)
@@ -101,7 +101,7 @@ DESCRIPTIONS = (
 
 
 def _window(hf: Fields) -> int:
-    """Half of `local_attention`, which counts both directions of the encoder."""
+    """Read the window: half of `local_attention`, which counts both directions of the encoder."""
     both = hf.get("local_attention", 128)
     window = hf.get("sliding_window", both // 2)
     if window < 1:
@@ -121,7 +121,7 @@ def _head(hf: Fields, norm: LayerNormConfig) -> dict[str, Any]:
 
 
 def both_directions(data: Data) -> int:
-    """`local_attention` of a plain config."""
+    """Return `local_attention` for `config.json`: twice the window."""
     return 2 * written_window(data)
 
 

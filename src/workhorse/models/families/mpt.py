@@ -29,7 +29,7 @@ def mpt(
     vocab_size: int = 50432,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """GPT-2's block with ALiBi instead of positions, no biases and LayerNorm in low precision."""
+    """Build an MPT config: GPT-2's block with ALiBi, no biases, and LayerNorm in low precision."""
     norm = LayerNormConfig(eps=1e-5, bias=False, precision="low")
     block = PreNormConfig(
         norm=norm,
@@ -99,7 +99,7 @@ ATTENTION_OPTIONS = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """MPT as transformers runs it, with fewer options than the original training code.
+    """Read an MPT config as transformers does, with fewer options than the original code.
 
     transformers ignores `alibi_bias_max`: its smallest ALiBi slope is always 2^-8. Here the key is
     used, as in the code released with the weights (MPT-7B-StoryWriter has 16). Such a model can be
@@ -152,7 +152,7 @@ def _attention_options(hf: Fields) -> Fields:
 
 
 def attention_options(data: Data) -> Data:
-    """`attn_config` of a plain config."""
+    """Return `attn_config` for `config.json`: the options of the attention."""
     ours = data["block"]["attention"]
     return {
         "alibi": True,
@@ -162,7 +162,7 @@ def attention_options(data: Data) -> Data:
 
 
 def norm_type(data: Data) -> str:
-    """`norm_type` of a plain config."""
+    """Return `norm_type` for `config.json`."""
     return {ours: name for name, ours in PRECISIONS.items()}[data["final_norm"]["precision"]]
 
 

@@ -11,7 +11,7 @@ from workhorse.nn.norms import LayerNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LayerNorm (1 + weight), ungated squared ReLU, and RoPE on half of each head."""
+    """Read a Nemotron config: LayerNorm (1 + weight), squared ReLU, RoPE on half of each head."""
     norm = LayerNormConfig(eps=hf.get("norm_eps", 1e-5), offset=True)
     bias = hf.get("attention_bias", False)
     block = PreNormConfig(

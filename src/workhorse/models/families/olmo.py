@@ -50,7 +50,7 @@ def olmo(
     vocab_size: int = 50304,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """LLaMA's block with LayerNorm without weight and bias, computed in float32.
+    """Build an OLMo config: LLaMA's block with LayerNorm without weight and bias, in float32.
 
     Weights start with standard deviation `1/sqrt(fan_in)`. Projections onto the residual stream
     start smaller: the original divides by `sqrt(2 · layer)` and truncates at three deviations; here
@@ -120,7 +120,7 @@ PRESETS = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """OLMo 1. Its norm has no weights, and no key sets its epsilon."""
+    """Read an OLMo 1 config. Its norm has no weights, and no key sets the norm's epsilon."""
     norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
     block = PreNormConfig(
         norm=norm,
@@ -135,7 +135,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_olmo2(hf: Fields) -> DecoderConfig:
-    """OLMo 2 (2501.00656 §2.1): norms on each sub-layer's output, and on queries and keys."""
+    """Read an OLMo 2 config (2501.00656 §2.1): norms on sub-layer outputs, queries and keys."""
     norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
     block = ReorderedNormConfig(
         norm=norm,
@@ -146,7 +146,7 @@ def read_olmo2(hf: Fields) -> DecoderConfig:
 
 
 def read_olmo3(hf: Fields) -> DecoderConfig:
-    """OLMo 3 (2512.13961): OLMo 2 with windows in three of four layers.
+    """Read an OLMo 3 config (2512.13961): OLMo 2 with windows in three of four layers.
 
     A scaling that is not given for each kind of layer applies to the layers without a window.
     """
@@ -177,7 +177,7 @@ def read_olmo3(hf: Fields) -> DecoderConfig:
 
 
 def read_olmoe(hf: Fields) -> DecoderConfig:
-    """OLMoE (2409.02060): small experts, norms on queries and keys, pre-norm blocks."""
+    """Read an OLMoE config (2409.02060): small experts, norms on q and k, pre-norm blocks."""
     hf.refuse(
         "clip_qkv",
         None,

@@ -22,7 +22,10 @@ FAIRSEQ_OFFSET = 2
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Pre-norm. OPT-350M is post-norm without a final norm, and has a narrow embedding."""
+    """Read an OPT config: pre-norm blocks with learned positions.
+
+    OPT-350M is post-norm without a final norm, and has a narrow embedding.
+    """
     hf = hf.renamed(NAMES)
     hf.ignore("activation_dropout", "layerdrop")
     affine = hf.get("layer_norm_elementwise_affine", True)
@@ -43,12 +46,15 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def removed_norm(data: Data) -> bool:
-    """True if a pre-norm model has no final norm, as in some models fine-tuned before 2022."""
+    """Return `_remove_final_layer_norm`: True if a pre-norm model has no final norm.
+
+    Some models that were fine-tuned before 2022 have none.
+    """
     return data["block"]["kind"] == "pre_norm" and data["final_norm"]["kind"] == "none"
 
 
 def decoder_rules(theirs: str) -> tuple[Rule, ...]:
-    """Tensor rules for decoders derived from BART: OPT, XGLM and BioGPT."""
+    """Return tensor rules for decoders derived from BART: OPT, XGLM and BioGPT."""
     layer = theirs + "layers.{i}."
     return (
         same("embedding.tokens", theirs + "embed_tokens"),

@@ -22,7 +22,7 @@ def palm(
     vocab_size: int = 256_000,
     max_seq_len: int = 2048,
 ) -> DecoderConfig:
-    """Parallel blocks with SwiGLU of width 4d, multi-query attention and no biases anywhere (§2).
+    """Build a PaLM config: parallel blocks, SwiGLU of width 4d, multi-query, no biases (§2).
 
     Embeddings start with deviation 1, so the tied head divides its logits by `sqrt(d_model)` (§5).
     """

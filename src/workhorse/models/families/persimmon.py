@@ -13,7 +13,10 @@ from workhorse.nn.norms import LayerNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LayerNorm (also on queries and keys), squared ReLU, all biases, RoPE on half of each head."""
+    """Read a Persimmon config: LayerNorm, squared ReLU, all biases, RoPE on half of each head.
+
+    Queries and keys also have a LayerNorm.
+    """
     hf.ignore("num_key_value_heads")
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     block = PreNormConfig(

@@ -32,7 +32,7 @@ from workhorse.nn.positions.rope import LongRopeScalingConfig, RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Phi-1 to Phi-2: parallel blocks, RoPE on half of each head, and all biases."""
+    """Read a config of Phi-1 to Phi-2: parallel blocks, RoPE on half of each head, all biases."""
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     block = ParallelConfig(
         norm=norm,
@@ -55,7 +55,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_phi3(hf: Fields) -> DecoderConfig:
-    """LLaMA with fused q/k/v and fused gate/up matrices in its files."""
+    """Read a Phi-3 config: LLaMA with fused q/k/v and fused gate/up matrices in its files."""
     hf.ignore("embd_pdrop", "original_max_position_embeddings")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         hf.refuse(key, False, "Phi-3 has no biases")
@@ -72,7 +72,7 @@ def read_phi3(hf: Fields) -> DecoderConfig:
 
 
 def read_phimoe(hf: Fields) -> DecoderConfig:
-    """A mixture with a SparseMixer router: each of two experts competes only with close scores.
+    """Read a Phi-3.5-MoE config: a mixture of experts with a SparseMixer router.
 
     Beyond the original length, transformers keeps the short RoPE factors and never reads the long
     ones. Here the long ones are used, as in the code released with the weights.
@@ -103,7 +103,7 @@ def read_phimoe(hf: Fields) -> DecoderConfig:
 
 
 def _long_rope(hf: Fields) -> RopeConfig:
-    """RoPE settings of Phi-3; its only supported scaling is LongRoPE."""
+    """Read the RoPE settings of Phi-3; its only supported scaling is LongRoPE."""
     rope = read_rope(hf)
     if rope.scaling is None:
         return rope
@@ -131,7 +131,7 @@ def _amplified(hf: Fields, rope: RopeConfig) -> RopeConfig:
 
 
 def with_amplitude(rope: Data) -> Data:
-    """Written RoPE settings, with the amplitude in the keys that `_amplified` reads."""
+    """Add the amplitude to written RoPE settings, in the keys that `_amplified` reads."""
     if rope["rope_type"] == "default":
         return rope
     amplitude = rope.pop("attention_factor")

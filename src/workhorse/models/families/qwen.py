@@ -31,20 +31,23 @@ from workhorse.nn.feedforward import GatedMlpConfig
 
 
 def read_qwen2(hf: Fields) -> DecoderConfig:
-    """LLaMA with biases on queries, keys and values, and windows in the upper layers."""
+    """Read a Qwen2 config: LLaMA with biases on q, k and v, and windows in the upper layers."""
     hf.refuse("use_mrope", False, "a model of text does not need multimodal RoPE")
     heads = attention(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), qkv_bias=True)
     return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
 
 
 def read_qwen3(hf: Fields) -> DecoderConfig:
-    """Qwen2 with norms on queries and keys instead of the biases."""
+    """Read a Qwen3 config: Qwen2 with norms on queries and keys instead of the biases."""
     heads = _normed_heads(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), head_dim=128)
     return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
 
 
 def read_qwen2_moe(hf: Fields) -> DecoderConfig:
-    """A mixture with a gated shared expert. Windows, if enabled, are in every other layer."""
+    """Read a Qwen2-MoE config: a mixture of experts with a gated shared expert.
+
+    Windows, if enabled, are in every other layer.
+    """
     heads = attention(
         hf,
         n_kv_heads=hf.optional("num_key_value_heads", int, 16),
@@ -63,7 +66,10 @@ def read_qwen2_moe(hf: Fields) -> DecoderConfig:
 
 
 def read_qwen3_moe(hf: Fields) -> DecoderConfig:
-    """Qwen3 with a mixture. A window, if enabled, is in every layer."""
+    """Read a Qwen3-MoE config: Qwen3 with a mixture of experts.
+
+    A window, if enabled, is in every layer.
+    """
     hf.ignore("max_window_layers")  # transformers does not use it here
     heads = _normed_heads(hf, n_kv_heads=hf.get("num_key_value_heads", 4), head_dim=None)
     n_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
@@ -89,7 +95,7 @@ def _normed_heads(hf: Fields, *, n_kv_heads: int | None, head_dim: int | None) -
 
 
 def _windows_above(hf: Fields) -> list[str]:
-    """Windows from layer `max_window_layers` upwards, despite the name of the key."""
+    """Return layer types: layers from `max_window_layers` on have a window, despite that name."""
     first = hf.get("max_window_layers", 28)
     depth = _depth(hf)
     if not hf.get("use_sliding_window", False) or _window(hf) is None:
@@ -107,11 +113,11 @@ def _windowed(
     types: Sequence[str],
     feed_forwards: Sequence[FeedForwardConfig],
 ) -> DecoderConfig:
-    """A decoder with layers that differ in window and feed-forward.
+    """Read a decoder whose layers differ in window and feed-forward.
 
     Args:
         hf: the config.
-        heads: attention without its window.
+        heads: config of the attention, without a window.
         types: layer types for a config that does not list them.
         feed_forwards: feed-forward of each layer.
     """
@@ -136,7 +142,7 @@ def _windowed(
 
 
 def _mixture(hf: Fields, *, n_experts: int, top_k: int, d_ff: int) -> MoEConfig:
-    """The routed experts; `top_k` and `d_ff` are defaults."""
+    """Read the routed experts; `top_k` and `d_ff` are the family's defaults."""
     return MoEConfig(
         n_experts=n_experts,
         top_k=hf.get("num_experts_per_tok", top_k),
@@ -147,7 +153,7 @@ def _mixture(hf: Fields, *, n_experts: int, top_k: int, d_ff: int) -> MoEConfig:
 
 
 def _sparse(hf: Fields, mixture: MoEConfig, *, d_ff: int) -> list[FeedForwardConfig]:
-    """A mixture in every `decoder_sparse_step`-th layer, except in `mlp_only_layers`.
+    """Put a mixture in every `decoder_sparse_step`-th layer, except in `mlp_only_layers`.
 
     `d_ff` is the default width of the dense layers.
     """
@@ -160,13 +166,13 @@ def _sparse(hf: Fields, mixture: MoEConfig, *, d_ff: int) -> list[FeedForwardCon
 
 
 def dense_layers(data: Data) -> list[int]:
-    """`mlp_only_layers`: indices of the layers without a mixture, counted from 0."""
+    """Return `mlp_only_layers` for `config.json`: indices of layers without a mixture."""
     layers = enumerate(data["layers"])
     return [n for n, layer in layers if layer["feed_forward"]["kind"] != "moe"]
 
 
 def uses_window(data: Data) -> bool:
-    """`use_sliding_window`: True if any layer has a window."""
+    """Return `use_sliding_window` for `config.json`: True if any layer has a window."""
     return any(layer["attention"]["window"] for layer in data["layers"])
 
 

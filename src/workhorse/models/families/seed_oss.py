@@ -15,7 +15,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with biases on queries, keys and values."""
+    """Read a Seed-OSS config: LLaMA with biases on queries, keys and values."""
     norm = rms_norm(hf)
     block = PreNormConfig(
         norm=norm,

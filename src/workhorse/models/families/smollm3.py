@@ -27,7 +27,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with layers that differ in RoPE and window."""
+    """Read a SmolLM3 config: LLaMA with layers that differ in RoPE and window."""
     hf.ignore("max_window_layers")  # the layer types contain it
     turning = _turning(hf)
     window = hf.optional("sliding_window", int)
@@ -59,7 +59,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _turning(hf: Fields) -> list[int]:
-    """`no_rope_layers`: despite the name, 1 for layers with RoPE and 0 for the others."""
+    """Read `no_rope_layers`: despite the name, 1 for layers with RoPE and 0 for the others."""
     given = hf.sequence("no_rope_layers", int)
     without = every(hf, "no_rope_layer_interval", 4)
     if given is not None and len(given) != len(without):
@@ -71,7 +71,7 @@ def _turning(hf: Fields) -> list[int]:
 
 
 def turning(data: Data) -> list[int]:
-    """`no_rope_layers` of a plain config."""
+    """Return `no_rope_layers` for `config.json`: 1 for layers with RoPE, 0 for the others."""
     return [int(layer["attention"]["position"]["kind"] == "rope") for layer in data["layers"]]
 
 

@@ -22,7 +22,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA's attention, and DeepSeek-V3's mixture in every layer."""
+    """Read a Solar Open config: LLaMA's attention, and DeepSeek-V3's mixture in every layer."""
     hf.refuse("first_k_dense_replace", 0, "every layer of Solar Open has a mixture")
     hf.refuse("use_qk_norm", False, "Solar Open in transformers has no norms on queries and keys")
     hf.ignore("intermediate_size")  # width of dense layers, which Solar Open does not have

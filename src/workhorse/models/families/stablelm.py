@@ -12,7 +12,10 @@ from workhorse.nn.norms import LayerNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """LLaMA with LayerNorm, RoPE on a quarter of each head, and optional norms per head."""
+    """Read a StableLM config: LLaMA with LayerNorm, and RoPE on a quarter of each head.
+
+    Queries and keys may have a norm with separate weights for each head.
+    """
     norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     per_head = QKNormConfig(norm=norm.replace(bias=False), over="each_head")
     parts: Data = {

@@ -35,7 +35,10 @@ HOW_IT_IS_COMPUTED = (
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2 with one key-value head, or one per query head if `multi_query` is false."""
+    """Read a StarCoder config: GPT-2 with one key-value head.
+
+    If `multi_query` is false, each query head has its own.
+    """
     hf = hf.renamed(GPT_NAMES)
     hf.ignore(*HOW_IT_IS_COMPUTED, *SUMMARY_KEYS)
     norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
@@ -56,7 +59,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_starcoder2(hf: Fields) -> DecoderConfig:
-    """RoPE, grouped-query attention, LayerNorm, and biases everywhere or nowhere."""
+    """Read a StarCoder 2 config: RoPE, grouped queries, LayerNorm; all biases or none."""
     hf = hf.renamed({"hidden_dropout": "residual_dropout"})
     hf.ignore("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon")
     hf.ignore("scale_attention_softmax_in_fp32")

@@ -23,7 +23,7 @@ def transformer2017(
     vocab_size: int = 37000,
     max_seq_len: int = 256,
 ) -> DecoderConfig:
-    """Post-norm blocks with sinusoids, ReLU and embeddings times `sqrt(d_model)`; no encoder.
+    """Build a config of the 2017 decoder: post-norm, sinusoids, ReLU; no encoder.
 
     Dropout is on sub-layer outputs and on the sum of embedding and position, as in §5.4.
     """

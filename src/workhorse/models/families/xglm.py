@@ -21,7 +21,7 @@ NAMES = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """GPT-2 with sinusoidal positions, all sines before all cosines.
+    """Read an XGLM config: GPT-2 with sinusoidal positions, all sines before all cosines.
 
     Raises:
         ConfigError: the width is odd, or the padding id is the row of a used position.

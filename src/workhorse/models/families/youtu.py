@@ -19,7 +19,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """DeepSeek-V3's attention in a dense model."""
+    """Read a Youtu-LLM config: DeepSeek-V3's attention in a dense model."""
     hf.ignore("embedding_initializer_range")
     hf.refuse("mlp_bias", False, "Youtu-LLM in transformers has no feed-forward biases")
     norm = rms_norm(hf)

@@ -95,14 +95,14 @@ MODULES: dict[str, tuple[str, ...]] = {
 """Model types by module of `workhorse.models.families`, most used first."""
 
 KIND = 4
-"""Weight of a different kind of part in `_distance`; a different number has weight 1."""
+"""Weight in `_distance` of a part of a different kind; a different value has weight 1."""
 _WHOLE = re.compile(r"layers\.\d+\.(attention\.)?kind is")
 MODEL_TYPES = {name: module for module, names in MODULES.items() for name in names}
 
 
 @cache
 def family(model_type: str) -> Family:
-    """The family of a `model_type`.
+    """Return the family of a `model_type`.
 
     Raises:
         WorkhorseError: the type is not one of `MODEL_TYPES`.
@@ -126,10 +126,10 @@ def families() -> Iterator[Family]:
 
 
 def native_class(config: DecoderConfig) -> Family | str:
-    """The first family that can express a config or an equivalent one.
+    """Return the first family that can express a config or an equivalent one.
 
-    A dense model maps to a mixture's family only if no dense family can express it. If no family
-    can, the result is a string: the nearest class and everything that it cannot express.
+    For a dense model, families of mixtures of experts are tried last. If no family fits, the result
+    is a string: the nearest transformers class and everything that it cannot express.
     """
     is_dense = all(one.feed_forward.kind != "moe" for one in config.blocks.values())
     found: dict[str, list[str]] = {}
@@ -146,7 +146,7 @@ def native_class(config: DecoderConfig) -> Family | str:
 
 
 def nearest_of(found: Iterable[tuple[str, list[str]]], config: DecoderConfig) -> str:
-    """The nearest of the families that cannot express a config, with all differences.
+    """Describe the nearest of the families that cannot express a config, with all differences.
 
     Args:
         found: pairs of a class name and the result of `Family.differences`.
@@ -162,7 +162,7 @@ def in_the_way(differences: Iterable[str], config: DecoderConfig) -> str:
 
 
 def _in_recipe(difference: str, config: DecoderConfig) -> str:
-    """Name the field of a difference as in a recipe: block names instead of layer indices."""
+    """Rewrite a message about two configs for a recipe: block names instead of layer indices."""
     if difference.startswith(IMPOSSIBLE):
         return difference
     names = config.layer_names()
@@ -172,11 +172,11 @@ def _in_recipe(difference: str, config: DecoderConfig) -> str:
 
 
 def _distance(differences: list[str]) -> tuple[bool, int]:
-    """Distance of a family from a config.
+    """Compute the distance of a family from a config; the result is for comparison only.
 
-    Breaking the family's own rules counts most, because nothing else can be compared then. An extra
-    or missing part counts more than a different kind of part, because it hides more differences. A
-    different number counts least. Another kind of block or attention hides the most.
+    An invalid written config counts most, because nothing else can be compared then. Another kind
+    of block or attention is next: it hides many differences. Then an extra or missing part, another
+    kind of part, and another value.
     """
     kinds = sum(".kind is" in difference for difference in differences)
     parts = sum(" given" in difference for difference in differences)

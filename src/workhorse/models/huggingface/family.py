@@ -35,10 +35,10 @@ class Family:
     Attributes:
         model_type: name in `config.json`.
         architecture: transformers' class for causal language modelling.
-        read: function that converts their config to ours.
-        keys: their keys, each with the path of its value in our config. A key whose field does
-            not exist is omitted.
-        rules: mapping between their tensors and ours.
+        read: function that converts the fields of `config.json` to our config.
+        keys: keys of `config.json`, each with the path of its value in our config. A key whose
+            field does not exist is omitted.
+        rules: mapping between stored tensors and our parameters.
         ignored: regular expressions for full names of tensors that hold no weights, such as
             buffers saved by old versions.
     """
@@ -52,11 +52,11 @@ class Family:
 
     @property
     def is_mixture(self) -> bool:
-        """True if the family is made for mixtures of experts."""
+        """True if the family is made for models with mixtures of experts."""
         return any("expert" in key or key.startswith("moe_") for key in self.keys)
 
     def write(self, config: DecoderConfig) -> Data:
-        """Convert our config to theirs, as far as this family can express it."""
+        """Convert our config to fields of `config.json`, as far as the family can express it."""
         data = plain(config)
         data["block"] = data["layers"][0]
         written: Data = {"architectures": [self.architecture], "model_type": self.model_type}
@@ -68,13 +68,13 @@ class Family:
         return written
 
     def difference(self, config: DecoderConfig) -> str | None:
-        """The first thing in a config that this family cannot express; None if `write` is exact."""
+        """Return the first of `differences`; None if the family can express the whole config."""
         return next(iter(self.differences(config)), None)
 
     def differences(self, config: DecoderConfig) -> list[str]:
-        """Everything in a config that this family cannot express.
+        """Describe each field of a config that this family cannot express.
 
-        If the config breaks the family's own rules, only that is reported.
+        If the written config would be invalid, only that error is returned.
         """
         try:
             return [str(one) for one in compare_plain(plain(config), plain(self.again(config)))]
@@ -82,7 +82,7 @@ class Family:
             return [f"{IMPOSSIBLE}{error.reason}"]
 
     def equivalent(self, config: DecoderConfig) -> DecoderConfig | None:
-        """An equivalent config that this family can express, or None.
+        """Return an equivalent config that this family can express, or None.
 
         It is the same config, or one with extra parts that have no effect if their weights are
         `NEUTRAL`. For example, a model without a bias equals one with a zero bias.
@@ -99,7 +99,7 @@ class Family:
         return again
 
     def again(self, config: DecoderConfig) -> DecoderConfig:
-        """Write a config and read it back; raises ConfigError if that is impossible."""
+        """Write a config and read it back; raises ConfigError if the written config is invalid."""
         return self.read(Fields(self.write(config)))
 
 
@@ -124,7 +124,7 @@ class Difference(NamedTuple):
 
     @property
     def is_neutral(self) -> bool:
-        """True if theirs computes the same once the extra weights are filled in."""
+        """True if `theirs` computes the same as `ours` when its extra weights are `NEUTRAL`."""
         if self.path == "head.tied":  # an untied head can hold a copy of the embedding
             return self.ours is True
         field = self.path.rpartition(".")[2]
@@ -170,12 +170,12 @@ def _without(data: Any) -> Any:
 
 
 def look_up(data: Data, path: FieldPath) -> object:
-    """Value at a path in a plain config; `MISSING` if there is none."""
+    """Return the value at a path in a config from `plain`; `MISSING` if the path does not exist."""
     if callable(path):
         try:
             return path(data)
         except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError):
-            return MISSING  # the model has no such part; the comparison reports the difference
+            return MISSING  # the model lacks this field; `compare_plain` reports the difference
     value: Any = data
     for part in path.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -235,7 +235,7 @@ def compare_plain(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference
 
 
 def _shown(value: object) -> str:
-    """Format a config value for a message; a nested part is only called "given"."""
+    """Format a config value for a message; a nested config is shortened to "given"."""
     if isinstance(value, dict):
         return "given"
     if isinstance(value, list):
@@ -273,11 +273,11 @@ OTHER_KINDS = {
         "pegasus* prophetnet seamless* switch_transformers t5* umt5"
     ),
 }
-"""Name patterns by kind. Supported model types are not looked up here."""
+"""Kinds of unsupported models, each with patterns of model types."""
 
 
 def other_kind(model_type: str) -> str | None:
-    """Kind of a model type, if it is known and not supported; else None."""
+    """Return the kind of an unsupported model type, or None if the type is unknown."""
     for kind, names in OTHER_KINDS.items():
         if any(fnmatchcase(model_type, name) for name in names.split()):
             return kind

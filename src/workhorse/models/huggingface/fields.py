@@ -52,11 +52,11 @@ OLDER: Mapping[str, Mapping[str, str]] = {
     "bloom": {"n_embed": "hidden_size"},
     "falcon": {"n_embed": "hidden_size"},
 }
-"""By model type: key names of older files, mapped to those of the class. The older name wins."""
+"""By model type: older key names, mapped to those of the transformers class. The older one wins."""
 OF_ALL = {"torch_dtype": "dtype"}
-"""Older key names of every type, mapped to the newer ones. The newer name wins."""
+"""Older key names that any model type may have, mapped to the newer names, which win."""
 OWN_COUNTS = ("kolibri1", "mellum", "qwen3_moe")
-"""Types for which the name of the class wins over the usual name."""
+"""Model types for which the key name of the transformers class wins over the usual name."""
 
 
 def with_own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -141,7 +141,7 @@ class Fields:
         """Nested mappings that were read, by key."""
 
     def renamed(self, names: Mapping[str, str]) -> "Fields":
-        """The same config, accessed by the usual key names.
+        """Return these fields again; their values are now accessed by the usual key names.
 
         Args:
             names: usual key names, mapped to the config's own names.
@@ -160,10 +160,10 @@ class Fields:
         return default if value is None else value
 
     def positive(self, key: str, default: Value) -> Value:
-        """Like `get`, for a number that is used as a divisor.
+        """The value of a key that must be above zero; the default if it is missing or null.
 
         Raises:
-            ConfigError: as in `get`, or the value is not above zero.
+            ConfigError: the value has another type, is NaN, or is not above zero.
         """
         value = self.get(key, default)
         if not isinstance(value, int | float) or value <= 0:
@@ -174,7 +174,7 @@ class Fields:
         """The value of a required key. Numbers must be above 0, because they are sizes.
 
         Raises:
-            ConfigError: as in `get`, or the key is missing, or a number is not above 0.
+            ConfigError: the key is missing, or the value has another type, is NaN or not above 0.
         """
         value = self.optional(key, kind)
         name = self.names.get(key, key)
@@ -210,7 +210,7 @@ class Fields:
         """Token ids of a key that holds a list, a single id or nothing.
 
         Raises:
-            ConfigError: the value is anything else; transformers refuses it too.
+            ConfigError: the value is anything else; transformers also raises an error.
         """
         if isinstance(self.values.get(self._called(key)), list):
             return self.sequence(key, int) or []
@@ -244,7 +244,7 @@ class Fields:
         self.seen.update(keys)
 
     def unused(self) -> list[str]:
-        """Keys that were not read and may matter. Keys in nested mappings are dotted."""
+        """Keys that were not read and may affect the model. Keys in nested mappings are dotted."""
         known = self.seen | SILENT
         unused = [
             key for key, value in self.values.items() if key not in known and value is not None

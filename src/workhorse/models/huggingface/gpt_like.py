@@ -37,15 +37,15 @@ SUMMARY_KEYS = (
     "summary_type",
     "summary_use_proj",
 )
-"""Keys of a classification head, which these configs also contain."""
+"""Keys of a classification head, which GPT's configs also contain; they are ignored."""
 
 
 def attention(hf: Fields, *, dropout: float = 0.0, **changes: Any) -> AttentionConfig:
-    """Multi-head attention.
+    """Read multi-head attention from a config.
 
     Args:
         hf: the config.
-        dropout: default attention dropout in the family.
+        dropout: the family's default attention dropout.
         changes: fields of `AttentionConfig` to set.
     """
     given: Data = {
@@ -56,11 +56,11 @@ def attention(hf: Fields, *, dropout: float = 0.0, **changes: Any) -> AttentionC
 
 
 def mlp(hf: Fields, default: str, **changes: Any) -> MlpConfig:
-    """A feed-forward with biases.
+    """Read a feed-forward with biases from a config.
 
     Args:
         hf: the config.
-        default: default activation in the family.
+        default: the family's default activation.
         changes: fields of `MlpConfig` to set.
     """
     given: Data = {
@@ -73,12 +73,12 @@ def mlp(hf: Fields, default: str, **changes: Any) -> MlpConfig:
 
 
 def d_ff_or_fourfold(hf: Fields) -> int:
-    """Width of a feed-forward; by default four times the width of the model."""
+    """Read the width of the feed-forward; by default it is four times the width of the model."""
     return hf.optional("intermediate_size", int) or 4 * hf.need("hidden_size", int)
 
 
 def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
-    """An embedding with learned positions; `dropout` is the family's default."""
+    """Read an embedding with learned positions; `dropout` is the family's default dropout."""
     return EmbeddingConfig(
         position=LearnedPositionConfig(), dropout=hf.get("embedding_dropout", dropout)
     )
@@ -87,11 +87,11 @@ def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
 def written(
     names: Mapping[str, str] = {}, *, gelu_tanh: str = "gelu_pytorch_tanh"
 ) -> dict[str, FieldPath]:
-    """The common keys, with the paths of their values in our config.
+    """Return the keys to write that these families share, with paths of values in our config.
 
     Args:
         names: usual key names, mapped to the family's names.
-        gelu_tanh: name of the tanh form of GELU in the family.
+        gelu_tanh: the family's name for the tanh form of GELU.
     """
     paths: dict[str, FieldPath] = {
         "vocab_size": "vocab_size",
@@ -107,12 +107,12 @@ def written(
 
 
 def kv_heads(block: BlockConfig) -> int:
-    """Number of key-value heads."""
+    """Number of key-value heads in a block."""
     assert block.grouped is not None
     return block.grouped.n_kv_heads or block.grouped.n_heads
 
 
 def fused_qkv(theirs: str) -> Rule:
-    """Rule for fused q, k and v: per key-value head, its query heads, then its key and value."""
+    """Rule for a fused q/k/v tensor: for each key-value head, its query heads, key and value."""
     ours = tuple(f"layers.{{i}}.attention.{name}_proj" for name in "qkv")
     return interleaved_by(ours, theirs, groups=kv_heads)

@@ -75,7 +75,7 @@ LATENT_KEYS: dict[str, FieldPath] = {
 PAIRING_KEYS: dict[str, FieldPath] = {
     "rope_interleave": equals("block.attention.position.pairing", "interleaved"),
 }
-"""For models with either RoPE pairing; DeepSeek-V2 always pairs adjacent features."""
+"""Further key of models that may use either RoPE pairing. DeepSeek-V2 always pairs neighbours."""
 
 
 def _n_heads(block: BlockConfig) -> int:
@@ -106,7 +106,8 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "swish": "silu",
     "xielu": "xielu",
 }
-"""transformers' names of activations, mapped to ours. Of several names the first is written."""
+"""transformers' names of activations, mapped to ours. If several map to one, the first is written.
+"""
 WRITTEN_ACTIVATIONS = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
 
@@ -138,12 +139,12 @@ def written_activation(
 
 
 def rms_norm(hf: Fields, **changes: Any) -> RMSNormConfig:
-    """Read the norm of a config; `changes` are fields of `RMSNormConfig`."""
+    """Read an RMSNorm from a config; `changes` are fields of `RMSNormConfig` to set."""
     return RMSNormConfig(eps=hf.get("rms_norm_eps", changes.pop("eps", 1e-6)), **changes)
 
 
 def attention(hf: Fields, **changes: Any) -> AttentionConfig:
-    """Grouped-query attention with rotary positions; `changes` are fields of `AttentionConfig`."""
+    """Read grouped-query attention with RoPE; `changes` are fields of `AttentionConfig` to set."""
     n_heads = hf.need("num_attention_heads", int)
     given: Data = {
         "n_heads": n_heads,
@@ -157,7 +158,7 @@ def attention(hf: Fields, **changes: Any) -> AttentionConfig:
 
 
 def gated_mlp(hf: Fields, **changes: Any) -> GatedMlpConfig:
-    """A gated feed-forward; `changes` are fields of `GatedMlpConfig`."""
+    """Read a gated feed-forward from a config; `changes` are fields of `GatedMlpConfig` to set."""
     given: Data = {} if "d_ff" in changes else {"d_ff": hf.need("intermediate_size", int)}
     if "activation" not in changes:
         given["activation"] = activation(hf)
@@ -174,17 +175,17 @@ def decoder(
     head: Mapping[str, Any] = {},
     **changes: Any,
 ) -> DecoderConfig:
-    """A whole decoder.
+    """Make a decoder's config from its layers and the usual keys of a config.
 
     Args:
         hf: the config.
         layers: block of each layer, or one block for all layers.
         final_norm: norm before the head.
-        names: kind of each layer, if there are several; names of `layer_types` are shortened by
-            `SHORT_NAMES`.
-        tied: default of `tie_word_embeddings` in the family.
-        head: fields of `HeadConfig`.
-        changes: further fields of `DecoderConfig`.
+        names: name of each layer's block, if there are several blocks; names of `layer_types` are
+            shortened by `SHORT_NAMES`.
+        tied: the family's default of `tie_word_embeddings`.
+        head: fields of `HeadConfig` to set.
+        changes: further fields of `DecoderConfig` to set.
     """
     n_layers = hf.need("num_hidden_layers", int)
     given: Data = {
@@ -205,7 +206,10 @@ def decoder(
 
 
 def pattern_of(names: Sequence[str], layers: Sequence[BlockConfig]) -> Data:
-    """`blocks` and `pattern` for a list of layers: one block per name, and the shortest pattern."""
+    """Return `blocks` and `pattern` of `DecoderConfig` for a list of layers.
+
+    There is one block for each different name, and the pattern is the shortest that repeats.
+    """
     blocks = dict(zip(names, layers, strict=True))
     if len(blocks) == 1:
         return {"blocks": {"main": layers[0]}}
@@ -222,7 +226,7 @@ SHORT_NAMES = {SLIDING: "local", FULL: "global", "chunked_attention": "local"}
 
 
 def layer_types(hf: Fields, default: Iterable[str], local: str = SLIDING) -> list[str]:
-    """Kind of attention of each layer, by transformers' names.
+    """Read each layer's kind of attention, by transformers' names.
 
     Args:
         hf: the config.
@@ -263,18 +267,18 @@ def every(hf: Fields, key: str, default: int, *, offset: int = 1) -> list[bool]:
 
 
 def written_layer_types(data: Data) -> list[str]:
-    """`layer_types` of a plain config: sliding for layers with a window, else full."""
+    """Return `layer_types` for `config.json`: sliding for layers with a window, else full."""
     return [SLIDING if layer["attention"]["window"] else FULL for layer in data["layers"]]
 
 
 def written_window(data: Data) -> int:
-    """`sliding_window` of a plain config: the window of the first layer that has one."""
+    """Return `sliding_window` for `config.json`: the window of the first layer that has one."""
     windows = (cast(int | None, layer["attention"]["window"]) for layer in data["layers"])
     return [window for window in windows if window][0]  # noqa: RUF015 an IndexError means: none
 
 
 def written_rope_by_type(data: Data) -> Data:
-    """`rope_parameters` of a plain config with separate RoPE settings for each kind of layer."""
+    """Return `rope_parameters` for `config.json`, with separate settings for each layer type."""
     types = written_layer_types(data)
     firsts = {kind: data["layers"][types.index(kind)] for kind in (SLIDING, FULL) if kind in types}
     return {kind: written_rope(layer["attention"]["position"]) for kind, layer in firsts.items()}
@@ -302,7 +306,7 @@ KEYS: dict[str, FieldPath] = {
     "tie_word_embeddings": "head.tied",
     **ROPE_KEYS,
 }
-"""Usual keys, with the paths of their values in our config."""
+"""Usual keys of `config.json`, with the paths of their values in our config."""
 
 RULES: tuple[Rule, ...] = (
     same("embedding.tokens", "model.embed_tokens"),
@@ -320,4 +324,4 @@ RULES: tuple[Rule, ...] = (
     same("final_norm", "model.norm"),
     same("head.proj", "lm_head"),
 )
-"""LLaMA's rules; a family that differs replaces some of them with `instead`."""
+"""Tensor rules of LLaMA; a family that differs replaces some of them with `instead`."""

@@ -1,6 +1,6 @@
-"""Shared parts of DeepSeek-V3's descendants: a few dense layers, then mixtures of experts.
+"""Shared parts of models like DeepSeek-V3: a few dense layers, then mixtures of experts.
 
-Keys are looked up in the first layer of their kind, because layer 0 may be dense or sparse.
+Written values come from the first dense layer or the first mixture, not always from layer 0.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def dense_first(hf: Fields, n_dense: int) -> list[str]:
-    """Kind of each layer: the first `n_dense` are dense, the rest sparse."""
+    """Return the kind of each layer: the first `n_dense` are dense, the rest sparse."""
     return [DENSE if n < n_dense else SPARSE for n in range(hf.need("num_hidden_layers", int))]
 
 
 def written_n_dense(data: Data) -> int:
-    """Number of layers before the first mixture."""
+    """Return the number of layers before the first mixture of experts, for `config.json`."""
     kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
     return kinds.index("moe") if "moe" in kinds else len(kinds)
 
 
 def mlp_layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
-    """Kind of each layer's feed-forward.
+    """Read the kind of each layer's feed-forward: dense or sparse.
 
     Args:
         hf: the config.
@@ -56,18 +56,18 @@ def mlp_layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
 
 
 def written_mlp_layer_types(data: Data) -> list[str]:
-    """`mlp_layer_types` of a plain config."""
+    """Return `mlp_layer_types` for `config.json`: dense or sparse for each layer."""
     kinds = (layer["feed_forward"]["kind"] for layer in data["layers"])
     return [SPARSE if kind == "moe" else DENSE for kind in kinds]
 
 
 def of_dense(field: str) -> FieldPath:
-    """Field path to a field of the first feed-forward that is not a mixture."""
+    """Field path to a field of the first dense feed-forward (not a mixture of experts)."""
     return lambda data: _feed_forwards(data, sparse=False)[0][field]
 
 
 def of_sparse(field: str) -> FieldPath:
-    """Field path to a dotted field of the first mixture."""
+    """Field path to a field of the first mixture of experts; the field may be dotted."""
 
     def find(data: Data) -> object:
         value: Any = _feed_forwards(data, sparse=True)[0]
@@ -79,7 +79,7 @@ def of_sparse(field: str) -> FieldPath:
 
 
 def n_shared_experts(data: Data) -> int:
-    """Width of the shared expert in multiples of a routed expert's; 0 if there is none.
+    """Width of the shared expert, in multiples of a routed expert's width; 0 if there is none.
 
     Raises:
         KeyError: the width is not a multiple.
@@ -97,12 +97,12 @@ def _feed_forwards(data: Data, *, sparse: bool) -> list[Data]:
 
 
 def router_groups(hf: Fields, *, n_group: int = 1, topk_group: int = 1) -> Data:
-    """Fields of `RouterConfig` that restrict the choice to the best groups of experts.
+    """Read the fields of `RouterConfig` that restrict the choice to the best groups of experts.
 
     Args:
         hf: the config.
-        n_group: default number of groups in the family.
-        topk_group: default number of chosen groups in the family.
+        n_group: the family's default number of groups.
+        topk_group: the family's default number of chosen groups.
     """
     groups, chosen = hf.get("n_group", n_group), hf.get("topk_group", topk_group)
     if groups == chosen:  # all groups are chosen: no restriction
@@ -124,7 +124,7 @@ def sigmoid_mixture(
     n_group: int = 1,
     topk_group: int = 1,
 ) -> MoEConfig:
-    """DeepSeek-V3's mixture (2412.19437 §2.1.2).
+    """Read a mixture of experts like DeepSeek-V3's (2412.19437 §2.1.2).
 
     Each expert has a sigmoid score and a bias that only affects the choice. The shared experts
     form one expert of their total width. A default of None makes the key required.
@@ -177,7 +177,7 @@ MIXTURE_KEYS: dict[str, FieldPath] = {
     "n_shared_experts": n_shared_experts,
     "first_k_dense_replace": written_n_dense,
 }
-"""Usual keys of a mixture, with the paths of their values in our config."""
+"""Usual keys of a mixture of experts, with the paths of their values in our config."""
 
 FEED_FORWARD = "layers.{i}.feed_forward."
 MLP = "model.layers.{i}.mlp."
@@ -195,4 +195,4 @@ MIXTURE_RULES: tuple[Rule, ...] = (
     *EXPERT_RULES,
     *SHARED_RULES,
 )
-"""Usual rules for the tensors of a mixture."""
+"""Usual rules for the tensors of a mixture of experts."""

@@ -5,7 +5,8 @@
         joined(("layers.{i}.attention.q_proj", …), "model.layers.{i}.self_attn.qkv_proj"),
     )
 
-A template names a module or a parameter; the rest of a parameter's name (`.weight`, `.bias`) is the
+"Ours" are the parameters of our decoder; "theirs" are the tensors of the foreign checkpoint. A
+template names a module or a parameter; the rest of a parameter's name (`.weight`, `.bias`) is the
 same on both sides. `{i}` is the layer index. `{*}` on either side stands for every index that
 occurs: one of our tensors may be a stack of several of theirs, or the reverse.
 """
@@ -28,18 +29,21 @@ from workhorse.nn.experts.router import ALWAYS_FLOAT32
 Tensors = list[Tensor]
 Shape = tuple[int, ...]
 Layout = Callable[[Tensors, Sequence[Shape], BlockConfig], Tensors]
-"""Converts tensors of one side to the other, given our shapes and the layer's config."""
+"""Function that converts our tensors to a foreign checkpoint's, or back.
+
+Its arguments are the tensors, the shapes of our tensors and the layer's config.
+"""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A mapping between some of our tensors and theirs, with the conversion of layouts.
+    """A mapping between some of our tensors and tensors of a foreign checkpoint.
 
     Attributes:
         ours: name templates of our tensors.
-        theirs: name templates of their tensors.
-        take: function that converts their tensors to ours.
-        put: function that converts our tensors to theirs.
+        theirs: name templates of the checkpoint's tensors.
+        take: function that converts the checkpoint's tensors to ours.
+        put: function that converts our tensors to the checkpoint's.
         wiring: kind of block that the rule applies to; None for any kind.
     """
 
@@ -51,13 +55,13 @@ class Rule:
 
 
 def instead(*own: Rule, base: Sequence[Rule]) -> tuple[Rule, ...]:
-    """A family's own rules, and the rules of `base` for tensors that they do not cover."""
+    """Return the rules `own`, and the rules of `base` for tensors that `own` does not cover."""
     spoken_of = {template for rule in own for template in rule.ours}
     return (*own, *(rule for rule in base if spoken_of.isdisjoint(rule.ours)))
 
 
 def same(ours: str, theirs: str, *, wiring: str | None = None) -> Rule:
-    """Rule for the same tensor under another name; `wiring` limits it to one kind of block."""
+    """Rule for a tensor that only has another name; `wiring` limits it to one kind of block."""
 
     def unchanged(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -67,7 +71,7 @@ def same(ours: str, theirs: str, *, wiring: str | None = None) -> Rule:
 
 
 def zeros(ours: str) -> Rule:
-    """Rule that fills in zeros if a tensor is not stored. Put it after the rule that reads it."""
+    """Rule that fills a tensor with zeros if no earlier rule finds it in the checkpoint."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del tensors, block
@@ -81,7 +85,7 @@ def zeros(ours: str) -> Rule:
 
 
 def reshaped(ours: str, theirs: str, shape: Callable[[Shape], Shape]) -> Rule:
-    """Rule for the same elements in the same order; `shape` computes their shape from ours."""
+    """Rule for a tensor that is stored with another shape, which `shape` computes from ours."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del block
@@ -95,7 +99,10 @@ def reshaped(ours: str, theirs: str, shape: Callable[[Shape], Shape]) -> Rule:
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """Rule for matrices, or stacks of them, stored as (in, out). Vectors are unchanged."""
+    """Rule for matrices, or stacks of them, that are stored as (in, out), not (out, in).
+
+    Vectors are unchanged.
+    """
 
     def turn(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -114,7 +121,7 @@ def concatenated(tensors: Tensors, dim: int) -> Tensor:
 
 
 def joined(ours: tuple[str, ...], theirs: str, *, dim: int = 0) -> Rule:
-    """Rule for several of our tensors that are concatenated along `dim` in theirs."""
+    """Rule for several of our tensors that are stored as one, concatenated along `dim`."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del block
@@ -130,7 +137,7 @@ def joined(ours: tuple[str, ...], theirs: str, *, dim: int = 0) -> Rule:
 def interleaved_by(
     ours: tuple[str, ...], theirs: str, groups: Callable[[BlockConfig], int]
 ) -> Rule:
-    """Rule for several of our tensors whose row groups are interleaved in theirs.
+    """Rule for several of our tensors that are stored as one, with interleaved groups of rows.
 
     The first group of each tensor comes first, then the second group of each, and so on. With one
     group per head, the q, k and v of each head are adjacent.
@@ -152,7 +159,7 @@ def interleaved_by(
 
 
 def stacked(ours: str, theirs: str) -> Rule:
-    """Rule for one of our tensors that is a stack of theirs, numbered by `{*}`."""
+    """Rule for one of our tensors that stacks several stored tensors, numbered by `{*}`."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -166,7 +173,7 @@ def stacked(ours: str, theirs: str) -> Rule:
 
 
 def unstacked(ours: str, theirs: str) -> Rule:
-    """Rule for one of their tensors that is a stack of ours, numbered by `{*}`."""
+    """Rule for one stored tensor that stacks several of ours, numbered by `{*}`."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
@@ -180,7 +187,7 @@ def unstacked(ours: str, theirs: str) -> Rule:
 
 
 def then_transposed(rule: Rule) -> Rule:
-    """The same rule for matrices stored as (in, out)."""
+    """Change a rule: the stored matrices are (in, out), not (out, in)."""
 
     def turned(tensors: Tensors) -> Tensors:
         return [tensor.mT if tensor.ndim > 1 else tensor for tensor in tensors]
@@ -195,7 +202,7 @@ def then_transposed(rule: Rule) -> Rule:
 
 
 class TensorSource(Protocol):
-    """Tensors by name, read one at a time."""
+    """A source of stored tensors, which are read one at a time by name."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
@@ -205,7 +212,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Move:
-    """One rule applied to the tensors of one layer."""
+    """A rule applied to actual names: it converts the tensors `theirs` to `ours`, or back."""
 
     rule: Rule
     ours: tuple[str, ...]
@@ -219,17 +226,17 @@ def plan(
     config: DecoderConfig,
     stored: Iterable[str] | None = None,
 ) -> list[Move]:
-    """Plan the moves for all of our tensors, in our order.
+    """Choose a rule for each of our tensors; return the moves in the order of our parameters.
 
     Args:
-        rules: rules of the family. If several match a name, the first one whose tensors are all
-            `stored` is used, or else the first.
+        rules: rules of the family. If several match a name, the first one whose checkpoint tensors
+            are all `stored` is used; if there is none, the first that matches.
         shapes: shapes of our parameters.
         config: config of our decoder.
         stored: names of the stored tensors when reading; None when writing.
 
     Raises:
-        LookupError: no rule matches one of our names. The family's data has a gap.
+        LookupError: no rule matches one of our names; the family's rules are incomplete.
     """
     blocks = [config.blocks[name] for name in config.layer_names()]
     there = None if stored is None else set(stored)
@@ -261,13 +268,13 @@ def _fit(
     many = "{*}" in ours[0]
     if many:
         ours = [numbered for one in ours for numbered in _numbered(one, shapes)]
-    if not all(one in shapes for one in ours):  # the rule is for a layer with other parts
+    if not all(one in shapes for one in ours):  # the layer lacks a tensor of the rule
         return None
     block = blocks[int(layer)] if layer else blocks[0]
     if rule.wiring not in (None, block.kind):
         return None
     theirs = [template.replace("{i}", layer) + end for template in rule.theirs]
-    # Without a `{*}` of ours, theirs are the slices of our stack along its first dimension.
+    # If our template has no `{*}`, each of their tensors is a slice of ours along dimension 0.
     count = len(ours) // len(rule.ours) if many else shapes[ours[0]][0]
     theirs = [
         one.replace("{*}", str(n)) for one in theirs for n in range(count if "{*}" in one else 1)
@@ -283,7 +290,7 @@ def _numbered(template: str, shapes: Mapping[str, Shape]) -> list[str]:
 
 
 def check(moves: Sequence[Move], shapes: Mapping[str, Shape], source: TensorSource) -> None:
-    """Check that every required tensor is stored with the right shape. Reads no tensor.
+    """Check that every tensor of the moves is stored with the right shape. Reads no tensor.
 
     Raises:
         WorkhorseError: a tensor is missing or has another shape.
@@ -345,7 +352,7 @@ def check_weight(name: str, tensor: Tensor) -> None:
 def written_tensors(
     moves: Sequence[Move], parameters: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]]:
-    """Name, shape and dtype of every tensor to write, and a function that makes it.
+    """List the tensors to write: name, shape, dtype, and a function that computes the tensor.
 
     Args:
         moves: result of `plan`.

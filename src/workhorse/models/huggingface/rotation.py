@@ -1,4 +1,4 @@
-"""RoPE settings in `config.json`: theta, rotated fraction and scaling in all families since LLaMA.
+"""Reads and writes the RoPE settings of `config.json`: theta, rotated fraction and scaling.
 
 transformers 5 has one mapping, `rope_parameters`, or one for each kind of layer. Older files have
 `rope_theta`, `rope_scaling` and `partial_rotary_factor` as separate top-level keys. Both forms are
@@ -52,17 +52,16 @@ def read_rope(
 
     Args:
         hf: the config.
-        theta: default theta in the family.
-        theta_key: top-level key of theta, one of `BESIDE`; None if it is ignored.
+        theta: the family's default theta.
+        theta_key: top-level key of theta, one of `BESIDE`; None to ignore such keys.
         fraction: default fraction of each head that is rotated.
-        fraction_key: top-level key of the fraction; None if it is ignored.
+        fraction_key: top-level key of the fraction; None to ignore such keys.
         pairing: pairing of features; no config states it.
-        layer_type: kind of layer, if each kind has its own settings.
-        scaled: True if the scaling applies to this kind of layer.
+        layer_type: layer type to read, if `rope_parameters` has one mapping for each layer type.
+        scaled: True if the scaling applies to this layer type.
         absent: scaling for a config without RoPE settings.
-        older: effect of `rope_scaling` on this kind of layer if `rope_parameters` has one mapping
-            for each kind.
-        more: further fields of `RopeConfig`.
+        older: effect of `rope_scaling` on the mapping of this layer type.
+        more: further fields of `RopeConfig` to set.
     """
     rope = _rope_fields(hf, layer_type, older)
     if theta_key is not None:
@@ -85,7 +84,7 @@ def read_rope(
 
 
 def conflicting_settings(values: Mapping[str, Any]) -> list[str]:
-    """One line for each RoPE setting that a config gives twice and differently.
+    """Return a warning for each RoPE setting that a config gives twice with different values.
 
     `rope_scaling` wins over `rope_parameters`, and a value inside a mapping wins over a top-level
     value, as in transformers.
@@ -128,7 +127,7 @@ def _differs(values: Mapping[str, Any]) -> bool:
 
 
 def rope_section(hf: Fields) -> Fields | None:
-    """`rope_scaling` if it is given, else `rope_parameters`: the precedence in transformers."""
+    """Return `rope_scaling` if it is given, else `rope_parameters`, as transformers does."""
     for key in ("rope_scaling", "rope_parameters"):
         if hf.values.get(key):
             return hf.section(key)
@@ -148,7 +147,7 @@ def _rope_fields(
         nested.ignore(*nested.values)
         rope.ignore(*rope.values)
         return Fields({**nested.values, **rope.values}, rope.where)
-    rope.ignore("full_attention", "sliding_attention")  # for kinds that no layer has
+    rope.ignore("full_attention", "sliding_attention")  # layer types that no layer has
     nested = rope.section(layer_type) if layer_type else None
     return nested or rope
 
@@ -173,7 +172,7 @@ def _context(hf: Fields) -> int:
 
 
 def _original(rope: Fields, hf: Fields) -> int:
-    """Context length of the original training, before it was extended.
+    """Read the context length of the original training, before it was extended.
 
     If it is given both at the top level and inside the mapping, the top level wins.
     """
@@ -245,7 +244,7 @@ _KEYS = {"original_max_seq_len": "original_max_position_embeddings"}
 
 
 def written_rope(position: Data) -> Data:
-    """`rope_parameters` of a plain `RopeConfig`."""
+    """Return `rope_parameters` for `config.json`, from a `RopeConfig` as plain data."""
     scaling: Data = dict(position["scaling"] or {"kind": "default"})
     kind = scaling.pop("kind")
     rope: Data = {"rope_type": _NAMES.get(kind, kind), "rope_theta": position["theta"]}
@@ -255,17 +254,17 @@ def written_rope(position: Data) -> Data:
 
 
 def rope_parameters(data: Data) -> Data:
-    """`rope_parameters` of the first layer with RoPE."""
+    """Return `rope_parameters` for `config.json`, from the first layer with RoPE."""
     return written_rope(_first_rope(data))
 
 
 def rope_scaling(data: Data) -> Data:
-    """`rope_scaling` of the first layer with RoPE."""
+    """Return `rope_scaling` for `config.json`, from the first layer with RoPE."""
     return older_scaling(written_rope(_first_rope(data)))
 
 
 def older_scaling(rope: Data) -> Data:
-    """`rope_scaling` of written RoPE settings, for readers older than transformers 5."""
+    """Convert `rope_parameters` to `rope_scaling`, for readers older than transformers 5."""
     if rope["rope_type"] == "default":
         raise KeyError("rope_scaling")  # older readers expect no mapping at all
     return {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -283,4 +282,4 @@ ROPE_KEYS: dict[str, Callable[[Data], object]] = {
     "rope_theta": lambda data: _first_rope(data)["theta"],
     "rope_scaling": rope_scaling,
 }
-"""Keys for RoPE settings that all layers share."""
+"""Keys to write if all layers share their RoPE settings, with functions of their values."""

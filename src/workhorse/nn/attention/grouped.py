@@ -169,7 +169,7 @@ class AttentionConfig(SelfAttentionConfig):
 class Attention(SelfAttention):
     """Causal self-attention over `(batch, seq, d_model)`.
 
-    `AttentionConfig` validates its fields and has more options; this class takes built parts.
+    `AttentionConfig.build` creates it, with more options. It can also be created directly.
 
     Args:
         d_model: width of the input and output.

@@ -67,9 +67,10 @@ class Kernel(nn.Module, ABC):
     """
 
     decodes = True
-    """True if it works with a cache, which makes the keys longer with every token."""
+    """True if the kernel works with a cache, where the number of keys grows with every token."""
     reads_blocks = False
-    """True if it reads keys and values `InBlocks`; False if it needs them in one tensor."""
+    """True if the kernel reads keys and values as `InBlocks`; False if it needs one contiguous
+    tensor."""
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Kernel(nn.Module, ABC):
 
     @staticmethod
     def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
-        """The reason why this kernel cannot compute an attention, or None if it can."""
+        """The reason why this kernel does not support an attention, or None if it does."""
         del pattern, scoring
         return None
 
@@ -98,7 +99,10 @@ class Kernel(nn.Module, ABC):
 
 
 class Eager(Kernel):
-    """The reference: computes the whole attention matrix. The module `weights` outputs it."""
+    """The reference kernel: computes the whole attention matrix.
+
+    The submodule `weights` outputs this matrix, so that a hook can read it.
+    """
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__(scoring, n_heads)
@@ -160,7 +164,7 @@ class Sdpa(Kernel):
     def render(
         pattern: AttentionPattern, place: Placement, dtype: torch.dtype
     ) -> tuple[Tensor | None, bool]:
-        """The mask (bool, or float with ALiBi) and `is_causal`.
+        """The mask (bool, or float with ALiBi) and the flag `is_causal` for PyTorch's function.
 
         PyTorch aligns `is_causal` to the top left. This is correct only if queries and keys are the
         same tokens.
@@ -261,7 +265,7 @@ class Flex(Kernel):
         return y * kept.unsqueeze(-1).to(y.dtype)
 
     def attend(self, q: Queries, v: Values) -> Callable[..., Any]:
-        """PyTorch's function for queries and values of these shapes."""
+        """The FlexAttention function to call for queries and values of these shapes."""
         del q, v
         return flex_attention
 
@@ -286,10 +290,11 @@ class CompiledFlex(Flex):
     decodes = False
 
     def attend(self, q: Queries, v: Values) -> Callable[..., Any]:
-        """PyTorch's function, compiled.
+        """The compiled FlexAttention function.
 
         Raises:
-            WorkhorseError: the device does not support sinks, or heads this narrow.
+            WorkhorseError: on this device, compiled FlexAttention does not support sinks, or heads
+                as narrow as these.
         """
         if self.sinks is not None and q.is_cpu:
             raise WorkhorseError("kernel=flex cannot compute sinks on a CPU; use kernel=eager")

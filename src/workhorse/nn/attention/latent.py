@@ -43,7 +43,8 @@ class LatentAttentionConfig(SelfAttentionConfig):
 
     kind: Literal["latent_attention"] = "latent_attention"
     q_rank: int | None = Field(default=None, gt=0)
-    """Width of the latent that queries are projected from. None: the input instead of a latent."""
+    """Width of the latent that queries are projected from. None: they are projected from the
+    input."""
     kv_rank: int = Field(gt=0)
     """Width of the latent that keys and values are projected from. The cache stores this latent."""
     nope_dim: int = Field(gt=0)
@@ -53,7 +54,7 @@ class LatentAttentionConfig(SelfAttentionConfig):
     value_dim: int = Field(gt=0)
     """Width of a value."""
     position: RopeConfig = RopeConfig()
-    """The rotation of `rope_dim`."""
+    """The rotation of the `rope_dim` features of queries and keys."""
     norm: RMSNormConfig = RMSNormConfig()
     """The norm on the latents."""
     scale: float | None = Field(default=None, gt=0)
@@ -93,14 +94,15 @@ class LatentAttentionConfig(SelfAttentionConfig):
 class LatentAttention(SelfAttention):
     """Attention over keys and values that are projected up from latents.
 
-    Without a cache, it computes the keys and values. With a cache, it stores `kv_rank + rope_dim`
-    elements per token and attends to these. A head's scores `q · (W_k c)` equal `(W_kᵀ q) · c`, and
-    its output `Σ a W_v c` equals `W_v Σ a c`. The matrices are therefore absorbed into the queries
-    and the outputs, and all heads share one latent (2405.04434 §2.1.2).
+    Without a cache, it computes every head's keys and values. With a cache, it stores the latent c
+    and the rotary key (`kv_rank + rope_dim` elements per token) and attends to these. A head's
+    scores `q · (W_k c)` equal `(W_kᵀ q) · c`, and its output `Σ a W_v c` equals `W_v Σ a c`.
+    Therefore queries are multiplied by `W_kᵀ` and outputs by `W_v`, and all heads share one latent
+    (2405.04434 §2.1.2).
 
     Args:
         d_model: width of the input and output.
-        config: config with the heads, widths and parts.
+        config: config of the attention.
         kernel: attention kernel.
     """
 
@@ -171,7 +173,7 @@ class LatentAttention(SelfAttention):
     def attend(
         self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
     ) -> AttentionOutput:
-        """Project up every head's keys and values, and attend to them."""
+        """Project the latents up to every head's keys and values, and attend to them."""
         k = split_heads(self.k_up_proj(latent.squeeze(1)), self.n_heads)
         v = split_heads(self.v_up_proj(latent.squeeze(1)), self.n_heads)
         k = torch.cat((k, k_rope.expand(-1, self.n_heads, -1, -1)), dim=-1)
@@ -180,7 +182,10 @@ class LatentAttention(SelfAttention):
     def attend_to_latents(
         self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
     ) -> AttentionOutput:
-        """As `attend`, but with the latents themselves as keys and values of all heads."""
+        """Attend to the latents themselves, which all heads share; equals `attend` up to rounding.
+
+        The projections to keys and values are applied to the queries and outputs instead.
+        """
         rank = latent.shape[-1]
         w_k = self.k_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, nope_dim, kv_rank)
         w_v = self.v_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, value_dim, kv_rank)

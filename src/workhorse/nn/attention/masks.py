@@ -18,8 +18,8 @@ class AttentionPattern:
         window: if given, only keys at j > i - window are visible.
         chunk: if given, only keys in the same chunk of `chunk` positions are visible (Llama 4).
         alibi_slopes: one slope per head; a score is lowered by `slope * |i - j|`. Empty: no ALiBi.
-        alibi_scale: factor on these biases.
-        alibi_bfloat16: Falcon's rounding; see `AlibiConfig`.
+        alibi_scale: factor on ALiBi's biases.
+        alibi_bfloat16: True to round ALiBi's biases to bfloat16, as in Falcon; see `AlibiConfig`.
     """
 
     causal: bool = True
@@ -36,7 +36,10 @@ class AttentionPattern:
         return min(limits) if limits else None
 
     def within(self, length: int) -> "AttentionPattern":
-        """The same pattern for positions 0 … length - 1, without limits that hide nothing there."""
+        """Return the pattern without `window` or `chunk` if it is not smaller than `length`.
+
+        At positions 0 … length - 1, both patterns show the same keys.
+        """
         window = self.window if self.window is not None and self.window < length else None
         chunk = self.chunk if self.chunk is not None and self.chunk < length else None
         return replace(self, window=window, chunk=chunk)
@@ -44,7 +47,7 @@ class AttentionPattern:
 
 @dataclass(frozen=True)
 class Placement:
-    """The positions of the queries and keys of one attention.
+    """The positions of the queries and keys in one computation of attention.
 
     Attributes:
         queries: positions of the queries, -1 for padding.
@@ -53,7 +56,7 @@ class Placement:
         key_documents: document id of each key; None: queries and keys are the same tokens.
         aligned: True if queries and keys are the same tokens, at positions 0, 1, 2 … in every row,
             without padding.
-        last: True if each row has one query, at or after every key, and no key is padding.
+        last: True if each row has only one query, no key comes after it, and no key is padding.
         in_blocks: True if the keys are in blocks: slot n of a row's blocks holds position n.
     """
 
@@ -90,7 +93,7 @@ def sees(pattern: AttentionPattern, i: Tensor, j: Tensor) -> Tensor:
 
 
 def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
-    """True if more than a plain causal mask over aligned tokens is needed."""
+    """True if attention needs an explicit mask: plain causal attention is not enough."""
     limited = pattern.window is not None or pattern.chunk is not None
     if place.documents is not None or limited:
         return True
@@ -102,8 +105,8 @@ def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
 def alibi_bias(pattern: AttentionPattern, place: Placement) -> ScoreBias:
     """ALiBi's biases in float32: `-slope * |i - j|`.
 
-    With Falcon's rounding it is `slope * j`. In each row this differs by a constant, which the
-    softmax removes; it is rounded as in the checkpoint's training.
+    With `alibi_bfloat16` the bias is `slope * j`, rounded as in Falcon's training. For each query,
+    the two biases differ by a constant, which the softmax removes.
     """
     slopes = alibi_slope_column(pattern, place.keys.device)
     i = place.queries[:, None, :, None]
@@ -116,5 +119,5 @@ def alibi_bias(pattern: AttentionPattern, place: Placement) -> ScoreBias:
 def alibi_slope_column(
     pattern: AttentionPattern, device: torch.device
 ) -> Float[Tensor, "1 heads 1 1"]:
-    """The slopes, shaped to multiply scores."""
+    """ALiBi's slopes as a tensor that broadcasts over attention scores."""
     return torch.tensor(pattern.alibi_slopes, device=device)[None, :, None, None]

@@ -79,7 +79,7 @@ Room = TypeVar("Room")
 
 
 class SelfAttentionConfig(Config):
-    """Heads, and the positions that their queries see."""
+    """Fields of every self-attention config: heads, and the positions that queries see."""
 
     n_heads: int = Field(gt=0)
     """Number of query heads."""
@@ -118,7 +118,7 @@ class SelfAttentionConfig(Config):
 
 
 class SelfAttention(nn.Module, ABC):
-    """A layer that mixes positions.
+    """Base class of self-attention layers.
 
     Attributes:
         d_model: width of the input and output.
@@ -136,9 +136,9 @@ class SelfAttention(nn.Module, ABC):
     pattern: AttentionPattern
     kernel: Kernel
     multiplied_here: tuple[str, ...] = ()
-    """Names of the linear layers that are not called: this module multiplies by their weights."""
+    """Names of linear submodules whose weights this module reads directly, without calling them."""
     attends_to_stored = True
-    """True if the kernel gets keys and values as the cache stores them."""
+    """True if the kernel gets keys and values in the form in which the cache stores them."""
 
     @abstractmethod
     def forward(
@@ -148,12 +148,13 @@ class SelfAttention(nn.Module, ABC):
 
         Args:
             x: the input.
-            context: state shared by the layers during a call; default: `x` holds whole sequences.
-            cache: entry with keys and values of earlier tokens; needs the context of its cache.
+            context: state shared by all layers of the pass; default: `x` holds whole sequences.
+            cache: cache entry with keys and values of earlier tokens; requires the context that was
+                created with this cache.
         """
 
     def cache_entry(self, cache: Layers[Room]) -> Room:
-        """Create this layer's entry or store in a cache.
+        """Create this layer's part of a cache; see `Layers.layer`.
 
         Raises:
             ConfigError: the attention is not causal, so it cannot be cached.

@@ -1,13 +1,13 @@
-"""Caches with slots for each sequence: contiguous, and with fixed shapes for compiled steps.
+"""Two KV caches: `Cache` with contiguous slots, and `FixedCache` for compiled steps.
 
-Every layer has an entry. Entries of equal capacity share `SlotPositions`: the position that each
-slot of each row holds. Masks are computed from those positions, so full, rolling and ragged caches
-need no special cases. Position p is stored in slot `p % capacity`.
+In a `Cache`, position p is stored in slot `p % capacity`. Layers with equal capacity share one
+`SlotPositions`, which stores the position in each slot of each row. Masks are computed from these
+positions, so full, rolling and ragged caches need no special cases.
 
-`PagedView` counts in Python ints, so a compiler would recompile for every token. A `FixedCache`
-views the same tensors for one pass over at most `slack + 1` tokens of each row, and everything that
-changes is in a tensor. The caller reserves blocks for the new tokens beforehand
-(`PagedView.reserve`) and counts them afterwards (`PagedView.advance`).
+A `PagedView` counts tokens in Python ints, so a compiler would recompile for every token. A
+`FixedCache` uses the view's tensors for one pass over at most `slack + 1` new tokens of each row.
+All its state that changes is in tensors. The caller reserves blocks for the new tokens before the
+pass (`PagedView.reserve`) and counts the tokens after it (`PagedView.advance`).
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
 
 
 class SlotPositions:
-    """The position held by each slot of each row, shared by the layers of one capacity.
+    """The position stored in each cache slot of each row, shared by layers with equal capacity.
 
     Args:
         batch: number of rows.
-        capacity: slots per row.
-        rolling: True if later positions overwrite the slots of positions out of reach.
+        capacity: number of slots per row.
+        rolling: True if new positions overwrite the slots of positions outside the window.
         device: device of the positions.
 
-    Each row has one extra slot at the end, for keys that are not kept: those of padding, and of
-    tokens that would be overwritten within the same pass.
+    Each row has one extra slot at the end. It receives keys that need not be kept: those of
+    padding, and of tokens that would be overwritten within the same pass.
     """
 
     def __init__(self, batch: int, capacity: int, *, rolling: bool, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class SlotPositions:
 
         Args:
             positions: positions of the new tokens, (batch, seq), -1 for padding.
-            start: number of columns consumed by earlier passes.
+            start: number of columns of all earlier passes.
             uniform: True if every row holds positions 0, 1, 2 … without padding.
         """
         seq = positions.shape[1]
@@ -82,7 +82,12 @@ class SlotPositions:
         )
 
     def can_return_to(self, lengths: Int[Tensor, " batch"], reach: int) -> bool:
-        """True if all keys are still held that the next token after these lengths may see."""
+        """True if the cache still holds all keys that the next token would see.
+
+        Args:
+            lengths: number of tokens to keep in each row.
+            reach: how many of the latest positions a query sees, including its own.
+        """
         oldest = (lengths - reach + 1).clamp(min=0)[:, None]
         is_held = self.held.gather(1, oldest % self.capacity) == oldest
         return bool((is_held | (oldest >= lengths[:, None])).all())
@@ -97,7 +102,7 @@ class SlotPositions:
 
 
 class KeyValueEntry(CacheEntry):
-    """The keys and values of one attention layer.
+    """The cached keys and values of one attention layer, in contiguous tensors.
 
     The tensors are allocated on first use, in the dtype that attention computes in; under autocast
     this is not the dtype of the weights.
@@ -167,7 +172,7 @@ class Cache(CacheView):
         self.slot_positions: dict[int, SlotPositions] = {}
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> KeyValueEntry:
-        """Create an entry for a layer with this reach; `in_blocks` is ignored."""
+        """Create a layer's cache entry; see `Layers.layer`. `in_blocks` is ignored."""
         del in_blocks
         return KeyValueEntry(self._slots(reach))
 
@@ -175,8 +180,11 @@ class Cache(CacheView):
         return self._slots(reach).place
 
     def _slots(self, reach: int | None) -> SlotPositions:
-        """The slot positions for layers whose queries see `reach` positions back; None: all."""
-        # A window keeps `slack` more tokens than it shows: `truncate` makes them visible again.
+        """The slot positions for layers whose queries see the `reach` latest positions (None: all).
+
+        They are created if necessary.
+        """
+        # Keep `slack` more tokens than the window: `truncate` makes them visible again.
         capacity = self.capacity if reach is None else min(reach + self.slack, self.capacity)
         if capacity not in self.slot_positions:
             self.slot_positions[capacity] = SlotPositions(
@@ -201,8 +209,8 @@ class Cache(CacheView):
 
         Args:
             seq: number of new columns.
-            lengths: row lengths including the new tokens. Give them if columns hold padding, which
-                takes no room. They are read only if there would be too many columns.
+            lengths: row lengths including the new tokens, needed if columns hold padding, which
+                takes no room. They are read only if the columns would exceed the capacity.
         """
         full = self.length + seq > self.capacity
         if full and (lengths is None or bool((lengths > self.capacity).any())):
@@ -212,11 +220,11 @@ class Cache(CacheView):
             )
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[r]` tokens of each row r, or all if it holds fewer.
+        """Keep the first `lengths[r]` tokens of each row r; rows with fewer tokens do not change.
 
         Raises:
-            WorkhorseError: a length is out of range, or a window no longer holds tokens that would
-                be visible. The cache is then unchanged.
+            WorkhorseError: a length is out of range, or tokens that would be inside an attention
+                window again have been overwritten. The cache is then unchanged.
         """
         self._check_lengths(lengths)
         kept = torch.tensor(lengths, device=self.lengths.device).minimum(self.lengths)
@@ -232,10 +240,10 @@ class Cache(CacheView):
         self.length, self.lengths = max(lengths), kept
 
     def _check_lengths(self, lengths: Sequence[object]) -> None:
-        """Raise an error for lengths greater than those of the rows.
+        """Raise a WorkhorseError if a length is greater than the length of its row.
 
-        The lengths of ragged rows are read only on a CPU. On other devices that would synchronise
-        every pass, so each length is checked against the longest row.
+        If rows differ in length, their lengths are read only on a CPU. On other devices the read
+        would synchronise every pass, so each length is checked against the longest row.
         """
         held = [self.length] * len(self.lengths)
         if not self.uniform and self.lengths.device.type == "cpu":
@@ -250,38 +258,42 @@ class Cache(CacheView):
             )
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
-        """Keep, reorder or repeat rows: row r becomes what row `index[r]` was."""
+        """Keep, reorder or repeat rows: row `index[r]` becomes row r."""
         self.lengths = self.lengths[index]
         for part in (*self.slot_positions.values(), *self.entries):
             part.select_rows(index)
 
 
 class Layout(NamedTuple):
-    """The structure of a cache without its tensors. Caches of one layout share a program."""
+    """The structure of a paged cache for a `FixedCache`; equal layouts share a compiled program."""
 
     layers: tuple[tuple[Reach, bool], ...]
-    """For each layer, its reach, and True if its kernel reads blocks."""
+    """For each layer, its `Reach`, and True if its attention kernel reads blocks."""
     slack: int
+    """Number of newest tokens that can always be removed."""
 
 
 class CacheTensors(NamedTuple):
-    """The tensors of a view. Tables are in the order in which the layers first use them."""
+    """The tensors of a `PagedView`, as inputs of a compiled step.
+
+    There is one block table per `Reach`, in the order in which the layers first use them.
+    """
 
     lengths: Int[Tensor, " batch"]
-    """Number of tokens in each row."""
+    """Number of cached tokens in each row."""
     tables: list[Int[Tensor, "batch blocks_of_a_sequence"]]
     keys: list[Float[Tensor, "kv_heads blocks block width"]]
     values: list[Float[Tensor, "kv_heads blocks block width"]]
 
 
 def layout_of(view: PagedView) -> Layout:
-    """The layout of a view."""
+    """The `Layout` of a view's cache."""
     layers = tuple((store.pool.reach, store.in_blocks) for store in view.cache.stores)
     return Layout(layers, view.slack)
 
 
 def tensors_of(view: PagedView) -> CacheTensors:
-    """The tensors of a view that has consumed tokens; they are shared, not copied."""
+    """The tensors of a view, shared and not copied; at least one pass must have used the view."""
     stores = view.cache.stores
     reaches = dict.fromkeys(store.pool.reach for store in stores)
     return CacheTensors(
@@ -293,11 +305,13 @@ def tensors_of(view: PagedView) -> CacheTensors:
 
 
 class FixedCache(CacheView):
-    """A cache for one forward pass over at most `slack + 1` tokens of each row.
+    """A view of a paged cache for one pass of a compiled step, with only tensors as state.
+
+    The pass may add at most `slack + 1` tokens to each row.
 
     Args:
-        layout: layout of a view.
-        tensors: tensors of the same view.
+        layout: result of `layout_of` for a `PagedView`.
+        tensors: result of `tensors_of` for the same view.
     """
 
     def __init__(self, layout: Layout, tensors: CacheTensors) -> None:
@@ -327,7 +341,10 @@ class FixedCache(CacheView):
 
 
 class FixedPages:
-    """The block tables of one reach. A pass reads all their slots; masks hide the empty ones."""
+    """Block tables of a `FixedCache` for layers with one `Reach`.
+
+    A pass reads every slot of the tables; masks hide the empty slots.
+    """
 
     def __init__(self, table: Int[Tensor, "batch blocks_of_a_sequence"]) -> None:
         self.table = table
@@ -341,7 +358,7 @@ class FixedPages:
 
 
 class FixedEntry(CacheEntry):
-    """The keys and values of one layer."""
+    """The cached keys and values of one layer in a `FixedCache`."""
 
     def __init__(self, pages: FixedPages, k: Tensor, v: Tensor, in_blocks: bool) -> None:
         self._pages = pages

@@ -1,11 +1,11 @@
 """A paged cache: sequences are added, forked and removed at any time, and share prefixes.
 
-Keys and values are stored in blocks of `BLOCK` tokens, and a sequence has a block table
-(PagedAttention, 2309.06180). Several sequences may share a block; it is copied on write. Layers of
-the same reach share their tables. A sequence releases blocks that have left its window. Blocks are
-allocated when tokens need them; nothing is reserved.
+Keys and values are stored in blocks of `BLOCK` tokens. A block table lists the blocks of a sequence
+(PagedAttention, 2309.06180). Several sequences may share a block; it is copied on write. Layers
+with the same attention window, or without one, share their block tables. A sequence releases blocks
+that have left the window. Blocks are allocated when tokens need them, not in advance.
 
-A `PagedView` is a batch of sequences in a forward pass.
+A `PagedView` is a batch of cached sequences in a forward pass.
 """
 
 from collections import OrderedDict
@@ -22,28 +22,30 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn.shapes import Keys, NewKeys, NewValues
 
 BLOCK = 32
-"""Tokens in a block."""
+"""Number of tokens in a cache block."""
 EMPTY, SPILL = 0, 1
-"""Two reserved blocks of every pool. `EMPTY` is never written; it fills table entries without a
-block. `SPILL` receives writes that are discarded; no table contains it."""
+"""Indices of two reserved blocks in every `Pool`. `EMPTY` is never written; it fills block-table
+entries that have no block. `SPILL` receives writes to be discarded; no block table contains it."""
 Reach = int | None
-"""Number of latest positions that a query sees, including its own; None: all positions."""
+"""The attention window of a layer: how many of the latest positions a query sees, including its
+own; None: all positions."""
 
 
 class InBlocks(NamedTuple):
-    """Keys or values in their blocks, for kernels that read block tables."""
+    """Keys or values in cache blocks, for attention kernels that read block tables."""
 
     blocks: Float[Tensor, "kv_heads blocks block width"]
     table: Int[Tensor, "batch blocks_of_a_sequence"]
     first: int
-    """Number of blocks at the start of the tables that no query sees."""
+    """Number of leading entries to skip in each row of `table`: no query sees these blocks."""
     slots: int
-    """Number of slots after those blocks that a sequence may fill."""
+    """Number of token slots to read per sequence, counted after the skipped blocks."""
     run: int | None = None
-    """The first block of the only sequence, if its blocks are consecutive; otherwise None."""
+    """Index of the first block, if there is one sequence and its blocks are consecutive; otherwise
+    None."""
 
     def gathered(self) -> Keys:
-        """Gather the blocks into one tensor (batch, kv_heads, slots, width); a view if possible."""
+        """Return one tensor (batch, kv_heads, slots, width); without a copy if `run` is set."""
         heads, _, block, width = self.blocks.shape
         if self.run is not None:
             start = (self.run + self.first) * block
@@ -55,18 +57,18 @@ class InBlocks(NamedTuple):
 
 
 class Pool:
-    """The blocks of all layers with the same reach, with reference counts.
+    """Reference counts and prefix labels of the cache blocks of all layers with the same `Reach`.
 
-    A block can be labelled with the prefix whose last tokens it holds. A labelled block keeps its
-    keys and values after its last holder has released it. The pool reuses such blocks only if there
-    are no others, the least recently used one first.
+    A block can be labelled with the key of the prefix whose last tokens it holds. A labelled block
+    keeps its keys and values after the last sequence has released it. The pool reuses such blocks
+    only if it has no others, and the least recently used one first.
 
     Args:
-        count: number of blocks, including the two reserved ones.
-        reach: reach of the layers whose keys and values the blocks hold.
+        count: number of blocks, including the reserved blocks `EMPTY` and `SPILL`.
+        reach: attention window of the layers whose keys and values the blocks hold; see `Reach`.
 
     Attributes:
-        holders: number of sequences that hold each block.
+        holders: for each block, the number of sequences that use it.
     """
 
     def __init__(self, count: int, reach: Reach) -> None:
@@ -76,7 +78,7 @@ class Pool:
         self.reset()
 
     def reset(self) -> None:
-        """Release all blocks and delete all labels."""
+        """Release all blocks of the pool and delete all prefix labels."""
         self.holders = [0] * self.count
         self._unused = list(range(SPILL + 1, self.count))  # a heap, so that blocks are consecutive
         self._kept: OrderedDict[int, None] = OrderedDict()  # labelled, no holders, oldest first
@@ -85,16 +87,16 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        """Number of blocks that can hold tokens."""
+        """Number of blocks that can hold tokens: all except the two reserved blocks."""
         return self.count - SPILL - 1
 
     @property
     def available(self) -> int:
-        """Number of blocks that no sequence holds."""
+        """Number of blocks that no sequence uses."""
         return len(self._unused) + len(self._kept)
 
     def take(self) -> tuple[int, bool]:
-        """Take an available block; return it, and True if it has been used before."""
+        """Allocate a block; return its index, and True if the block has been used before."""
         if self._unused:
             block = heappop(self._unused)
         else:
@@ -106,14 +108,14 @@ class Pool:
         return block, again
 
     def share(self, block: int) -> int:
-        """Add a holder to a block."""
+        """Count one more sequence that uses a block; return the block."""
         if block != EMPTY:
             self._kept.pop(block, None)
             self.holders[block] += 1
         return block
 
     def release(self, block: int) -> None:
-        """Remove a holder from a block. A block without holders is available."""
+        """Count one sequence less that uses a block. At zero, the block becomes available."""
         if block == EMPTY:
             return
         self.holders[block] -= 1
@@ -125,13 +127,16 @@ class Pool:
             heappush(self._unused, block)
 
     def label(self, block: int, prefix: bytes) -> None:
-        """Label a block with the prefix that it ends, unless either already has a label."""
+        """Label a block with the key of the prefix whose last tokens it holds.
+
+        Do nothing if the block already has a label, or another block has this label.
+        """
         if block != EMPTY and block not in self._labels and prefix not in self._blocks:
             self._labels[block] = prefix
             self._blocks[prefix] = block
 
     def find(self, prefix: bytes) -> int | None:
-        """The block that ends a prefix, or None."""
+        """The block labelled with this prefix key, or None."""
         return self._blocks.get(prefix)
 
 
@@ -141,8 +146,9 @@ class CachedSequence:
 
     Attributes:
         length: number of tokens in the cache.
-        tables: its blocks in order, for each reach; `EMPTY` where a block was released.
-        changes: number of changes to the tables, by which a `PagedView` detects them.
+        tables: for each `Reach`, the block table: indices of the sequence's blocks in order, with
+            `EMPTY` for each released block.
+        changes: counter of changes to the tables; a `PagedView` reads it to detect changes.
     """
 
     length: int = 0
@@ -157,13 +163,14 @@ class PagedCache:
         tokens: maximum number of tokens of all sequences together.
         sequences: maximum number of sequences that hold tokens at a time.
         device: device of the tensors.
-        context: maximum number of tokens of one sequence. A window at least as wide never releases
-            blocks.
+        context: maximum number of tokens of one sequence. An attention window of at least this
+            width never releases blocks.
         slack: number of a sequence's newest tokens that `truncate` can always remove.
 
     Attributes:
-        stores: stores of all layers, in the order of their `Block.cache_stores`.
-        pools: block pools, one for each reach.
+        stores: the `Store` objects of all layers, in the order in which `Block.cache_stores`
+            returned them.
+        pools: the block pool of each `Reach`.
     """
 
     def __init__(
@@ -185,17 +192,17 @@ class PagedCache:
         self.pools: dict[Reach, Pool] = {}
 
     def layer(self, reach: Reach, *, in_blocks: bool = False) -> "Store":
-        """Create a store for a layer with this reach; see `Layers.layer`."""
+        """Create the block storage of a layer; for the arguments see `Layers.layer`."""
         return Store(self.pool(reach), in_blocks)
 
     def pool(self, reach: Reach) -> Pool:
-        """The pool of the layers with this reach; created if necessary."""
+        """The block pool shared by all layers with this `Reach`; created if necessary."""
         if reach is not None and reach >= self.context:
             reach = None
         if reach not in self.pools:
             # The last block of a sequence is partly used.
             count = self._blocks_for(self.tokens, None) + self.sequences
-            if reach is not None:  # twice the need of all sequences, to keep prefixes of others
+            if reach is not None:  # twice what running sequences need, to keep cached prefixes
                 count = min(count, 2 * self.sequences * self._blocks_for(self.tokens, reach))
             try:
                 self.pools[reach] = Pool(count + SPILL + 1, reach)
@@ -217,12 +224,12 @@ class PagedCache:
         )
 
     def has_blocks(self, needs: Sequence[int]) -> bool:
-        """True if each pool has the needed number of available blocks."""
+        """True if each pool has the needed number of available blocks; see `needs`."""
         pools = self.pools.values()
         return all(need <= pool.available for need, pool in zip(needs, pools, strict=True))
 
     def needs(self, sequence: CachedSequence, count: int) -> list[int]:
-        """Number of blocks of each pool that `extend` would take for `count` more tokens."""
+        """For each pool, the number of blocks that `extend` would allocate for `count` tokens."""
         end = sequence.length + count
         needs: list[int] = []
         for reach, table in sequence.tables.items():
@@ -231,7 +238,7 @@ class PagedCache:
         return needs
 
     def has_room(self, sequence: CachedSequence, count: int) -> bool:
-        """True if a sequence can be extended by `count` tokens."""
+        """True if `extend` can allocate blocks for `count` more tokens of a sequence."""
         return self._is_extended(sequence, count) or self.has_blocks(self.needs(sequence, count))
 
     def extend(self, sequence: CachedSequence, count: int) -> None:
@@ -280,7 +287,10 @@ class PagedCache:
     def adopt(
         self, sequence: CachedSequence, length: int, tables: Mapping[Reach, Sequence[int]]
     ) -> None:
-        """Replace a sequence by the first `length` tokens of these tables; share their blocks."""
+        """Replace a sequence's contents by the first `length` tokens of the given block tables.
+
+        The blocks are shared with the sequence that the tables come from, not copied.
+        """
         self.clear(sequence)
         for reach, table in tables.items():
             oldest = self.oldest(length, reach)
@@ -303,12 +313,12 @@ class PagedCache:
     def adopt_prefix(
         self, sequence: CachedSequence, prefixes: Sequence[bytes], multiple: int = 1
     ) -> None:
-        """Give an empty sequence the longest of its prefixes that the cache still holds.
+        """Let an empty sequence share the cached blocks of its longest prefix that is still held.
 
         Args:
             sequence: the empty sequence.
-            prefixes: keys of its full blocks; see `label`.
-            multiple: the number of adopted blocks is a multiple of this.
+            prefixes: one key per full block of its tokens; see `label`.
+            multiple: the number of shared blocks is a multiple of this.
         """
         found = {
             reach: [pool.find(prefix) for prefix in prefixes] for reach, pool in self.pools.items()
@@ -333,16 +343,16 @@ class PagedCache:
         self.truncate(sequence, 0)
 
     def reset(self) -> None:
-        """Release all blocks and delete all prefixes. Existing sequences become invalid."""
+        """Release all blocks and delete all prefix labels. Existing sequences become invalid."""
         for pool in self.pools.values():
             pool.reset()
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Keep the first `length` tokens of a sequence.
+        """Keep only the first `length` tokens of a sequence.
 
         Raises:
-            WorkhorseError: the length is invalid, or a window has released tokens that would be
-                visible again.
+            WorkhorseError: the length is invalid, or the shorter sequence would see blocks that
+                were released because they had left the attention window.
         """
         self.check_can_truncate(sequence, length)
         for reach, table in sequence.tables.items():
@@ -352,7 +362,7 @@ class PagedCache:
         sequence.length = length
 
     def check_can_truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Raise an error for a length that `truncate` cannot restore."""
+        """Raise a WorkhorseError if `truncate` cannot shorten a sequence to this length."""
         if type(length) is not int or length < 0:
             raise WorkhorseError(f"length={length!r} is not a whole number; give 0 or more")
         for reach, table in sequence.tables.items():
@@ -363,17 +373,20 @@ class PagedCache:
                 )
 
     def oldest(self, length: int, reach: Reach) -> int:
-        """The first block that a sequence may see after `length` tokens minus up to `slack`."""
+        """Index of the first block that a sequence of `length` tokens must keep.
+
+        It must keep the blocks that it would see after up to `slack` tokens are removed again.
+        """
         return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
 
     def _first_seen(self, length: int, reach: Reach) -> int:
-        """The first block that the token after `length` tokens sees."""
+        """Index of the first block that the next token of a sequence of `length` tokens sees."""
         return 0 if reach is None else max(0, length + 1 - reach) // BLOCK
 
     def _blocks_for(self, tokens: int, reach: Reach) -> int:
         """The maximum number of blocks that a sequence of `tokens` tokens holds at a time."""
         whole = -(-tokens // BLOCK)
-        # The blocks that a window shows before a long pass, and those that it shows after it.
+        # Blocks inside the window before a long pass, and blocks inside it after the pass.
         return whole if reach is None else min(whole, 2 * -(-(reach + self.slack) // BLOCK) + 3)
 
     def _take(self, pool: Pool) -> int:
@@ -384,7 +397,7 @@ class PagedCache:
         return block
 
     def _copy(self, pool: Pool, block: int) -> int:
-        """Replace a holder's shared block by an unshared copy."""
+        """Copy a shared block for one of its sequences; return the index of the copy."""
         copy = self._take(pool)
         for tensor in self._stored(pool):
             tensor[:, copy] = tensor[:, block]
@@ -397,13 +410,14 @@ class PagedCache:
 
 
 class Store:
-    """The blocks of one layer.
+    """The cache blocks of one layer: a tensor of keys and a tensor of values.
 
     The tensors are allocated on first use, in the dtype that attention computes in.
 
     Args:
-        pool: pool that counts the holders of each block.
-        in_blocks: True if the layer's kernel reads `InBlocks`.
+        pool: pool that allocates the blocks.
+        in_blocks: True if the layer's attention kernel reads `InBlocks`; False if it needs one
+            contiguous tensor.
     """
 
     def __init__(self, pool: Pool, in_blocks: bool) -> None:
@@ -413,7 +427,7 @@ class Store:
         self.v: Tensor | None = None
 
     def tensors(self, k: NewKeys, v: NewValues) -> tuple[Tensor, Tensor]:
-        """The blocks of keys and of values, each (kv_heads, blocks, block, width)."""
+        """The tensors of keys and of values, each (kv_heads, blocks, `BLOCK`, width)."""
         if self.k is None or self.v is None:
             self.k, self.v = self._allocate(k), self._allocate(v)
         return self.k, self.v

@@ -1,8 +1,8 @@
 """Views of the sequences of a `PagedCache` for a forward pass.
 
-A `PagedView` is a batch: the same number of new tokens for each sequence. A `PackedView` is several
-batches in one pass, with all their tokens in one row. Linear layers then read their weights once;
-only the parts that mix positions compute each batch separately.
+A `PagedView` is a batch: each sequence gets the same number of new tokens. A `PackedView` combines
+several batches in one pass, with all their tokens in one row. Linear layers then read their weights
+only once. Attention and convolutions compute each batch separately.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,20 @@ from workhorse.nn.shapes import NewKeys, NewValues, Positions
 
 
 class Pages:
-    """The block tables, positions and write slots that layers of one reach share in a pass.
+    """Block tables, positions and write slots of a batch in a pass, for layers with one `Reach`.
+
+    All layers with the same attention window, or all layers without one, share this object.
 
     Attributes:
         place: positions of queries and keys.
-        table: block table of each row.
+        table: block table of each sequence, one per row.
         first: see `InBlocks`.
-        slots: see `InBlocks`; 0 if only new keys are visible.
-        appended: True if new keys are concatenated with the stored ones instead of read back. A
-            window has room for at most `slack + 1` new tokens before it must release old ones.
-        writes: the block and the slot of each new token.
+        slots: see `InBlocks`; 0 if the cache is empty, so that only new keys are visible.
+        appended: True if layers attend to the stored keys concatenated with the new ones; False if
+            they store the new keys first and then read all keys from the cache. It is True for more
+            than `slack + 1` new tokens in layers with a window, since blocks that the first new
+            token sees may be released for the last one.
+        writes: index of the block, and of the slot in it, for each new token.
     """
 
     def __init__(self, cache: PagedCache, reach: Reach) -> None:
@@ -64,7 +68,7 @@ class Pages:
         *,
         uniform: bool,
     ) -> None:
-        """Register the positions of a pass.
+        """Compute the write slots and the visible keys of a pass from its positions.
 
         Args:
             positions: (batch, seq), -1 for padding.
@@ -100,12 +104,12 @@ class Pages:
         )
 
     def of(self, stored: Tensor) -> InBlocks:
-        """The keys or values of a layer, read through these tables."""
+        """The visible keys or values of a layer, as `InBlocks` with these block tables."""
         return InBlocks(stored, self.table, self.first, self.slots, self._run)
 
 
 class PagedEntry(CacheEntry):
-    """The keys and values of one layer, for the sequences of a view."""
+    """The cached keys and values of one layer, for the sequences of a `PagedView`."""
 
     def __init__(self, store: Store, pages: Pages) -> None:
         self._store = store
@@ -129,10 +133,10 @@ class PagedEntry(CacheEntry):
 
 
 class PagedView(CacheView):
-    """A batch of sequences, one per row.
+    """A batch of sequences of a `PagedCache`, one per row.
 
-    The sequences and the cache may be changed between passes; `reserve` and `begin` read their
-    current state.
+    The sequences and the cache may change between passes: `reserve` and `begin` read their current
+    state.
     """
 
     def __init__(self, cache: PagedCache, sequences: Sequence[CachedSequence]) -> None:
@@ -173,9 +177,9 @@ class PagedView(CacheView):
         self._follow()
 
     def advance(self, seq: int) -> None:
-        """Add `seq` to the length of each sequence, after a step has stored these tokens.
+        """Add `seq` to the Python-side length of each sequence, after a step stored these tokens.
 
-        The step itself has updated the tensor `lengths`.
+        The tensor `lengths` is not changed: the step has already updated it.
         """
         for sequence in self.sequences:
             sequence.length += seq
@@ -186,7 +190,7 @@ class PagedView(CacheView):
         return self.pages[reach if reach in self.pages else None].place
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[r]` tokens of each row r, or all if it holds fewer.
+        """Keep the first `lengths[r]` tokens of each row r; rows with fewer tokens do not change.
 
         Raises:
             WorkhorseError: see `PagedCache.truncate`. The cache is then unchanged.
@@ -201,7 +205,7 @@ class PagedView(CacheView):
         self._follow()
 
     def _follow(self) -> None:
-        """Update tables and lengths from the sequences."""
+        """Update the block tables and lengths of the view if its sequences have changed."""
         changes = [sequence.changes for sequence in self.sequences]
         if changes != self._changes:
             self._changes = changes
@@ -215,7 +219,7 @@ class PagedView(CacheView):
 
 
 class PackedEntry(CacheEntry):
-    """The entries of one layer in the parts of a packed pass."""
+    """The cache entries of one layer in a packed pass: one entry per batch."""
 
     def __init__(self, parts: Sequence[CacheEntry]) -> None:
         self.parts = parts
@@ -228,7 +232,7 @@ class PackedView(CacheView):
     """Several batches packed into one row of tokens: all rows of the first batch, then the next.
 
     Args:
-        parts: the batches, each with the number of new tokens per row.
+        parts: the batches, each with its number of new tokens per sequence.
     """
 
     slack = 0
@@ -249,7 +253,7 @@ class PackedView(CacheView):
         return torch.cat([view.next_positions(new).flatten() for view, new in self.parts])[None]
 
     def begin(self, positions: Positions, *, uniform: bool) -> None:
-        """Do nothing: each part begins in its own context."""
+        """Do nothing: the `Context` of each batch calls `begin` of the batch's own view."""
 
     def place(self, reach: Reach) -> NoReturn:
         raise AssertionError("each part of a packed pass has its own placement")

@@ -1,8 +1,8 @@
-"""The protocol between a forward pass and a cache. The caller owns the cache.
+"""The interface between a forward pass and a KV cache. The caller owns the cache.
 
-A view represents the rows of one batch. Each attention layer has an entry, which stores new keys
-and values and returns all visible ones. Masks are computed only from positions (`Placement`), so
-contiguous, paged and fixed-shape caches look the same to a model.
+A `CacheView` represents the rows of one batch. It has a `CacheEntry` for each attention layer,
+which stores new keys and values and returns all visible ones. Masks are computed only from
+positions (`Placement`), so a model uses contiguous, paged and fixed-shape caches in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ from workhorse.nn.shapes import Lengths, NewKeys, NewValues, Positions, Slots
 
 
 class CacheEntry(ABC):
-    """The keys and values of one attention layer, for the rows of a batch.
+    """The cached keys and values of one attention layer, for the rows of a batch.
 
     Attributes:
-        inputs: entries of the layer's convolutions, by sub-layer.
-        parts: the entries of the parts of a packed pass; see `CacheView.parts`.
+        inputs: cache entries of the layer's short convolutions, by the name of the sub-layer.
+        parts: in a packed pass, one entry per batch (see `CacheView.parts`); otherwise empty.
     """
 
     inputs: Mapping[str, "CacheEntry"] = {}
@@ -31,17 +31,17 @@ class CacheEntry(ABC):
     def update(self, k: NewKeys, v: NewValues) -> tuple[Any, Any]:
         """Store the new keys and values; return all keys and values that the new tokens may see.
 
-        The results are tensors `(batch, kv_heads, kv_seq, width)`, or `InBlocks` if the layer's
-        kernel reads those.
+        Each result is a tensor `(batch, kv_heads, kv_seq, width)`, or `InBlocks` if the layer's
+        attention kernel reads blocks.
         """
 
 
 class LayerEntry(CacheEntry):
-    """The entry of a layer that also has convolutions, which store their inputs as keys.
+    """The cache entry of a layer with short convolutions, which store their inputs as keys.
 
     Args:
-        attention: entry of the attention.
-        inputs: see `CacheEntry`.
+        attention: cache entry of the attention.
+        inputs: cache entries of the convolutions; see `CacheEntry`.
     """
 
     def __init__(self, attention: CacheEntry, inputs: Mapping[str, CacheEntry]) -> None:
@@ -54,16 +54,16 @@ class LayerEntry(CacheEntry):
 
 
 class CacheView(ABC):
-    """The rows of a batch in a cache.
+    """The cached sequences of a batch, one per row.
 
     Attributes:
-        entries: entries of all layers, in the order of their `Block.cache_stores`.
-        length: number of columns consumed so far, counted in the longest row.
-        lengths: number of tokens in each row, int64 `(batch,)`.
+        entries: cache entries of all layers, in the order of their `Block.cache_stores`.
+        length: number of columns used so far; without padding, the length of the longest row.
+        lengths: number of cached tokens in each row, int64 `(batch,)`.
         uniform: True if all rows hold the positions 0, 1, 2 … to the same length, without padding.
         slack: number of newest tokens that can always be removed.
         parts: if the pass packs several batches into one row of tokens, the view of each batch and
-            its number of new tokens per row; otherwise empty.
+            its number of new tokens per sequence; otherwise empty.
     """
 
     entries: list[Any]
@@ -82,12 +82,14 @@ class CacheView(ABC):
         return self.lengths[:, None]
 
     def slots_before(self, reach: int) -> tuple[Slots, Slots]:
-        """The slots of the `reach - 1` tokens before each new token, in an entry with this reach.
+        """Find the cache slots of the `reach - 1` tokens before each new token.
+
+        The slots are those of a layer that sees the `reach` latest positions.
 
         Returns:
-            slots: (batch, seq, reach - 1), starting with the token just before; arbitrary if there
-                is no such token.
-            exists: bool of the same shape, True if there is such a token.
+            slots: (batch, seq, reach - 1). The first is the slot of the token just before. Where a
+                token does not exist, the slot is arbitrary.
+            exists: bool of the same shape, True if the token exists.
         """
         place = self.place(reach)
         queries, keys = place.queries, place.keys.expand(len(self.lengths), -1)
@@ -103,8 +105,8 @@ class CacheView(ABC):
         """Register the positions of one forward pass, before the layers store its keys.
 
         Args:
-            positions: (batch, seq), continuing the positions that a row holds; -1 is padding.
-            uniform: True if the positions are `next_positions`, without padding.
+            positions: (batch, seq), continuing the cached positions of each row; -1 is padding.
+            uniform: True if the positions are those of `next_positions`, without padding.
 
         Raises:
             WorkhorseError: there is no room for the tokens. The cache is then unchanged.
@@ -112,10 +114,11 @@ class CacheView(ABC):
 
     @abstractmethod
     def place(self, reach: int | None) -> Placement:
-        """The positions of the queries and keys of this pass.
+        """The positions of the queries and keys of this pass, for layers with one window.
 
         Args:
-            reach: number of latest positions that a query of the layer sees; None: all.
+            reach: how many of the latest positions a query of the layer sees, including its own;
+                None: all.
         """
 
 
@@ -124,13 +127,14 @@ Room_co = TypeVar("Room_co", covariant=True)
 
 @runtime_checkable
 class Layers(Protocol[Room_co]):
-    """A cache under construction, as a layer sees it."""
+    """The interface of a cache under construction: each layer requests its part of the cache."""
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> Room_co:
-        """Create an entry or a store for a layer with this reach.
+        """Create a layer's part of the cache: an entry, or a store of a paged cache.
 
         Args:
-            reach: see `CacheView.place`.
-            in_blocks: True if the layer's kernel reads `InBlocks`; else it reads one tensor.
+            reach: how many of the latest positions a query of the layer sees; None: all.
+            in_blocks: True if the layer's attention kernel reads `InBlocks`; False if it needs one
+                contiguous tensor.
         """
         ...

@@ -32,16 +32,22 @@ KERNEL_ALIGNMENT = 16
 
 
 class Groups(NamedTuple):
-    """Rows sorted by group."""
+    """Groups of rows that are sorted by group, such as tokens sorted by expert."""
 
     of_row: Int[Tensor, " rows"]
     """The group of each row, in ascending order."""
     ends: Int[Tensor, " groups"]
-    """The end index of each group, int32; an empty group ends at its start."""
+    """For each group, one more than the index of its last row, int32; for an empty group, the end
+    of the group before."""
 
 
 def group_sorted(of_row: Int[Tensor, " rows"], groups: int) -> Groups:
-    """The groups of rows that are sorted by group; does not synchronise with the device."""
+    """Create the `Groups` of rows that are already sorted by group, without synchronisation.
+
+    Args:
+        of_row: the group of each row, in ascending order.
+        groups: number of groups.
+    """
     every = torch.arange(groups, device=of_row.device)
     return Groups(of_row, torch.searchsorted(of_row, every, right=True, out_int32=True))
 
@@ -71,7 +77,7 @@ class GroupedLinear(nn.Module):
         return self.product(x, groups, self.weight, self.bias)
 
     def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `forward`, with the given weights instead of its own."""
+        """Compute `forward` with the given weight and bias instead of the module's own."""
         dtype = autocast_dtype(x) or weight.dtype
         y = grouped_product(x.to(dtype), weight.to(dtype), groups.ends)
         return y if bias is None else y + bias[groups.of_row].to(dtype)
@@ -82,7 +88,7 @@ def grouped_product(
     weight: Float[Tensor, "groups out_features in_features"],
     ends: Int[Tensor, " groups"],
 ) -> Float[Tensor, "rows out_features"]:
-    """`x[r] @ weight[g]ᵀ`; group g has the rows from the end of the group before to `ends[g]`.
+    """`x[r] @ weight[g]ᵀ` for the group g of each row r; g has the rows `ends[g-1]` to `ends[g]`.
 
     It uses PyTorch's grouped kernel if the kernel supports these shapes, otherwise one matmul per
     group. In bfloat16 on Hopper and Blackwell, the kernel does not synchronise with the device. On
@@ -98,7 +104,10 @@ def grouped_product(
 
 
 def _kernel_takes(weight: Tensor) -> bool:
-    """True if rows are aligned and the dtype is supported (when compiling, only bfloat16)."""
+    """True if PyTorch's grouped kernel supports the weight: its dtype and the alignment of rows.
+
+    While PyTorch compiles, only bfloat16 is supported.
+    """
     aligned = all(width * weight.itemsize % KERNEL_ALIGNMENT == 0 for width in weight.shape[1:])
     types = (torch.bfloat16,) if torch.compiler.is_compiling() else KERNEL_TYPES
     return aligned and weight.dtype in types
@@ -175,13 +184,13 @@ class MixtureOfExperts(nn.Module):
         return self.output_norm(self.multiply(self.mix(x)))
 
     def mix(self, x: Hidden) -> Hidden:
-        """The sum of the experts' outputs."""
+        """The weighted sum of the experts' outputs, before `multiplier` and `output_norm`."""
         tokens = x.flatten(0, 1)  # (batch · seq, d_model)
         return self.experts(tokens, self.router(tokens)).view_as(x)
 
 
 class SharedMixture(MixtureOfExperts):
-    """A mixture plus an expert that is applied to every token."""
+    """A mixture of experts, plus a shared expert that is applied to every token."""
 
     def __init__(self, d_model: int, config: MoEConfig, shared: GatedMlpConfig) -> None:
         super().__init__(d_model, config)
@@ -191,12 +200,12 @@ class SharedMixture(MixtureOfExperts):
         return super().mix(x) + self.share(x)
 
     def share(self, x: Hidden) -> Hidden:
-        """The shared expert's contribution."""
+        """The shared expert's contribution to the sum."""
         return self.shared(x)
 
 
 class GatedSharedMixture(SharedMixture):
-    """A mixture plus `sigmoid(shared_gate(x)) · shared(x)`."""
+    """A mixture of experts, plus a gated shared expert: `sigmoid(shared_gate(x)) · shared(x)`."""
 
     def __init__(self, d_model: int, config: MoEConfig, shared: GatedMlpConfig) -> None:
         super().__init__(d_model, config, shared)

@@ -23,9 +23,9 @@ class Routing(NamedTuple):
     """The result of a router."""
 
     experts: Int[Tensor, "tokens top_k"]
-    """The experts of each token."""
+    """Indices of the chosen experts of each token."""
     weights: Float[Tensor, "tokens top_k"]
-    """The weight of each of these experts, float32."""
+    """The weight of each chosen expert, float32."""
     scores: Scores
     """The scores of all experts, float32, for balancing the load."""
 
@@ -91,7 +91,7 @@ class RouterConfig(Config):
                 raise ConfigError(f"{field} is not supported with score=sparsemixer; remove it")
 
     def check(self, n_experts: int, top_k: int) -> None:
-        """Raise an error for expert counts that cannot be grouped or chosen.
+        """Check the number of experts and the number of experts per token.
 
         Raises:
             ConfigError: more experts are chosen than available, or groups differ in size.
@@ -184,7 +184,7 @@ class AdjustedRouter(TopKRouter):
             nn.init.zeros_(self.selection_bias)
 
     def rank(self, logits: Scores, scores: Scores) -> Scores:
-        """Score plus bias, and -inf outside the best groups."""
+        """The values to rank experts by: score plus bias, and -inf outside the best groups."""
         del logits
         bias = 0.0 if self.selection_bias is None else self.selection_bias
         return self.limit(scores.detach() + bias)
@@ -194,7 +194,7 @@ class LogitRouter(AdjustedRouter):
     """A router that chooses by logit plus bias."""
 
     def rank(self, logits: Scores, scores: Scores) -> Scores:
-        """Logit plus bias, and -inf outside the best groups."""
+        """The values to rank experts by: logit plus bias, and -inf outside the best groups."""
         del scores
         return super().rank(logits, logits)
 

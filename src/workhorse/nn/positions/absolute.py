@@ -98,7 +98,7 @@ class SinusoidalPositions(nn.Module):
         return x + self.vectors(positions).to(x.dtype)
 
     def vectors(self, positions: Positions) -> Float[Tensor, "#batch seq d_model"]:
-        """The sinusoids, in float32."""
+        """The sinusoidal vectors of these positions, in float32."""
         half = (self.d_model + 1) // 2
         divisor = self.d_model / 2 if self.wave.spacing == "half" else max(half - 1, 1)
         exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / divisor
@@ -134,10 +134,11 @@ class AlibiConfig(Config):
 
 
 def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
-    """`2^(-max_bias h / n_heads)`, `h = 1 … n_heads`, for a power of two.
+    """ALiBi's slope of each head h from 1 to `n_heads`.
 
-    For other head counts: the slopes of the next lower power of two, then every second slope of the
-    next higher one, as in the paper's code.
+    It is `2^(-max_bias h / n_heads)` if `n_heads` is a power of two. Other head counts get the
+    slopes of the next lower power of two, then every second slope of the next higher one, as in the
+    paper's code.
     """
     below = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-max_bias * head / below) for head in range(1, below + 1)]

@@ -129,7 +129,7 @@ class YarnScalingConfig(ScalingConfig):
         return self.growth(1.0)
 
     def growth(self, mscale: float) -> float:
-        """`0.1 mscale ln(factor) + 1`."""
+        """The amplitude for a value of mscale: `0.1 mscale ln(factor) + 1`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
@@ -179,10 +179,11 @@ class LongRopeScalingConfig(ScalingConfig):
     original_max_seq_len: int = Field(gt=1)
     """Maximum sequence length of the original training, in tokens."""
     factor: float = Field(ge=1)
-    """Factor by which the context was extended; gives the amplitude unless `attention_factor` is
-    set."""
+    """Factor by which the context was extended. The amplitude is computed from it unless
+    `attention_factor` is set."""
     attention_factor: float | None = None
-    """Amplitude. None: `sqrt(1 + ln(factor) / ln(original_max_seq_len))`."""
+    """Amplitude: the factor on cosines and sines. None: `sqrt(1 + ln(factor) /
+    ln(original_max_seq_len))`."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -242,7 +243,8 @@ class RopeConfig(Config):
         It is also the number of rotated features of a head, rounded up to an even number.
 
         Raises:
-            ConfigError: the features cannot be paired, or a scaling has divisors for another width.
+            ConfigError: the features cannot be paired, or the scaling's divisors are for another
+                width.
         """
         rotary_dim = int(head_dim * self.fraction)
         pairs = (rotary_dim + 1) // 2
@@ -267,7 +269,7 @@ class RopeConfig(Config):
 
     @property
     def steady_length(self) -> int | None:
-        """Length up to which tokens keep their angles as a sequence grows; None: no limit."""
+        """Length, in tokens, up to which a growing sequence keeps its angles; None: no limit."""
         match self.scaling:
             case DynamicNtkScalingConfig() | LongRopeScalingConfig() as scaling:
                 return scaling.original_max_seq_len

@@ -1,1 +1,1 @@
-"""Sharded weights and tensor, context, pipeline and expert parallelism; the part of each rank."""
+"""How ranks divide a model: FSDP, and tensor, context, pipeline and expert parallelism."""

@@ -50,8 +50,8 @@ class TensorParallelGroup:
         vocabulary: vocabulary size of the whole model.
 
     Attributes:
-        grows: True during generation: sequences are not divided between layers, and every rank
-            gets all logits.
+        generating: True during generation. Sequences are then not divided between layers, and
+            every rank gets all logits.
     """
 
     def __init__(self, group: Group, vocabulary: int) -> None:
@@ -59,7 +59,7 @@ class TensorParallelGroup:
         self.generating = False
 
     def tokens_of(self, rank: int) -> range:
-        """The ids of the vocabulary that a rank has."""
+        """Return the range of vocabulary ids that a rank holds."""
         return share_of(self.vocabulary, self.group.size, rank)
 
     @property
@@ -68,7 +68,7 @@ class TensorParallelGroup:
         return -(-self.vocabulary // self.group.size)
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's tokens of x, (batch, seq, …)."""
+        """Return this rank's tokens of x, (batch, seq, …); all of x during generation."""
         return x if self.generating else x.chunk(self.group.size, dim=1)[self.group.rank]
 
     def copy_to_ranks(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class TensorParallelGroup:
         return self.group.add(y) if self.generating else with_gradient(self.split, self.gathered, y)
 
     def sum(self, x: Tensor) -> Tensor:
-        """All-reduce of x; the gradient is all-reduced too."""
+        """All-reduce: sum x over the ranks. The gradient is all-reduced too."""
         return with_gradient(self.group.add, self.group.add, x)
 
     def gathered(self, own: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _pattern(
     layer: int,
     team: TensorParallelGroup,
 ) -> AttentionPattern:
-    """The attention pattern of this rank's heads."""
+    """Return the attention pattern of a layer for this rank's heads."""
     whole = config.blocks[name].grouped
     if whole is None:
         return attention.pattern
@@ -150,7 +150,7 @@ def _pattern(
 
 
 def _norms_over_parts(module: nn.Module) -> list[nn.Module]:
-    """Norms of a module over divided features."""
+    """Return the norms of a module that normalize over features divided among the ranks."""
     norms: list[nn.Module] = []
     if isinstance(module, AllHeadsNorm):
         norms.append(module.norm)
@@ -160,7 +160,10 @@ def _norms_over_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _last_products(module: nn.Module) -> list[nn.Module]:
-    """Linear layers of a module with divided input features, if they have a bias."""
+    """Return a module's output projections that have a bias.
+
+    Their input features are divided among the ranks, so their outputs must be summed.
+    """
     products: list[nn.Linear | GroupedLinear] = []
     if isinstance(module, Attention | LatentAttention):
         products.append(module.out_proj)
@@ -189,14 +192,14 @@ class _SubLayer(_OfTeam):
 
 
 class _Mixture(_OfTeam, MixtureOfExperts):
-    """Reduces the sum of the experts over the ranks before the nonlinear operations after it."""
+    """A mixture whose output is summed over the ranks before any nonlinear operation on it."""
 
     def mix(self, x: Hidden) -> Hidden:
         return self.team.reduce_from_ranks(super().mix(x))
 
 
 class _LastProduct(_OfTeam):
-    """A linear layer with outputs summed over the ranks; only the first rank adds the bias."""
+    """An output projection. Its outputs are summed over the ranks; only the first adds the bias."""
 
     @property
     def bias(self) -> Tensor:
@@ -209,7 +212,7 @@ class _LastProduct(_OfTeam):
 
 
 class _LastProducts(_OfTeam, GroupedLinear):
-    """`_LastProduct` for the experts of a mixture."""
+    """The output projections of a mixture's experts; only the first rank adds the bias."""
 
     def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
@@ -235,7 +238,10 @@ class _Embedding(_OfTeam):
 
 
 class _Table(_OfTeam):
-    """Embedding table with the vocabulary divided among the ranks; returns this rank's tokens."""
+    """An embedding table with the vocabulary divided among the ranks.
+
+    It returns the embeddings of this rank's tokens of the sequence.
+    """
 
     def forward(self, tokens: Tokens) -> Hidden:
         here, row = _here(tokens, self.team)
@@ -243,7 +249,10 @@ class _Table(_OfTeam):
 
 
 class _Head(_OfTeam):
-    """Gathers all logits for generation; a loss needs only this rank's logits."""
+    """The output head, with the vocabulary divided among the ranks; used for generation.
+
+    It gathers the logits of all ranks. A loss is computed by `_Logprobs` without gathering them.
+    """
 
     linear = True
 
@@ -258,7 +267,10 @@ class _Head(_OfTeam):
 
 
 class _Logprobs(_OfTeam, TokenLogprobs):
-    """Log-probabilities over the full vocabulary, from each rank's logits; equal on all ranks."""
+    """Log-probabilities over the full vocabulary; each rank computes only its own logits.
+
+    All ranks get the same results.
+    """
 
     def read(self, x: Hidden, head: Head) -> Tensor:
         return self.team.copy_to_ranks(super().read(x, head))
@@ -287,7 +299,11 @@ class _PartOfVocabulary(Vocabulary):
 
 
 def _here(tokens: Tensor, team: TensorParallelGroup) -> tuple[Tensor, Tensor]:
-    """Mask of the tokens in this rank's vocabulary, and their indices in it; 0 for the others."""
+    """Find the tokens that belong to this rank's part of the vocabulary.
+
+    Returns:
+        A mask of these tokens, and their indices in this part (0 for all other tokens).
+    """
     own = team.tokens_of(team.group.rank)
     here = (tokens >= own.start) & (tokens < own.stop)
     return here, (tokens - own.start).where(here, 0)
@@ -309,7 +325,7 @@ class ExpertParallelGroup:
         self.group = Group(self.mesh.get_local_rank(), ways, self.mesh.get_group())
 
     def owns(self, parameter: Tensor) -> bool:
-        """True if a parameter belongs to divided experts."""
+        """True if a parameter belongs to experts that this group divides."""
         return is_sharded(parameter) and parameter.device_mesh == self.mesh
 
     def divide(self, root: nn.Module) -> None:
@@ -336,7 +352,7 @@ class ExpertParallelGroup:
 
 
 class _DividedLinear(GroupedLinear):
-    """A mixin for the linear maps of divided experts."""
+    """A mixin for the linear layers of a mixture whose experts are divided among the ranks."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
@@ -344,7 +360,10 @@ class _DividedLinear(GroupedLinear):
 
 
 class _DividedExperts(Experts):
-    """A mixin for divided experts; `n_experts` is the number of experts on this rank."""
+    """A mixin for the experts of a mixture, divided among the ranks.
+
+    `n_experts` is the number of experts on this rank.
+    """
 
     team: ExpertParallelGroup
 

@@ -28,37 +28,37 @@ _OF_ONE_HEAD = re.compile(r"(.+\.[qk]_norm\.heads\.)(\d+)(\..+)")
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The slice of a tensor of the whole model that is on this rank."""
+    """The slice of one of the model's tensors that is on this rank."""
 
     name: str
-    """Name in the whole model."""
+    """Name of the tensor in the whole model."""
     shape: torch.Size
-    """Shape in the whole model."""
+    """Shape of the tensor in the whole model."""
     starts: tuple[int, ...]
-    """Start of the slice along each axis."""
+    """Start of the slice along each axis of the tensor."""
     sizes: torch.Size
     """Shape of the slice."""
     ways: int
-    """Number of different slices of the tensor; 1: each rank has the whole tensor."""
+    """Number of different slices that the tensor is cut into; 1: each rank has all of it."""
     again: bool = False
-    """True if an earlier stage has it too: the table of a tied head."""
+    """True if an earlier pipeline stage has the tensor too: an embedding table tied to the head."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """Cut the slice out of the whole tensor."""
+        """Cut this slice out of the whole tensor."""
         for axis, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             whole = whole.narrow(axis, start, size)
         return whole
 
 
 class Absent(NamedTuple):
-    """A tensor that only other ranks have."""
+    """The shape and dtype of a tensor that is not on this rank."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class ModelPart:
-    """The weights on a rank, and their position in the whole model.
+    """The part of a model that is on a rank: its weights, and their position in the whole model.
 
     Args:
         whole: the whole decoder, on the meta device.
@@ -67,11 +67,11 @@ class ModelPart:
         teams: the process groups of this rank.
 
     Attributes:
-        cuts: the slice of each parameter, by its name on this rank.
+        cuts: the slice of each parameter of this rank, by the parameter's name on this rank.
         elsewhere: the parameters that are not on this rank, by name.
-        member: the rank in the tensor-parallel group.
+        member: this rank's index in the tensor-parallel group.
         members: number of ranks in the tensor-parallel group.
-        first: the first rank of the run with the same part.
+        first: the first rank of the run with the same part of the model.
     """
 
     def __init__(
@@ -101,7 +101,12 @@ class ModelPart:
         }
 
     def cut(self, name: str, tensor: Tensor) -> TensorSlice:
-        """The slice of a parameter, or of an optimizer state named `<parameter>.<state>`."""
+        """Return the slice for a parameter, or for an optimizer state `<parameter>.<state>`.
+
+        Args:
+            name: the name on this rank.
+            tensor: the parameter or state on this rank.
+        """
         if name in self.cuts:
             return self.cuts[name]
         own = self.cuts[_owner(name)]
@@ -112,7 +117,10 @@ class ModelPart:
         return replace(named, shape=torch.Size(), starts=(), sizes=torch.Size(), ways=ways)
 
     def beside(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Absent]:
-        """The parameters, or the optimizer states, that only other ranks have."""
+        """Return the parameters that are not on this rank.
+
+        If `tensors` holds optimizer states, return the states that are not on this rank.
+        """
         return self.elsewhere if tensors.keys() <= self.cuts.keys() else self._states_elsewhere
 
     def copies(self, cut: TensorSlice) -> int:
@@ -120,13 +128,21 @@ class ModelPart:
         return self.members // cut.ways
 
     def added(self, own: Tensor) -> Tensor:
-        """All-reduce over the ranks with the other parts of the model; all must call it."""
+        """All-reduce: sum a tensor over the ranks that hold different parts of one model.
+
+        All these ranks must call it.
+        """
         for team in (self.teams.layers, self.teams.stages):
             own = own if team is None else team.group.add(own)
         return own
 
     def whole_stack(self, parts: Tensor, cut: TensorSlice) -> Tensor:
-        """Gather a stack of whole tensors from a stack of this rank's slices, all with one cut."""
+        """Gather whole tensors from the slices on the ranks of the tensor-parallel group.
+
+        Args:
+            parts: (tensors, …), this rank's slices of several tensors.
+            cut: the slice; it is the same for all of these tensors.
+        """
         if cut.ways == 1:
             return parts
         assert self.teams.layers is not None
@@ -134,7 +150,7 @@ class ModelPart:
         return torch.cat(of_members.unbind(), dim=1 + _divided_axis(cut))
 
     def part_of_stack(self, stack: Tensor, cut: TensorSlice) -> Tensor:
-        """Split this rank's slices off the result of `whole_stack`."""
+        """Cut this rank's slices out of a stack of whole tensors, as `whole_stack` returns it."""
         if cut.ways == 1:
             return stack
         axis = _divided_axis(cut)
@@ -158,7 +174,17 @@ def _cuts(
     member: int,
     members: int,
 ) -> dict[str, TensorSlice]:
-    """The slice of each parameter on this rank: by head, by vocabulary, or evenly on one axis."""
+    """Return this rank's slice of each parameter.
+
+    Parameters are divided by heads, by vocabulary ids, or evenly along one axis.
+
+    Args:
+        whole: the shapes in the whole model.
+        own: the shapes on this rank.
+        vocabulary: vocabulary size of the whole model.
+        member: this rank's index in the tensor-parallel group.
+        members: number of ranks in that group.
+    """
     heads = Counter(found[1] for name in whole if (found := _OF_ONE_HEAD.fullmatch(name)))
     own_heads = Counter(found[1] for name in own if (found := _OF_ONE_HEAD.fullmatch(name)))
     cuts: dict[str, TensorSlice] = {}
@@ -193,7 +219,7 @@ def own_slices(
     Args:
         tensors: parameters or optimizer states, by name.
         rank: the rank.
-        part: the rank's part of the model; None: the rank has all layers whole.
+        part: the rank's part of the model; None if the rank has all layers undivided.
 
     Returns:
         The slices, by name in the whole model.
@@ -224,12 +250,12 @@ def own_slices(
 
 
 def _place(tensor: Tensor, rank: int, first_of_all: int) -> tuple[int, bool]:
-    """First row of a rank's shard of a tensor, and True if it is the first rank with this shard.
+    """Return the first row of a rank's shard, and True if no earlier rank has the same shard.
 
     Args:
         tensor: a tensor sharded by rows.
         rank: the rank.
-        first_of_all: the first rank with the same part of the model.
+        first_of_all: the first rank of the run with the same part of the model.
     """
     assert is_sharded(tensor)
     ranks = tensor.device_mesh.mesh
@@ -241,7 +267,7 @@ def _place(tensor: Tensor, rank: int, first_of_all: int) -> tuple[int, bool]:
 
 
 def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: ParallelismConfig) -> None:
-    """Raise an error if a model cannot be divided by these settings.
+    """Raise an error if a model cannot be divided with these parallelism settings.
 
     The vocabulary is checked later, by `part_of_model`, when its size is known.
 
@@ -279,7 +305,7 @@ def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: Paralle
 
 
 def check_layers(config: DecoderConfig, tensor: int, expert: int = 1) -> None:
-    """Raise an error if a dimension of the layers is not divisible.
+    """Raise an error if the layers cannot be divided among `tensor` or `expert` ranks.
 
     Raises:
         ConfigError: a dimension is not divisible.
@@ -295,7 +321,10 @@ def check_layers(config: DecoderConfig, tensor: int, expert: int = 1) -> None:
 def _divided(
     config: DecoderConfig, tensor: int, expert: int
 ) -> Iterator[tuple[str, int, str, int]]:
-    """Yield key, number of parts, name of the dimension, and its size for each division."""
+    """Yield every dimension that must be divisible.
+
+    Each item is the recipe key, the number of parts, and the name and the size of the dimension.
+    """
     for block in config.blocks.values():
         mixture = block.mixture
         yield "tensor", tensor, "n_heads", block.attention.n_heads

@@ -32,23 +32,23 @@ class ContextParallelGroup:
         self.group = group
 
     def own(self, columns: int) -> slice:
-        """The slice of a sequence's tokens on this rank."""
+        """Return the slice of a sequence of `columns` tokens that is on this rank."""
         own = share_of(columns, self.group.size, self.group.rank)
         return slice(own.start, own.stop)
 
     def summed(self, x: Tensor) -> Tensor:
-        """All-reduce of x; the gradient is passed through unchanged."""
+        """All-reduce: sum x over the ranks. The gradient is passed through unchanged."""
         return with_gradient(self.group.add, lambda above: above, x)
 
     def view(
         self, decoder: Decoder, tokens: Tokens, documents: Tokens | None
     ) -> "DividedSequences":
-        """The cache view of one forward pass over divided sequences.
+        """Return the cache view for one forward pass over sequences divided among the ranks.
 
         Args:
             decoder: the decoder to run.
             tokens: this rank's tokens; every rank has the same number of tokens.
-            documents: document ids of the tokens, as in `Context`.
+            documents: document ids of this rank's tokens, as in `Context`.
         """
         return DividedSequences(self, decoder, tokens, documents)
 
@@ -76,7 +76,12 @@ class DividedSequences(CacheView):
         self.entries = decoder.cache_stores(self)
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> "DividedEntry":
-        """The entry of a layer with that reach; see `Layers`."""
+        """Return the cache entry of a layer.
+
+        Args:
+            reach: number of latest tokens that a query of the layer sees; None: all.
+            in_blocks: must be False; only caches for generation have blocks.
+        """
         assert not in_blocks, "only generation kernels read blocks"
         return DividedEntry(self.team, reach)
 
@@ -124,7 +129,15 @@ class DividedEntry(CacheEntry):
         self.reach = reach
 
     def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
-        """The keys and values that this rank's tokens may attend to."""
+        """Exchange keys and values with the other ranks.
+
+        Args:
+            k: keys of this rank's tokens.
+            v: values of this rank's tokens.
+
+        Returns:
+            The keys and values that this rank's queries may see, including its own.
+        """
         group, reach = self.team.group, self.reach
         own = torch.cat((k, v), dim=-1)
         seen = with_gradient(
@@ -135,7 +148,13 @@ class DividedEntry(CacheEntry):
 
 
 def _seen(group: Group, reach: int | None, own: Tensor) -> Tensor:
-    """Gather the features of all tokens that this rank's queries may see."""
+    """Gather the keys and values of all tokens that this rank's queries may see.
+
+    Args:
+        group: the context-parallel group.
+        reach: number of latest tokens that a query sees; None: all.
+        own: keys and values of this rank's tokens, concatenated along the last axis.
+    """
     seq = own.shape[2]
     first = _first(group.rank * seq, reach)
     seen = group.gather(own)[first // seq : group.rank + 1]
@@ -143,7 +162,11 @@ def _seen(group: Group, reach: int | None, own: Tensor) -> Tensor:
 
 
 def _sent_back(group: Group, reach: int | None, seq: int, gradient: Tensor) -> Tensor:
-    """Exchange and sum the gradients of this rank's features from all ranks that saw them."""
+    """Backward pass of `_seen`: send gradients to the ranks whose keys and values they belong to.
+
+    Returns:
+        The gradient of this rank's keys and values, summed over all ranks that saw them.
+    """
     first = [_first(member * seq, reach) // seq for member in range(group.size)]
     padded = F.pad(gradient, (0, 0, -gradient.shape[2] % seq, 0))
     parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each rank that is seen
@@ -153,5 +176,5 @@ def _sent_back(group: Group, reach: int | None, seq: int, gradient: Tensor) -> T
 
 
 def _first(start: int, reach: int | None) -> int:
-    """Index of the first token that the token at `start` may see."""
+    """Index of the first token that token `start` sees, if it sees the latest `reach` tokens."""
     return 0 if reach is None else max(0, start - reach + 1)

@@ -38,19 +38,22 @@ def holders(
     *,
     tied: bool = False,
 ) -> dict[Group, list[str]]:
-    """For each group of ranks, the names of the parameters with gradients that the group sums.
+    """Find the ranks that must sum the gradients of each parameter.
 
-    The ranks of a group hold the same part of the parameter. FSDP reduces the gradients of the
-    parameters that it shards, so for these the ranks must also hold the same rows of the batch. All
-    ranks of the run must call it.
+    These are the ranks that hold the same part of the parameter. For parameters that FSDP shards,
+    FSDP sums over ranks with different rows of the batch; a group then has only ranks with the same
+    rows. All ranks of the run must call this function.
 
     Args:
         parameters: the parameters, by name.
         world: the processes of the run.
         parallel: the parallelism settings.
-        part: this rank's part of the model; None: the rank has all layers whole.
-        experts: the expert-parallel group, if experts are divided.
+        part: this rank's part of the model; None if the rank has all layers undivided.
+        experts: the expert-parallel group; None if experts are not divided.
         tied: True if the first and the last pipeline stage share the embedding table.
+
+    Returns:
+        The names of the parameters of each group.
     """
     kinds: dict[_Kind, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
@@ -72,15 +75,21 @@ class _Kind(NamedTuple):
     """The properties of a parameter that determine the ranks with the same part of it."""
 
     of_experts: bool
-    """True if it belongs to divided routed experts."""
+    """True if the parameter belongs to routed experts that are divided among ranks."""
     ways: int
     """Number of different slices of the parameter; see `TensorSlice.ways`."""
     tied: bool
-    """True if the first and the last stage have it."""
+    """True if the first and the last pipeline stage both have the parameter."""
 
 
 def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -> list[_Kind]:
-    """The kinds that at least one rank has, in the same order on all ranks."""
+    """Return the kinds of parameters that any rank has, in the same order on all ranks.
+
+    Args:
+        world: the processes of the run.
+        own: the kinds of this rank's parameters.
+        parallel: the parallelism settings.
+    """
     ways = range(1, parallel.tensor + 1)
     every = [_Kind(*one) for one in product((False, True), ways, (False, True))]
     here = world.gather(torch.tensor([kind in own for kind in every])).any(dim=0)
@@ -88,7 +97,7 @@ def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -
 
 
 def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
-    """A key that is equal for ranks with the same part of a parameter."""
+    """Return a key for a rank; ranks with equal keys hold the same part of such a parameter."""
     at = parallel.coordinates(rank)
     stage = 0 if kind.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
     of_layers = at.tensor * kind.ways // parallel.tensor
@@ -111,8 +120,8 @@ def shard(
     that are already divided are not changed.
 
     Args:
-        root: the module called for every pass. Its weights outside `blocks` are gathered for a
-            whole pass.
+        root: the module that computes a pass. Its weights outside `blocks` stay gathered during
+            the whole pass.
         blocks: modules inside `root`. Each is gathered separately and freed after each of its
             passes or at the end of the step (`config.reshard`). An embedding is gathered only for
             its forward pass.
@@ -121,7 +130,8 @@ def shard(
         micro_batches: the micro-batches of this rank in a step.
 
     Returns:
-        The sums of the gradients if the reduction is exact; None if FSDP sums them, in float32.
+        If the reduction is exact, the object that sums the gradients. Otherwise None: FSDP sums
+        them, in float32.
     """
     shape = config.pipeline, config.data, config.shard * config.context, config.tensor
     names = "pipeline", "data", "shard", "tensor"
@@ -155,7 +165,10 @@ def shard(
 
 @contextmanager
 def gathered(root: nn.Module) -> Generator[None]:
-    """Gather the weights outside the blocks, so that all ranks can call parts of the module."""
+    """Context manager that gathers the weights outside the blocks, such as the head's.
+
+    Inside it, submodules can be called directly, not only through `root`. All ranks must enter it.
+    """
     if not isinstance(root, FSDPModule):  # only experts are divided
         yield
         return
@@ -168,10 +181,11 @@ def gathered(root: nn.Module) -> Generator[None]:
 
 @contextmanager
 def whole_weights(root: nn.Module) -> Generator[None]:
-    """Gather all weights of a sharded module, for code that shares them and has no FSDP hooks.
+    """Context manager that gathers all weights of a sharded module.
 
-    All ranks of the shard group must enter the context. Each holds a copy of all weights, in the
-    dtype of the passes, until the context ends. Do not use tensors that share them afterwards.
+    It is for code that uses the weights without FSDP's hooks. All ranks of the shard group must
+    enter it. Until it ends, each rank holds a copy of all weights in the dtype of the passes. Do
+    not use the gathered tensors afterwards.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -206,11 +220,11 @@ class _ByExchange(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write the sum of this rank's rows.
+        """Compute the gradient sum of this rank's rows.
 
         Args:
-            output_tensor: the output, this rank's rows.
-            input_tensor: the rows for each rank of the group, concatenated.
+            output_tensor: is overwritten with the sum of this rank's rows.
+            input_tensor: this rank's gradients of the rows of every rank, concatenated.
             group: the ranks.
             op: a sum; not used.
             async_op: not used.
@@ -225,11 +239,14 @@ class _ByExchange(ReduceScatter):
 
 
 class ExactSums:
-    """Sums the gradients of a batch's parts in a fixed tree; each rank sums its own rows.
+    """Gradient sums in a fixed order, for `reduction: exact` with sharded weights.
+
+    The gradients of a batch's parts are summed in a fixed tree. Each rank sums the rows of its
+    shard.
 
     Args:
         groups: the modules returned by `fully_shard`.
-        make: a function that creates the sums of one group.
+        make: a function that creates the sums of one such module.
     """
 
     def __init__(self, groups: Iterable[FSDPModule], make: "Callable[[], _ExactSum]") -> None:
@@ -244,21 +261,24 @@ class ExactSums:
             self.groups.append(sums)
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """This rank's rows of the gradient sums since the last call, in float32, by parameter."""
+        """Return the gradient sums since the last call, by parameter.
+
+        Each is in float32 and has only this rank's rows.
+        """
         return {
             parameter: rows for group in self.groups for parameter, rows in group.take().items()
         }
 
 
 class _ExactSum(_ByExchange):
-    """The gradient sums of one FSDP group, called by FSDP in place of its reduce-scatter.
+    """The gradient sums of one module sharded by FSDP, which calls it as its reduce-scatter.
 
-    In each round every rank computes one part of the batch; the parts are in the order of the
-    ranks. After each pass a rank receives its own rows of the gradients from all ranks.
+    The ranks compute consecutive parts of the batch at the same time, one part each. After each
+    micro-batch, a rank receives the gradients of its own rows from all ranks.
 
     Args:
         mesh: the mesh of `data` times `shard` ranks.
-        passes: number of passes of one part.
+        passes: number of micro-batches in one part of the batch.
     """
 
     def __init__(self, mesh: DeviceMesh, passes: int) -> None:
@@ -266,7 +286,7 @@ class _ExactSum(_ByExchange):
         self.passed = self.parts = 0
         self.tree = TreeSum()
         self.begun: Tensor | None = None
-        """The sums over the passes so far of the current parts, in float32."""
+        """The gradient sums of the unfinished parts over the passes so far, in float32."""
         self.parameters: list[nn.Parameter] = []
         """The parameters, in the order of their rows in the exchanged buffer."""
 
@@ -282,7 +302,7 @@ class _ExactSum(_ByExchange):
 
         Args:
             output_tensor: the output, set to zero because the sums are not complete yet.
-            input_tensor: the rows for each of `shard` ranks, concatenated.
+            input_tensor: this rank's gradients of the rows of each of `shard` ranks, concatenated.
             group: the ranks.
             op: a sum; not used.
             async_op: not used.
@@ -298,7 +318,11 @@ class _ExactSum(_ByExchange):
         self.parameters.clear()
 
     def _taken(self, gradients: Tensor) -> Tensor:
-        """This rank's share of one pass's gradients in float32, here (ranks, elements)."""
+        """Exchange one pass's gradients and return those that this rank sums, in float32.
+
+        Returns:
+            (ranks, elements), the gradients computed by each rank.
+        """
         sent = self._divided(gradients[None])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1))
@@ -306,18 +330,19 @@ class _ExactSum(_ByExchange):
         return received.flatten(0, 1).float()
 
     def _add(self, whole: Tensor) -> None:
-        """Add complete parts, here one from each rank, to the sums."""
+        """Add the gradients of complete parts, one part from each rank, to the sums."""
         for of_part in whole:
             self.tree.push(Node(0, self.parts, [of_part.clone()]))
             self.parts += 1
 
     def _divided(self, nodes: Tensor) -> Tensor:
-        """Split nodes into the rows that each rank sums.
+        """Split gradients by the rank that sums them.
 
-        Several ranks with the same rows divide these rows among them.
+        `data` ranks hold the same rows of the weights; each of them sums a part of these rows.
 
         Args:
-            nodes: (nodes, elements), the rows for each of `shard` ranks, concatenated.
+            nodes: (nodes, elements), nodes of the sum tree. Each has the rows of all `shard`
+                ranks, concatenated.
 
         Returns:
             (ranks, nodes, elements), padded with zeros.
@@ -330,12 +355,15 @@ class _ExactSum(_ByExchange):
         return rows.view(-1, ways, data, share).permute(2, 1, 0, 3).flatten(0, 1).contiguous()
 
     def note(self, parameter: Tensor) -> None:
-        """Record a parameter and free its gradient; called in order after the exchange."""
+        """Append a parameter to `parameters` and free its gradient.
+
+        FSDP calls this hook after each exchange, in the order of the parameters in the buffer.
+        """
         parameter.grad = None
         self.parameters.append(cast(nn.Parameter, parameter))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """The sums of this rank's rows, by parameter; also resets the sums for the next step."""
+        """Return the gradient sums of this rank's rows, by parameter, and reset them to zero."""
         data, ways = self.mesh.shape
         (share,) = self.tree.result()
         self.tree, self.parts = TreeSum(), 0
@@ -362,7 +390,7 @@ class _ExactSumOfStep(_ExactSum):
     Args:
         mesh: the mesh of `data` times `shard` ranks.
         passes: number of passes of one part.
-        together: number of parts per rank.
+        together: number of parts of the batch that each rank computes.
     """
 
     def __init__(self, mesh: DeviceMesh, passes: int, together: int) -> None:
@@ -387,12 +415,12 @@ class _ExactSumOfStep(_ExactSum):
 
 
 def _stays(parameter: nn.Parameter) -> bool:
-    """True if FSDP ignores a parameter."""
+    """True if FSDP must not shard a parameter: it is already divided, or a vector not trained."""
     return is_sharded(parameter) or (not parameter.requires_grad and parameter.ndim <= 1)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module without those of FSDP modules inside it."""
+    """Return the parameters of a module that are not in a separately sharded submodule."""
     inside = {
         parameter
         for part in module.modules()

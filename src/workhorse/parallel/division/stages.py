@@ -30,7 +30,7 @@ class Turn(NamedTuple):
     micro_batch: int
     """Index of the micro-batch."""
     forward: bool
-    """True for its forward pass, False for its backward pass."""
+    """True for the micro-batch's forward pass, False for its backward pass."""
 
 
 def one_forward_one_backward(micro_batches: int, stages: int = 1, stage: int = 0) -> Iterator[Turn]:
@@ -53,7 +53,7 @@ class Pipeline:
         group: the ranks.
 
     Attributes:
-        grows: True during generation, when every stage gets the logits.
+        generating: True during generation, when every stage gets the logits.
         dtype: the dtype of tensors sent between stages.
     """
 
@@ -65,7 +65,7 @@ class Pipeline:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def own(self, layers: int) -> range:
-        """The layers of this stage, out of `layers` layers."""
+        """Return the indices of this stage's layers in a model of `layers` layers."""
         return share_of(layers, self.group.size, self.group.rank)
 
     def turns(self, micro_batches: int) -> Iterator[Turn]:
@@ -85,7 +85,7 @@ class Pipeline:
             self._sent.popleft()[0].wait()
 
     def receive(self, like: Tensor, shape: Sequence[int], stage: int) -> Tensor:
-        """Receive a tensor of that shape from another stage, on the device of `like`."""
+        """Receive a tensor of shape `shape` from another stage, on the device of `like`."""
         into = torch.empty(shape, dtype=self.dtype, device=like.device)
         return self.group.receive(into, stage)
 
@@ -93,8 +93,8 @@ class Pipeline:
 def keep_stage(decoder: Decoder, pipeline: Pipeline) -> None:
     """Remove the layers of all other stages from a decoder, in place; names stay the same.
 
-    The first stage has the embedding, the last the final norm and the head. A table tied to the
-    head is on both stages.
+    The first stage has the embedding; the last stage has the final norm and the head. An embedding
+    table tied to the head is on both.
     """
     own, config = pipeline.own(len(decoder.layers)), decoder.config
     for name, _ in list(decoder.layers.named_children()):
@@ -132,7 +132,7 @@ def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) 
 
 
 class _FromBefore(nn.Module):
-    """Replaces the embedding: receives the previous stage's output."""
+    """Replaces the embedding on all stages but the first: receives the previous stage's output."""
 
     def __init__(self, pipeline: Pipeline, d_model: int, tokens: nn.Module | None) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _FromBefore(nn.Module):
 
 
 class _ToNext(nn.Module):
-    """Replaces the final norm: sends the layers' output to the next stage.
+    """Replaces the final norm on all stages but the last: sends its input to the next stage.
 
     Its output and the gradient of its output are placeholders; only their shapes are used.
     """
@@ -178,7 +178,10 @@ class _ToNext(nn.Module):
 
 
 class _NoLogprobs(TokenLogprobs):
-    """Replaces the log-probabilities by zeros, so that autograd runs this stage's backward pass."""
+    """Zeros in place of log-probabilities, on all stages but the last.
+
+    They connect the stage's output to the loss, so that autograd runs its backward pass.
+    """
 
     def fuses(self, *_: Any) -> bool:
         return False
@@ -197,7 +200,7 @@ class _NoLogprobs(TokenLogprobs):
 
 
 class _FromLast(nn.Module):
-    """Replaces the head in generation: receives the logits from the last stage."""
+    """Replaces the head on all stages but the last: receives its logits during generation."""
 
     def __init__(self, pipeline: Pipeline, vocab_size: int) -> None:
         super().__init__()

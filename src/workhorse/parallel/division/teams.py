@@ -1,6 +1,6 @@
-"""The groups of ranks that divide a model or its sequences, and the part that each rank builds.
+"""The groups of ranks ("teams") that divide a model or its sequences, and the part of each rank.
 
-A part is a smaller decoder, with some heads and hidden features of each layer and some tokens of
+The part is a smaller decoder, with some heads and hidden features of each layer and some tokens of
 the vocabulary (1909.08053 §3). Undivided modules, such as norms, are replicated on every rank.
 """
 
@@ -24,9 +24,9 @@ from workhorse.parallel.processes.world import World
 
 
 def part_of_model(config: DecoderConfig, ways: int, member: int = 0) -> DecoderConfig:
-    """The config of one rank's decoder, for `ways` ranks that divide a model evenly.
+    """Return the decoder config of rank `member` of `ways` tensor-parallel ranks.
 
-    If there are fewer key and value heads than ranks, these heads are copied.
+    If there are fewer key and value heads than ranks, several ranks have copies of the same head.
 
     Raises:
         ConfigError: the vocabulary has fewer tokens than there are ranks.
@@ -59,7 +59,7 @@ def _part_of(block: BlockConfig, d_model: int, ways: int) -> BlockConfig:
 
 
 class Teams(NamedTuple):
-    """The groups of a rank, one for each kind of parallelism; None: not used."""
+    """The groups of a rank, one for each kind of parallelism; None for a kind that is not used."""
 
     sequences: ContextParallelGroup | None = None
     layers: TensorParallelGroup | None = None
@@ -69,7 +69,7 @@ class Teams(NamedTuple):
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports values that all ranks of a tensor-parallel group share."""
+        """True if this rank reports the values that its tensor-parallel ranks all have."""
         return self.layers is None or self.layers.group.is_first
 
     @property
@@ -80,7 +80,13 @@ class Teams(NamedTuple):
     def build(
         self, whole: DecoderConfig, kernel: KernelName, device: torch.device | str
     ) -> Decoder:
-        """Build this rank's part of a model, like `DecoderConfig.build`."""
+        """Build this rank's part of a model.
+
+        Args:
+            whole: the config of the whole model.
+            kernel: the attention kernel.
+            device: the device of the weights.
+        """
         config = whole
         if self.layers is not None:
             group = self.layers.group
@@ -100,7 +106,7 @@ class Teams(NamedTuple):
 
     @contextmanager
     def for_generation(self) -> Generator[None]:
-        """Switch to generation: undivided sequences, and logits on all ranks."""
+        """Context manager that switches to generation: whole sequences, and logits on all ranks."""
         teams = [team for team in (self.layers, self.stages) if team is not None]
         for team in teams:
             team.generating = True
@@ -132,7 +138,7 @@ def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Te
 
 
 def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None = None) -> Teams:
-    """Create groups without other processes, for passes on tensors without data.
+    """Create the groups of a rank without other processes, to trace passes without data.
 
     Args:
         parallel: the parallelism settings.
@@ -150,7 +156,13 @@ def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None
 def _teams(
     parallel: ParallelismConfig, vocabulary: int, group_along: Callable[[str], Group]
 ) -> Teams:
-    """Create the groups along the axes of the mesh with more than one process."""
+    """Create a group for each kind of parallelism that is used.
+
+    Args:
+        parallel: the parallelism settings.
+        vocabulary: vocabulary size of the whole model.
+        group_along: returns this rank's group along an axis of the device mesh.
+    """
     sequences = layers = stages = None
     if parallel.context > 1:
         sequences = ContextParallelGroup(group_along("context"))

@@ -27,10 +27,10 @@ def count() -> int:
 
 
 def check_address(patience: float = 10.0) -> None:
-    """Check that the address of rank 0 can be resolved; PyTorch would wait for minutes.
+    """Check that the address of rank 0 can be resolved; otherwise PyTorch would wait for minutes.
 
     Args:
-        patience: seconds to wait for a name to be published, such as of a cluster's new machine.
+        patience: seconds to retry. A cluster may publish the name of a new machine late.
 
     Raises:
         WorkhorseError: the name cannot be resolved.
@@ -51,7 +51,7 @@ def check_address(patience: float = 10.0) -> None:
 
 
 def check_loopback(patience: float = 5.0) -> None:
-    """Check that processes on this machine can reach each other.
+    """Check that processes on this machine can reach each other through `localhost`.
 
     Raises:
         WorkhorseError: they cannot, for example in a container without any network.
@@ -82,19 +82,19 @@ def rank_here() -> int:
 
 
 def count_here(planned: int = 1) -> int:
-    """Number of processes on this machine (`LOCAL_WORLD_SIZE`); `planned` before they start."""
+    """Number of processes on this machine (`LOCAL_WORLD_SIZE`); `planned` if that is not set."""
     return _number("LOCAL_WORLD_SIZE", planned)
 
 
 def attempt() -> int:
-    """Number of restarts of this machine's processes."""
+    """How often the elastic agent has restarted the processes (`TORCHELASTIC_RESTART_COUNT`)."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def agent_began() -> float:
-    """Start time of the parent process, the elastic agent, in seconds since the epoch.
+    """Start time of the elastic agent (the parent process), in seconds since the epoch.
 
-    0 if the system does not report it.
+    0 if the system does not report the time.
     """
     try:
         agent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
@@ -108,7 +108,10 @@ def agent_began() -> float:
 
 
 def end_with_agent() -> None:
-    """Send SIGTERM to this process, so that it saves, once its elastic agent (if any) exits."""
+    """Start a thread that sends SIGTERM to this process when its elastic agent exits.
+
+    The process then saves a checkpoint. Without an agent, do nothing.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     agent = os.getppid()
@@ -122,10 +125,10 @@ def end_with_agent() -> None:
 
 
 def _number(name: str, otherwise: int) -> int:
-    """Value of an environment variable, or `otherwise`.
+    """Integer value of an environment variable; `otherwise` if it is not set.
 
     Raises:
-        WorkhorseError: it is not a number of at most nine digits.
+        WorkhorseError: the value is not a number of at most nine digits.
     """
     value = os.environ.get(name, str(otherwise))
     if not re.fullmatch(r"[0-9]{1,9}", value):

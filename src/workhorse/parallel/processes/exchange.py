@@ -36,7 +36,7 @@ class TreeSum:
     """Sums nodes in order from left to right, in place.
 
     Attributes:
-        nodes: the sums so far; no two can be added before later nodes arrive.
+        nodes: the sums so far. They cannot be added to each other before later nodes arrive.
     """
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
@@ -55,8 +55,8 @@ class TreeSum:
     def result(self) -> list[Tensor]:
         """The sum of all leaves; call it once, after the last leaf.
 
-        The remaining nodes have decreasing levels. They are the right edge of the tree, and their
-        missing halves are empty.
+        If the number of leaves is not a power of two, some subtrees still wait for their right
+        half, which is empty. Their sums are added from the smallest subtree to the largest.
         """
         assert self.nodes, "there are no leaves to sum"
         *others, total = self.nodes
@@ -67,7 +67,7 @@ class TreeSum:
 
 
 def nodes_of(begin: int, end: int) -> list[tuple[int, int]]:
-    """Level and index of the nodes that `TreeSum` keeps for the leaves `begin` to `end` - 1."""
+    """Level and index of the nodes in a `TreeSum` of the leaves `begin` to `end` - 1."""
     tree = TreeSum(Node(0, leaf, []) for leaf in range(begin, end))
     return [(node.level, node.index) for node in tree.nodes]
 
@@ -85,7 +85,7 @@ BUCKET = 2**22
 
 
 def add_fast(group: Group, tensors: Sequence[Tensor]) -> None:
-    """All-reduce tensors of one dtype over a group, in place, in the backend's order."""
+    """All-reduce tensors of one dtype over a group, in place, summed in the backend's order."""
     if group.size == 1:
         return
     for bucket in _buckets(tensors):
@@ -93,11 +93,12 @@ def add_fast(group: Group, tensors: Sequence[Tensor]) -> None:
 
 
 def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
-    """The sum of all leaves of a tree, after each rank has summed the leaves of its `World.share`.
+    """Sum the trees of all ranks in a fixed order, and return the sum on every rank.
 
-    Each rank sums one part of every tensor over the nodes of all ranks, in the tree's order, and
-    sends the sum to the others. It sends as much as a ring all-reduce, once per node. If the number
-    of ranks is a power of two that divides the number of leaves, a rank has one node.
+    Each rank first sums the leaves of its `World.share` in `tree`. Then it sums one part of every
+    tensor over the nodes of all ranks, in the tree's order, and sends this sum to the others. It
+    sends as much as a ring all-reduce, once per node. If the number of ranks is a power of two that
+    divides the number of leaves, a rank has one node.
 
     Args:
         world: the processes of the run.

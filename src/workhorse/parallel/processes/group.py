@@ -118,7 +118,10 @@ class Group:
 
 
 class AbsentGroup(Group):
-    """A group without other processes, for passes on tensors without data."""
+    """A group without other processes, to trace passes on tensors without data.
+
+    Methods return tensors of the right shape and do not communicate.
+    """
 
     def gather(self, own: Tensor) -> Tensor:
         return own.new_empty(self.size, *own.shape)
@@ -178,10 +181,11 @@ HANGS = 1
 
 @contextmanager
 def watched(group: Group, patience: float) -> Generator[Callable[[], None]]:
-    """Yield a function to call after every step, and start a watchdog for these calls.
+    """Start a watchdog, and yield a function that the caller must call after every step.
 
-    If it is not called for `patience` seconds, this process or another hangs. The process then
-    prints the stack traces of its threads and exits immediately. A single process is not watched.
+    If the function is not called for `patience` seconds, this process or another hangs. The
+    watchdog then prints the stack traces of all threads and ends the process immediately. A group
+    of one process has no watchdog.
 
     Args:
         group: all processes of the run.

@@ -1,10 +1,11 @@
 """The processes that train one model: their rendezvous in a store, and the division of work.
 
-PyTorch's elastic agent keeps its store when it restarts workers, and on several machines only one
-agent counts restarts. The store may therefore contain entries of earlier attempts.
+`torchrun` or `workhorse train --workers` starts the processes and sets their number in the
+environment. A process that was started by itself is a world of size 1 and does not communicate.
 
-`torchrun` or `workhorse train --workers` starts them and sets their number in the environment. A
-process that was started by itself is a world of size 1 and does not communicate.
+PyTorch's elastic agent keeps its store when it restarts workers, so the store may contain entries
+of earlier attempts. The number of restarts does not tell attempts apart: on several machines, only
+one agent counts them.
 """
 
 import gc
@@ -28,14 +29,14 @@ from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.group import Group
 
 LOOKS, PAUSE = 20, 0.05
-"""Number of polls for an answer, and seconds between them, before reading rank 0's name again."""
+"""Number of polls for rank 0's answer, and seconds between polls. Then its prefix is read again."""
 
 
 def meet(store: Store, rank: int, size: int, patience: timedelta) -> Store:
-    """A private part of a store for these processes; all must call it.
+    """Return a store that only the processes of this attempt use; all of them must call it.
 
-    Rank 0 gives this part a new, unique prefix and answers each of the other ranks. A rank that
-    reads the prefix of an earlier attempt gets no answer and reads again.
+    It is `store` with a key prefix. Rank 0 chooses a new prefix and answers each of the other
+    ranks. A rank that reads the prefix of an earlier attempt gets no answer and reads again.
 
     Raises:
         RuntimeError: the other processes do not arrive in time.
@@ -60,9 +61,9 @@ def meet(store: Store, rank: int, size: int, patience: timedelta) -> Store:
 
 
 PATIENCE = timedelta(seconds=LONGEST_PATIENCE)
-"""Timeout of collectives: rank 0 may be saving a checkpoint or reading its corpus."""
+"""Timeout of collectives. It is long: rank 0 may be saving a checkpoint or reading its corpus."""
 REFUSED = "refused"
-"""Key in the store: number of processes that raised a WorkhorseError."""
+"""Store key of the number of processes that raised a WorkhorseError."""
 REFUSAL_GRACE = 2.0
 """Seconds that the first failing process has to print its error, before the others exit."""
 
@@ -85,8 +86,8 @@ class World(Group):
         process_group: PyTorch's process group; None for the default group.
 
     Attributes:
-        in_step: True if all ranks must run their passes in lockstep, because each has a part of
-            the weights.
+        lockstep: True if all ranks must run equal numbers of passes together, because each has a
+            part of the weights.
     """
 
     def __init__(
@@ -108,12 +109,12 @@ class World(Group):
 
     @property
     def member(self) -> int:
-        """Index of this process among those with the same rows, from 0."""
+        """Index, from 0, of this process among the processes that compute the same rows."""
         at, parallel = self.parallel.coordinates(self.rank), self.parallel
         return (at.pipeline * parallel.context + at.context) * parallel.tensor + at.tensor
 
     def apart(self) -> "World":
-        """A separate process group of the same processes, for another thread; all must call it."""
+        """Create a second group of the same processes, for another thread; all must call it."""
         if self.size == 1:
             return self
         own = dist.new_group(timeout=PATIENCE, backend="gloo")
@@ -121,7 +122,7 @@ class World(Group):
         return World(self.rank, self.size, self.parallel, process_group=own)
 
     def alike(self, key: Callable[[int], Hashable]) -> Group:
-        """The group of the ranks with the same `key` as this rank.
+        """Create the group of all ranks for which `key` returns the same value as for this rank.
 
         All ranks of the run must call it, in the same order.
         """
@@ -141,7 +142,7 @@ class World(Group):
         return Group(own.index(self.rank), len(own), of_own)
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Consecutive slice of `range(count)` for the replica of a rank.
+        """Return the slice of `range(count)` that the replica of a rank processes.
 
         Args:
             count: number of items.
@@ -151,9 +152,10 @@ class World(Group):
         return share_of(count, self.replicas, replica)
 
     def passes(self, count: int) -> Iterator[tuple[int, bool]]:
-        """Yield the index of each item of this rank, and True if this rank counts it.
+        """Yield the index of each item that this rank processes, and True if it counts.
 
-        Ranks in lockstep run equal numbers of passes, so some repeat an item without counting it.
+        Ranks in lockstep must run equal numbers of passes. A rank with fewer items also runs item
+        0, which does not count.
         """
         share = self.share(count)
         yield from ((number, True) for number in share)
@@ -217,7 +219,10 @@ def join_processes() -> Generator[Group]:
 
 
 def _tells(store: Store) -> bool:
-    """True if this process is the first to fail, or if the store cannot be reached."""
+    """Record a failure; True if this process is the first to fail, so that it reports the error.
+
+    True also if the store cannot be reached.
+    """
     try:
         return store.add(REFUSED, 1) == 1
     except RuntimeError:
@@ -225,7 +230,7 @@ def _tells(store: Store) -> bool:
 
 
 def _is_told(store: Store) -> bool:
-    """True if a process has reported an error; False if the store cannot be reached."""
+    """True if any process has reported an error; False if the store cannot be reached."""
     try:
         return store.check([REFUSED])
     except RuntimeError:

@@ -1,12 +1,15 @@
 """Checks the input of a chat template and replaces typed text by placeholders.
 
-A chat is rendered twice. In both renderings, private-use characters (placeholders) replace some of
-its text. In the first rendering they replace the contents of messages. In all other strings, also
-in keys of mappings, they replace the names of control tokens and the characters that begin or end
-such a name. So the template itself wrote every control token in the result. In the second rendering
-they replace only the names, for templates that inspect strings. The first rendering is used if it
-equals the second after the remaining text is put back. Otherwise the second is used; it is an error
-if the two renderings have different special tokens.
+A chat is rendered twice. Each time, private-use characters (placeholders) replace some of its text:
+
+1. The first rendering has placeholders for the contents of messages. In all other strings, also in
+   keys of mappings, placeholders replace the names of control tokens and the characters that begin
+   or end such a name. So the template itself wrote every control token in the result.
+2. The second rendering has placeholders only for the names of control tokens. So it is right also
+   for templates that inspect the contents of messages.
+
+If both renderings are the same string once the contents are put back, the first is used. Otherwise
+the second is used, and it is an error if the two renderings have different special tokens.
 """
 
 import json
@@ -57,7 +60,7 @@ def checked(chat: Chat) -> Chat:
 
 
 def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the reasoning of each message under all keys that a template may read."""
+    """Copy the reasoning of each message to every key under which a template may look for it."""
     completed: list[dict[str, Any]] = []
     for message in messages:
         texts = [message[name] for name in _REASONING if message.get(name) is not None]
@@ -67,7 +70,7 @@ def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_parts(chat: Chat) -> Chat:
-    """Convert each content that is a string to a list of one part."""
+    """Convert the contents of messages that are strings to lists of one text part."""
     messages = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -117,12 +120,12 @@ def _key(key: Any) -> str:
 
 _CODES = range(0xF0000, 0xFFFFE)
 _PRIVATE = re.compile(f"[{chr(_CODES[0])}-{chr(_CODES[-1])}]")
-"""Matches a character of a plane that Unicode reserves for private use."""
+"""Matches a private-use character that can be a placeholder."""
 
 _ESCAPED = re.compile(r"\\U000f[0-9a-f]{4}|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
-"""Matches such a character as Python's `repr` and ASCII JSON write it."""
+"""Matches a private-use character as it is escaped by Python's `repr` or in ASCII JSON."""
 _QUOTES = "\"'\\"
-"""Characters that a template may escape."""
+"""Quotes and backslash, which a template may escape."""
 
 Change = Callable[[str, bool, bool], str]
 """Changes a string: `(string, is_assistant, is_content) -> new string`."""
@@ -151,19 +154,20 @@ class Placeholders:
         self._stand_in_of: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._contents: dict[str, tuple[str, str]] = {}
-        """The content for each placeholder: as in `without_names`, and as `put_back` writes it."""
+        """For each placeholder of a content: the content as in `without_names`, and as in the
+        result of `put_back`."""
         self.without_names = _changed(chat, self._without_names)
         """The chat with the names of control tokens replaced."""
         self.without_contents = _changed(self.without_names, self._without_content)
         """The chat with the contents of its messages also replaced."""
 
     def missing(self, marked: str) -> list[int]:
-        """Return the indices of messages with content that the template did not render.
+        """Return the indices of messages whose content the template left out.
 
-        The content of an assistant's message that calls tools may be missing.
+        Assistant messages that call tools are not returned: a template may leave out their content.
 
         Args:
-            marked: the rendering of `without_contents`.
+            marked: the template's output for the chat `without_contents`.
         """
         found = {*_PRIVATE.findall(_ESCAPED.sub(self._unescaped, marked))}
         return [
@@ -181,11 +185,12 @@ class Placeholders:
         """Replace the placeholders in the rendered chat and mark control tokens for the encoder.
 
         Args:
-            marked: the rendering of `without_contents`.
-            plain: the rendering of `without_names`.
+            marked: the template's output for the chat `without_contents`.
+            plain: the template's output for the chat `without_names`.
 
         Raises:
-            WorkhorseError: the template split the contents, which produced a special token.
+            WorkhorseError: the template split or joined contents in a way that produced a special
+                token.
         """
         marked, plain = (_ESCAPED.sub(self._unescaped, text) for text in (marked, plain))
         if _PRIVATE.sub(self._content, marked) != plain:
@@ -198,7 +203,10 @@ class Placeholders:
         return names.sub(self._name, text)
 
     def _name(self, match: re.Match[str]) -> str:
-        """Return the placeholder of a name: always the same, so that equal strings stay equal."""
+        """Return the placeholder for a matched name; equal names get the same placeholder.
+
+        So strings that are equal in the chat are still equal for the template.
+        """
         name = match[0]
         if name not in self._stand_in_of:
             self._stand_in_of[name] = self._stand_in()
@@ -206,7 +214,11 @@ class Placeholders:
         return self._stand_in_of[name]
 
     def _without_content(self, text: str, is_assistant: bool, is_content: bool) -> str:
-        """Replace content by a placeholder; keep outer white space, which templates may trim."""
+        """Replace a content by a placeholder, but keep white space at its ends for the template.
+
+        In strings that are not contents, replace only characters that can begin or end a control
+        token.
+        """
         if not is_content:
             return self._without_edges(text, is_assistant)
         core = text.strip()
@@ -218,7 +230,10 @@ class Placeholders:
         return text.replace(core, stand_in, 1)
 
     def _without_edges(self, text: str, is_assistant: bool) -> str:
-        """Replace edge characters: joining strings or changing case then makes no control token."""
+        """Replace the characters that begin or end a control token by placeholders.
+
+        The template can then not produce a control token by joining strings or changing case.
+        """
         if not is_assistant:
             return self._edges.sub(self._name, text)
         return self._name_or_edge.sub(
@@ -234,7 +249,7 @@ class Placeholders:
             ) from None
 
     def _content(self, match: re.Match[str]) -> str:
-        """Return the string of a placeholder as in the rendering of `without_names`."""
+        """Return the string that the chat `without_names` has in place of a placeholder."""
         token = match[0]
         if token in self._contents:
             return self._contents[token][0]
@@ -266,7 +281,7 @@ class Placeholders:
 
 
 def _changed(chat: Chat, change: Change) -> Chat:
-    """Change all strings of a chat except the roles and the names of variables."""
+    """Return a chat with all strings changed, except the roles and the names of variables."""
     messages = [
         {
             change(key, False, False): value
@@ -304,7 +319,10 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _unused_characters(chat: Chat) -> Iterator[str]:
-    """Return private-use characters that are not in the chat; a template cannot split one."""
+    """Return placeholders: private-use characters that are not in the chat.
+
+    A placeholder is one character, so a template cannot split it.
+    """
     everything = (chat.messages, chat.tools, chat.documents, chat.variables)
     text = json.dumps(everything, ensure_ascii=False).replace(r"\\", "\\")  # undo the JSON escape
     used = {*_PRIVATE.findall(text), *map(_character, _ESCAPED.findall(text))}

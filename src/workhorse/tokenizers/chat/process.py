@@ -91,7 +91,10 @@ class TemplateProcess:
             process.wait()
 
     def _answer(self, request: bytes) -> str:
-        """Return a status and text; empty if the process died, timed out or sent invalid data."""
+        """Send a request and return the answer: a status and text.
+
+        The answer is empty if the process died, timed out or sent invalid data.
+        """
         try:
             _, connection = self._running_process()
             connection.send_bytes(request)
@@ -104,7 +107,8 @@ class TemplateProcess:
             raise
 
     def _running_process(self) -> tuple[Popen[bytes], Connection]:
-        if self._running is not None and self._running[0].poll() is None:  # 0 in a fork
+        # In a fork of the process that started it, `poll` returns 0.
+        if self._running is not None and self._running[0].poll() is None:
             return self._running
         self.stop()
         limits = (str(self._seconds), str(self._memory))

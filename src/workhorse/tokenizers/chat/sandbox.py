@@ -1,4 +1,4 @@
-"""Renders chat templates in jinja's sandbox, in a process without other rights.
+"""Renders chat templates in jinja's sandbox, in a process that cannot do anything else.
 
 `process.py` starts a Python process that can import the standard library, jinja2 and this file. It
 reads JSON requests from its standard input, a socket, and answers each one there with a status and
@@ -94,7 +94,10 @@ def _give_up(memory: int) -> None:
 
 
 def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
-    """Return `+` and the chat or the literal strings of the template; or `-` and the error."""
+    """Render a template; return `+` and the text, or `-` and the error message.
+
+    If `variables` is None, return the literal strings in the template instead of its rendering.
+    """
     try:
         template, literals = _compiled(source)
         if variables is None:

@@ -2,7 +2,7 @@
 
 A template is jinja source that comes with a model. Its control tokens must be distinguished from
 the same characters in a message. So the template is rendered with placeholders for the typed text:
-all control tokens in the result are then the template's own. They are replaced by random markers,
+all control tokens in the result then come from the template. They are replaced by random markers,
 the typed text is put back, and the result is encoded as one string.
 """
 
@@ -41,7 +41,7 @@ Messages = Sequence[ChatMessage]
 _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
 """Matches names that look like control tokens: `<think>`, `[TOOL_CALLS]`; not plain words."""
 _IN_A_WORD = re.compile(r"[\w\s.'\"\\-]")
-"""Matches characters that are allowed in roles even if a special token has them at an end."""
+"""Matches characters that are allowed in roles even if a special token begins or ends with them."""
 _PARTS = re.compile(r"""\.text\b|['"]text['"]""")
 """Matches how a template reads the text of a content part."""
 
@@ -177,9 +177,9 @@ class ChatTemplate:
             variables: see `render`.
 
         Raises:
-            WorkhorseError: as in `render`; a message's content is not in the rendered text; or the
-                template splits messages, so that its special tokens cannot be distinguished from
-                theirs.
+            WorkhorseError: the messages are malformed; the template raises an error or exceeds a
+                limit; a message's content is not in the rendered text; or the template splits
+                messages, so that its special tokens cannot be distinguished from typed text.
         """
         if tools is not None and self.with_tools is not None:
             return self.with_tools.encode(
@@ -248,7 +248,10 @@ def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str
 
 
 def _check_roles(chat: Chat, names: Collection[str]) -> None:
-    """Check that templates cannot make control tokens from roles, as by `"<|" + role + "|>"`."""
+    """Raise an error for a role from which a template could make a control token.
+
+    For example, templates write `"<|" + role + "|>"`.
+    """
     ends = {end for name in names for end in (name[0], name[-1]) if not _IN_A_WORD.match(end)}
     parts = [*ends, *(name.lower() for name in names)]
     for message in chat.messages:

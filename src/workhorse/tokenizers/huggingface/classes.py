@@ -5,10 +5,10 @@ special tokens, and use only the vocabulary and merges of the files. For example
 2023 that prepends a space to every segment is read as one that prepends it to the whole input.
 These classes are listed here as data, in the form of `tokenizer.json`.
 
-There is one intended difference. If a tokenizer puts a space before every input, an input that
-begins with a space keeps it here. SentencePiece, GGUF readers and the `tokenizer.json` files
-published with these models also keep it. The classes of transformers 5 treat it as the added space.
-Set `drop_leading_space` in the settings for the behaviour of transformers.
+There is one intended difference from transformers 5. If a tokenizer puts a space before every
+input, and the input itself begins with a space, Workhorse keeps both spaces. SentencePiece, GGUF
+readers and the `tokenizer.json` files published with these models also do. The classes of
+transformers 5 then add no space. Set `drop_leading_space` in the settings for this behaviour.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,9 +35,9 @@ class TokenizerClass:
     parts: Callable[[Mapping[str, Any]], Parts]
     """Makes the normalizer, pre-tokenizer, decoder and model options from the settings."""
     named: Mapping[str, str]
-    """Default special tokens; the settings can name others."""
+    """Default special tokens by name, such as `bos_token`; the settings can replace them."""
     extra: tuple[str, ...] = ()
-    """Special tokens without a name."""
+    """Special tokens without a name such as `bos_token`."""
     model: str = "BPE"
     bos_by_default: bool = False
     """True if sequences begin with bos by default."""
@@ -45,7 +45,8 @@ class TokenizerClass:
     """True to keep the tokens that `tokenizer.json` adds before and after a sequence."""
     begins_with_eos: bool = False
     resets_flags: bool = False
-    """True if named tokens lose the flags in the files that strip spaces around them."""
+    """True if the named special tokens lose the flags `lstrip` and `rstrip` (strip the spaces
+    around the token) that the files give them."""
 
 
 def _byte_level(prefix_space: bool, use_regex: bool = True) -> Parts:
@@ -263,7 +264,7 @@ CLASSES: dict[str, TokenizerClass] = {
         begins_with_eos=True,
     ),
 }
-"""Classes by name. All other classes use `tokenizer.json` unchanged."""
+"""Tokenizer classes by name. All other classes use `tokenizer.json` unchanged."""
 
 _OWN_CLASS: dict[str, str] = {
     "GPT2Tokenizer": "codegen dbrx gpt2 gpt_neo gptj hyperclovax_vision_v2 jais2 opt phi "
@@ -291,7 +292,7 @@ olmo_hybrid opencua openvla paddleocr_vl persimmon phi3 phi3_v phimoe pixtral sm
 step3_vl vipllava voxtral
 """
 _AS_WRITTEN = frozenset(_READ_AS_WRITTEN.split())
-"""Model types with files that are used unchanged, even if they declare a class."""
+"""Model types whose tokenizer files are used unchanged, even if they declare a class."""
 _OVERRULED = frozenset(("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"))
 """Model types that always use their default class, even if their files declare another."""
 
@@ -299,13 +300,16 @@ _OVERRULED = frozenset(("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "
 def tokenizer_class(
     model_type: str | None, declared: str | None, is_byte_level: bool
 ) -> TokenizerClass | None:
-    """Return the class with which transformers 5 reads a folder; None: files are used unchanged.
+    """Return the class with which transformers 5 reads the tokenizer of a folder.
 
     Args:
         model_type: type of the model in the folder.
         declared: `tokenizer_class` in the folder's settings.
-        is_byte_level: True if its `tokenizer.json` is byte-level. Many such files declare a LLaMA
-            class, which is not byte-level.
+        is_byte_level: True if the folder's tokenizer is byte-level. Many such folders declare a
+            LLaMA class, which is not byte-level.
+
+    Returns:
+        The class; None if the files are used unchanged.
     """
     name = None if declared is None else declared.removesuffix("Fast")
     own = _CLASS_OF_TYPE.get(model_type or "")

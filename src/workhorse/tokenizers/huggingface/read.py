@@ -1,8 +1,8 @@
 """Reads the tokenizer of a folder as transformers 5 does: the same ids for the same input.
 
-A vocabulary is in one of three kinds of files: `tokenizer.json`, which is complete; a SentencePiece
+A tokenizer is in one of three kinds of files: `tokenizer.json`, which is complete; a SentencePiece
 `tokenizer.model`; or `vocab.json` with `merges.txt`, as for GPT-2. The settings in the same folder
-are applied to it by the rules of `AutoTokenizer`.
+are applied to it by the rules of `AutoTokenizer` in transformers.
 """
 
 import json
@@ -40,7 +40,7 @@ VOCABULARY, MERGES = "vocab.json", "merges.txt"
 
 Named = Mapping[str, AddedToken | str | None]
 Affixes = tuple[bool | None, bool | None]
-"""True if sequences begin with bos, and True if they end with eos; None: not specified."""
+"""Two values: True if sequences begin with bos, True if they end with eos. None: not specified."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,11 @@ def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
 
 
 def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
-    """Read a `tokenizer.json`: unchanged, or rebuilt as the declared class does."""
+    """Read a `tokenizer.json`, replacing the same parts of it as transformers does.
+
+    Which parts are replaced depends on the tokenizer class that the folder declares, and on the
+    type of its model.
+    """
     written = folder.vocabulary(file)
     text = folder.read[file].decode()
     kind = tokenizer_class(settings.model_type, settings.declared_class, '"ByteLevel"' in text)
@@ -81,14 +85,22 @@ def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading
 
 
 def as_read_beside(definition: str, model_type: str) -> str:
-    """Return a `tokenizer.json` as transformers reads it in a folder with a model of this type."""
+    """Return a `tokenizer.json` as transformers reads it beside a model of this type.
+
+    Args:
+        definition: the content of the `tokenizer.json`.
+        model_type: type of the model in the same folder.
+    """
     kind = tokenizer_class(model_type, "PreTrainedTokenizerFast", '"ByteLevel"' in definition)
     written = parse_json(definition.encode(), DEFINITION, max_values=MAX_VALUES)
     return _read_written(definition, written, kind, Settings({}, {})).definition
 
 
 def read_sentencepiece(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
-    """Read a SentencePiece model as the declared class does, or else as SentencePiece does."""
+    """Read a SentencePiece model as the folder's tokenizer class in transformers reads it.
+
+    If no class applies, it is read as the SentencePiece library does.
+    """
     data = folder.bytes_of(file)
     kind = tokenizer_class(settings.model_type, settings.declared_class, False)
     affixes = _affixes(settings, kind)
@@ -123,7 +135,15 @@ def _read_merges(folder: TokenizerFolder, settings: Settings) -> Reading:
 def _read_written(
     text: str, written: Mapping[str, Any], kind: TokenizerClass | None, settings: Settings
 ) -> Reading:
-    """Read the content of a `tokenizer.json`, rebuilt by a class or unchanged."""
+    """Read the content of a `tokenizer.json`: rebuilt for the class `kind`, or unchanged.
+
+    Args:
+        text: the content.
+        written: the same content, parsed.
+        kind: the tokenizer class; None to use the content unchanged. It is also unchanged if the
+            class is for another type of model.
+        settings: the settings of the folder.
+    """
     if kind is None or written["model"].get("type", kind.model) != kind.model:
         check_growth(written)
         backend = library_tokenizer(text)
@@ -148,7 +168,15 @@ def _built(
     named: Named,
     post_processor: Any = None,
 ) -> tokenizers.Tokenizer:
-    """Build a tokenizer of a class with a vocabulary, without added tokens."""
+    """Build a tokenizer without added tokens.
+
+    Args:
+        kind: the tokenizer class.
+        learned: the vocabulary and, for BPE, the merges.
+        settings: the settings of the folder.
+        named: special tokens by name.
+        post_processor: the `post_processor` of the `tokenizer.json`, if any.
+    """
     parts = kind.parts(settings.fields)
     options = dict(parts["model"])
     if options.get("unk_token") == UNK_PLACE:
@@ -173,7 +201,13 @@ def _add_tokens(
     added: Mapping[int, AddedToken],
     extra: Sequence[AddedToken | str],
 ) -> bool:
-    """Add tokens, new ones at the end of the vocabulary; return True if anything changed."""
+    """Add the added and special tokens of a folder to a tokenizer.
+
+    New tokens get ids at the end of the vocabulary.
+
+    Returns:
+        True if the tokenizer was changed.
+    """
     before = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     tokens = [added[number] for number in sorted(added)]
     known = {*before, *(token.content for token in tokens)}
@@ -196,7 +230,10 @@ def _is_same(token: AddedToken, other: AddedToken | None) -> bool:
 
 
 def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
-    """Return the affixes in the settings, for folders without a `tokenizer.json`."""
+    """Return whether sequences begin with bos and end with eos, according to the settings.
+
+    This applies only to folders without a `tokenizer.json`.
+    """
     add_bos, add_eos = (settings.fields.get(f"add_{role}_token") for role in ("bos", "eos"))
     if add_bos is None and kind is not None and kind.bos_by_default:
         add_bos = True
@@ -206,7 +243,7 @@ def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
 def _finished(
     backend: tokenizers.Tokenizer, named: Named, kind: TokenizerClass | None, affixes: Affixes
 ) -> Reading:
-    """Apply the last steps of a class: flags of special tokens, and affixes of sequences."""
+    """Set the flags of special tokens and the tokens around sequences, as the class `kind` does."""
     bos, eos = ([] if named.get(key) is None else [str(named[key])] for key in NAMED[:2])
     if kind is not None and kind.resets_flags:
         add_tokens(backend, [AddedToken(str(t), special=True) for t in named.values() if t])
@@ -223,7 +260,7 @@ def _reading(definition: str, named: Named) -> Reading:
 
 @contextmanager
 def _blaming(what: object) -> Iterator[None]:
-    """Turn any error caused by a file's contents into one line that names the file."""
+    """Turn an error in a `with` block, caused by a file's content, into one that names the file."""
     try:
         yield
     except WorkhorseError as error:

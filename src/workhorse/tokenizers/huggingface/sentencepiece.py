@@ -4,7 +4,8 @@ The file is one protocol buffer, `ModelProto` of `sentencepiece_model.proto`. Th
 are read directly from the wire format, so neither `sentencepiece` nor `protobuf` must be installed.
 
 There are two differences from the SentencePiece library (1808.06226). An unknown token decodes to
-its name here. If two merges of a BPE make the same piece, the library applies the leftmost one.
+its name here. If two merges of a BPE make the same piece, the SentencePiece library applies the
+leftmost one; here, the one whose left part has the smaller id is applied.
 """
 
 import struct
@@ -31,13 +32,16 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
 
 def convert(data: bytes) -> tuple[str, dict[str, str]]:
-    """Return the content of a `tokenizer.json`, and its bos, eos, pad and unk tokens.
+    """Convert a SentencePiece model to a `tokenizer.json`.
 
     Args:
         data: content of a `.model` file of type BPE or Unigram.
 
+    Returns:
+        The content of the `tokenizer.json`, and the bos, eos, pad and unk tokens by role.
+
     Raises:
-        WorkhorseError: this is not a `.model` file, or it is a word or character model.
+        WorkhorseError: `data` is not a SentencePiece model, or has an unsupported type or option.
     """
     proto = _checked_model(data)
     pieces: list[tuple[str, float, int]] = proto["pieces"]
@@ -102,7 +106,7 @@ def _checked_model(data: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The pieces of a BPE model, without scores, as the classes of transformers use them."""
+    """The pieces of a BPE model, without scores, as transformers' tokenizer classes use them."""
 
     vocab: dict[str, int]
     merges: list[tuple[str, str]]
@@ -111,10 +115,10 @@ class Vocabulary:
 
 
 def bpe_vocabulary(data: bytes) -> Vocabulary | None:
-    """Return the pieces and merges of a BPE model in the order of ids; None for other types.
+    """Return the pieces and merges of a BPE model in the order of ids; None for other models.
 
     Raises:
-        WorkhorseError: this is not a SentencePiece model.
+        WorkhorseError: `data` is not a SentencePiece model.
     """
     proto = _checked_model(data)
     if proto["model_type"] != BPE:
@@ -185,7 +189,10 @@ def _normalizer(proto: dict[str, Any]) -> normalizers.Normalizer:
 
 
 def _pre_tokenizer(pieces: list[tuple[str, float, int]]) -> pre_tokenizers.PreTokenizer | None:
-    """Split before spaces if no piece crosses one: the same result, but much faster."""
+    """Return a pre-tokenizer that splits before spaces, or None if a piece contains an inner space.
+
+    If no piece does, splitting does not change the ids, but makes encoding much faster.
+    """
     if any(SPACE in text[1:] for text, _, kind in pieces if kind == NORMAL):
         return None
     return pre_tokenizers.Split(SPACE, behavior="merged_with_next")

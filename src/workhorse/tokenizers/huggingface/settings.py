@@ -26,7 +26,7 @@ MAX_VALUES = 2_500_000
 
 
 class TokenizerFolder:
-    """A folder that stores the content of each file that it has read.
+    """Reads the files of a folder, and stores the content of each file that was read in `read`.
 
     Args:
         path: the folder.
@@ -52,14 +52,19 @@ class TokenizerFolder:
         return data
 
     def text(self, name: str, limit: int = MAX_BYTES) -> str:
-        """Return the text of a file; raises WorkhorseError also if it is not UTF-8."""
+        """Return the content of a UTF-8 file as a string.
+
+        Raises:
+            WorkhorseError: the file cannot be read, is larger than `limit` bytes, is a link to
+                outside the folder, or is not UTF-8.
+        """
         return decoded(self.bytes_of(name, limit), str(self.path / name))
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a settings file; empty if there is no such file.
 
         Raises:
-            WorkhorseError: as in `bytes_of` and `parse_json`.
+            WorkhorseError: the file cannot be read, is too large, or is not a JSON object.
         """
         if not self.has(name):
             return {}
@@ -69,7 +74,8 @@ class TokenizerFolder:
         """Return the JSON object in a vocabulary file.
 
         Raises:
-            WorkhorseError: as in `mapping`, or the file does not exist.
+            WorkhorseError: the file does not exist, cannot be read, is too large, or is not a JSON
+                object.
         """
         return parse_json(self.bytes_of(name), str(self.path / name), max_values=MAX_VALUES)
 
@@ -84,7 +90,7 @@ TEMPLATES = "additional_chat_templates"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The named special tokens of every transformers tokenizer, in the order of transformers."""
 FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", DROP_LEADING_SPACE, "legacy")
-"""Boolean settings; null is the default of the class."""
+"""Boolean settings; null stands for the default of the tokenizer class."""
 MAX_TEMPLATES = 32
 MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
@@ -101,7 +107,7 @@ class Settings:
     """Special tokens by name (`bos_token`, `image_token`). The value None declares that the token
     does not exist; an absent name declares nothing."""
     extra: tuple[AddedToken | str, ...] = ()
-    """Special tokens without a name."""
+    """Special tokens without a name such as `bos_token`."""
     added: Mapping[int, AddedToken] = field(default_factory=dict)
     """Added tokens (outside the base vocabulary) by id."""
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +131,7 @@ class Settings:
 
 
 def read_settings(folder: TokenizerFolder) -> Settings:
-    """Read the settings of a folder; empty if it has none of the files.
+    """Read the tokenizer settings of a folder; they are empty if it has no files with settings.
 
     Raises:
         WorkhorseError: a file exceeds its limits or has an invalid format.
@@ -201,7 +207,7 @@ def _token(value: Any, **flags: bool) -> AddedToken | str:
 
 
 def added_token(value: Mapping[str, Any]) -> AddedToken:
-    """Make an added token from its description in a file: `content` and flags."""
+    """Make an added token from its description in a file: an object with `content` and flags."""
     return AddedToken(value["content"], **{key: value[key] for key in _FLAGS if key in value})
 
 

@@ -31,8 +31,8 @@ class Balanced(Wrapped):
     """Adds the balance loss to an objective during training.
 
     Args:
-        objective: the objective of a decoder with mixtures of experts; its rows have targets.
-        balancer: the balancer of that decoder.
+        objective: the objective of a decoder with mixtures of experts; its batches have `targets`.
+        balancer: the balancer of the same decoder.
     """
 
     def __init__(self, objective: Objective, balancer: "Balancer") -> None:
@@ -66,10 +66,10 @@ class Balanced(Wrapped):
 
 
 class Balancer:
-    """Balances the mixtures of a decoder. If weight and rate are 0, it only counts their loads.
+    """Balances the load of the experts of a decoder. If weight and rate are 0, it only counts it.
 
     Args:
-        decoder: the decoder; its routers are observed.
+        decoder: the decoder; forward hooks on its routers record the choices of experts.
         whole: the config of the whole model if the decoder is a pipeline stage; None: the decoder
             has all layers.
         weight: the weight of the loss `n_experts · Σ load_e · score_e` of each router and sequence,
@@ -78,13 +78,14 @@ class Balancer:
             scores. A sequence is weighted by its number of predictions.
         rate: the change of each expert's bias per update: up if it got fewer choices of the whole
             batch than the average expert, down if more.
-        team: the ranks with the other parts of split sequences; None if they are not split.
-        tells: False if another rank counts the same routings.
+        team: the ranks that each have a part of the same sequences; None if sequences are not
+            split.
+        reports: False if another rank counts the same choices.
 
     Attributes:
-        loads: number of choices of each expert since the last update, by layer; 0 for layers that
+        loads: how often each expert was chosen since the last update, by layer; 0 for layers that
             this rank does not have.
-        latest: the loads of the last update's batch, in the order of the layers.
+        latest: the loads in the batch of the last update, in the order of the layers.
     """
 
     def __init__(
@@ -127,13 +128,13 @@ class Balancer:
             self.watching = False
 
     def loss(self, targets: Tensor) -> Tensor:
-        """Compute the weighted balance loss of the last forward pass, and add up its loads.
+        """Compute the weighted balance loss of the last forward pass, and add its loads to `loads`.
 
         Args:
-            targets: (rows, seq) token ids, or `IGNORE`.
+            targets: (rows, seq) token ids; `IGNORE` at positions that do not count.
 
         Returns:
-            The sum over the rows' predictions, to add to the sum of their losses.
+            The balance loss summed over all predictions, as the loss of an objective is.
         """
         counted = targets != IGNORE
         total = torch.zeros((), device=targets.device)
@@ -150,7 +151,11 @@ class Balancer:
 
     @torch.no_grad()
     def update(self, finite: bool) -> None:
-        """Move the biases by the loads since the last update, unless that update was skipped."""
+        """Adjust each router's selection bias to the loads since the last call; reset the loads.
+
+        Args:
+            finite: False if the weights were not updated; the biases then do not change either.
+        """
         for layer, router in self.routers.items():
             bias: Tensor | None = getattr(router, "selection_bias", None)
             if finite and bias is not None:
@@ -165,8 +170,8 @@ class Balancer:
         Returns:
             `expert_load_max`: the load of the busiest expert as a multiple of the mean load, from 1
             (equal loads) to n_experts. `expert_load_entropy`: the entropy of the loads as
-            fractions, divided by ln(n_experts), from 1 (equal loads) down to 0. Empty for a model
-            without mixtures.
+            fractions, divided by ln(n_experts), from 1 (equal loads) down to 0. Empty before the
+            first update and for a model without mixtures.
         """
         if not self.latest:
             return {}
@@ -193,7 +198,7 @@ class Balancer:
 
 
 def loads_of(routing: Routing, counted: Tensor) -> Tensor:
-    """Count the choices of each expert, (rows, n_experts).
+    """Count how often each expert was chosen in each row, (rows, n_experts).
 
     Args:
         routing: the routing of all positions, one row after the other.
@@ -212,9 +217,9 @@ def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
 
     Args:
         scores: (rows · seq, n_experts), positive.
-        loads: (rows, n_experts), of whole sequences.
+        loads: (rows, n_experts), the choices of each expert in whole sequences.
         counted: (rows, seq), True for predictions. If sequences are split, `scores` and `counted`
-            are this rank's part, and the result is its share.
+            are this rank's part, and the results of all ranks must be added up.
     """
     rows, n_experts = loads.shape
     parts = (scores / scores.sum(dim=-1, keepdim=True)).view(rows, -1, n_experts)

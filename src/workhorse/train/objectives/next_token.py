@@ -31,7 +31,8 @@ class NextToken(ModelObjective):
     Args:
         decoder: the model to train.
         z_loss: weight of the z-loss, see `next_token_loss`; the z-loss is logged unless this is 0.
-        team: the ranks with the other parts of split sequences; None if they are not split.
+        team: the ranks that each have a part of the same sequences; None if sequences are not
+            split.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
     loss: Tensor
     """The loss to minimise, summed over the rows."""
     count: Tensor
-    """The rows' share of the denominator of the batch's mean loss: predictions, pairs …"""
+    """The number that the rows add to the denominator of the mean loss: predictions, pairs …"""
     figures: dict[str, Tensor]
     """Sums to log, without gradients, divided by the same denominator. `loss` is the loss to report
     and validate; without this key, the loss to minimise is reported."""
@@ -48,7 +48,7 @@ class ObjectiveConfig(Config):
 
     @property
     def rows_together(self) -> int:
-        """Number of rows that must be in the same pass. Sizes of batches are multiples of this."""
+        """Number of rows that must be in the same pass; batch sizes must be multiples of it."""
         return 1
 
     @abstractmethod
@@ -57,15 +57,16 @@ class ObjectiveConfig(Config):
 
         Args:
             decoder: the model to train.
-            team: the ranks with the other parts of split sequences; None if they are not split.
+            team: the ranks that each have a part of the same sequences; None if sequences are not
+                split.
         """
 
 
 class Objective(nn.Module, ABC):
-    """Module that computes the loss to minimise from rows.
+    """Module that computes the loss to minimise from the rows of a batch.
 
-    It holds the decoder. It is the module that FSDP shards, because FSDP's hooks run only on
-    `forward`.
+    It contains the decoder. FSDP shards this module rather than the decoder, because FSDP's hooks
+    run only on `forward`.
     """
 
     decoder: Decoder
@@ -80,7 +81,7 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Any) -> Outcome:
-        """Compute loss, count and figures of a micro-batch on the decoder's device."""
+        """Compute the loss of a micro-batch on the decoder's device; see `Outcome`."""
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the parameters to train, by name; the prefix `decoder.` is removed."""
@@ -91,7 +92,10 @@ class Objective(nn.Module, ABC):
         }
 
     def tallies(self) -> list[Tensor]:
-        """Return integer-valued counts that `after_update` uses; they are summed over ranks."""
+        """Return the tensors of counts that `after_update` uses.
+
+        Before that, the training step adds them up over the ranks, in place.
+        """
         return []
 
     def after_update(self, finite: bool) -> None:
@@ -102,10 +106,10 @@ class Objective(nn.Module, ABC):
         """
 
     def forget(self) -> None:
-        """Discard the counts of passes since the last step, because no update follows."""
+        """Discard what was counted in passes since the last update, if no update follows them."""
 
     def state_of_update(self) -> dict[str, Any]:
-        """Return figures of the last update, to log in addition to the figures of the rows."""
+        """Return values about the last update, to log in addition to `Outcome.figures`."""
         return {}
 
 
@@ -116,7 +120,8 @@ class ModelObjective(Objective):
         decoder: the model to train. A frozen reference model must not be registered as a submodule:
             hold it in a tuple.
         logprobs: computes log-probabilities, or a loss, from hidden states.
-        team: the ranks with the other parts of split sequences; None if they are not split.
+        team: the ranks that each have a part of the same sequences; None if sequences are not
+            split.
     """
 
     def __init__(
@@ -135,7 +140,7 @@ class ModelObjective(Objective):
         return count_of(batch.targets, batch.weights)
 
     def score(self, batch: Batch, **options: Any) -> Any:
-        """Run the decoder and `logprobs` on a batch.
+        """Run the decoder and `logprobs` on a batch, and return the result of `logprobs`.
 
         Args:
             batch: the batch; if sequences are split, only this rank's tokens.
@@ -146,12 +151,12 @@ class ModelObjective(Objective):
         return self.logprobs(self._hidden(batch), batch.targets, head, matrix=matrix, **options)
 
     def over_sequences(self, of_own_tokens: Tensor) -> Tensor:
-        """Add up per-sequence sums over the ranks of split sequences, with a gradient.
+        """Add up a value of each sequence over the ranks that sequences are split among.
 
-        All ranks of the team must make the same calls.
+        The gradient passes through. All ranks of the group must make the same calls.
 
         Args:
-            of_own_tokens: the sums over this rank's tokens of each sequence.
+            of_own_tokens: for each sequence, the sum over this rank's tokens.
         """
         return of_own_tokens if self.team is None else self.team.summed(of_own_tokens)
 
@@ -198,9 +203,10 @@ class Wrapped(Objective):
 
 
 class UncountedObjective(Wrapped):
-    """Wraps an objective whose loss is counted on another rank of the team.
+    """Wraps an objective on a rank whose result must not be added to the total.
 
-    The loss is 0 on this rank, but has the gradient; count and figures are 0.
+    Another rank computes the same result and adds it. On this rank loss, count and figures are 0,
+    but the loss keeps its gradient.
     """
 
     def forward(self, batch: Batch) -> Outcome:
@@ -210,9 +216,11 @@ class UncountedObjective(Wrapped):
 
 
 def counts_here(objective: Objective, teams: "Teams") -> bool:
-    """Return True if this rank counts an objective's result, which several ranks of a team compute.
+    """Return True if this rank adds its result of an objective to the total.
 
-    Predictions are counted on every rank that has some; sequences and groups only on the first.
+    Several ranks may compute the same result; then only one of them adds it. If sequences are split
+    among ranks, each rank adds the result of its own predictions, but a result per sequence or
+    group is added only by the first of these ranks.
     """
     team = teams.sequences
     first = team is None or team.group.is_first
@@ -222,7 +230,7 @@ def counts_here(objective: Objective, teams: "Teams") -> bool:
 class Divided(Wrapped):
     """Wraps an objective so that `forward` gets only this rank's tokens of every row.
 
-    `count` still gets whole rows.
+    `count` is still called with whole rows.
 
     Args:
         objective: the wrapped objective.

@@ -13,14 +13,14 @@ from workhorse.train.recipe.recipe import preset_with
 from workhorse.train.recipe.reference import NAME, all_keys, configs_at, examples, names_at
 
 LISTED = 3
-"""Maximum number of places that an error lists."""
+"""Maximum number of dotted keys that an error lists."""
 
 
 def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
-    """Improve an error about a key: name the key's right place, or show an example.
+    """Improve an error about an unknown or missing key: name the right dotted key, or an example.
 
     Args:
-        error: the error of the configs; returned unchanged if there is nothing to add.
+        error: the error raised by the configs; returned unchanged if there is nothing to add.
         fields: the fields of the recipe.
     """
     if error.missing_key:
@@ -61,19 +61,21 @@ def _with_an_example(error: ConfigError, fields: Any) -> ConfigError:
 
 
 def _section_at(place: str, fields: Any) -> Any:
-    """Return the value at a dotted place of a recipe; None if there is none."""
+    """Return the value of a dotted key of a recipe; None if the recipe does not have the key."""
     for part in place.split(".") if place else ():
         fields = fields.get(part) if isinstance(fields, Mapping) else None
     return fields
 
 
 def places_of(key: str, fields: Any = None) -> list[str]:
-    """Find the dotted keys of a recipe with a name or an abbreviation (`lr`), shortest first.
+    """Find the dotted keys of a recipe that end in a name, or in one with these initials (`lr`).
+
+    Keys with the fewest dots come first.
 
     Args:
-        key: a name without a dot.
-        fields: the fields of the recipe. The keys contain the names that it chooses; if there are
-            none, they contain `NAME`.
+        key: a name or initials, without a dot.
+        fields: the fields of the recipe. Names that the recipe chooses, such as those of its
+            blocks, replace `NAME` in the keys.
     """
     last = {full: full.rpartition(".")[2] for full in all_keys()}
     found = [full for full, name in last.items() if name == key]
@@ -83,7 +85,7 @@ def places_of(key: str, fields: Any = None) -> list[str]:
 
 
 def listed(places: list[str]) -> str:
-    """List a few of the places, in words."""
+    """Join dotted keys to a phrase such as `a, b, c or one of 2 more`."""
     shown = places[:LISTED]
     more = len(places) - len(shown)
     if more:
@@ -103,7 +105,7 @@ def _near(key: str) -> list[str]:
 
 
 def _named(parts: list[str], fields: Any) -> Iterator[str]:
-    """Replace `NAME` in a dotted key by each name that the recipe chooses there."""
+    """Yield a dotted key once for each name that the recipe uses in place of `NAME`."""
     if NAME not in parts:
         yield ".".join(parts)
         return
@@ -165,7 +167,8 @@ def _check_preset(model: Any, settings: list[str]) -> None:
 def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapping[str, Any]:
     """Expand the preset of a recipe into its fields if a setting removes a part of the preset.
 
-    Changes merged into a preset cannot remove parts: another kind in a file replaces the section.
+    Otherwise settings are merged into the preset later. That cannot remove parts, and another
+    `kind` would replace a whole section, including the keys that both kinds have.
     """
     cut = any(
         path.startswith("model.") and (path.endswith(".kind") or value == "null")
@@ -202,7 +205,7 @@ def _kept(place: str, section: dict[str, Any], kind: Any, notify: Notify) -> dic
 
 
 def _own(name: str, *configs: type[Config] | None) -> bool:
-    """Return True if a setting has a different meaning in one of these kinds."""
+    """Return True if a setting is marked as having a different meaning in each of these kinds."""
     fields = [config.model_fields.get(name) for config in configs if config]
     return any(isinstance(mark, OfItsKind) for field in fields if field for mark in field.metadata)
 
@@ -295,8 +298,8 @@ def on_workers(
         data_is_given: True if the recipe's own `parallel.data` must not change.
 
     Raises:
-        ConfigError: no `parallel.data` gives this number, it differs from the given one, or
-            `parallel` is invalid.
+        ConfigError: no `parallel.data` gives this number of processes, the recipe's own value gives
+            another number, or `parallel` is invalid.
     """
     parallel = fields.get("parallel") or {}
     if not isinstance(parallel, dict):

@@ -196,7 +196,7 @@ class TrainConfig(Config):
     of the training time, at least one. None: the whole split. After the last step it is always the
     whole split."""
     samples: Annotated[SamplesConfig | None, OnResume.NO_EFFECT] = None
-    """Completions to generate during training; None: none."""
+    """Completions to generate during training; None: no completions."""
     checkpoint_every: Annotated[Count, OnResume.NO_EFFECT] = 1000
     """Steps between checkpoints. There is also one after the last step."""
     keep: Annotated[Count, OnResume.NO_EFFECT] = 2
@@ -207,7 +207,10 @@ class TrainConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _default_kinds(cls, fields: Any) -> Any:
-        """Add default kinds: `optimizer: {learning_rate: 3e-4}` changes the default optimizer."""
+        """Add the default `kind` to sections without one.
+
+        `optimizer: {learning_rate: 3e-4}` thus sets an option of the default optimizer.
+        """
         if not isinstance(fields, dict):
             return fields
         tagged = ("objective", "optimizer", "schedule")
@@ -288,7 +291,7 @@ class TrainConfig(Config):
 
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings of older runs by their names of today, whose values take precedence."""
+    """Rename settings of older runs to their current names; settings with current names win."""
     fields = dict(fields)
     if "z_loss" in fields and isinstance(objective := fields.get("objective", {}), dict):
         fields["objective"] = {"z_loss": fields.pop("z_loss"), **objective}
@@ -438,13 +441,16 @@ class Recipe(Config):
 
 
 def written_over(fields: dict[str, Any], model: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Fill in a recipe's fields: `model` under its own model settings, `tokenizer` as default."""
+    """Complete a recipe's fields with a model and a tokenizer; its own settings take precedence."""
     changed = merged(model, fields.get("model") or {})
     return {"tokenizer": tokenizer, **fields, "model": changed}
 
 
 def is_written_out(fields: dict[str, Any]) -> bool:
-    """Return True if fields have all that `init` provides, as in a run's own recipe."""
+    """Return True if a recipe's fields contain full model settings and a tokenizer.
+
+    The model in `init` then need not be read. This is so in a run's own recipe.
+    """
     model = fields.get("model") or {}
     needed = DecoderConfig.model_fields.items()
     return not isinstance(model, dict) or (
@@ -454,7 +460,10 @@ def is_written_out(fields: dict[str, Any]) -> bool:
 
 
 def preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a preset's fields with `changes`; `vocab_size` is removed unless changes set it."""
+    """Return the model fields of a preset with `changes` merged in.
+
+    The preset's `vocab_size` is removed, because the tokenizer determines it.
+    """
     try:
         fields = preset(name).to_dict()
     except ConfigError:

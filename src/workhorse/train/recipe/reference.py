@@ -1,8 +1,8 @@
 """Reference of all recipe keys, made from the configs: `workhorse recipe` and docs/recipe.md.
 
-A section describes one place in a recipe, such as `train.schedule`. If `kind` selects one of
-several configs there, their common keys are listed once. The examples are in a file next to this
-one; the tests build each example.
+A section describes one mapping in a recipe, such as `train.schedule`. If `kind` selects one of
+several configs there, their common keys are listed once. The dotted key of such a mapping is called
+a place. The examples are in a file next to this one; the tests build each example.
 """
 
 import inspect
@@ -48,7 +48,7 @@ SYNONYMS = {
     "heads": "n_heads",
     "hidden_size": "d_model",
 }
-"""Names of keys in other programs, with the last names or whole keys in a recipe."""
+"""Names of keys in other programs, with the corresponding names or dotted keys in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Key:
 
     name: str
     type: str
-    """Accepted values, in words; `@PLACE` refers to a section."""
+    """Accepted values, in words; `@train.schedule` refers to the section of that title."""
     default: str | None
     """Default in YAML; None: the key is required."""
     meaning: str
@@ -72,7 +72,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One of the configs that a place accepts."""
+    """One of the configs that a section describes."""
 
     name: str
     """The config's `kind`; empty if there is only one config."""
@@ -87,17 +87,17 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Section:
-    """The configs that one or more places of a recipe accept."""
+    """A section of the recipe reference: the configs that one or more dotted keys accept."""
 
     title: str
-    """The first of the places."""
+    """The first dotted key that accepts these configs."""
     shared: tuple[Key, ...]
     """The keys that every kind has."""
     kinds: tuple[Alternative, ...]
 
     @property
     def other_places(self) -> dict[str, list[str]]:
-        """The kinds that each place except the first accepts."""
+        """The other dotted keys that accept configs of this section, each with the kinds."""
         places: dict[str, list[str]] = {}
         for kind in self.kinds:
             for place in kind.places[1:]:
@@ -109,12 +109,12 @@ class Section:
 
 
 class Group(NamedTuple):
-    """The configs of a section."""
+    """The config classes that one section describes."""
 
     title: str
     configs: tuple[type[Config], ...]
     rule: OnResume
-    """The rule for resuming with changed keys that have no mark of their own."""
+    """The rule for resuming with changed keys, for keys without an `OnResume` mark of their own."""
 
 
 @cache
@@ -146,7 +146,7 @@ def sections_at(key: str) -> list[Section]:
 
 @cache
 def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
-    """Return all configs of a recipe: their groups, and the places of each config."""
+    """Return all config classes of a recipe, grouped by section, and the dotted keys of each."""
     places: dict[type[Config], list[str]] = {}
     groups: list[Group] = []
 
@@ -170,7 +170,7 @@ def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
 
 
 def configs_at(place: str) -> dict[str, type[Config]]:
-    """Return the configs that a dotted place accepts, by kind."""
+    """Return the config classes that a dotted key accepts, by `kind`."""
     return {
         _kind(config): config
         for config, places in recipe_configs()[1].items()
@@ -179,7 +179,7 @@ def configs_at(place: str) -> dict[str, type[Config]]:
 
 
 def names_at(place: str) -> bool:
-    """Return True if a place has a mapping with keys chosen by the recipe, such as blocks."""
+    """Return True if a dotted key has a mapping whose keys the recipe chooses, such as blocks."""
     return bool(configs_at(f"{place}.{NAME}"))
 
 
@@ -240,7 +240,7 @@ def _arms(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _references(found: Iterable[str]) -> Iterator[str]:
-    """Yield references to sections, with the accepted kinds unless the section has no others."""
+    """Yield references to sections, with the accepted kinds unless all kinds are accepted."""
     names = {name.rpartition("/")[2] for name in found}
     for title, configs, _ in recipe_configs()[0]:
         fitting = [f"`{_kind(config)}`" for config in configs if config.__name__ in names]
@@ -286,7 +286,7 @@ def _default(field: FieldInfo) -> str | None:
 
 
 def _standing_at(section: Section, key: str) -> Section | None:
-    """Return the section with only the kinds that this place accepts; None if there are none."""
+    """Return the section with only the kinds that a dotted key accepts; None if there are none."""
     kinds = tuple(
         kind for kind in section.kinds if any(_matches(place, key) for place in kind.places)
     )
@@ -294,7 +294,7 @@ def _standing_at(section: Section, key: str) -> Section | None:
 
 
 def _with_key(section: Section, name: str) -> Section | None:
-    """Return the section with only one key; None if no kind has it."""
+    """Return the section reduced to the key with this name; None if no kind has the key."""
     shared = tuple(key for key in section.shared if key.name == name)
     kinds = tuple(
         replace(kind, keys=keys, examples=())
@@ -305,7 +305,7 @@ def _with_key(section: Section, name: str) -> Section | None:
 
 
 def _matches(place: str, key: str) -> bool:
-    """Return True if a dotted key is at that place; `NAME` matches any name."""
+    """Return True if two dotted keys match; `NAME` in the first stands for any name."""
     parts, words = place.split("."), key.split(".")
     return len(parts) == len(words) and all(
         part in (NAME, word) for part, word in zip(parts, words, strict=True)

@@ -108,7 +108,7 @@ def _line(
 
 
 def _thinned_band(band: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    """Thin both edges of a band; see `thinned`."""
+    """Reduce a band to at most `MAX_POINTS` points, each the mean of a group; see `thinned`."""
     whole = [point for point in band if all(map(math.isfinite, point))]
     lows = thinned([(x, low) for x, low, _ in whole])
     highs = thinned([(x, high) for x, _, high in whole])

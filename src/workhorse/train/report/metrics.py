@@ -22,8 +22,9 @@ Every line has `kind` and `step` (the number of steps done when the line was wri
     previous line
   - for a model with mixtures `expert_load_max` and `expert_load_entropy`: lists with one value per
     mixture, the balance of this step's batch (see `Balancer.figures`)
-- `validation`: `loss`, `bits_per_byte` (may be null) and `unknown_rate` (see `Validation`),
-  `tokens`, `whole` (true for the whole split, false for a subset)
+- `validation`: `loss`, `bits_per_byte` (null if the number of bytes is not known) and
+  `unknown_rate` (see `Validation`), `tokens`, `whole` (true for the whole split, false for a
+  subset)
 - `samples`: `samples`, a list of `prompt` and `text`
 - `checkpoint`: `path`, once the checkpoint is complete
 - `skipped_step`: `loss` and `grad_norm`; at least one is not finite and therefore null
@@ -47,7 +48,7 @@ from workhorse.files.text_formats import open_plain, parse_json
 from workhorse.files.writing import write_atomically, writing
 
 Event = dict[str, Any]
-"""One line of the file."""
+"""One line of `metrics.jsonl`."""
 
 
 class MetricsFile:
@@ -74,7 +75,7 @@ class MetricsFile:
         self._file: IO[str] | None = None
 
     def open(self) -> None:
-        """Drop the later lines and open the file for writing. Before this call it is unchanged."""
+        """Drop lines after the resumed step and open the file for writing."""
         write_atomically(self._path, "".join(self._kept))
         self._file = self._path.open("a", encoding="utf-8", newline="\n")
 
@@ -139,7 +140,7 @@ PACKAGES: dict[TrackerName, tuple[str, str]] = {
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),
 }
-"""The module to import, and the package that it belongs to."""
+"""For each tracker, the module to import and the package that contains it."""
 
 
 def check_tracker(name: TrackerName) -> None:
@@ -177,7 +178,10 @@ def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Pa
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event, named `KIND/NAME`, or `KIND/NAME/INDEX` for a list."""
+    """Return the numbers of a `step` or `validation` event, for experiment trackers.
+
+    Their names are `train/KEY` or `validation/KEY`, followed by `/INDEX` for elements of a list.
+    """
     if event["kind"] not in ("step", "validation"):
         return {}
     kind = "train" if event["kind"] == "step" else "validation"

@@ -22,7 +22,7 @@ LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4
 """Number of sets of samples on the page: the first, the last, and others in between."""
 NOT_SHOWN = ("kind", "step", "name", "time", "peak_flops")
-"""Environment keys that the page shows elsewhere or under another name."""
+"""Keys of a `start` event that the page shows elsewhere or under another name."""
 MINUTE = 60
 
 
@@ -47,7 +47,7 @@ def rendered(package: str, template: str, *, title: str, **contents: Any) -> str
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
-    """Return the data for the template; events removed from the metrics file are missing."""
+    """Return the data of the page's template, from the files in the run directory."""
     events = read_metrics(run.metrics_file)
     of_kind: dict[str, list[Event]] = {}
     for event in events:
@@ -70,12 +70,12 @@ def contents(run: RunDirectory) -> dict[str, Any]:
 
 
 def reflowed(text: str) -> str:
-    """Remove line breaks inside paragraphs; those before list items stay."""
+    """Remove line breaks inside paragraphs; line breaks before list items stay."""
     return re.sub(r"(?<=\S)[ \t]*\n(?=[^\s*-])", " ", text.strip())
 
 
 def environment(start: Event) -> list[tuple[str, str]]:
-    """Return the facts about the run's last session, without empty ones."""
+    """Return labels and values that describe the run's last session; empty values are omitted."""
     facts = {**start, "began": start.get("time"), "peak_flops_per_second": start.get("peak_flops")}
     return [
         (key.replace("_", " "), readable(key, value))
@@ -202,7 +202,10 @@ def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, s
 
 
 def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:
-    """Return number, load of the busiest expert and entropy of each mixture at the last step."""
+    """Return for each mixture its number, the load of the busiest expert and the loads' entropy.
+
+    The values are those of the last logged step.
+    """
     last = next(iter(of_kind.get("step", [])[-1:]), {})
     return [
         (str(number), f"{busiest:.2f} × the mean", f"{entropy:.1%}")
@@ -249,7 +252,7 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
 
 
 def series(name: str, events: list[Event], key: str) -> Series:
-    """Collect a value over the steps; null, which stands for non-finite values, is skipped."""
+    """Collect a value of the events over the steps; null (a non-finite value) is skipped."""
     points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
     return Series(name, points)
 

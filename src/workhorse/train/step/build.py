@@ -41,28 +41,31 @@ def build_step(
     teams: Teams = NO_TEAMS,
     whole: DecoderConfig | None = None,
 ) -> TrainingStep:
-    """The step that trains a float32 decoder, whose weights it may round to bfloat16.
+    """Build the step that trains a decoder with float32 weights.
 
-    On a CPU, build and run it within `keep_freed_memory`; otherwise it is slower.
+    If training is in bfloat16, the decoder's weights are rounded to it, in place. On a CPU, build
+    and run the step within `keep_freed_memory`; otherwise it is slower.
 
     Args:
-        decoder: on the device, with the initial weights; or, if they are to be divided, on the meta
-            device: their parts are allocated, and `MasterWeights.places` takes the values.
-        config: how it is trained, with what `fit_micro_batch` made of `micro_batch_size: auto`.
-        device: where it is trained.
-        parallel: how the gradients of the batch's parts are added up.
-        world: the processes that have these parts: those of `parallel`, or one that has all.
-        teams: of this process, where sequences or layers are divided.
-        whole: the config of the model of which the decoder is this process's part; None: it has
-            all.
+        decoder: the decoder on `device`, with its initial weights. If ranks hold only parts of the
+            weights, it must be on the device `meta`: this function then allocates this rank's
+            parts, and the caller writes values through `MasterWeights.places`.
+        config: the training settings; `fit_micro_batch` must have replaced `micro_batch_size:
+            auto`.
+        device: the device to train on.
+        parallel: the parallelism settings; they determine how gradients are summed.
+        world: the processes that compute each step: those of `parallel`, or one process that
+            computes the parts of all.
+        teams: this rank's groups of ranks that divide sequences, layers or stages.
+        whole: the config of the whole model if `decoder` is only a part of it; otherwise None.
 
     Returns:
-        The step. Its objective's decoder is a body of the one given, with the same parameters
-        unless these are divided.
+        The step. It trains a copy of `decoder` in which modules are replaced. The copy has the same
+        parameters, unless weights are divided among ranks.
 
     Raises:
-        WorkhorseError: nothing is to be trained, or there are no native operators and
-            `execution=native` asks for them.
+        WorkhorseError: no parameter requires a gradient, or `execution=native` is set but there are
+            no native operators.
     """
     if not any(parameter.requires_grad for parameter in decoder.parameters()):
         raise WorkhorseError("no weight takes a gradient; give requires_grad to those to train")
@@ -70,33 +73,33 @@ def build_step(
     operators = training_operators(device, dtype, config.execution)
     compiled = config.execution == "compiled"
     whole = whole or decoder.config
-    # A body fixes types and thresholds when it is built, so weights are rounded before.
+    # The copy fixes dtypes and thresholds when it is built, so weights are rounded before.
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
-    # All that follows replaces modules of a copy; the decoder that was given stays the reference.
+    # Modules are replaced only in this copy; `decoder` keeps the reference implementation.
     body = body_of(decoder)
-    # The objective listens to routers, which must be those that run.
+    # The objective registers hooks on routers, so it is built from the copy, which is executed.
     objective = _objective(body, config, teams, whole).train()
-    # Native modules know exact classes, so they come before what makes others of them.
+    # Modules are replaced by native ones by their exact class, so before classes are changed.
     if config.execution != "reference":
         if device.type == "cpu" and dtype == torch.bfloat16:
             replace_embeddings(body, operators.training)
         if device.type == "cpu" and dtype != torch.float16:
             train_natively(objective, operators, precision=config.matmul_precision)
-    # The parts of a divided model exchange what native modules compute.
+    # Ranks that divide a model exchange the results of native modules, so this comes after them.
     between = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     part = _take_part(objective, body, config, teams, whole, dtype=between)
-    # Products in float8 take the place of linear layers, whoever else has parts of them.
+    # Float8 GEMMs replace linear layers, also those that are divided among ranks.
     if config.fp8:
         multiply_in_float8(body)
-    # A layer that computes its activations again must contain all of the above.
+    # The recomputation of a layer's activations must include all of the above.
     if config.activation_checkpointing:
         checkpoint_activations(body)
-    # Sharding hooks the layers as they will be called, and replaces parameters.
+    # Sharding adds hooks to the layers, so these must be final, and replaces parameters.
     own = config.micro_batches(parallel)
     reduction = _divide(
         objective, body, parallel, world, whole, device=device, part=part, micro_batches=own
     )
-    # The optimizer takes what is left of each parameter in this process.
+    # The optimizer gets this rank's shard of each parameter.
     optimizer = build_optimizer(
         body,
         config.optimizer,
@@ -126,11 +129,11 @@ def build_step(
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
         device_decides=device.type == "cuda",
     )
-    # A compiled layer stays bound to the modules that it has now.
+    # A compiled layer keeps the modules that it has now, so compilation comes last.
     if compiled:
         compile_layers(body)
         compile_logprobs(objective)
-    body.config = whole  # to all who call it, it is the whole
+    body.config = whole  # callers use it like the whole model
     return step
 
 
@@ -143,15 +146,18 @@ def _take_part(
     *,
     dtype: torch.dtype,
 ) -> ModelPart | None:
-    """Let the part of a model that this process has compute together with the others.
+    """Add collectives to this rank's part of a model, for tensor and pipeline parallelism.
 
     Args:
-        objective: holds the part.
-        decoder: is the part.
-        config: how it is trained.
-        teams: have the other parts.
-        whole: the config of all of it.
-        dtype: of the residual stream.
+        objective: the objective, which contains the decoder; its modules are changed in place.
+        decoder: this rank's part of the model.
+        config: the training settings.
+        teams: the groups of ranks with the other parts.
+        whole: the config of the whole model.
+        dtype: the dtype of the residual stream.
+
+    Returns:
+        A description of the part; None if the model is not divided.
     """
     if teams.layers is None and teams.stages is None:
         return None
@@ -176,7 +182,11 @@ def _divide(
     part: ModelPart | None,
     micro_batches: MicroBatches,
 ) -> Callable[[MasterWeights, int], Reduction]:
-    """Divide weights among the processes; returns what makes the sum of their gradients."""
+    """Divide weights among the ranks, in place.
+
+    Returns:
+        A function of master weights and a seed that creates the reduction of gradients.
+    """
     if not world.lockstep:
         return partial(Reduction, world, parallel)
     from workhorse.parallel.division.layers import ExpertParallelGroup  # takes a second
@@ -228,7 +238,7 @@ def _objective(
 
 
 def measured_peak(config: TrainConfig, device: torch.device) -> float:
-    """Floating-point operations per second of the gemms that training uses."""
+    """Measure the floating-point operations per second of the GEMMs that training uses."""
     dtype = training_dtype(config.dtype, device)
     operators = training_operators(device, dtype, config.execution)
     multiply = Gemm(operators, config.matmul_precision)
@@ -239,10 +249,10 @@ def measured_peak(config: TrainConfig, device: torch.device) -> float:
 def training_operators(
     device: torch.device, dtype: torch.dtype, execution: Execution = "auto"
 ) -> Operators:
-    """The native operators that training in a dtype can use on a device; waits for the compiler.
+    """Return the native operators for training in a dtype on a device; waits for their compilation.
 
     Raises:
-        WorkhorseError: `native` asks for them, and there are none.
+        WorkhorseError: `execution` is `native`, but there are no native operators.
     """
     if execution == "reference":
         return Operators()

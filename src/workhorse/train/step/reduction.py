@@ -1,4 +1,4 @@
-"""The gradient of a batch that is split among ranks, or into logical shards of fixed shape."""
+"""The gradient of a batch that is split among ranks, or into a fixed number of logical shards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,8 +26,8 @@ Holders = Mapping[Group, Sequence[str]]
 class Reduction:
     """Adds up the gradients of the parts of a batch. Each rank computes its share of the parts.
 
-    With `exact`, parts and order of summation are the same on any number of processes, and dropout
-    depends only on the part. With `fast`, every rank has one part.
+    With `reduction: exact`, parts and order of summation are the same on any number of processes,
+    and dropout depends only on the part. With `reduction: fast`, every rank has one part.
 
     Args:
         world: the processes of the run.
@@ -78,7 +78,7 @@ class Reduction:
         return dict(zip(figures, sums.unbind(), strict=True))
 
     def _add_fast(self, gradients: list[Tensor], sums: Tensor) -> None:
-        """Add up the gradients in the group of their holders, and the sums among all ranks."""
+        """Add up each gradient over its parameter's process group, and the sums over all ranks."""
         named = dict(zip(self.masters.parameters, gradients, strict=True))
         shared = {group: [named[name] for name in names] for group, names in self.holders.items()}
         shared.setdefault(self.world, []).append(sums)
@@ -90,7 +90,7 @@ class Reduction:
 
         Args:
             step: the number of the step.
-            part: the number of the part.
+            part: the index of the part.
             rows: the number of rows in the batch.
             pass_rows: computes the gradient of a range of rows.
 
@@ -98,7 +98,7 @@ class Reduction:
             Sums to log, by name.
         """
         alone = self.world.replicas == self.world.size
-        # Ranks with the same rows need different dropout, so the seed includes their number.
+        # Ranks with the same rows need different dropout, so the seed includes the rank's index.
         who = [] if alone else [self.world.member]
         torch.manual_seed(derive(self.seed, "part", step, part, *who) % 2**63)
         own = share_of(rows, self.parts, part)
@@ -108,12 +108,12 @@ class Reduction:
 class ShardedReduction(Reduction):
     """Reduction for FSDP, where each rank keeps its shard of every gradient.
 
-    In every round each rank computes one part. With `reshard: step` a rank has consecutive parts,
-    so it can add them up locally.
+    The parts of a batch are assigned to the ranks in turn. With `reshard: step` a rank has
+    consecutive parts instead, so it can add them up locally.
 
     Args:
-        exact_sums: adds up the gradients; None: FSDP does.
-        reshard: frees the weights that passes have gathered.
+        exact_sums: adds up the gradients; None if FSDP adds them up.
+        reshard: function that frees the weights that passes have gathered.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Halve after an overflow, double after many steps without one."""
+        """Halve the scale after an overflow; double it after `GROWTH_STEPS` steps without one."""
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -98,14 +98,14 @@ class LossScale:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The figures of a step."""
+    """The loss, gradient norm and other results of a step."""
 
     loss: float
     """The reported mean loss of the objective: for next tokens the cross-entropy in nats."""
     grad_norm: float
     """Norm of the whole gradient, before clipping."""
     tokens: float
-    """The denominator of the mean: for next tokens the number of predictions."""
+    """The denominator of the mean loss: for next tokens the number of predictions."""
     terms: dict[str, float] = field(default_factory=dict)
     """The objective's other figures, also means: `z_loss` and `balance_loss` if their weight is not
     0."""
@@ -117,11 +117,13 @@ class StepResult:
 
 
 class TrainingStep:
-    """Training step in two halves, so that the next batch can be read while a device works.
+    """Training step in two halves, so that the next batch can be read while the device computes.
+
+    The halves are `backward` and `update`.
 
     Args:
-        objective: the objective; it holds the decoder and returns the loss to minimise.
-        optimizer: the optimizer of its parameters.
+        objective: the objective; it contains the decoder and returns the loss to minimise.
+        optimizer: the optimizer of the objective's parameters.
         device: the device of the model.
         precision: creates the contexts that passes run in.
         scale: the loss scale.
@@ -165,15 +167,16 @@ class TrainingStep:
     def backward(self, batch: Batch, step: int = 0) -> tuple[Tensor, float]:
         """Compute the gradient of the batch's mean loss and store it on the parameters.
 
-        The sum over micro-batches is divided by the count of the whole batch, so the gradient does
-        not depend on the assignment of rows to micro-batches.
+        The sum over micro-batches is divided by the denominator of the whole batch
+        (`Objective.count`), so the gradient does not depend on how rows are assigned to
+        micro-batches.
 
         Args:
             batch: the batch of all ranks together.
             step: the number of the step; it determines dropout if the batch is split.
 
         Returns:
-            The reported mean loss, still on the device, and the count.
+            The reported mean loss, still on the device, and its denominator.
         """
         counted = self.objective.count(batch).item()
         passes = partial(self._passes, batch, counted)
@@ -188,7 +191,7 @@ class TrainingStep:
     def _passes(self, batch: Batch, counted: float, begin: int, end: int) -> dict[str, Tensor]:
         """Accumulate the gradient of rows `begin` to `end` of the batch.
 
-        Losses are divided by the batch's count.
+        Losses are divided by the denominator of the whole batch, `counted`.
 
         Returns:
             Sums to log, by name.
@@ -220,7 +223,7 @@ class TrainingStep:
 
         Args:
             loss: the loss returned by `backward`.
-            counted: the count returned by `backward`.
+            counted: the denominator returned by `backward`.
             schedule: the factor on the learning rates.
         """
         if self.reduction is not None:

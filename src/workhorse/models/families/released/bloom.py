@@ -16,7 +16,7 @@ bloom = Release(
 
 
 def size(name: str, parameters: int, width: int, depth: int, heads: int, *, printed: str) -> Preset:
-    """One size of BLOOM. The feed-forward is four times as wide as the model."""
+    """Make the preset of one size of BLOOM; its feed-forward has width 4 · `width`."""
     return bloom(name, parameters, printed=printed, hidden_size=width, n_layer=depth, n_head=heads)
 
 

@@ -6,7 +6,7 @@ from workhorse.models.families.released.release import Release
 
 
 def stretched(mscale: float) -> dict[str, Any]:
-    """YaRN scaling of a model trained on sequences of 4,096 tokens."""
+    """Return the YaRN scaling of a model first trained on sequences of 4,096 tokens."""
     return {
         "rope_type": "yarn",
         "factor": 40.0,

@@ -6,7 +6,7 @@ from workhorse.models.families.released.release import Release
 
 
 def stretched(factor: float) -> dict[str, Any]:
-    """RoPE scaling of Llama 3.1."""
+    """Return the RoPE scaling of Llama 3.1 as in `config.json`."""
     return {
         "rope_type": "llama3",
         "factor": factor,

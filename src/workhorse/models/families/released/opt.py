@@ -16,7 +16,7 @@ opt = Release(
 
 
 def size(name: str, parameters: int, width: int, depth: int, heads: int, *, printed: str) -> Preset:
-    """One size of OPT. The feed-forward is four times as wide as the model."""
+    """Make the preset of one size of OPT; its feed-forward has width 4 · `width`."""
     return opt(
         name,
         parameters,

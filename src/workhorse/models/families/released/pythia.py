@@ -38,7 +38,7 @@ def size(
     printed: str = "",
     notes: tuple[str, ...] = (),
 ) -> Preset:
-    """One size of Pythia. The feed-forward is four times as wide as the model."""
+    """Make the preset of one size of Pythia; its feed-forward has width 4 · `width`."""
     return pythia(
         name,
         parameters,

@@ -13,7 +13,7 @@ class Release:
 
     Args:
         model_type: model type in transformers; its reader makes the config.
-        source: publication of the fields.
+        source: where the fields were published.
         shared: fields of `config.json` that all sizes have. Fields that transformers ignores, and
             fields about the tokenizer or training, are omitted.
     """
@@ -39,7 +39,7 @@ class Release:
             parameters: see `Preset`.
             printed: see `Preset`.
             notes: see `Preset`.
-            part: True if the model is only a part of the published model.
+            part: True if the preset is only a part of the published model.
             fields: further fields of its `config.json`; they override the shared fields.
         """
         released = {**self.shared, **fields}

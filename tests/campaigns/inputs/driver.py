@@ -42,16 +42,16 @@ def warm_up(place: Path) -> None:
         command.get_command(click.Context(command), verb)
     for name in (
         "compare",
-        "convert",
+        "model.convert",
         "data",
         "evaluate",
         "evaluate.harness_model",
         "generate",
-        "load_model",
+        "model.load",
         "models.describe",
         "tokenizers",
         "train",
-        "train.samples",
+        "train.validation",
     ):
         importlib.import_module(f"workhorse.{name}")
     for name in (

@@ -44,7 +44,7 @@ MODEL = {
 }
 
 
-def with_execution(call: Callable[[], object]) -> Lines:
+def executed(call: Callable[[], object]) -> Lines:
     """The functions of the package that a call executes, in any thread, and their lines."""
     seen: set[CodeType] = set()
 
@@ -105,7 +105,7 @@ def batch(execution: Execution) -> Lines:
             step.update(*step.backward(batches[number], number), schedule=1.0)
 
         take(0)
-        return with_execution(lambda: take(1))
+        return executed(lambda: take(1))
 
 
 def request(execution: Execution) -> Lines:
@@ -113,7 +113,7 @@ def request(execution: Execution) -> Lines:
     model = workhorse.load("gpt2", execution=execution, notify=lambda _: None)
     config = GenerationConfig(max_new_tokens=4, temperature=0)
     model.generate("some words", config)
-    return with_execution(lambda: model.generate("other words", config))
+    return executed(lambda: model.generate("other words", config))
 
 
 def total(lines: Lines, within: str = "") -> int:

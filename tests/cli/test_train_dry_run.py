@@ -64,8 +64,8 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     where = f"at its peak, in the {peak['phase']} pass, at {peak['part']}, 2 rows at once"
     assert where in account.splitlines()[1]
     assert main(["train", recipe, "--dry-run", "--show-recipe"]) == 0
-    to_equivalent, shown = capsys.readouterr().out.split("\n\n")
-    assert "grad_clip: 1.0" in to_equivalent
+    settings, shown = capsys.readouterr().out.split("\n\n")
+    assert "grad_clip: 1.0" in settings
     assert shown.splitlines()[:2] == [f"# {line}" for line in account.splitlines()[:2]]
 
 

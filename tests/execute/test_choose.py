@@ -44,8 +44,8 @@ def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.Monkey
     view = paged(body.decoder, 2, 8)
     prompt, token = random_tokens(config, 2, 8).split([7, 1], dim=1)
     body.decoder.next_logits(prompt, cache=view)
-    with_execution: set[object] = set()
-    sys.setprofile(lambda frame, *_: with_execution.add(frame.f_code))
+    executed: set[object] = set()
+    sys.setprofile(lambda frame, *_: executed.add(frame.f_code))
     try:
         body.decoder.next_logits(token, cache=view)
     finally:
@@ -62,7 +62,7 @@ def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.Monkey
     named = set((plain or "").split(", ")) - {""}
     leaves = [module for module in body.decoder.modules() if not list(module.children())]
     assert named <= {type(module).__name__ for module in leaves}
-    ran = {type(one) for one in leaves if type(one).forward.__code__ in with_execution}
+    ran = {type(one) for one in leaves if type(one).forward.__code__ in executed}
     by_pytorch = {kind for kind in ran if kind.__module__.startswith(("workhorse.nn", "torch"))}
     assert {kind.__name__ for kind in by_pytorch - {*NOT_COUNTED}} <= named
 

@@ -69,7 +69,7 @@ def check_different(recipes: Mapping[str, Recipe]) -> None:
     """
     seen: dict[str, str] = {}
     for name, recipe in recipes.items():
-        same = recipe.to_equivalent().replace(description="")
+        same = recipe.expanded().replace(description="")
         fields = repr(same.replace(data=same.data.replace(cache_dir=None)).to_dict())
         if (other := seen.setdefault(fields, name)) != name:
             raise ConfigError(

@@ -90,7 +90,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         config = with_steps(config, steps_within(config, after_timing(config.minutes), seconds))
     steps = config.length
     return {
-        "recipe": recipe.to_equivalent().to_dict(),
+        "recipe": recipe.expanded().to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
         "parameters": {"total": sum(roles.values()), "active": active, **roles},

@@ -27,7 +27,8 @@ import click
 
 from tests.campaigns.inputs.attempt import Attempt
 from tests.campaigns.inputs.workplace import state
-from workhorse.cli.main import VERBS, command, run
+from workhorse.cli import main as cli
+from workhorse.cli.output import settle_streams
 
 SECONDS = 60.0
 """Time after which an attempt counts as hanging; generous, for a busy machine."""
@@ -38,8 +39,8 @@ SHOWN = 200_000
 
 def warm_up(place: Path) -> None:
     """Import everything that verbs import, but start no threads: a fork would not have them."""
-    for verb in VERBS:
-        command.get_command(click.Context(command), verb)
+    for verb in cli.VERBS:
+        cli.command.get_command(click.Context(cli.command), verb)
     for name in (
         "compare",
         "model.convert",
@@ -65,7 +66,7 @@ def warm_up(place: Path) -> None:
     presets()
 
 
-def as_subclass(attempt: Attempt, place: Path, streams: tuple[int, int, int]) -> None:
+def execute(attempt: Attempt, place: Path, streams: tuple[int, int, int]) -> None:
     """Run the command in the fork; never returns."""
     code = 70  # a code that no command returns
     try:
@@ -81,7 +82,8 @@ def as_subclass(attempt: Attempt, place: Path, streams: tuple[int, int, int]) ->
         os.chdir(place)
         warnings.resetwarnings()
         sys.argv = ["workhorse", *attempt.arguments]
-        run()
+        settle_streams()
+        sys.exit(cli.main(attempt.arguments))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
@@ -112,7 +114,7 @@ def examine(attempt: Attempt, place: Path) -> dict[str, Any]:
         started = time.perf_counter()
         child = os.fork()
         if child == 0:
-            as_subclass(attempt, place, (given.fileno(), out.fileno(), err.fileno()))
+            execute(attempt, place, (given.fileno(), out.fileno(), err.fileno()))
         watch = os.pidfd_open(child)
         hangs = not select.select([watch], [], [], SECONDS)[0]
         if hangs:

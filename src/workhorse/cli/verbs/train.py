@@ -300,7 +300,7 @@ def _dry_run(
         found = dry_run(settings, out, resume=resume, notify=notify)
     lines = _figures(found)
     if show_recipe:  # the figures as comments, so that the whole is a recipe
-        lines = [settings.to_equivalent().to_yaml(), *(f"# {line}" for line in lines)]
+        lines = [settings.expanded().to_yaml(), *(f"# {line}" for line in lines)]
     print_result(found, as_json, text="\n".join(lines))
 
 

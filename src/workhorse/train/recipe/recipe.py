@@ -428,7 +428,7 @@ class Recipe(Config):
         check_divisible(config, self.train.kernel, self.parallel)
         return config
 
-    def to_equivalent(self) -> Self:
+    def expanded(self) -> Self:
         """Return the recipe with all settings of its model, including settings from a preset.
 
         A missing `vocab_size` is not added, because the tokenizer determines it.

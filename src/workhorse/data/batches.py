@@ -51,6 +51,12 @@ class Batch:
     group: Tensor | None = None
     """Index of each row's group, `(batch,)`. A group is, for example, a pair of answers or all
     answers to a prompt; its rows are adjacent. None: each row is its own group."""
+    values: Tensor | None = None
+    """A number for each row that the objective uses, `(batch,)` float32: for example 1 for a
+    desirable and 0 for an undesirable answer."""
+    reference: Tensor | None = None
+    """The reference model's summed log-probability of each row's targets, `(batch,)` float32, each
+    multiplied by its weight."""
 
     def __len__(self) -> int:
         """Number of rows."""

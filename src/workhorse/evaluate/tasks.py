@@ -35,6 +35,8 @@ NAMED = re.compile(r"^\s*(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE
 PATTERN = frozenset("*?[")
 LISTED = 3
 """Maximum number of similar names that an error suggests."""
+MOST = 2**31
+"""A number of documents that no task has."""
 
 
 def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
@@ -194,7 +196,8 @@ class Tasks:
             found: Any = evaluate(
                 model,
                 cast(Any, self.loaded),
-                limit=cast(Any, limit),  # annotated as int, but fractions are supported
+                # Annotated as int, but fractions are supported. Above MOST, `islice` fails.
+                limit=cast(Any, None if limit is None else min(limit, MOST)),
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
                 log_samples=samples,

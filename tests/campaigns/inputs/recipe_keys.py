@@ -148,8 +148,8 @@ OVERRIDES = (
 )
 
 
-ENDLESS = ("train.steps=99999999999",)
-"""Valid settings that take forever."""
+ENDLESS = ("train.steps=99999999999", "train.minutes=3.5")
+"""Valid settings that take minutes or forever."""
 OF_EACH = 3
 """Number of values that each key gets."""
 

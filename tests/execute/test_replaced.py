@@ -55,6 +55,13 @@ class Fewer(nn.Module):
         return z
 
 
+class Data(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = x + y
+        z.data[..., :8] = 0
+        return z
+
+
 class Alpha(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.add(x, y, alpha=0.5)
@@ -116,6 +123,7 @@ CHANGES: dict[str, Callable[[Decoder], None]] = {
     "attention_sum": in_each_layer("attention_sum", lambda _: Half()),
     "feed_forward_sum": in_each_layer("feed_forward_sum", lambda _: Half()),
     "assignment": in_each_layer("attention_sum", lambda _: Fewer()),
+    "data": in_each_layer("attention_sum", lambda _: Data()),
     "alpha": in_each_layer("attention_sum", lambda _: Alpha()),
     "out": in_each_layer("attention_sum", lambda _: Out()),
     "branch": in_each_layer("attention_branch", lambda _: Scaled()),

@@ -127,7 +127,8 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", repr(func))
-        if self._inside or name in QUESTIONS:
+        # A property such as `data` is a view, through which the tensor can be changed.
+        if self._inside or (name in QUESTIONS and not isinstance(found, Tensor)):
             return found
         values = (*args, *(kwargs or {}).values())
         given = [value for value in values if isinstance(value, Tensor)]

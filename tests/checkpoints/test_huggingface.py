@@ -414,7 +414,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     saved(tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors | {name: tensors[name].to(torch.int32)})
     with pytest.raises(
-        WorkhorseError, match=rf"'{name}' holds int32, which is not a dtype of weights"
+        WorkhorseError, match=rf"'{name}' holds int32, but weights need a float dtype"
     ):
         HuggingFaceDirectory(tmp_path).load_decoder()
 

@@ -270,7 +270,7 @@ def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
 def test_without_a_tokenizer_the_refusal_is_all_that_is_said(run_folder, capsys, tmp_path):
     save(load(run_folder, execution="reference").decoder, tmp_path / "bare")
     assert main(["generate", str(tmp_path / "bare"), "--prompt", "a"]) == 2
-    line = f"workhorse: {tmp_path}/bare has no tokenizer; put its files next to the weights\n"
+    line = f"workhorse: {tmp_path}/bare has no tokenizer; put tokenizer files beside the weights\n"
     assert capsys.readouterr().err == line
 
 

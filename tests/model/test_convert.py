@@ -95,7 +95,7 @@ def test_the_type_of_the_weights(to: str, run_folder: Path, tmp_path: Path) -> N
     convert(workhorse.load(run_folder), tmp_path / "from a model", to, dtype="bfloat16")
     for name in ("half", "from a model"):
         assert workhorse.load(tmp_path / name).decoder.final_norm.weight.dtype == torch.bfloat16
-    with pytest.raises(WorkhorseError, match="dtype=q8_0 is for --to gguf, not hf"):
+    with pytest.raises(WorkhorseError, match="dtype=q8_0 needs --to gguf, not hf"):
         convert(run_folder, tmp_path / "other", "hf", dtype="q8_0")
 
 
@@ -133,7 +133,7 @@ def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["convert", str(run_folder), f"{target}/config.json", "--to", "hf"]) == 2
     assert "config.json is a file; choose another name for the folder" in capsys.readouterr().err
     assert main(["convert", str(run_folder), str(tmp_path / "q.gguf"), "--to", "hf"]) == 2
-    assert "q.gguf names a GGUF file, and --to hf writes a folder" in capsys.readouterr().err
+    assert "q.gguf ends in .gguf, but --to hf writes a folder" in capsys.readouterr().err
     assert not (tmp_path / "q.gguf").exists()
     assert main(["convert", str(run_folder), str(tmp_path / "other")]) == 2
     assert "give --to hf, workhorse or gguf" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_a_replaced_module_is_not_saved(run_folder: Path, tmp_path: Path, name: 
         (path, module) for path, module in decoder.named_modules() if path.endswith(f".{name}")
     )
     decoder.set_submodule(place, torch.nn.Sequential(module))
-    with pytest.raises(WorkhorseError, match=rf"{place} is Sequential and the config builds"):
+    with pytest.raises(WorkhorseError, match=rf"{place} is Sequential, but the config builds"):
         workhorse.save(decoder, tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
 
@@ -186,10 +186,12 @@ def test_saving_loses_nothing(
     with pytest.raises(WorkhorseError, match="mine exists and is not empty; choose another folder"):
         workhorse.save(model.decoder, folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    with pytest.raises(WorkhorseError, match=r"takes a Decoder, not a ModuleList"):
+    with pytest.raises(WorkhorseError, match=r"needs a Decoder or a Model, not a ModuleList"):
         workhorse.save(model.decoder.layers, tmp_path / "other")  # pyright: ignore[reportArgumentType]
     small = model.config.replace(vocab_size=200).build()
-    with pytest.raises(WorkhorseError, match="has 260 tokens and the decoder has logits for 200"):
+    with pytest.raises(
+        WorkhorseError, match="has 260 tokens, but the decoder has logits for only 200"
+    ):
         workhorse.save(small, tmp_path / "other", tokenizer=model.tokenizer)
     word: Any = "x"
     with pytest.raises(WorkhorseError, match="'x' is not a Tokenizer"):

@@ -297,7 +297,7 @@ def test_what_is_no_prompt(model) -> None:
     ):
         loaded.generate(["one", "two"])
     with pytest.raises(
-        WorkhorseError, match=r"^'one' is one prompt; give a list, or use generate$"
+        WorkhorseError, match=r"^prompts='one' is one string; give a list of prompts$"
     ):
         loaded.generate_batch("one")
     with pytest.raises(

@@ -90,7 +90,7 @@ def test_too_few_runs():
 @pytest.mark.parametrize("form", ["hoffmann", "kaplan", "compute"])
 def test_runs_of_one_size_show_no_law(form: str):
     same = [Point(1e6, 2e7, 3 + seed / 100) for seed in range(8)]
-    with pytest.raises(WorkhorseError, match=r"least . different (parameters|flops) are needed, 1"):
+    with pytest.raises(WorkhorseError, match=r"least . different numbers of (parameters|flops)"):
         fit_law(FORMS[form], same)
 
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
         with_init({**recipe(tmp_path, steps=1).to_dict(), "init": str(runs[0]), "model": {}})
     )
     train(again, tmp_path / "again")
-    with pytest.raises(WorkhorseError, match=r"again began from the weights of .*steps-2"):
+    with pytest.raises(WorkhorseError, match=r"again began from the trained weights of .*steps-2"):
         read_points([tmp_path / "again"])
     other = recipe(tmp_path, steps=1).replace(tokenizer={"kind": "bpe", "vocab_size": 300})
     train(other, tmp_path / "other")
@@ -95,7 +95,7 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
         for wrong in (0, 5e-324, True, 10**400, "many"):
             changed = [line | ({key: wrong} if key in line else {}) for line in lines]
             metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
-            with pytest.raises(WorkhorseError, match=rf"stopped has .* as its {name}; remove it"):
+            with pytest.raises(WorkhorseError, match=rf"stopped has .* as its {name}; omit this"):
                 read_points([stopped])
     earlier = [{**line, "step": 2} for line in lines]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in earlier))

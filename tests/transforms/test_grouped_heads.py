@@ -113,7 +113,7 @@ def test_what_cannot_be_merged() -> None:
     widths = {"nope_dim": 4, "rope_dim": 4, "value_dim": 4, "position": {"kind": "rope"}}
     config = decoder().config.to_dict()
     config["blocks"]["main"]["attention"] = latent | widths
-    with pytest.raises(WorkhorseError, match="latent attention makes the keys"):
+    with pytest.raises(WorkhorseError, match="latent attention, which stores one"):
         group_heads(DecoderConfig.from_dict(config).build(), 2)
 
 
@@ -153,6 +153,6 @@ def test_a_class_without_groups_gives_way_to_one_that_has_them(tmp_path: Path) -
 def test_quantised_weights_have_no_mean() -> None:
     config = decoder().config.replace(d_model=64)
     with pytest.raises(
-        WorkhorseError, match="group_heads cannot follow quantize; apply group_heads"
+        WorkhorseError, match="group_heads cannot be applied after quantize; apply group"
     ):
         group_heads(quantize(config.build().eval(), "int8"), 2)

@@ -67,9 +67,9 @@ def test_what_cannot_follow_is_refused_before_anything_is_changed(name: str) -> 
         record(decoder, carried, format="int8")
         before = repr(decoder)
         expected = (
-            f"the model already carries {name}; apply it once"
+            f"{name} was already applied to the model; load"
             if carried == name
-            else f"{name} cannot follow {carried}; apply {name} first"
+            else f"{name} cannot be applied after {carried}; apply {name} first"
         )
         with pytest.raises(WorkhorseError, match=expected):
             APPLY[name](decoder)

@@ -35,7 +35,7 @@ Format = Literal["hf", "workhorse", "gguf"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_k"]
 QUANTIZED = ("q8_0", "q4_0", "q4_k")
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-"""The names in GGUF files of the dtypes that are not quantised."""
+"""The GGUF name of each dtype that is not quantised."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Converted:
     path: Path
     format: Format
     architecture: str | None
-    """The Hugging Face transformers class that the model is written as; None in Workhorse's own
-    format."""
+    """The class of Hugging Face transformers that can load the written model; None for Workhorse's
+    own format."""
     dtype: str
     parameters: int
 
@@ -66,20 +66,20 @@ def convert(
     """Write a model in another format.
 
     Args:
-        source: a model from `load`, or an argument for `load`.
-        target: a new folder; a new file for `gguf`.
+        source: a loaded model, or the path, hub id or preset name of one; see `load`.
+        target: a new or empty folder; for `gguf`, a new file.
         to: `hf` (a Hugging Face directory), `workhorse` (Workhorse's own format, for any config) or
             `gguf`.
         dtype: dtype of the written weights; `auto` keeps the source's dtype. `q8_0`, `q4_0` and
             `q4_k` are only for `gguf`.
-        n_kv_heads: the number of key and value heads into which the heads of every layer are
-            merged; see `workhorse.transforms.grouped_heads`.
+        n_kv_heads: number of key-value heads per layer in the written model, each the mean of
+            adjacent heads of the source; None keeps all heads.
         notify: see `load`.
 
     Raises:
-        WorkhorseError: the source cannot be read, no class or architecture of the format can hold
-            the model, its heads cannot be merged into `n_kv_heads`, a weight is NaN or does not fit
-            `dtype`, or the target exists.
+        WorkhorseError: the source cannot be read, the format cannot represent the model, its heads
+            cannot be merged into `n_kv_heads`, a weight is NaN or does not fit `dtype`, or the
+            target exists.
     """
     target = to_path(target, "a target is a path")
     if to not in get_args(Format):
@@ -88,7 +88,7 @@ def convert(
         known = ", ".join(get_args(DTypeName))
         raise WorkhorseError(f"dtype={shown(dtype)} is not a dtype; choose {known}")
     if dtype in QUANTIZED and to != "gguf":
-        raise WorkhorseError(f"dtype={dtype} is for --to gguf, not {to}; choose another dtype")
+        raise WorkhorseError(f"dtype={dtype} needs --to gguf, not {to}; choose another dtype")
     check_callback(notify)
     _check_target(target, to)
     # Find the model type before the weights are read, so that an unsupported config fails early.
@@ -121,7 +121,7 @@ def convert(
 
 
 def _check_target(target: Path, to: Format) -> None:
-    """Raise a WorkhorseError if the target exists, or has the suffix of another format."""
+    """Raise a WorkhorseError if the target exists, is in a run, or is a folder named `*.gguf`."""
     if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
         raise WorkhorseError(f"{target} is inside a run directory; choose a path outside it")
     if to == "gguf" and os.path.lexists(target):
@@ -129,8 +129,8 @@ def _check_target(target: Path, to: Format) -> None:
     if to != "gguf":
         if target.suffix == ".gguf":
             raise WorkhorseError(
-                f"{target} names a GGUF file, and --to {to} writes a folder; choose another name, "
-                "or --to gguf"
+                f"{target} ends in .gguf, but --to {to} writes a folder; "
+                "choose a name without .gguf"
             )
         check_new(target)
 
@@ -142,13 +142,13 @@ def save(
     tokenizer: Tokenizer | None = None,
     stop_tokens: Sequence[int] = (),
 ) -> Path:
-    """Write a decoder, such as one trained by your own loop, in Workhorse's format, for `load`.
+    """Write a decoder to a folder that `load` can read, for example after your own training loop.
 
     Args:
-        decoder: the decoder to write, in the dtype of its weights. For a `Model`, its tokenizer,
-            stop tokens and the start tokens of its documents are written too.
-        folder: a new or empty folder; it appears complete or not at all.
-        tokenizer: the decoder's tokenizer; None: prompts and completions are token ids.
+        decoder: the decoder to write, in the dtype of its weights. A `Model` is written with its
+            tokenizer and stop tokens.
+        folder: a new or empty folder. If writing fails, no incomplete folder is left.
+        tokenizer: the decoder's tokenizer. Without one, the loaded model works on token ids only.
         stop_tokens: token ids that end a completion, if not the tokenizer's eos.
 
     Raises:
@@ -160,8 +160,8 @@ def save(
         stop_tokens, decoder = stop_tokens or decoder.stop_tokens, decoder.decoder
     if not isinstance(decoder, Decoder):
         raise WorkhorseError(
-            f"save takes a Decoder, not a {type(decoder).__name__}; give its .decoder, or convert "
-            "the model"
+            f"save needs a Decoder or a Model, not a {type(decoder).__name__}; pass the "
+            "Decoder itself"
         )
     _check_weights(decoder)
     folder = to_path(folder, "a folder is a path")
@@ -171,12 +171,12 @@ def save(
     vocabulary = decoder.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > vocabulary:
         raise WorkhorseError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the decoder has logits for "
-            f"{vocabulary}; give the tokenizer that it was trained with"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the decoder has logits for only "
+            f"{vocabulary}; give the tokenizer that the decoder was trained with"
         )
     if strange := [token for token in stop if not 0 <= token < vocabulary]:
         raise WorkhorseError(
-            f"stop_tokens={strange} are not in the vocabulary of {vocabulary}; remove them"
+            f"stop_tokens={strange} are not in the vocabulary of {vocabulary} tokens; remove them"
         )
     write_model(folder, decoder, tokenizer=tokenizer, stop_tokens=tuple(stop))
     return folder
@@ -192,10 +192,10 @@ def _check_weights(decoder: Decoder) -> None:
 
 
 def _check_modules(decoder: Decoder) -> None:
-    """Check that the config would build this decoder again.
+    """Check that `load` can build a decoder with the same modules from its config.
 
     Raises:
-        WorkhorseError: a module was added, removed or replaced, except by a transform.
+        WorkhorseError: a module was added, removed or replaced, except by a Workhorse transform.
     """
     built = dict(decoder.config.build(device="meta").named_modules())
     found = dict(decoder.named_modules())
@@ -212,7 +212,7 @@ def _check_modules(decoder: Decoder) -> None:
             "nothing" if module is None else type(module).__name__ for module in (own, expected)
         )
         raise WorkhorseError(
-            f"{name} is {there} and the config builds {wanted}, so load would return a different "
+            f"{name} is {there}, but the config builds {wanted}, so load would return a different "
             "model; merge your changes into the weights, or save the state_dict yourself"
         )
 
@@ -262,7 +262,7 @@ def _family(
 
 
 def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
-    """The model type that a model was stored as, if any, and its config."""
+    """The model type in which a model is stored (None for a preset), and its config."""
     if isinstance(source, Model):
         return source.family, source.config
     name = model_name(source)
@@ -273,14 +273,14 @@ def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
 
 
 def _held(dtype: DTypeName) -> str:
-    """The dtype to load the weights in, chosen so that nothing is rounded twice."""
+    """The dtype to load weights in. Before quantisation it is their own, to round only once."""
     return "auto" if dtype in QUANTIZED else dtype
 
 
 def _whole_tokenizer(model: Model) -> Tokenizer | None:
-    """The tokenizer, changed so that other programs begin a prompt as training documents began.
+    """The tokenizer, with the token that preceded documents in training as bos.
 
-    Other programs put bos, if there is one, before a prompt. So the start token gets the role bos.
+    Other programs put bos before a prompt.
     """
     tokenizer = model.tokenizer
     if tokenizer is None or model.data is None:

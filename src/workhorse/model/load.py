@@ -52,9 +52,8 @@ def load(
 ) -> Model:
     """Load a model from disk or the Hugging Face hub, or build a preset with random weights.
 
-    The model is prepared for generation. `Model.reference` has the modules that its config builds.
-    `Model.decoder` is a copy of it with faster modules and the same parameters.
-    `Model.announcement` describes how the decoder is executed.
+    The model is prepared for generation: `Model.decoder` has faster modules, with the parameters of
+    `Model.reference`. `Model.announcement` describes how the decoder is executed.
 
     Args:
         model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
@@ -64,13 +63,11 @@ def load(
             Hugging Face the dtype of the saved weights.
         kernel: the implementation of attention.
         quantize: format of the weights of linear layers: `none` (unchanged), `int8` or `int4`. Each
-            weight is quantised as it is read.
-        execution: how the decoder is executed; see `Execution`. With `compiled`, the first step
-            ever on a machine waits for the compiler (tens of seconds); later processes wait only
-            for the compiled program to load (seconds). `reference` is for training, export or
-            inspection.
-        notify: called with each warning: that weights are random, or that a part of a directory was
-            not used.
+            weight is quantised as it is read, to save memory.
+        execution: how the decoder is executed; see `Execution`. Use `reference` for training,
+            export or inspection. With `compiled`, the first step waits tens of seconds for the
+            compiler; later processes on the same machine load the compiled program in seconds.
+        notify: called with each warning, such as that weights are random or a file is not used.
 
     Raises:
         WorkhorseError: there is no such model, it cannot be read, the device or dtype is not
@@ -140,7 +137,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
 
 
 def _sampling_of(stored: StoredModel, notify: Callable[[str], object]) -> dict[str, Any]:
-    """The sampling options stored with a model; empty if there are none or they are invalid."""
+    """The sampling options in `generation_config.json`; empty if they are missing or invalid."""
     if not isinstance(stored, HuggingFaceDirectory):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A loaded model: decoder, tokenizer and defaults, and its description."""
+"""`Model`: a decoder with its tokenizer. `describe`: facts about a model on disk or the hub."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,15 +40,15 @@ def describe(
     """Describe a model's shape, parameters, weights on disk, tokenizer and config, in plain data.
 
     Args:
-        model: an argument for `load`. For a model on the hub, all files but the weights are
-            downloaded.
+        model: path, hub id or preset name; see `load`. For a model on the hub, all files but the
+            weights are downloaded.
         notify: called with the commit that a name on the hub refers to.
 
     Returns:
-        See `workhorse.models.describe.details` for a preset. For a stored model, in addition to the
-        facts from its config: `weights` (`bytes`, and `types`, bytes of each dtype; None if there
-        are none), `step` (of a run's newest checkpoint), `tokenizer` (None if there is none),
-        `notes`, and `stored`, the same facts in sentences.
+        For a preset, the result of `workhorse.models.describe.details`. For a stored model, the
+        result of `facts` in the same module, `config`, `weights` (`bytes`, and `types`, the bytes
+        of each dtype), `step` of a run's newest checkpoint, `tokenizer`, `notes` about the files,
+        and `stored`: step, weights and tokenizer in sentences. A missing item is None.
 
     Raises:
         WorkhorseError: there is no such model, or its files cannot be read.
@@ -116,24 +116,24 @@ class Model:
     name: str
     """Path or name that the model was loaded from."""
     decoder: Decoder
-    """The decoder that is executed: `reference`, or a copy of it with faster modules (a body)."""
+    """The decoder that is executed: `reference`, or a copy of it with faster modules."""
     tokenizer: Tokenizer | None
-    """The tokenizer; None if the directory has none: prompts and completions are then token ids."""
+    """The tokenizer; None if there is none. Prompts and completions are then token ids."""
     trained: bool
     """True if the weights were trained; a preset's weights are random."""
     data: DataConfig | None = None
-    """Data config of the run; None for other models."""
+    """Data config of the training run that the model was loaded from; None for other sources."""
     stop_tokens: tuple[int, ...] = ()
-    """Token ids that end a completion; empty: the tokenizer's eos."""
+    """Token ids that end a completion. If empty, the tokenizer's eos ends it."""
     trained_to_chat: bool = False
-    """True if the model knows its tokenizer's chat template. A run knows it if it started from a
-    model with a template in its tokenizer, and not if it started from random weights."""
+    """True if the model was trained with its tokenizer's chat template. False for a training run
+    that started from random weights, even if its tokenizer has a template."""
     family: Family | None = None
-    """The model type of the Hugging Face directory or GGUF file it was loaded from."""
+    """The model type of the Hugging Face directory or GGUF file that the model was loaded from."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Sampling options of `generation_config.json`: the defaults if a call gives no config."""
+    """Sampling options of `generation_config.json`, used if a call gives no `GenerationConfig`."""
     body: DecodingBody | None = None
-    """The result of `with_execution`: the copy of the decoder that is executed, and how. None:
+    """The copy of the decoder that `with_execution` prepared, and how it is executed; None if
     `decoder` has the modules that its config builds."""
     built: Decoder | None = None
     """The decoder that `body` was created from; None if `body` is None."""
@@ -142,7 +142,7 @@ class Model:
     def reference(self) -> Decoder:
         """The decoder with the modules that its config builds, and the parameters of `decoder`.
 
-        All hooks on its modules run.
+        PyTorch hooks work on its modules; the faster modules of `decoder` have no hooks.
         """
         return self.decoder if self.built is None else self.built
 
@@ -170,13 +170,15 @@ class Model:
 
     @property
     def text(self) -> Tokenizer:
-        """The tokenizer; an error if the model has none.
+        """The tokenizer.
 
         Raises:
             WorkhorseError: the model has no tokenizer.
         """
         if self.tokenizer is None:
-            raise WorkhorseError(f"{self.name} has no tokenizer; put its files next to the weights")
+            raise WorkhorseError(
+                f"{self.name} has no tokenizer; put tokenizer files beside the weights"
+            )
         return self.tokenizer
 
     @property
@@ -186,11 +188,11 @@ class Model:
 
     @property
     def start(self) -> int | None:
-        """Id of the token before a document's text.
+        """Id of the token before a document's text in the training data; None if there is none.
 
-        It is the last token of `prefix`. Without a prefix, it is the eos of the previous document;
-        for a model that was not trained here, bos, or eos if there is no bos. None if the model was
-        never trained. See `workhorse.data.config`.
+        It is the last token of `prefix`. If `prefix` is empty, it is the eos of the previous
+        document. If the training data is unknown, as for a downloaded model, it is bos, or eos if
+        there is no bos.
         """
         return self._beginning.start
 
@@ -202,8 +204,7 @@ class Model:
     def encode(self, prompt: str) -> list[int]:
         """Encode a prompt as the beginning of a training document.
 
-        The result begins with `prefix`. For an empty prompt, it is the token ids before a
-        document's text; without a prefix, that is the eos of the previous document.
+        The result begins with `prefix`. For an empty prompt without a prefix, it is `start`.
 
         Raises:
             WorkhorseError: the model has no tokenizer, or the prompt is not a string.
@@ -237,10 +238,10 @@ class Model:
 
         Args:
             prompt: the prompt.
-            config: the options; or give `options`, the fields of `GenerationConfig`.
-            draft: a smaller model with the same tokenizer, which guesses `speculate` tokens at a
-                time.
-            options: fields of `GenerationConfig`.
+            config: the generation options; None for the model's defaults.
+            draft: a smaller model with the same tokenizer, for speculative decoding. It proposes
+                `speculate` tokens at a time.
+            options: fields of `GenerationConfig`, which override `config`.
 
         Raises:
             WorkhorseError: see `workhorse.generate.generate`; or `n_samples` is above 1.
@@ -264,7 +265,7 @@ class Model:
     ) -> list[Completion]:
         """Continue several prompts; see `workhorse.generate.generate`."""
         if isinstance(prompts, str):
-            raise WorkhorseError(f"{shown(prompts)} is one prompt; give a list, or use generate")
+            raise WorkhorseError(f"prompts={shown(prompts)} is one string; give a list of prompts")
         if not isinstance(prompts, Iterable):
             raise WorkhorseError(
                 f"prompts={shown(prompts)} is not a list; give a list of strings or of token ids"
@@ -312,11 +313,11 @@ class Model:
         A model that was not trained to chat continues a plain-text dialogue.
 
         Args:
-            config: the options for replies; or give `options`.
+            config: the generation options for replies; None for the model's defaults.
             system: the system message.
             template: the name of the chat template, if the tokenizer has several.
             draft: see `generate`.
-            options: the fields of `GenerationConfig`.
+            options: fields of `GenerationConfig`, which override `config`.
 
         Raises:
             WorkhorseError: the model has no tokenizer, or the chat template cannot be used.
@@ -334,7 +335,7 @@ class Model:
         )
 
     def guesser(self, draft: "Model | None") -> Decoder | None:
-        """Check a draft model, and return its decoder, which guesses tokens; None without a draft.
+        """Return the decoder of a draft model for speculative decoding; None without a draft.
 
         Raises:
             WorkhorseError: `draft` is not a `Model`, or its tokenizer has another vocabulary.
@@ -352,9 +353,9 @@ class Model:
         return draft.decoder
 
     def with_sampling(self, config: GenerationConfig, given: Collection[str]) -> GenerationConfig:
-        """Return a config with the model's own sampling options, except those named in `given`.
+        """Return a config with the model's sampling options, except those named in `given`.
 
-        A config that does not sample is returned unchanged.
+        A config for greedy decoding or beam search is returned unchanged.
         """
         own = {name: value for name, value in self.sampling.items() if name not in given}
         return config.replace(**own) if config.samples and own else config
@@ -362,8 +363,8 @@ class Model:
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
         """The complete config, with all token ids that end a completion.
 
-        These are the config's or the model's stop tokens, and special tokens named in `stop`. The
-        names of special tokens never appear in the decoded text, so they could not be found there.
+        These are the config's or the model's stop tokens, and special tokens named in `stop`. They
+        are not searched as strings, because decoded text does not contain special tokens.
         """
         if config is None:
             config = self.with_sampling(GenerationConfig(**options), options)

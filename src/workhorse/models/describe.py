@@ -1,4 +1,4 @@
-"""Describes a model: its parts, parameters and FLOPs."""
+"""Describes a model: its sizes, and the parameters and FLOPs of each component."""
 
 import textwrap
 from collections import Counter
@@ -19,13 +19,13 @@ from workhorse.nn.norms import norm_facts
 FLOPS_PER_PARAMETER = 6
 """Training FLOPs per parameter and token: 2 in the forward pass, 4 in the backward pass."""
 SCORES = "scores"
-"""Component name of attention's own matmuls, without the projections."""
+"""Component name of the matmuls of queries with keys and of attention weights with values."""
 
 
 def forward_flops(decoder: Decoder, seq_len: int) -> dict[str, int]:
     """Floating-point operations of the forward pass per token, by component.
 
-    Each weight of a matmul counts 2; of a mixture's experts only `top_k` count. Each layer adds
+    Each weight of a matmul counts 2 operations; of the experts, only `top_k` count. Each layer adds
     `2 · heads · (head_dim + value_dim) · keys` for attention scores and outputs. `keys` is
     `seq_len`, or the window or chunk if that is smaller. Keys hidden by the causal mask count, as
     in PaLM (2204.02311 appendix B); keys hidden by a window do not. Look-ups, norms, activations,
@@ -112,7 +112,7 @@ def components_of(decoder: Decoder) -> dict[str, str]:
 def _parameters(
     config: DecoderConfig,
 ) -> Iterator[tuple[list[str], nn.Module, BlockConfig | None, int]]:
-    """Yield the parameters of a decoder with one layer of each kind; counts are for all layers.
+    """Yield the parameters of a decoder, once for all layers of the same kind.
 
     Yields:
         path: parameter name, split at its dots.
@@ -146,7 +146,7 @@ WIDTH = 96
 
 
 def summary(preset: Preset) -> dict[str, Any]:
-    """Return the figures of a preset for one row of a table, as plain data."""
+    """Return the sizes and parameter counts of a preset, as plain data for one table row."""
     return {
         "name": preset.name,
         "parameters": preset.parameters,
@@ -210,9 +210,9 @@ def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Format the result of `details` or `model.describe`: comments, then the config in YAML.
+    """Format the result of `details` or `model.describe` as comments, then the config in YAML.
 
-    `DecoderConfig.from_yaml` can read the page.
+    `DecoderConfig.from_yaml` can read the result.
     """
     counts, active = found["parameters"], found["active_parameters"]
     exactness = f" ({found['exactness']})" if "exactness" in found else ""
@@ -285,7 +285,7 @@ def _feed_forward(block: WiringConfig) -> str:
 
 
 def exports_as(config: DecoderConfig) -> str:
-    """Name the transformers class that can hold a model, or the nearest with the differences."""
+    """Name the transformers class that can express a config, or the nearest and its differences."""
     found = native_class(config)
     if isinstance(found, str):
         return f"no native transformers class; nearest is {found}"

@@ -20,8 +20,8 @@ class Preset:
         make: function that builds the config; called when `config` is first accessed.
         parameters: exact parameter count of that config, a tied matrix counted once.
         exactness: source of the parameter count. `released`: published code or weights determine
-            it; `printed`: it follows from the shape printed in a paper; `derived`: it follows from
-            the shape of a part of a published model.
+            it; `printed`: it follows from the shape printed in a paper; `derived`: the preset is
+            only a part of a published model, and the count follows from the shape of that part.
         printed: parameter count as printed in the source ("6.7B"); empty if the source prints none.
         source: paper and table, or released config, that the shape comes from.
         notes: contradictions between sources, and values that we chose because no source has them.

@@ -1,14 +1,14 @@
-"""Fit a scaling law to runs, with its uncertainty and its predictions.
+"""Fit a scaling law to runs, and predict the losses of other runs with 95 % intervals.
 
-The numbers of parameters and tokens are used as logarithms, relative to the geometric mean over the
-runs (the "middle"). The coefficients then have the magnitude of losses, which keeps the fit well
+The fit uses the logarithms of parameters N and tokens D, relative to their geometric means over the
+runs (called `middle`). The coefficients then have the magnitude of losses, which keeps the fit well
 conditioned.
 
-The fit follows 2203.15556 appendix D.3: it minimizes the Huber loss of errors of the logarithm of
-the loss, from several starting points. The uncertainty comes from a parametric bootstrap: the law
-is fitted again to losses drawn around it. Because there are few runs, the standard deviation of the
-errors is drawn too. The loss of another run then follows Student's t with n - p degrees of freedom,
-for n runs and p fitted coefficients.
+The fit follows 2203.15556 appendix D.3: it minimizes the Huber loss of the errors in ln(loss), from
+several starting points. The intervals come from a parametric bootstrap: the law is fitted again to
+losses that are drawn at random around it. The standard deviation of the errors is uncertain with
+few runs, so it is drawn too. The predicted ln(loss) of another run then follows Student's t with
+n - p degrees of freedom, for n runs and p fitted coefficients.
 """
 
 import itertools
@@ -34,7 +34,7 @@ LARGEST = math.log(sys.float_info.max)
 
 
 class Point(NamedTuple):
-    """The sizes of a run and its loss; the loss is NaN for a run to predict."""
+    """The sizes of a run and its loss; the loss is NaN for a run to be predicted."""
 
     parameters: float
     """Effective number of parameters: training FLOPs per token, including attention, divided by
@@ -61,30 +61,29 @@ class Form(Protocol):
     free: int
     """Number of fitted coefficients."""
     exponents: int
-    """Number of exponents among the coefficients. Exponents are the last coefficients."""
+    """Number of coefficients that are exponents. They are the last ones."""
     sizes: Mapping[str, int]
-    """Minimum number of different values of each field of `Point` that a fit needs, by the field's
-    name."""
+    """For fields of `Point`, by name: the minimum number of different values that a fit needs."""
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         """The logarithms of the losses that the law predicts for runs.
 
         Args:
             theta: the coefficients, as numbers or as arrays that broadcast with n and d.
-            n: for each run, the logarithm of its parameters relative to the middle (the geometric
-                mean over the fitted runs).
-            d: for each run, the logarithm of its tokens relative to the middle.
+            n: for each run, the logarithm of its parameters, relative to the geometric mean over
+                the fitted runs.
+            d: the same for its tokens.
         """
         ...
 
     def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
-        """Yield coefficients from which a fit to points starts; the best of these fits is used."""
+        """Yield initial coefficients for the fit. The best of the fits that start there is used."""
         ...
 
     def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
         """Convert the coefficients to the constants of the formula as the paper defines them.
 
-        `middle` is the geometric mean over the runs, which the coefficients are relative to.
+        The coefficients are relative to `middle`, the geometric mean over the fitted runs.
         """
         ...
 
@@ -127,7 +126,7 @@ class Kaplan:
     """The law `L = ((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D`.
 
     Its coefficients are ln n, ln d, alpha_N, alpha_D. `n` and `d` are the values of the two terms
-    of the sum at the middle (the geometric mean over the runs).
+    of the sum at the geometric means of N and D over the runs.
     """
 
     name = "Kaplan et al., 2001.08361 eq. 1.5"
@@ -160,8 +159,8 @@ class Compute:
     """The law `L = E + c / C^gamma`, with the training FLOPs C.
 
     It is valid for runs that split their FLOPs between parameters and tokens in the same way. Its
-    coefficients are ln E, ln c, gamma; there, `c` is the value of the second term at the middle
-    (the geometric mean over the runs).
+    coefficients are ln E, ln c', gamma. `c'` is the value of `c / C^gamma` at the geometric mean of
+    C over the runs.
     """
 
     name = "power law of compute"
@@ -192,7 +191,7 @@ FORMS: dict[str, Form] = {"hoffmann": Hoffmann(), "kaplan": Kaplan(), "compute":
 
 
 def _exp(log: float) -> float:
-    """Compute `exp(log)`, but at most the largest float; uncertain constants could overflow."""
+    """Compute `exp(log)`, limited to the largest float. Uncertain constants could overflow."""
     return math.exp(min(log, LARGEST))
 
 
@@ -206,9 +205,9 @@ DRAWS = 200
 SEED = 0
 """Seed of the random draws, so that results are reproducible."""
 MOST_STEPS, MOST_AGAIN = 300, 60
-"""Maximum number of evaluations per starting point, in the first fit and in a bootstrap fit. For
-losses that no law fits, an unlimited fit would take thousands. With lower limits, or with one
-starting point, intervals are too narrow."""
+"""Maximum number of evaluations per starting point, in the first fit and in a bootstrap fit.
+Without a limit, losses that no law fits would need thousands. With lower limits, intervals are too
+narrow."""
 LOW, HIGH = 0.025, 0.975
 """Quantiles of the bootstrap fits that bound a 95 % interval."""
 SLOWEST, STEEPEST = 1e-3, 3.0
@@ -236,11 +235,10 @@ class Law:
     Attributes:
         form: the form of the law.
         points: the runs that the law was fitted to.
-        middle: the geometric mean over the runs' parameters and tokens.
+        middle: the geometric means of the runs' parameters and tokens.
         theta: the fitted coefficients.
-        error: standard deviation of the runs' errors: differences between the logarithms of the
-            measured and the predicted loss.
-        others: for each bootstrap fit, its coefficients and the standard deviation of its errors.
+        error: standard deviation of ln(measured loss) - ln(predicted loss) over the runs.
+        others: coefficients and standard deviation of the errors of each bootstrap fit.
     """
 
     form: Form
@@ -251,7 +249,7 @@ class Law:
     others: Sequence[tuple[Theta, float]] = field(repr=False)
 
     def predict(self, point: Point) -> Estimate:
-        """Predict the loss of a run that is not one of the fitted ones, with its 95 % interval."""
+        """Predict the loss of another run, with a 95 % interval."""
         rng = np.random.default_rng(SEED)
         sizes = _log_sizes([point], self.middle)
         drawn = [
@@ -316,7 +314,7 @@ def too_few(form: Form, points: Sequence[Point]) -> str:
         return f"at least {fewest(form)} runs are needed, {len(points)} given"
     for what, least in form.sizes.items():
         if (found := len({getattr(point, what) for point in points})) < least:
-            return f"at least {least} different {what} are needed, {found} given"
+            return f"at least {least} different numbers of {what} are needed, {found} given"
     if {"parameters", "tokens"} <= form.sizes.keys() and _rise_together(points):
         return (
             "tokens are nearly a power of the parameters, so their effects cannot be separated; "
@@ -326,9 +324,9 @@ def too_few(form: Form, points: Sequence[Point]) -> str:
 
 
 def _rise_together(points: Sequence[Point]) -> bool:
-    """True if the points' tokens are almost a power of their parameters.
+    """True if D is almost proportional to a power of N, for the points' tokens D and parameters N.
 
-    A fit cannot separate the effects of tokens and parameters then.
+    A fit cannot separate the effects of D and N then.
     """
     n, d = _log_sizes(points, points[0])
     rest = (d - d.mean()) - np.polyval(np.polyfit(n, d - d.mean(), 1), n)
@@ -339,8 +337,7 @@ def check_points(points: Sequence[Point]) -> None:
     """Check that at least one form of law can be fitted to the points.
 
     Raises:
-        WorkhorseError: no form can be fitted. The message gives the reason for the form that needs
-            the fewest points.
+        WorkhorseError: no form can be fitted. The message names the reason for the simplest form.
     """
     if all(too_few(form, points) for form in FORMS.values()):
         reason = too_few(min(FORMS.values(), key=fewest), points)
@@ -376,7 +373,7 @@ def _fitted(
         return measured - form.log_loss(theta, *sizes)
 
     def jacobian(theta: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Jacobian of `errors` (runs, coefficients), by forward differences in one evaluation."""
+        """Jacobian of `errors`, shape (runs, coefficients), by forward differences."""
         steps = RELATIVE_STEP * np.maximum(1, abs(theta))
         moved = theta[:, None] + np.diag(steps)
         return ((errors(moved[..., None]) - errors(theta)) / steps[:, None]).T

@@ -27,7 +27,8 @@ from workhorse.train import Recipe, read_metrics, with_init
 from workhorse.train.dry_run import vocab_size_of
 
 DECAYED = 0.5
-"""Maximum learning rate at the end of a run, as a fraction of its base learning rate."""
+"""Maximum learning rate at the end of a run, as a fraction of its base learning rate. The loss of a
+run that ends with a higher rate is not final, so it is not fitted."""
 
 
 def recipe_at(path: str | Path) -> Recipe:
@@ -54,7 +55,7 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
         if not directory.exists:
             raise WorkhorseError(f"{run} is not a run directory; give folders made by train")
         if (place := Path(run).resolve()) in seen:
-            raise WorkhorseError(f"{run} is given twice; remove one")
+            raise WorkhorseError(f"{run} is given twice; give it once")
         seen.add(place)
         recipe = Recipe.from_dict(directory.recipe())
         first = first or (recipe, str(run))
@@ -77,15 +78,15 @@ def _check_whole(recipe: Recipe, name: str) -> None:
     """
     if recipe.init is not None:
         raise WorkhorseError(
-            f"{name} began from the weights of {recipe.init}, which were already trained; remove it"
+            f"{name} began from the trained weights of {recipe.init}; omit this run"
         )
     train = recipe.train
     if train.steps is None:
-        raise WorkhorseError(f"{name} has not begun to train; remove it")
+        raise WorkhorseError(f"{name} has not begun to train; omit this run")
     if (last := train.schedule.factor(train.length, train.length)) > DECAYED:
         raise WorkhorseError(
             f"{name} ended with {last:.0%} of its learning rate, so its loss does not represent a "
-            "full run of that length; let its schedule decay, or remove it"
+            "full run of that length; omit this run"
         )
 
 
@@ -107,7 +108,7 @@ def check_text(recipe: Recipe, name: str, other: Recipe, beside: str) -> None:
     if own != wanted:
         raise WorkhorseError(
             f"{name} has other data or another tokenizer than {beside}, so their losses cannot "
-            "be compared; remove one"
+            "be compared; omit one"
         )
 
 
@@ -117,30 +118,30 @@ def _point(directory: RunDirectory, steps: int) -> Point:
     done = step.get("step", 0)
     if done < steps:
         raise WorkhorseError(
-            f"{directory.path} has {done} of {steps} steps; finish the run, or remove it"
+            f"{directory.path} has {done} of {steps} steps; finish the run, or omit it"
         )
     if not validation.get("whole") or validation["step"] != done:
         raise WorkhorseError(
             f"{directory.path} has no loss of the whole validation set after its last step; finish "
-            "the run, or remove it"
+            "the run, or omit it"
         )
     flops, tokens = start.get("flops_per_token"), step.get("tokens")
     loss = validation.get("loss")
     for name, figure in (("FLOPs per token", flops), ("tokens", tokens)):
         if not _is_size(figure):
             raise WorkhorseError(
-                f"{directory.path} has {as_written(figure)} as its {name}; remove it"
+                f"{directory.path} has {as_written(figure)} as its {name}; omit this run"
             )
     if not _is_size(loss):
         raise WorkhorseError(
             f"{directory.path} has {as_written(loss)} as its loss after {done} steps, but only "
-            "losses above 0 can be fitted; remove it"
+            "losses above 0 can be fitted; omit this run"
         )
     return Point(flops / FLOPS_PER_PARAMETER, tokens, loss, directory.path.name)
 
 
 def _is_size(value: Any) -> bool:
-    """True for a number above 0 that is neither subnormal nor above `LARGEST`."""
+    """True if a value is a number above 0, neither subnormal nor above `LARGEST`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and sys.float_info.min <= value <= LARGEST
 
@@ -152,7 +153,10 @@ def point_of(recipe: Recipe) -> Point:
         WorkhorseError: the recipe has `train.minutes` instead of a number of steps.
     """
     if recipe.train.steps is None:
-        raise WorkhorseError(f"{recipe.name} has train.minutes; set train.steps instead")
+        raise WorkhorseError(
+            f"{recipe.name} has train.minutes, so its number of tokens is unknown; set train.steps "
+            "instead"
+        )
     config = recipe.decoder_config(vocab_size_of(recipe))
     flops = flops_per_token(config.build(device="meta"), recipe.train.seq_len)
     tokens = recipe.train.length * recipe.train.tokens_per_step
@@ -175,7 +179,7 @@ def fit_laws(
         and `high` by name), `error` (relative error of a run's loss), `predictions` (`name`,
         `loss`, `low` and `high` of each recipe) and `optimum`: the compute-optimal `parameters`
         and `tokens` for `flops`, the largest FLOPs of any run or recipe. `optimum` is None if the
-        form or the runs do not determine it.
+        law does not determine it.
         `left_out`: the reasons why laws were not fitted, by the law's name.
 
     Raises:
@@ -211,7 +215,7 @@ def _described(law: Law, wanted: Sequence[Point]) -> dict[str, Any]:
 def _optimum(law: Law, flops: float) -> dict[str, float] | None:
     """The compute-optimal parameters and tokens for a number of FLOPs, by a fitted law.
 
-    None if the form of the law, or the runs, do not determine them.
+    None if the form of the law has no such optimum, or if the fit does not determine it.
     """
     if not isinstance(law.form, Hoffmann):
         return None

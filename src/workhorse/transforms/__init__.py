@@ -1,1 +1,1 @@
-"""Transforms: changes to a built model, which the code of the model does not depend on."""
+"""Transforms of a built model: quantised weights, float8 matmuls, fewer key-value heads."""

@@ -1,6 +1,6 @@
 """Float8 matmuls on CUDA with torchao: `train.fp8: true`.
 
-Tested with torchao's emulation on a CPU; `python -m benchmarks.gpu precision` ran it on an H200.
+The tests use torchao's emulation on a CPU. `python -m benchmarks.gpu precision` was run on an H200.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from workhorse.nn import Decoder
 FIRST_CAPABILITY = (8, 9)
 """The lowest compute capability with float8 matmuls: Ada, Hopper and newer have it."""
 MULTIPLE = 16
-"""Every side of a float8 matmul must be a multiple of this."""
+"""Every dimension of the matrices in a float8 matmul must be a multiple of this."""
 
 
 def check_float8(device: torch.device, dtype: torch.dtype, seq_len: int) -> None:
@@ -37,22 +37,22 @@ def check_float8(device: torch.device, dtype: torch.dtype, seq_len: int) -> None
             f"{capability[0]}.{capability[1]}; remove train.fp8"
         )
     if dtype != torch.bfloat16:
-        raise WorkhorseError("train.fp8=true needs train.dtype=bfloat16; set it, or remove fp8")
+        raise WorkhorseError("train.fp8=true needs train.dtype=bfloat16; set this dtype")
     if seq_len % MULTIPLE:
         raise WorkhorseError(
             f"train.fp8=true needs a train.seq_len divisible by {MULTIPLE}, and it is {seq_len}; "
-            "choose a multiple"
+            f"choose a multiple of {MULTIPLE}"
         )
     _torchao()
 
 
 def multiply_in_float8(decoder: Decoder, **options: Any) -> None:
-    """Make the linear layers inside a decoder's layers multiply in float8, forward and backward.
+    """Make a decoder's linear layers multiply in float8, in forward and backward passes.
 
-    Weights stay the same parameters under the same names. Each operand is scaled by its largest
+    The weights stay bfloat16 parameters with the same names. Each operand is scaled by its largest
     element at every step (torchao's dynamic tensorwise scaling). The head and the routers do not
-    change, because they are sensitive to rounding. Layers with a side that is not a multiple of 16
-    do not change either.
+    change, because they are sensitive to rounding. Linear layers with an input or output width that
+    is not a multiple of 16 do not change either, because float8 matmuls need multiples of 16.
 
     Args:
         decoder: the decoder, in bfloat16.

@@ -1,7 +1,6 @@
-"""Multi-head to grouped-query attention: the key and value heads of a group become their mean.
+"""Convert multi-head to grouped-query attention: average groups of key and value heads.
 
-The result is another model, which needs further training (2305.13245 §2.1 uses 5 % of the original
-steps).
+The converted model needs further training (2305.13245 §2.1 uses 5 % of the original steps).
 """
 
 import re
@@ -17,7 +16,7 @@ from workhorse.transforms.record import check, inherit, record
 
 _EACH_HEAD = re.compile(r"(layers\.\d+\.attention\.k_norm\.heads\.)(\d+)\.(.+)")
 _ALL_HEADS = re.compile(r"layers\.\d+\.attention\.(k_proj|v_proj|k_norm\.norm)\..+")
-"""Names of tensors whose first axis holds the key or value heads one after the other."""
+"""Names of tensors that contain all key or value heads, concatenated along the first axis."""
 
 
 def grouped(config: DecoderConfig, n_kv_heads: int) -> DecoderConfig:
@@ -35,8 +34,8 @@ def _grouped(block: BlockConfig, n_kv_heads: int) -> BlockConfig:
     attention = block.grouped
     if attention is None:
         raise WorkhorseError(
-            "latent attention makes the keys and values of every head from one vector; "
-            "omit n_kv_heads"
+            f"n_kv_heads={n_kv_heads} is not possible with latent attention, which stores "
+            "one vector for all heads; omit n_kv_heads"
         )
     held = attention.n_kv_heads or attention.n_heads
     if n_kv_heads < 1 or held % n_kv_heads:
@@ -53,15 +52,15 @@ def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
     """Return a decoder with `n_kv_heads` key and value heads, each the mean of adjacent heads.
 
     Biases, and the weights of norms per key head, are averaged too. If the heads of a group are
-    equal, the results do not change; otherwise the model needs further training.
+    equal, the decoder's outputs do not change; otherwise it needs further training.
 
     Args:
-        decoder: the decoder, as its config builds it. The new decoder shares all its tensors except
+        decoder: the decoder, as its config builds it. The new decoder shares its tensors, except
             those of keys and values.
         n_kv_heads: a divisor of every layer's number of key and value heads.
 
     Raises:
-        WorkhorseError: see `grouped`; or another transform was already applied to the decoder.
+        WorkhorseError: see `grouped`; or the decoder is quantised or prepared for execution.
 
     Paper: GQA, 2305.13245 §2.1.
     """
@@ -79,13 +78,13 @@ def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
 
 
 def _averaged(name: str, shape: torch.Size, ours: dict[str, Tensor], n_kv_heads: int) -> Tensor:
-    """A tensor of the decoder with fewer heads.
+    """Compute a tensor of the decoder with fewer heads.
 
     Tensors of keys and values are averaged over the heads of each group; others are shared.
 
     Args:
         name: name of the tensor in the decoder with fewer heads.
-        shape: its shape there.
+        shape: shape of the tensor in the decoder with fewer heads.
         ours: the tensors of the original decoder, by name.
         n_kv_heads: number of key and value heads of the new decoder.
     """
@@ -102,5 +101,5 @@ def _averaged(name: str, shape: torch.Size, ours: dict[str, Tensor], n_kv_heads:
 
 
 def _mean(heads: Sequence[Tensor]) -> Tensor:
-    """The mean, computed in float32 whatever the heads' dtype."""
+    """The mean of tensors, computed in float32 and returned in their dtype."""
     return torch.stack([head.float() for head in heads]).mean(dim=0).to(heads[0].dtype)

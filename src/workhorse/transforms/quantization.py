@@ -7,16 +7,18 @@ each element has a code, which stands for one of a few levels:
 
 name   bits per element   levels
 int8   8.5                -127 … 127
-int4   4.5                16 unevenly spaced, dense where weights are; see `_DENSE`
+int4   4.5                16 unevenly spaced, denser where weights are frequent; see `_DENSE`
 
-In int8 `|w - ŵ| <= scale / 2`, where the scale is the group's largest magnitude / 127, rounded to
-bfloat16. In int4 the scale is the candidate with the least squared error. The error of an element
-is at most half the distance of two levels times the scale, except for rare elements beyond the last
-level.
+int8: the scale is the group's largest magnitude / 127, rounded to bfloat16. The error of an element
+is `|w - ŵ| <= scale / 2`.
 
-On a CPU a native operator multiplies by the codes (`native/ops/decoding/packed_linear.h`). Without
-it the weight is dequantised to the dtype of x at every call, which is correct but slow. The two
-ways differ by rounding. The weight has no gradient.
+int4: several scales are tried for each group, and the one with the least squared error is used. The
+error of an element is at most half the distance between adjacent levels times the scale, except for
+rare elements beyond the last level.
+
+On a CPU, a native operator multiplies by the codes (`native/ops/decoding/packed_linear.h`). Without
+the operator, the weight is dequantised to the dtype of x at every call, which is slow. The results
+differ only by rounding. The weight has no gradient.
 """
 
 import functools
@@ -43,13 +45,13 @@ from workhorse.transforms.record import check, record
 FormatName = Literal["int8", "int4"]
 
 _DENSE = (-96, -71, -55, -41, -30, -20, -11, -1, 8, 18, 29, 41, 54, 69, 88, 113)
-"""Levels of 4 bits, from Lloyd's algorithm on groups of normally distributed values, alternating
-with the search for their scales. On such values the squared error is 0.56 % of the squares; with
-evenly spaced levels and the same search 0.66 %, and 0.74 % with the scale of the largest value."""
+"""The levels of int4, from Lloyd's algorithm on groups of normally distributed values, alternating
+with the search for scales. On such values the relative squared error is 0.56 %. With evenly spaced
+levels it is 0.66 %, and 0.74 % if the scale follows from the largest value without a search."""
 OFFSET = 128
-"""Added to levels so that they are uint8."""
+"""Offset added to levels to store them as uint8."""
 _CHUNK = 2**18
-"""Number of elements quantised at a time: few enough to stay in the cache."""
+"""Number of elements quantised at a time: few enough to stay in the CPU's cache."""
 
 
 class Format(NamedTuple):
@@ -60,10 +62,10 @@ class Format(NamedTuple):
     levels: tuple[int, ...]
     """The level of each code."""
     starts: tuple[float, ...]
-    """Scales to try for a group: those that put its element of largest magnitude on one of these
-    levels."""
+    """Each value gives one scale to try for a group: the scale that maps the group's element of
+    largest magnitude to this level."""
     refine: bool
-    """True to replace each tried scale by the one with the least squared error for its codes."""
+    """True to replace each tried scale by the least-squares scale for the codes that it gives."""
 
 
 FORMATS: dict[FormatName, Format] = {
@@ -73,7 +75,7 @@ FORMATS: dict[FormatName, Format] = {
 
 
 def shape_of_codes(out_features: int, in_features: int, format: Format) -> tuple[int, int, int]:
-    """Shape of the codes of a weight: (blocks of 16 rows, groups of 32 columns, bytes of each)."""
+    """Shape of a weight's codes: (blocks of 16 rows, groups of 32 columns, bytes per group)."""
     blocks, groups = math.ceil(out_features / LANES), math.ceil(in_features / GROUP)
     return blocks, groups, LANES * GROUP // format.per_byte
 
@@ -83,8 +85,8 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
 
     Args:
         weight: (out_features, in_features), of any floating-point dtype.
-        codes: output, uint8, `shape_of_codes`.
-        scales: output, (blocks, groups, 16), the bits of a bfloat16 as int16.
+        codes: output, uint8, with the shape from `shape_of_codes`.
+        scales: output, (blocks, groups, 16), bfloat16 values stored as int16.
         format: the format of the codes.
     """
     blocks, groups, _ = codes.shape
@@ -100,9 +102,9 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
 
 
 def level_table(format: Format, device: torch.device | None = None) -> Tensor | None:
-    """A table with the level plus `OFFSET` of each code, uint8 (codes,).
+    """A table with the level plus `OFFSET` of each code, uint8 (number of codes,).
 
-    None if every code is equal to its level plus `OFFSET`, as in int8.
+    None for int8, which needs no table: its codes are equal to their levels plus `OFFSET`.
     """
     if format.per_byte == 1:
         return None
@@ -111,13 +113,13 @@ def level_table(format: Format, device: torch.device | None = None) -> Tensor | 
 
 
 def decode(codes: Tensor, scales: Tensor, table: Tensor | None) -> Tensor:
-    """Dequantise a weight to float32, padded to whole blocks and groups.
+    """Dequantise a weight to float32, padded to whole blocks of 16 rows and groups of 32 columns.
 
     Args:
-        codes: uint8, `shape_of_codes`.
-        scales: (blocks, groups, 16), the bits of a bfloat16 as int16.
-        table: result of `level_table` for the format. It is an argument so that it is an input of
-            compiled programs.
+        codes: uint8, with the shape from `shape_of_codes`.
+        scales: (blocks, groups, 16), bfloat16 values stored as int16.
+        table: result of `level_table` for the format, passed in because a compiled program needs it
+            as an input.
     """
     level = _unpack(codes, 1) if table is None else table[_unpack(codes, 2).int()]
     scale = scales.view(torch.bfloat16).transpose(1, 2).unsqueeze(-1).float()
@@ -152,9 +154,10 @@ def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
-    """Tables of the nearest level and of its code, for the function `_look_up`.
+    """Two tables for `_look_up`: the level nearest to a value, and the code of that level.
 
-    Their index is a value in steps of 1/2. That is exact, because levels are integers.
+    Each entry covers an interval of width 1/2. The tables are exact, because values halfway between
+    two integer levels are multiples of 1/2.
     """
     middles = torch.arange(512).float() / 2 - 127.75
     levels = torch.tensor(format.levels, dtype=torch.float32)
@@ -163,7 +166,7 @@ def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
 
 
 def _look_up(table: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Look up `weight / scale` in a table of values from -128 in steps of 1/2."""
+    """Look up `weight / scale` in a table with 512 entries, from -128 in steps of 1/2."""
     per_unit = torch.where(scale == 0, 1, scale).reciprocal() * 2
     index = torch.addcmul(torch.tensor(256.0, device=weight.device), weight, per_unit)
     return table.index_select(0, index.int().clamp_(0, 511).flatten()).view_as(weight)
@@ -196,7 +199,7 @@ class QuantizedWeight(nn.Module):
         format: the format of the codes.
         bias: the bias, shared with the original layer.
         device: the device of the codes. They are uninitialised until `copy_` is called.
-        decoding: native operators that multiply by codes; None to dequantise the weight instead.
+        decoding: native operators that multiply by codes; None to dequantise the weight first.
     """
 
     codes: Tensor
@@ -269,7 +272,7 @@ class QuantizedWeight(nn.Module):
         return by.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
 
     def _stacks(self) -> tuple[Tensor, Tensor]:
-        """The codes and scales, each with an axis of matrices; a single matrix has size 1 there."""
+        """The codes and scales with a leading axis for the matrices, of size 1 for one matrix."""
         codes, scales = self.codes, self.scales
         return codes.view(-1, *codes.shape[-3:]), scales.view(-1, *scales.shape[-3:])
 
@@ -287,7 +290,7 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedGroupedLinear(QuantizedWeight):
-    """`x[r] @ W[g]ᵀ + b[g]` for the group g of each row r: a quantised `GroupedLinear`."""
+    """A quantised `GroupedLinear`: `x[r] @ W[g]ᵀ + b[g]`, where row r of x is in group g."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         if by := self._operators_for(x):
@@ -309,28 +312,26 @@ def quantize(model: nn.Module, format: FormatName) -> nn.Module:
 
 @torch.no_grad()
 def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
-    """Replace a model's linear layers by quantised ones, whose codes are not initialised yet.
+    """Replace a model's linear layers by quantised layers with uninitialised codes.
 
-    The caller then copies each weight to the destination that is returned for it.
+    The caller then copies each weight to its destination, which quantises it.
 
-    Embeddings, norms and routers are not quantised, nor are layers narrower than a group, nor
-    layers with a weight that latent attention reads directly. A head that is tied to the embedding
-    gets its own copy, so the embedding stays exact. Experts of a mixture are quantised only if the
-    native operator multiplies by their codes; otherwise all experts would be dequantised at every
-    call.
+    Embeddings, norms and routers are not quantised, nor are layers with less than 16 outputs or 32
+    inputs, nor layers with a weight that latent attention multiplies itself. A head that is tied to
+    the embedding gets its own quantised copy, so the embedding stays exact. Experts are quantised
+    only if a native operator can multiply by their codes; otherwise all experts would be
+    dequantised at every call.
 
     Args:
-        model: the model, on its device, after transforms that join linear layers. Its state dict
-            then has codes.
+        model: the model, on its device. Its state dict contains codes and scales afterwards.
         format: `int8` or `int4`.
 
     Returns:
-        For the former name of each of the model's weights, the destination to copy it to. Each copy
-        quantises one weight, so the whole model is never in memory unquantised.
+        The destination of each weight, by the name that the weight had before.
 
     Raises:
-        WorkhorseError: the format is unknown, no layer can be quantised, or the model carries a
-            transform that quantisation cannot follow.
+        WorkhorseError: the format is unknown, no layer can be quantised, or the model is already
+            quantised or prepared for execution.
     """
     if format not in FORMATS:
         raise WorkhorseError(f"quantize={format} is not a format; choose {' or '.join(FORMATS)}")
@@ -347,7 +348,7 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
         packed[names[layer.weight]].append(quantized)
         made.append(quantized)
     if not made:
-        raise WorkhorseError(f"quantize={format} finds no linear layer to quantise; omit it")
+        raise WorkhorseError(f"quantize={format} finds no linear layer to quantise; omit quantize")
     _into_large_pages(made)
     record(model, "quantize", format=format)
     kept = {name: [weight.detach()] for name, weight in model.named_parameters()}
@@ -403,7 +404,7 @@ def _large_enough(weight: Tensor) -> bool:
 
 
 def _into_large_pages(layers: Sequence[QuantizedWeight]) -> None:
-    """Move the codes and scales, which every token reads, next to each other into large pages."""
+    """Move codes and scales into contiguous large pages, for speed: each token reads them all."""
     here = [layer for layer in layers if layer.codes.device.type == "cpu"]
     for name, dtype in (("codes", torch.uint8), ("scales", torch.int16)):
         shapes = [layer.get_buffer(name).shape for layer in here]

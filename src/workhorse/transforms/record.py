@@ -1,13 +1,12 @@
-"""The record of a model's transforms, and the replacement of modules by a transform.
+"""Record the transforms that were applied to a model, and replace modules in a transform.
 
-A transform changes what the model is. In contrast, a body (`workhorse.execute`) changes only how a
-model is executed. A decoder stores the list of transforms that were applied to it, its record, and
-keeps it when it is copied, wrapped or saved. Every transform calls `check` before a change and
-`record` afterwards.
+A transform, such as quantisation, changes the results of a model. In contrast, a body
+(`workhorse.execute`) is a copy of a model that only executes it differently. A decoder stores the
+list of its transforms, and keeps it when it is copied, wrapped or saved. `group_heads` and
+`quantize` call `check` before they change a model, and `record` afterwards.
 
-A transform replaces a module of exactly the class that it supports by a module of a subclass. The
-new module has the parameters, children and hooks of the old one, so names and sharing stay, and
-`print(model)` shows it. No transform assigns a `forward` or sets an attribute from outside.
+To change a module, a transform replaces it by a module of a subclass with the same parameters,
+children and hooks. So parameter names and sharing stay, and `print(model)` shows the new class.
 """
 
 import functools
@@ -26,8 +25,8 @@ MAY_FOLLOW: dict[TransformName, tuple[TransformName, ...]] = {
     "group_heads": ("group_heads",),
     "quantize": ("group_heads",),
 }
-"""For each transform, the transforms that may have been applied to the model before. After any
-other, the transform would not find the modules that it replaces."""
+"""For each transform, the transforms that may already have been applied to the model. After any
+other transform, it would not find the modules that it replaces."""
 
 _ATTRIBUTE = "transforms"
 _BODY = "is_body"
@@ -52,7 +51,7 @@ def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
 
 
 def mark_body(decoder: Decoder) -> None:
-    """Mark a decoder as a body: a copy of another decoder for execution, not to be changed."""
+    """Mark a decoder as a body: a copy for execution, to which no transform may be applied."""
     setattr(decoder, _BODY, True)
 
 
@@ -65,8 +64,8 @@ def check(root: nn.Module, name: TransformName) -> None:
     """Check that the transform `name` can be applied to a model.
 
     Raises:
-        WorkhorseError: the model is a body (see `mark_body`), or a transform was applied to it
-            that this one cannot follow, such as the same transform.
+        WorkhorseError: the model is a body (see `mark_body`), or has a transform that is not in
+            `MAY_FOLLOW`.
     """
     if is_body(root):
         raise WorkhorseError(
@@ -77,16 +76,14 @@ def check(root: nn.Module, name: TransformName) -> None:
         if carried.name in MAY_FOLLOW[name]:
             continue
         if carried.name == name:
-            raise WorkhorseError(
-                f"the model already carries {name}; apply it once, or load the model again"
-            )
+            raise WorkhorseError(f"{name} was already applied to the model; load the model again")
         first = name in MAY_FOLLOW[carried.name]
         remedy = f"apply {name} first" if first else "load the model again"
-        raise WorkhorseError(f"{name} cannot follow {carried.name}; {remedy}")
+        raise WorkhorseError(f"{name} cannot be applied after {carried.name}; {remedy}")
 
 
 def record(root: nn.Module, name: TransformName, **options: Any) -> None:
-    """Record that a transform was applied to a module, on the decoders in it if there are any."""
+    """Record a transform of a module: in each decoder inside it, or in itself if there is none."""
     applied = Transform(name, options)
     for holder in _holders(root):
         setattr(holder, _ATTRIBUTE, (*vars(holder).get(_ATTRIBUTE, ()), applied))
@@ -126,7 +123,7 @@ def as_subclass(module: nn.Module, kind: type[Module], **options: Any) -> Module
     """Create a module of a subclass, with the parameters, children and hooks of a given module.
 
     Args:
-        module: the module to replace; it must not be used any more.
+        module: the module to replace. Do not use it afterwards: the new module shares its state.
         kind: a subclass of the module's class. Its `__init__` is not called.
         options: additional attributes of the new module.
     """
@@ -141,9 +138,8 @@ def as_subclass(module: nn.Module, kind: type[Module], **options: Any) -> Module
 def mixin_class(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
     """Create the class that inherits from a mixin and `kind`.
 
-    The new class has equal `__name__` and `__qualname__`, because PyTorch 2.11 cannot compile its
-    modules otherwise. PyTorch's compiler finds it as an attribute of this Python module; pickle
-    creates it again.
+    The new class has equal `__name__` and `__qualname__` and is an attribute of this Python module,
+    because PyTorch 2.11 cannot compile its modules otherwise. Unpickling creates the class again.
 
     Args:
         prefix: the beginning of the new class's name, before the name of `kind`.
@@ -174,7 +170,7 @@ def __getattr__(name: str) -> type[nn.Module]:
 
 
 def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:
-    """Create an empty module of the class that `mixin_class` returns; pickle fills it."""
+    """Create an empty module of the class that `mixin_class` returns; unpickling sets its state."""
     made = mixin_class(prefix, change, kind)
     return made.__new__(made)
 

@@ -42,7 +42,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Read an AFMoE config: norms around each sub-layer, gated attention and a mixture.
+    """Read an AFMoE config: norms around each sub-layer, gated attention, mixtures of experts.
 
     Only local layers (with a window) use RoPE.
     """
@@ -100,7 +100,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def mup_enabled(data: Data) -> bool:
-    """Return `mup_enabled` for `config.json`: True if the embedding is multiplied."""
+    """Return `mup_enabled` for `config.json`: True if the embedding is scaled."""
     return data["embedding"]["multiplier"] != 1.0
 
 

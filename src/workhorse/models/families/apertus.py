@@ -55,7 +55,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def xielu(ours: str, theirs: str) -> Rule:
-    """Rule for the two learned parameters of xIELU and the two constants saved with them."""
+    """Conversion rule for xIELU: two learned parameters, saved together with two constants."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block

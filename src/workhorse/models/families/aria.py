@@ -27,7 +27,7 @@ from workhorse.nn.experts.router import RouterConfig
 def read(hf: Fields) -> DecoderConfig:
     """Read a config of Aria's language model: LLaMA with a mixture of experts in every layer.
 
-    The shared experts form one wide expert.
+    The shared experts are read as one wide expert.
     """
     norm, bias = rms_norm(hf), hf.get("attention_bias", False)
     d_ff, n_shared = hf.need("intermediate_size", int), hf.get("moe_num_shared_experts", 2)

@@ -45,7 +45,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _older_layer_types(hf: Fields) -> list[str]:
-    """Read layer kinds from two keys of older files: index of the first mixture, and period."""
+    """Read from keys of older files which layers have a mixture: index of the first, and period."""
     first, period = hf.get("first_k_dense_replace", 1), hf.positive("moe_layer_freq", 1)
     return [
         SPARSE if n >= first and n % period == 0 else DENSE

@@ -21,7 +21,7 @@ NAMES = {
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Read a BioGPT config: GPT-2 with fairseq's positions.
+    """Read a BioGPT config: GPT-2 with learned positions that start at 2, as in fairseq.
 
     `layer_norm_eps` has no effect: every norm uses an epsilon of 1e-5.
     """
@@ -31,7 +31,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_scaled(hf: Fields, position: EmbeddingPositionConfig) -> DecoderConfig:
-    """Read a pre-norm decoder with all biases; the embedding may be times `sqrt(d_model)`."""
+    """Read a pre-norm decoder with all biases; `sqrt(d_model)` may scale the embedding."""
     hf.ignore("layerdrop")
     norm = LayerNormConfig(eps=1e-5)
     dropout = hf.get("hidden_dropout", 0.1)
@@ -51,7 +51,7 @@ def read_scaled(hf: Fields, position: EmbeddingPositionConfig) -> DecoderConfig:
 
 
 def scale_embedding(data: Data) -> bool:
-    """Return `scale_embedding` for `config.json`: True if the embedding is multiplied."""
+    """Return `scale_embedding` for `config.json`: True if the embedding is scaled."""
     return data["embedding"]["multiplier"] != 1.0
 
 

@@ -1,7 +1,7 @@
 """BitNet b1.58 2B4T (Microsoft, 2504.12285), with the weights before ternary rounding.
 
-Rounding weights to three values and activations to eight bits is a quantisation of the linear
-layers. A checkpoint declares it in its `quantization_config`.
+BitNet rounds weights to three values and activations to eight bits. This quantisation is not part
+of the config here: a checkpoint declares it in its `quantization_config`.
 """
 
 from workhorse.models.huggingface.family import Family

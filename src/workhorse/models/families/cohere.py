@@ -90,7 +90,7 @@ DESCRIPTIONS = (
     "use_parallel_block",
     "use_parallel_embedding",
 )
-"""Keys of Command R7B's file about properties that all models of this type have."""
+"""Ignored keys of Command R7B's config: they state properties that all models of this type have."""
 
 
 def layer_norm(hf: Fields) -> LayerNormConfig:

@@ -45,7 +45,7 @@ AVERAGE, SUM = "average", "sum"
 def read(hf: Fields) -> DecoderConfig:
     """Read a Cohere 2 config: Command R7B with a mixture of experts in most layers.
 
-    The shared experts form one wide expert.
+    The shared experts are read as one wide expert.
     """
     norm = _either_norm(hf)
     # transformers reads the top-level key only if there is no mapping
@@ -93,7 +93,10 @@ def _either_norm(hf: Fields) -> LayerNormConfig | RMSNormConfig:
 
 
 def _prefixed_types(hf: Fields, n_dense: int) -> list[str]:
-    """Return layer types: every n-th layer is full; counting restarts after the dense layers."""
+    """Return layer types: every n-th layer has full attention, the others a window.
+
+    The leading dense layers and the layers after them are counted separately.
+    """
     dense, sparse = (
         every(hf, key, default)
         for key, default in (
@@ -135,7 +138,7 @@ def _dense(hf: Fields) -> GatedMlpConfig:
 
 
 def dense_layers_turn(data: Data) -> int:
-    """Return `prefix_dense_sliding_window_pattern`: 1 if full dense layers use RoPE, else 2."""
+    """Return `prefix_dense_sliding_window_pattern`: 1 if dense, full layers use RoPE, else 2."""
     for layer in data["layers"]:
         attention = layer["attention"]
         if layer["feed_forward"]["kind"] != "moe" and attention["window"] is None:
@@ -144,7 +147,7 @@ def dense_layers_turn(data: Data) -> int:
 
 
 def norm_eps(kind: str) -> FieldPath:
-    """Field path to the epsilon of the final norm, if the norm is of the given kind."""
+    """Return a function that finds the epsilon of a config's final norm if it has this kind."""
 
     def write(data: Data) -> object:
         if data["final_norm"]["kind"] != kind:
@@ -155,7 +158,7 @@ def norm_eps(kind: str) -> FieldPath:
 
 
 def combination(data: Data) -> str:
-    """Return `shared_expert_combination_strategy`: sum or average of both experts' outputs."""
+    """Return `shared_expert_combination_strategy`: add or average routed and shared outputs."""
     return SUM if look_up(data, of_sparse("multiplier")) == 1.0 else AVERAGE
 
 

@@ -57,7 +57,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _position(hf: Fields, kind: str) -> RopeConfig | NoPositionConfig:
-    """Read the RoPE settings of a layer type; null in the file means no positions."""
+    """Read the RoPE settings of a layer type; null means layers without position encoding."""
     rotations = hf.section("rope_parameters")
     if rotations is None or kind not in rotations.values:
         raise ConfigError(
@@ -71,7 +71,7 @@ def _position(hf: Fields, kind: str) -> RopeConfig | NoPositionConfig:
 
 
 def rotations(data: Data) -> Data:
-    """Return `rope_parameters` for `config.json`: an entry for each layer type, null for none."""
+    """Return `rope_parameters` for `config.json`: by layer type, settings, or null without RoPE."""
     positions: Data = {}
     for kind, layer in zip(written_layer_types(data), data["layers"], strict=True):
         position = layer["attention"]["position"]

@@ -19,7 +19,7 @@ NAMES = GPT_NAMES | {"intermediate_size": "dff"}
 def read(hf: Fields) -> DecoderConfig:
     """Read a CTRL config: the Transformer of 2017 with pre-norm blocks; the tied head has a bias.
 
-    No key sets the epsilon of the layers; `layer_norm_epsilon` applies only to the final norm.
+    `layer_norm_epsilon` applies only to the final norm; no key sets the epsilon of other norms.
     """
     hf = hf.renamed(NAMES)
     hf.ignore("n_ctx")

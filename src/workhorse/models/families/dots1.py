@@ -30,7 +30,7 @@ from workhorse.nn.blocks import PreNormConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Read a dots.llm1 config: DeepSeek-V3's mixture, norms on q and k, windows in late layers."""
+    """Read a dots.llm1 config: DeepSeek-V3's mixture, q and k norms, windows in upper layers."""
     norm = rms_norm(hf)
     bias = hf.get("attention_bias", False)
     mixture = sigmoid_mixture(

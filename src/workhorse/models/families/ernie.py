@@ -33,7 +33,7 @@ from workhorse.nn.experts.router import RouterConfig
 def read(hf: Fields) -> DecoderConfig:
     """Read a dense ERNIE 4.5 config: LLaMA with RoPE on pairs of adjacent features.
 
-    One key switches all biases on.
+    The key `use_bias` enables all biases.
     """
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(
@@ -88,7 +88,7 @@ def _heads(hf: Fields, **changes: Any) -> AttentionConfig:
 
 
 def _kinds(hf: Fields) -> list[str]:
-    """Return the kind of each layer: in a range, every n-th layer is sparse, counted from 1."""
+    """Return dense or sparse for each layer: in a range, every n-th layer (from 1) is sparse."""
     depth = hf.need("num_hidden_layers", int)
     first, last = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
     last = depth - 1 if last == -1 else last

@@ -26,8 +26,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 def read(hf: Fields) -> DecoderConfig:
     """Read an EXAONE 4 config: norms on sub-layer outputs, q and k; windows in most layers.
 
-    If some layers have a window, the other layers have no positions. Files give
-    `sliding_window_pattern` as a number, or as letters together with `layer_types`.
+    If some layers have a window, the other layers have no position encoding.
     """
     hf.refuse("reorder_and_qk_norm", True, "every model of this type has these norms")
     norm, rope = rms_norm(hf, eps=1e-5), read_rope(hf)

@@ -163,9 +163,9 @@ def _norms(hf: Fields) -> Literal[1, 2] | None:
 
 
 def is_new(data: Data) -> bool:
-    """Return `new_decoder_architecture` for `config.json`: the format of the larger models.
+    """Return `new_decoder_architecture` for `config.json`.
 
-    It is True if only that format can express the model: two norms or grouped heads.
+    True for parallel blocks with two norms or grouped heads, as in the larger Falcon models.
     """
     block = data["block"]
     grouped = 1 < block["attention"]["n_kv_heads"] < block["attention"]["n_heads"]

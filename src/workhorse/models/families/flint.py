@@ -1,4 +1,4 @@
-"""Flint (RecursiveSI, 2026): Qwen3's mixture with windows, sinks and a shared expert."""
+"""Flint (RecursiveSI, 2026): Qwen3's mixture, windows, attention sinks and a shared expert."""
 
 from workhorse.models.families.qwen import MIXTURE_KEYS
 from workhorse.models.huggingface.family import Family
@@ -31,7 +31,7 @@ from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Read a Flint config: RoPE only in layers with a window, and a learned sink per head."""
+    """Read a Flint config: RoPE only in layers with a window, a learned attention sink per head."""
     norm, rope, bias = rms_norm(hf, multiply="before_cast"), read_rope(hf), _bias(hf)
     window = hf.get("sliding_window", 513)
     types = layer_types(hf, _types(hf.need("num_hidden_layers", int)))

@@ -159,7 +159,7 @@ def _capped(hf: Fields, wiring: type[PreNormConfig] | type[SandwichNormConfig]) 
 def read_gemma3(hf: Fields) -> DecoderConfig:
     """Read a Gemma 3 config (2503.19786 §2): norms on q and k, one of six layers is global.
 
-    Local and global layers have separate RoPE settings. A scaling that is not given for each kind
+    Local and global layers have separate RoPE settings. A RoPE scaling that is given only once
     applies to the global layers.
     """
     hf.ignore("_sliding_window_pattern")
@@ -201,7 +201,7 @@ def _alternating(
         hf: the config.
         wiring: block class, which determines the position of the norms.
         types: layer types for a config that does not list them.
-        cap: cap on the logits.
+        cap: soft cap of the logits; None for no cap.
         ropes: RoPE settings of each layer type, if they differ.
         heads: fields of `AttentionConfig` to set.
     """
@@ -238,7 +238,7 @@ def _alternating(
 
 
 def _shared(hf: Fields) -> tuple[RMSNormConfig, int, bool]:
-    """Read the norm, the head width, and True if attention has biases."""
+    """Read settings of all Gemma versions: norm, head width, and True if attention has biases."""
     hf.refuse("use_bidirectional_attention", False, "only causal attention can generate")
     norm = rms_norm(hf, offset=True, multiply="before_cast")
     return norm, hf.get("head_dim", 256), hf.get("attention_bias", False)

@@ -76,7 +76,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Values of `afn`. Its `gelu` is the tanh form, as in the original code."""
+"""Activation of each value of `afn`. `gelu` is the tanh form, as in the original code."""
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -100,7 +100,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def afn(data: Data) -> str:
-    """Return `afn` for `config.json`: the first of the activation's names."""
+    """Return `afn` for `config.json`: the first name of the activation in `ACTIVATIONS`."""
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     return names[data["block"]["feed_forward"]["activation"]]
 

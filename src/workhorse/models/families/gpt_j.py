@@ -51,7 +51,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_codegen(hf: Fields) -> DecoderConfig:
-    """Read a CodeGen config: GPT-J with projections that are stored in `MACHINES` pieces."""
+    """Read a CodeGen config: GPT-J, with q, k and v projections stored in `MACHINES` pieces."""
     config = read(hf)
     heads = config.blocks["main"].attention.n_heads
     if heads % MACHINES:
@@ -69,7 +69,8 @@ def rotary_dim(data: Data) -> int:
 
 
 MACHINES = 4
-"""Number of machines that CodeGen was trained on. transformers also hard-codes it."""
+"""Number of pieces of CodeGen's stored q, k and v projections, one for each machine that trained
+CodeGen. transformers hard-codes the same number."""
 KEYS = written(GPT_NAMES, gelu_tanh="gelu_new") | {
     "rotary_dim": rotary_dim,
     "layer_norm_epsilon": "final_norm.eps",

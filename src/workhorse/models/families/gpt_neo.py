@@ -75,7 +75,7 @@ def _kinds(hf: Fields) -> list[str]:
 
 
 def _expanded(stretches: Any, at_most: int) -> list[str]:
-    """Expand a list of `[kinds, repetitions]` into kinds; a malformed list gives no kinds."""
+    """Expand a list of `[kinds, repetitions]` into kinds; empty if the list is malformed."""
     kinds: list[str] = []
     try:
         for names, count in cast(list[tuple[list[Any], int]], stretches):

@@ -36,7 +36,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _rope(hf: Fields, fraction: float) -> RopeConfig:
-    """Read the RoPE settings; transformers ignores the usual top-level keys for this model type."""
+    """Read the RoPE settings from GPT-NeoX's own top-level keys or from `rope_parameters`."""
     return read_rope(hf, theta_key="rotary_emb_base", fraction=fraction, fraction_key="rotary_pct")
 
 

@@ -40,9 +40,9 @@ STRETCH = YarnScalingConfig(factor=32.0, original_max_seq_len=4096, truncate=Fal
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Read a gpt-oss config: windows in every other layer, learned sinks, and mixtures.
+    """Read a gpt-oss config: windows in every other layer, learned attention sinks.
 
-    The experts are clamped SwiGLUs with biases.
+    Every layer has a mixture of experts. The experts are clamped SwiGLUs with biases.
     """
     hf.ignore("hidden_act", "initial_context_length", "experts_per_token")
     norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
@@ -81,9 +81,9 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def alternated(ours: tuple[str, str], theirs: str) -> Rule:
-    """Rule for a stored stack that alternates the rows of two of our tensors.
+    """Conversion rule for a stored tensor that alternates the rows of two of our tensors.
 
-    The first row of each comes first, then the second of each, and so on.
+    The first row of each tensor comes first, then the second row of each, and so on.
     """
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:

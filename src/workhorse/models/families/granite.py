@@ -32,12 +32,12 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
-    """Read the config of a Granite mixture, with a softmax over the chosen experts."""
+    """Read a config of Granite with mixtures of experts: softmax over the chosen experts."""
     return multiplied(hf, block(hf, mixture(hf)))
 
 
 def read_shared(hf: Fields) -> DecoderConfig:
-    """Read the config of a Granite mixture with a shared expert, unless its width is 0."""
+    """Read a config of Granite with mixtures, and a shared expert unless its width is 0."""
     return multiplied(hf, block(hf, mixture(hf, shared=shared_expert(hf))))
 
 

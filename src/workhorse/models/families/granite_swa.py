@@ -1,7 +1,7 @@
-"""Granite with windows (IBM, Granite Swash, 2026): dense and mixtures.
+"""Granite with windows (IBM, Granite Swash, 2026): dense and with mixtures of experts.
 
-Three of four layers have a window, every head has a learned sink (2508.10925), and each layer may
-have its own RoPE theta or no positions.
+Three of four layers have a window, and every head has a learned attention sink (2508.10925). Each
+layer may have its own RoPE theta, or no position encoding.
 """
 
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ def _thetas(hf: Fields, n_layers: int) -> list[float]:
 
 
 def _rotation_names(thetas: list[float]) -> Mapping[float, str]:
-    """Return a block-name suffix for each theta; empty if all layers with RoPE share one."""
+    """Return a block-name suffix for each theta; empty if layers with RoPE share one theta."""
     turning = sorted({theta for theta in thetas if theta})
     numbers = {theta: f"_{number}" for number, theta in enumerate(turning, 1)}
     return (numbers if len(turning) > 1 else dict.fromkeys(turning, "")) | {0.0: "_no_rope"}

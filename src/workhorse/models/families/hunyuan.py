@@ -1,4 +1,4 @@
-"""Hunyuan (Tencent, 2025; its predecessor is 2411.02265), dense and with mixtures, and Hy3."""
+"""Hunyuan (Tencent, 2025; predecessor: 2411.02265), dense and with mixtures of experts, and Hy3."""
 
 from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family, FieldPath

@@ -1,4 +1,7 @@
-"""Llama 4 (Meta, 2025); its global layers follow 2305.19466 (no positions) and 2501.19399."""
+"""Llama 4 (Meta, 2025).
+
+Its global layers have no positions (2305.19466), and scale queries by position (2501.19399).
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +36,7 @@ CHUNKED = "chunked_attention"
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Read a Llama 4 config: chunked layers with RoPE, and global layers without positions.
+    """Read a Llama 4 config: chunked attention with RoPE; full attention without positions.
 
     RoPE pairs adjacent features. The router's weights scale the inputs of the experts, not their
     outputs.
@@ -94,7 +97,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
-    """Read fields of `AttentionConfig` for layers with RoPE. A norm on q and k follows RoPE."""
+    """Read fields of `AttentionConfig` for layers with RoPE and, after it, norms on q and k."""
     norm = QKNormConfig(norm=RMSNormConfig(eps=eps, weight=False), after_rope=True)
     return {
         "position": read_rope(hf, theta=500_000.0, pairing="interleaved", precision="float32"),
@@ -103,7 +106,7 @@ def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
 
 
 def _still(hf: Fields) -> Mapping[str, Any]:
-    """Read fields of `AttentionConfig` for layers without RoPE: queries grow with the position."""
+    """Read fields of `AttentionConfig` for layers without RoPE, with query scaling by position."""
     growth = QueryScalingConfig(
         scale=hf.get("attn_scale", 0.1), length=hf.get("floor_scale", 8192), offset=1
     )
@@ -140,12 +143,12 @@ def moe_layers(data: Data) -> list[int]:
 
 
 def any_has(part: str) -> FieldPath:
-    """Make a function that says whether the attention of any layer in a config sets `part`."""
+    """Return a function that gives True if the attention of any layer has a value for `part`."""
     return lambda data: any(one[part] for one in attentions(data))
 
 
 def growth(field: str) -> FieldPath:
-    """Field path to a field of the query scaling in the first layer that has one."""
+    """Return a function that finds a query-scaling field in the first layer that has one."""
 
     def find(data: Data) -> object:
         grown = (one["query_scaling"] for one in attentions(data))

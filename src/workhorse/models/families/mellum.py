@@ -41,7 +41,7 @@ THETAS = {FULL: 500_000.0, SLIDING: 10_000.0}
 def read(hf: Fields) -> DecoderConfig:
     """Read a Mellum 2 config: Qwen3's mixture of experts.
 
-    Layers with a window have other RoPE settings than layers without one.
+    Layers with and without a window have different RoPE settings.
     """
     hf.ignore("mtp_layer_types", "mtp_mlp_layer_types")  # heads used only in training
     hf.ignore("num_mtp_layers", "num_nextn_predict_layers")

@@ -23,8 +23,8 @@ from workhorse.nn.embedding import EmbeddingConfig
 def read(hf: Fields) -> DecoderConfig:
     """Read a MiniCPM3 config: LLaMA with multipliers, and DeepSeek's latent attention.
 
-    RoPE pairs the two halves of a head. Sub-layer outputs are divided by the root of the number of
-    layers, the logits by the width.
+    RoPE pairs the two halves of a head. Sub-layer outputs are multiplied by
+    `scale_depth / sqrt(n_layers)`, and logits by `dim_model_base / d_model`.
     """
     width, depth = hf.need("hidden_size", int), hf.need("num_hidden_layers", int)
     n_heads, scaled = hf.need("num_attention_heads", int), hf.get("scale_emb", 12.0)

@@ -73,13 +73,15 @@ STRETCHED = RopeConfig(
     scaling=YarnScalingConfig(factor=16.0, original_max_seq_len=16384, mscale_all_dim=1.0),
 )
 GROWING = QueryScalingConfig(scale=0.1, length=16384)
-"""Default RoPE settings and query scaling of a Ministral 3 config that does not give them."""
+"""Query scaling of a Ministral 3 config without RoPE settings; `STRETCHED` is then its RoPE."""
 
 
 def read_ministral3(hf: Fields) -> DecoderConfig:
-    """Read a Ministral 3 config: Mistral with queries that grow with the position."""
+    """Read a Ministral 3 config: Mistral with position-dependent query scaling."""
     if len(set(hf.sequence("layer_types", str) or ())) > 1:
-        raise ConfigError(f"{hf.where}: layer_types differ; give all layers of ministral3 one type")
+        raise ConfigError(
+            f"{hf.where}: layer_types differ, which ministral3 does not support; use one type"
+        )
     growth, given = GROWING, rope_section(hf)
     if given is None:
         rope = STRETCHED.replace(fraction=hf.get("partial_rotary_factor", 1.0))
@@ -106,7 +108,7 @@ def read_ministral3(hf: Fields) -> DecoderConfig:
 
 
 def with_growth(rope: Data, data: Data) -> Data:
-    """Add the query scaling to written RoPE settings; the config has one mapping for both."""
+    """Add query scaling to `rope_parameters` or `rope_scaling`, which contain it in Ministral 3."""
     growth = data["block"]["attention"]["query_scaling"]
     if growth is None:
         length = {"original_max_position_embeddings": data["max_seq_len"]}

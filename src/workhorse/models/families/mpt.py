@@ -95,7 +95,7 @@ ATTENTION_OPTIONS = {
     "qk_ln": (False, "MPT in transformers has no norms on queries and keys"),
     "rope": (False, ALWAYS_ALIBI),
 }
-"""Options of the original code that transformers ignores: required value, and reason."""
+"""Options of the original code that transformers ignores: only supported value, and reason."""
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -135,10 +135,10 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 def _attention_options(hf: Fields) -> Fields:
-    """Read `attn_config`, and check that it has no option that would be ignored.
+    """Read `attn_config`.
 
     Raises:
-        ConfigError: it has such an option.
+        ConfigError: an option is unsupported or unknown.
     """
     options = hf.section("attn_config") or Fields({})
     for key, (allowed, reason) in ATTENTION_OPTIONS.items():
@@ -162,7 +162,7 @@ def attention_options(data: Data) -> Data:
 
 
 def norm_type(data: Data) -> str:
-    """Return `norm_type` for `config.json`."""
+    """Return `norm_type` for `config.json`: LayerNorm in low or in native precision."""
     return {ours: name for name, ours in PRECISIONS.items()}[data["final_norm"]["precision"]]
 
 

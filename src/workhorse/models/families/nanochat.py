@@ -20,7 +20,10 @@ from workhorse.nn.feedforward import MlpConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
-    """Read a nanochat config: norms without weights, also on embedding, q and k; reversed RoPE."""
+    """Read a nanochat config: norms without weights, also on embedding, q and k.
+
+    RoPE rotates in the opposite direction.
+    """
     # logits_soft_cap is the old name of final_logit_softcapping.
     hf.ignore("logits_soft_cap", "resid_dropout")
     hf.refuse("qkv_bias", False, "nanochat enables all biases at once, with attention_bias")

@@ -148,7 +148,7 @@ def read_olmo2(hf: Fields) -> DecoderConfig:
 def read_olmo3(hf: Fields) -> DecoderConfig:
     """Read an OLMo 3 config (2512.13961): OLMo 2 with windows in three of four layers.
 
-    A scaling that is not given for each kind of layer applies to the layers without a window.
+    A RoPE scaling that is given only once applies to the layers without a window.
     """
     norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
     types = layer_types(hf, alternating(hf, (SLIDING, SLIDING, SLIDING, FULL)))

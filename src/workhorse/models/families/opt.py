@@ -18,7 +18,7 @@ NAMES = {
     "initializer_range": "init_std",
 }
 FAIRSEQ_OFFSET = 2
-"""Number of unused rows before the first position: fairseq counts from its padding id."""
+"""Number of unused rows before the first position: fairseq's positions start after padding id 1."""
 
 
 def read(hf: Fields) -> DecoderConfig:

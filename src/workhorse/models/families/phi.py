@@ -116,7 +116,7 @@ def _long_rope(hf: Fields) -> RopeConfig:
 
 
 def _amplified(hf: Fields, rope: RopeConfig) -> RopeConfig:
-    """Set the amplitude of RoPE, which Phi-3.5-MoE's files give explicitly."""
+    """Set RoPE's attention factor from `short_mscale` and `long_mscale` of Phi-3.5-MoE's files."""
     if rope.scaling is None:
         return rope
     given = rope_section(hf)
@@ -125,13 +125,13 @@ def _amplified(hf: Fields, rope: RopeConfig) -> RopeConfig:
     if short != long or not isinstance(rope.scaling, LongRopeScalingConfig):
         raise ConfigError(
             f"{hf.where}: {rope.scaling.kind} scaling with short_mscale={short} and "
-            f"long_mscale={long} is not supported; use longrope with two equal values"
+            f"long_mscale={long} is not supported; use longrope with equal values"
         )
     return rope.replace(scaling=rope.scaling.replace(attention_factor=short))
 
 
 def with_amplitude(rope: Data) -> Data:
-    """Add the amplitude to written RoPE settings, in the keys that `_amplified` reads."""
+    """Replace `attention_factor` in RoPE settings by `short_mscale` and `long_mscale`."""
     if rope["rope_type"] == "default":
         return rope
     amplitude = rope.pop("attention_factor")

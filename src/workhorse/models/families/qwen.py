@@ -95,7 +95,7 @@ def _normed_heads(hf: Fields, *, n_kv_heads: int | None, head_dim: int | None) -
 
 
 def _windows_above(hf: Fields) -> list[str]:
-    """Return layer types: layers from `max_window_layers` on have a window, despite that name."""
+    """Return layer types. Despite its name, `max_window_layers` is the first one with a window."""
     first = hf.get("max_window_layers", 28)
     depth = _depth(hf)
     if not hf.get("use_sliding_window", False) or _window(hf) is None:
@@ -113,7 +113,7 @@ def _windowed(
     types: Sequence[str],
     feed_forwards: Sequence[FeedForwardConfig],
 ) -> DecoderConfig:
-    """Read a decoder whose layers differ in window and feed-forward.
+    """Read a decoder with layers that differ in window and feed-forward.
 
     Args:
         hf: the config.

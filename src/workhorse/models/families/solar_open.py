@@ -42,7 +42,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 ABSENT = ("intermediate_size", "first_k_dense_replace")
-"""Keys for leading dense layers, which only related families have."""
+"""Shared keys that are not written, because Solar Open has no dense layers."""
 
 HUGGING_FACE = (
     Family(

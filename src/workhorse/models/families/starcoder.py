@@ -37,7 +37,7 @@ HOW_IT_IS_COMPUTED = (
 def read(hf: Fields) -> DecoderConfig:
     """Read a StarCoder config: GPT-2 with one key-value head.
 
-    If `multi_query` is false, each query head has its own.
+    If `multi_query` is false, each query head has its own key-value head.
     """
     hf = hf.renamed(GPT_NAMES)
     hf.ignore(*HOW_IT_IS_COMPUTED, *SUMMARY_KEYS)

@@ -24,7 +24,7 @@ def read(hf: Fields) -> DecoderConfig:
     """Read an XGLM config: GPT-2 with sinusoidal positions, all sines before all cosines.
 
     Raises:
-        ConfigError: the width is odd, or the padding id is the row of a used position.
+        ConfigError: the width is odd, or `pad_token_id` is 2 or more: the row of a used position.
     """
     hf = hf.renamed(NAMES)
     if hf.need("hidden_size", int) % 2:

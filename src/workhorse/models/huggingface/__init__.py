@@ -95,7 +95,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 """Model types by module of `workhorse.models.families`, most used first."""
 
 KIND = 4
-"""Weight in `_distance` of a part of a different kind; a different value has weight 1."""
+"""Weight in `_distance` of a component of another kind, such as a norm; a value has weight 1."""
 _WHOLE = re.compile(r"layers\.\d+\.(attention\.)?kind is")
 MODEL_TYPES = {name: module for module, names in MODULES.items() for name in names}
 
@@ -126,10 +126,10 @@ def families() -> Iterator[Family]:
 
 
 def native_class(config: DecoderConfig) -> Family | str:
-    """Return the first family that can express a config or an equivalent one.
+    """Return the first family that can express a config, or an equivalent config.
 
-    For a dense model, families of mixtures of experts are tried last. If no family fits, the result
-    is a string: the nearest transformers class and everything that it cannot express.
+    For a dense model, families with mixtures of experts are tried last. If no family fits, the
+    result is a string: the nearest transformers class and everything that it cannot express.
     """
     is_dense = all(one.feed_forward.kind != "moe" for one in config.blocks.values())
     found: dict[str, list[str]] = {}
@@ -162,7 +162,7 @@ def in_the_way(differences: Iterable[str], config: DecoderConfig) -> str:
 
 
 def _in_recipe(difference: str, config: DecoderConfig) -> str:
-    """Rewrite a message about two configs for a recipe: block names instead of layer indices."""
+    """Rewrite a difference in terms of a recipe: `model.blocks.NAME` instead of `layers.INDEX`."""
     if difference.startswith(IMPOSSIBLE):
         return difference
     names = config.layer_names()
@@ -172,11 +172,10 @@ def _in_recipe(difference: str, config: DecoderConfig) -> str:
 
 
 def _distance(differences: list[str]) -> tuple[bool, int]:
-    """Compute the distance of a family from a config; the result is for comparison only.
+    """Compute the distance of a family from a config, to find the nearest family.
 
-    An invalid written config counts most, because nothing else can be compared then. Another kind
-    of block or attention is next: it hides many differences. Then an extra or missing part, another
-    kind of part, and another value.
+    An invalid config counts most, because it hides all other differences. Another kind of block or
+    attention is next. Then an extra or missing component, another kind of component, and a value.
     """
     kinds = sum(".kind is" in difference for difference in differences)
     parts = sum(" given" in difference for difference in differences)

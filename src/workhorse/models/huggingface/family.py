@@ -1,9 +1,10 @@
 """A model type of Hugging Face transformers as data: reading and writing its config and tensors.
 
-A reader is a plain function of the config's fields. Writing needs no function: a table maps each
-key of `config.json` to a path in our config. A written config is read back. If the result equals
-the original, the family can express it; otherwise the differences say why it cannot. A family also
-fits if it only has extra parts that weights of one or zero make ineffective.
+Reading: a function converts the fields of `config.json` to our config (`DecoderConfig`). Writing: a
+table maps each key of `config.json` to a path in our config.
+
+To check that a family can express a config, the config is written and read back; it must not
+change. A family also fits if it only adds weights that have no effect when they are one or zero.
 """
 
 import math
@@ -20,9 +21,8 @@ from workhorse.nn import DecoderConfig
 
 Data = dict[str, Any]
 FieldPath = str | Callable[[Data], object]
-"""Dotted path of a value in `plain(config)`, or a function that computes the value from it.
-
-In a path, `block` is the first of the `layers`."""
+"""Place of a value in our config: a dotted path into `plain(config)`, or a function that computes
+the value from it. In a path, `block` is the first of the `layers`."""
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TRAINING_ONLY = frozenset({"dropout", "init"})
@@ -84,7 +84,7 @@ class Family:
     def equivalent(self, config: DecoderConfig) -> DecoderConfig | None:
         """Return an equivalent config that this family can express, or None.
 
-        It is the same config, or one with extra parts that have no effect if their weights are
+        It is the same config, or one with extra weights that have no effect if they are set to
         `NEUTRAL`. For example, a model without a bias equals one with a zero bias.
         """
         try:
@@ -112,11 +112,11 @@ NEUTRAL = {
     "out_bias": 0.0,
     "selection_bias": 0.0,
 }
-"""Fields that add weights, with the weight value that has no effect."""
+"""Boolean config fields that add a weight, and the value of the weight that has no effect."""
 
 
 class Difference(NamedTuple):
-    """One field that differs between two configs as plain data."""
+    """One field that differs between two configs, `ours` and `theirs`, as plain data."""
 
     path: str
     ours: object
@@ -185,12 +185,12 @@ def look_up(data: Data, path: FieldPath) -> object:
 
 
 def always(value: object) -> FieldPath:
-    """Field path that gives the same value for every model."""
+    """Return a function that gives the same value for every config."""
     return lambda data: value
 
 
 def equals(path: str, value: object) -> FieldPath:
-    """Field path that gives True if the field at `path` has that value."""
+    """Return a function that gives True if a config has `value` at `path`."""
 
     def write(data: Data) -> object:
         found = look_up(data, path)
@@ -200,7 +200,7 @@ def equals(path: str, value: object) -> FieldPath:
 
 
 def differs(path: str, value: object) -> FieldPath:
-    """Field path that gives True if the field at `path` has another value."""
+    """Return a function that gives True if a config has a value other than `value` at `path`."""
 
     def write(data: Data) -> object:
         found = look_up(data, path)
@@ -210,7 +210,7 @@ def differs(path: str, value: object) -> FieldPath:
 
 
 def compare_plain(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference]:
-    """Yield the differences of two pieces of plain data; floats may differ by rounding."""
+    """Yield the differences of two configs as plain data, except rounding errors of floats."""
     same = ours == theirs
     if isinstance(ours, dict) and isinstance(theirs, dict):
         mine, other = cast(Data, ours), cast(Data, theirs)
@@ -273,7 +273,7 @@ OTHER_KINDS = {
         "pegasus* prophetnet seamless* switch_transformers t5* umt5"
     ),
 }
-"""Kinds of unsupported models, each with patterns of model types."""
+"""Kinds of unsupported models, each with glob patterns of model types."""
 
 
 def other_kind(model_type: str) -> str | None:

@@ -1,8 +1,8 @@
 """Fields of a Hugging Face config, including alternative names of keys.
 
-Some transformers classes have their own names for some sizes and also accept the usual names
-(`attribute_map`). If a config gives both, the usual name wins, because transformers sets it last.
-Older files use further names that no class lists.
+Some transformers classes have their own names for some keys, such as `n_embd`, and also accept the
+usual names, such as `hidden_size` (`attribute_map`). If a config has both, the usual name wins, as
+in transformers. Older files use further names that no class lists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,11 +52,14 @@ OLDER: Mapping[str, Mapping[str, str]] = {
     "bloom": {"n_embed": "hidden_size"},
     "falcon": {"n_embed": "hidden_size"},
 }
-"""By model type: older key names, mapped to those of the transformers class. The older one wins."""
+"""By model type: older key names, mapped to the names of the transformers class. If both are
+given, the older name wins."""
 OF_ALL = {"torch_dtype": "dtype"}
-"""Older key names that any model type may have, mapped to the newer names, which win."""
+"""For all model types: older key names, mapped to newer names. If a config has both, the newer name
+wins."""
 OWN_COUNTS = ("kolibri1", "mellum", "qwen3_moe")
-"""Model types for which the key name of the transformers class wins over the usual name."""
+"""Model types for which the key name of the transformers class wins if a config also has the usual
+name."""
 
 
 def with_own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -66,7 +69,8 @@ def with_own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         values: config parsed from JSON, with a `model_type`.
 
     Returns:
-        The renamed config, and one line for each value that is given twice and differently.
+        The renamed config, and a warning for each key that is given under two names with different
+        values.
     """
     found, remarks = dict(values), list[str]()
     model_type = values["model_type"]
@@ -141,7 +145,7 @@ class Fields:
         """Nested mappings that were read, by key."""
 
     def renamed(self, names: Mapping[str, str]) -> "Fields":
-        """Return these fields again; their values are now accessed by the usual key names.
+        """Return the same fields, accessed by the usual key names.
 
         Args:
             names: usual key names, mapped to the config's own names.
@@ -244,7 +248,7 @@ class Fields:
         self.seen.update(keys)
 
     def unused(self) -> list[str]:
-        """Keys that were not read and may affect the model. Keys in nested mappings are dotted."""
+        """Keys that were not read and may affect the model; a nested key is a dotted path."""
         known = self.seen | SILENT
         unused = [
             key for key, value in self.values.items() if key not in known and value is not None

@@ -1,7 +1,7 @@
-"""Shared parts of the families before LLaMA: LayerNorm, ungated feed-forwards, fused projections.
+"""Shared code for families like GPT-2: LayerNorm, ungated feed-forwards, fused projections.
 
-Their configs use different names for the same settings. A family maps the usual names to its own
-names, and is then read and written like the others.
+The configs of these families name the same settings differently. A family maps the usual names to
+its own names, so that the same functions can read and write it.
 """
 
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
 def written(
     names: Mapping[str, str] = {}, *, gelu_tanh: str = "gelu_pytorch_tanh"
 ) -> dict[str, FieldPath]:
-    """Return the keys to write that these families share, with paths of values in our config.
+    """Return the `config.json` keys that GPT-like families share, with paths in our config.
 
     Args:
         names: usual key names, mapped to the family's names.
@@ -113,6 +113,6 @@ def kv_heads(block: BlockConfig) -> int:
 
 
 def fused_qkv(theirs: str) -> Rule:
-    """Rule for a fused q/k/v tensor: for each key-value head, its query heads, key and value."""
+    """Rule for a fused q/k/v tensor that stores each key-value head beside its query heads."""
     ours = tuple(f"layers.{{i}}.attention.{name}_proj" for name in "qkv")
     return interleaved_by(ours, theirs, groups=kv_heads)

@@ -1,6 +1,6 @@
-"""Config parts and weight rules for families built like LLaMA, and for latent attention.
+"""Shared code for families like LLaMA, and for latent attention: config readers and tensor rules.
 
-A family's reader assembles these parts and overrides the fields that differ.
+A family's reader calls these functions and overrides the fields that differ.
 """
 
 import math
@@ -31,7 +31,7 @@ from workhorse.nn.positions.rope import YarnScalingConfig
 def latent_attention(
     hf: Fields, *, neighbours: bool, precision: Literal["native", "float32"] = "native"
 ) -> LatentAttentionConfig:
-    """Read the latent attention of a config.
+    """Read the multi-head latent attention of DeepSeek-V2 from a config.
 
     Args:
         hf: the config.
@@ -75,7 +75,8 @@ LATENT_KEYS: dict[str, FieldPath] = {
 PAIRING_KEYS: dict[str, FieldPath] = {
     "rope_interleave": equals("block.attention.position.pairing", "interleaved"),
 }
-"""Further key of models that may use either RoPE pairing. DeepSeek-V2 always pairs neighbours."""
+"""Additional key of models that may use either RoPE pairing. DeepSeek-V2 lacks it, because it
+always pairs adjacent features."""
 
 
 def _n_heads(block: BlockConfig) -> int:
@@ -91,7 +92,7 @@ LATENT_RULES: tuple[Rule, ...] = (
     same(OURS + "kv_norm", THEIRS + "kv_a_layernorm"),
     interleaved_by((OURS + "k_up_proj", OURS + "v_up_proj"), THEIRS + "kv_b_proj", _n_heads),
 )
-"""Usual rules of latent attention; put them before the rules of LLaMA."""
+"""Tensor rules of latent attention. Put them before LLaMA's rules, because they replace some."""
 
 
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -106,8 +107,8 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "swish": "silu",
     "xielu": "xielu",
 }
-"""transformers' names of activations, mapped to ours. If several map to one, the first is written.
-"""
+"""transformers' names of activations, mapped to ours. If several names mean the same activation,
+the first one is written."""
 WRITTEN_ACTIVATIONS = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
 
@@ -126,7 +127,10 @@ def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> Ac
 def written_activation(
     path: str = "block.feed_forward.activation", gelu_tanh: str = "gelu_pytorch_tanh"
 ) -> FieldPath:
-    """Field path to the name of an activation; `gelu_tanh` names the tanh form of GELU."""
+    """Return a function that gives transformers' name of the activation at `path` of a config.
+
+    `gelu_tanh` is the family's name for the tanh form of GELU.
+    """
     names = WRITTEN_ACTIVATIONS | {"gelu_tanh": gelu_tanh}
 
     def write(data: Data) -> object:
@@ -181,8 +185,8 @@ def decoder(
         hf: the config.
         layers: block of each layer, or one block for all layers.
         final_norm: norm before the head.
-        names: name of each layer's block, if there are several blocks; names of `layer_types` are
-            shortened by `SHORT_NAMES`.
+        names: block name of each layer, if layers differ; `SHORT_NAMES` shortens names from
+            `layer_types`.
         tied: the family's default of `tie_word_embeddings`.
         head: fields of `HeadConfig` to set.
         changes: further fields of `DecoderConfig` to set.
@@ -231,7 +235,7 @@ def layer_types(hf: Fields, default: Iterable[str], local: str = SLIDING) -> lis
     Args:
         hf: the config.
         default: kinds for a config that does not list them.
-        local: name of layers with limited attention; the others are `FULL`.
+        local: name of layers with a window or chunks; the other layers are `FULL`.
 
     Raises:
         ConfigError: the list has another length than the layers, or a kind is unknown.
@@ -289,8 +293,8 @@ ROPE_BY_TYPE_KEYS: dict[str, FieldPath] = {
     "rope_theta": lambda data: written_rope_by_type(data)[FULL]["rope_theta"],
     "rope_scaling": lambda data: older_scaling(written_rope_by_type(data)[FULL]),
 }
-"""Keys for RoPE settings that differ between layers with and without a window. Before
-transformers 5 there were keys only for layers without a window."""
+"""Keys for RoPE settings that differ between layers with and without a window. `rope_theta` and
+`rope_scaling`, the keys before transformers 5, are only for layers without a window."""
 
 KEYS: dict[str, FieldPath] = {
     "vocab_size": "vocab_size",

@@ -1,6 +1,6 @@
-"""Shared parts of models like DeepSeek-V3: a few dense layers, then mixtures of experts.
+"""Shared code for models like DeepSeek-V3: a few dense layers, then mixtures of experts.
 
-Written values come from the first dense layer or the first mixture, not always from layer 0.
+Values for `config.json` come from the first dense layer or from the first mixture of experts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def dense_first(hf: Fields, n_dense: int) -> list[str]:
-    """Return the kind of each layer: the first `n_dense` are dense, the rest sparse."""
+    """Return the kind of each layer: `n_dense` dense layers, then mixtures of experts (sparse)."""
     return [DENSE if n < n_dense else SPARSE for n in range(hf.need("num_hidden_layers", int))]
 
 
@@ -30,7 +30,7 @@ def written_n_dense(data: Data) -> int:
 
 
 def mlp_layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
-    """Read the kind of each layer's feed-forward: dense or sparse.
+    """Read the kind of each layer's feed-forward: dense, or sparse (a mixture of experts).
 
     Args:
         hf: the config.
@@ -62,12 +62,12 @@ def written_mlp_layer_types(data: Data) -> list[str]:
 
 
 def of_dense(field: str) -> FieldPath:
-    """Field path to a field of the first dense feed-forward (not a mixture of experts)."""
+    """Return a function that finds a field of the first dense feed-forward in a config."""
     return lambda data: _feed_forwards(data, sparse=False)[0][field]
 
 
 def of_sparse(field: str) -> FieldPath:
-    """Field path to a field of the first mixture of experts; the field may be dotted."""
+    """Return a function that finds a field of the first mixture of experts in a config."""
 
     def find(data: Data) -> object:
         value: Any = _feed_forwards(data, sparse=True)[0]
@@ -79,10 +79,10 @@ def of_sparse(field: str) -> FieldPath:
 
 
 def n_shared_experts(data: Data) -> int:
-    """Width of the shared expert, in multiples of a routed expert's width; 0 if there is none.
+    """Width of the shared expert divided by the width of a routed expert; 0 if there is none.
 
     Raises:
-        KeyError: the width is not a multiple.
+        KeyError: the result is not a whole number.
     """
     mixture = _feed_forwards(data, sparse=True)[0]
     width = mixture["shared"]["d_ff"] if mixture["shared"] else 0

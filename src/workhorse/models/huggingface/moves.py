@@ -29,7 +29,7 @@ from workhorse.nn.experts.router import ALWAYS_FLOAT32
 Tensors = list[Tensor]
 Shape = tuple[int, ...]
 Layout = Callable[[Tensors, Sequence[Shape], BlockConfig], Tensors]
-"""Function that converts our tensors to a foreign checkpoint's, or back.
+"""Function that converts our tensors to tensors of a foreign checkpoint, or back.
 
 Its arguments are the tensors, the shapes of our tensors and the layer's config.
 """
@@ -55,7 +55,7 @@ class Rule:
 
 
 def instead(*own: Rule, base: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules `own`, and the rules of `base` for tensors that `own` does not cover."""
+    """Return the rules `own`, then the rules of `base` for tensors without a rule in `own`."""
     spoken_of = {template for rule in own for template in rule.ours}
     return (*own, *(rule for rule in base if spoken_of.isdisjoint(rule.ours)))
 
@@ -99,7 +99,7 @@ def reshaped(ours: str, theirs: str, shape: Callable[[Shape], Shape]) -> Rule:
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """Rule for matrices, or stacks of them, that are stored as (in, out), not (out, in).
+    """Rule for a tensor with matrices that are stored as (in, out), not (out, in).
 
     Vectors are unchanged.
     """
@@ -187,7 +187,7 @@ def unstacked(ours: str, theirs: str) -> Rule:
 
 
 def then_transposed(rule: Rule) -> Rule:
-    """Change a rule: the stored matrices are (in, out), not (out, in)."""
+    """Change a rule for checkpoints that store matrices as (in, out), not (out, in)."""
 
     def turned(tensors: Tensors) -> Tensors:
         return [tensor.mT if tensor.ndim > 1 else tensor for tensor in tensors]
@@ -212,7 +212,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Move:
-    """A rule applied to actual names: it converts the tensors `theirs` to `ours`, or back."""
+    """A rule with the names of actual tensors: it converts tensors `theirs` to `ours`, or back."""
 
     rule: Rule
     ours: tuple[str, ...]
@@ -229,8 +229,8 @@ def plan(
     """Choose a rule for each of our tensors; return the moves in the order of our parameters.
 
     Args:
-        rules: rules of the family. If several match a name, the first one whose checkpoint tensors
-            are all `stored` is used; if there is none, the first that matches.
+        rules: rules of the family. If several match a name, the first one is used that finds all
+            its tensors in `stored`, or else the first one.
         shapes: shapes of our parameters.
         config: config of our decoder.
         stored: names of the stored tensors when reading; None when writing.
@@ -344,7 +344,7 @@ def check_weight(name: str, tensor: Tensor) -> None:
     """
     if not tensor.is_floating_point():
         raise WorkhorseError(
-            f"tensor {name!r} holds {dtype_name(tensor.dtype)}, which is not a dtype of weights; "
+            f"tensor {name!r} holds {dtype_name(tensor.dtype)}, but weights need a float dtype; "
             "download the model in a floating-point dtype"
         )
 

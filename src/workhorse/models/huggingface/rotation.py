@@ -56,11 +56,12 @@ def read_rope(
         theta_key: top-level key of theta, one of `BESIDE`; None to ignore such keys.
         fraction: default fraction of each head that is rotated.
         fraction_key: top-level key of the fraction; None to ignore such keys.
-        pairing: pairing of features; no config states it.
+        pairing: how RoPE pairs features; it depends on the family, not on a key of the config.
         layer_type: layer type to read, if `rope_parameters` has one mapping for each layer type.
         scaled: True if the scaling applies to this layer type.
         absent: scaling for a config without RoPE settings.
-        older: effect of `rope_scaling` on the mapping of this layer type.
+        older: if `rope_scaling` replaces or updates `rope_parameters` of this layer type, or is
+            ignored.
         more: further fields of `RopeConfig` to set.
     """
     rope = _rope_fields(hf, layer_type, older)
@@ -172,7 +173,7 @@ def _context(hf: Fields) -> int:
 
 
 def _original(rope: Fields, hf: Fields) -> int:
-    """Read the context length of the original training, before it was extended.
+    """Read the context length that the model was first trained with, before it was extended.
 
     If it is given both at the top level and inside the mapping, the top level wins.
     """
@@ -282,4 +283,4 @@ ROPE_KEYS: dict[str, Callable[[Data], object]] = {
     "rope_theta": lambda data: _first_rope(data)["theta"],
     "rope_scaling": rope_scaling,
 }
-"""Keys to write if all layers share their RoPE settings, with functions of their values."""
+"""RoPE keys of `config.json` if all layers share their settings, with functions of their values."""

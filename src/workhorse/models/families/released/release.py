@@ -9,10 +9,10 @@ from workhorse.nn import DecoderConfig
 
 
 class Release:
-    """The fields that all sizes of a family share. A call makes the preset of one size.
+    """The `config.json` fields that all sizes of a model share; call it to make one size's preset.
 
     Args:
-        model_type: model type in transformers; its reader makes the config.
+        model_type: model type in transformers.
         source: where the fields were published.
         shared: fields of `config.json` that all sizes have. Fields that transformers ignores, and
             fields about the tokenizer or training, are omitted.
@@ -39,7 +39,7 @@ class Release:
             parameters: see `Preset`.
             printed: see `Preset`.
             notes: see `Preset`.
-            part: True if the preset is only a part of the published model.
+            part: True if the preset is only a part of the published model, such as its text model.
             fields: further fields of its `config.json`; they override the shared fields.
         """
         released = {**self.shared, **fields}

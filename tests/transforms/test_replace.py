@@ -103,10 +103,10 @@ def test_a_module_of_a_combined_class_is_unpickled_in_another_process() -> None:
 import pickle, sys
 from torch import nn
 from tests.transforms.test_replace import Negated, Other
-from workhorse.transforms.record import combined
-combined("Minus", Negated, Other.Linear)  # has the name that nn.Linear's had
+from workhorse.transforms.record import mixin_class
+mixin_class("Minus", Negated, Other.Linear)  # has the name that nn.Linear's had
 made = pickle.load(sys.stdin.buffer)
-assert type(made) is combined("Minus", Negated, nn.Linear)
+assert type(made) is mixin_class("Minus", Negated, nn.Linear)
 sys.stdout.buffer.write(pickle.dumps(made.weight.detach().numpy()))
 """
     done = subprocess.run(

@@ -376,13 +376,13 @@ def test_a_lone_dash_is_the_standard_input() -> None:
 def test_yaml_and_json_are_texts(text: Any) -> None:
     for read, language in ((DrawingConfig.from_yaml, "YAML"), (DrawingConfig.from_json, "JSON")):
         with pytest.raises(
-            ConfigError, match=rf"^{language} must be a string, not .*; or use from_dict"
+            ConfigError, match=rf"^{language} must be a string, not .*; for a dict, use from_dict"
         ):
             read(text)
 
 
 def test_the_name_of_a_file_is_no_yaml_of_settings() -> None:
     with pytest.raises(
-        ConfigError, match=r"^expected settings, got 'r\.yaml'; read a file with read_yaml"
+        ConfigError, match=r"^expected settings, got 'r\.yaml'; to read a file, use read_yaml"
     ):
         DrawingConfig.from_yaml("r.yaml")

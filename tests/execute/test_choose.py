@@ -89,7 +89,9 @@ def test_without_operators_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
     assert body.announcement == "decode: reference; WORKHORSE_NATIVE=0"
     with pytest.raises(WorkhorseError, match=r"execution=native needs native .*; choose auto"):
         decoding_body(reference, "native")
-    with pytest.raises(WorkhorseError, match=r"train.execution=native needs .*; set it to auto"):
+    with pytest.raises(
+        WorkhorseError, match=r"train.execution=native needs .*; set train.execution=auto"
+    ):
         training_operators(CPU, torch.float32, "native")
 
 

@@ -350,7 +350,7 @@ def test_a_resumed_run_has_the_biases_of_the_uninterrupted_one(
         (
             MODEL,
             {"balance_loss": 0.01},
-            "train: balance_loss=0.01 needs a mixture of experts in the model; remove it",
+            "train: balance_loss=0.01 needs a mixture of experts in the model; remove balance_loss",
         ),
         (
             with_feed_forward({**MIXTURE, "router": {"score": "softmax"}}),

@@ -76,7 +76,9 @@ def test_a_dry_run_knows_whether_weights_to_start_from_fit(make_recipe, tmp_path
     fields = make_recipe().to_dict() | {"init": str(tmp_path / "first"), "model": {}}
     assert estimate(Recipe.from_dict(with_init(fields)))["parameters"]["total"] > 0
     fields["model"] = {"n_layers": 3}
-    with pytest.raises(WorkhorseError, match=r"fit: model\.n_layers is 3 here and 2 there; remove"):
+    with pytest.raises(
+        WorkhorseError, match=r"fit: model\.n_layers is 3 in the recipe and 2 in init; remove"
+    ):
         estimate(Recipe.from_dict(with_init(fields)))
 
 

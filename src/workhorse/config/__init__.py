@@ -1,1 +1,1 @@
-"""The base class of configs, their errors, and settings from the command line that change them."""
+"""Base class of the configs of models and runs, their errors, and command-line overrides."""

@@ -8,9 +8,9 @@ A mark in the annotation declares whether a resumed run may change the field:
     learning_rate: Annotated[float, OnResume.CONTINUES] = 1e-3
 
 The mark applies to the field and all fields nested in it, unless a nested field has its own mark.
-The default is `NEW_RUN`. If the `kind` of a nested config changes, the mark of `kind` (if any)
-decides for the whole config. If a setting on the command line changes the `kind`, the values of
-fields marked `OfItsKind` are dropped.
+Without a mark, a changed value needs a new run (`OnResume.NEW_RUN`). If the `kind` of a nested
+config changes, the mark of `kind` (if any) applies to the whole config. If a setting on the command
+line changes the `kind`, the values of fields marked `OfItsKind` are dropped.
 """
 
 import json
@@ -60,9 +60,9 @@ class Config(BaseModel):
     )
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Remedies for keys that users expect in this config but that belong elsewhere.
+    """Hints for keys that users often write in this config by mistake.
 
-    The mapping is from `key`, or `key=kind`, to the end of the error message.
+    Maps an unknown `KEY`, or `KEY=KIND` for an unknown kind, to the end of the error message.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -74,10 +74,10 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_as_meant(cls, fields: Any) -> Any:
-        """Handle values that pydantic would misread.
+        """Check and expand values before pydantic reads them.
 
-        Raises an error for `n_layers: true`, for example, and expands `position: rope` to
-        `position: {kind: rope}`.
+        For example, `n_layers: true` raises an error, because pydantic would read it as 1, and
+        `position: rope` is expanded to `position: {kind: rope}`.
         """
         if not isinstance(fields, dict):
             return fields
@@ -91,7 +91,9 @@ class Config(BaseModel):
                 ):
                     raise ConfigError(wrong_value(value, annotation, field.metadata), name)
                 if isinstance(value, str) and "\0" in value and Path in alternatives(annotation):
-                    raise ConfigError(f"{value!r} is not a valid file name", name)
+                    raise ConfigError(
+                        f"{value!r} is not a valid file name; remove the null character", name
+                    )
                 _check_numbers(value, name)
         return {
             name: _with_kind(cls.model_fields[name].annotation, value)
@@ -109,7 +111,7 @@ class Config(BaseModel):
         return cls(**{str(key): value for key, value in settings.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain data (numbers, strings, lists, dicts)."""
+        """Return all fields as plain data (numbers, strings, lists, dicts)."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -128,7 +130,9 @@ class Config(BaseModel):
     def from_yaml(cls, text: str) -> Self:
         data = parse_yaml(text)
         if isinstance(data, str):
-            raise ConfigError(f"expected settings, got {shown(data)}; read a file with read_yaml")
+            raise ConfigError(
+                f"expected settings, got {shown(data)}; to read a file, use read_yaml"
+            )
         return cls.from_dict(data)
 
     def to_yaml(self) -> str:
@@ -145,7 +149,7 @@ def parse_yaml(text: str) -> Any:
     """Parse a YAML string into plain data (numbers, strings, lists, dicts).
 
     Raises:
-        ConfigError: the string is not YAML or not plain data. The message has line and column.
+        ConfigError: the string is not YAML or not plain data. The message contains line and column.
     """
     _check_text(text, "YAML")
     try:
@@ -156,7 +160,9 @@ def parse_yaml(text: str) -> Any:
 
 def _check_text(text: object, language: str) -> None:
     if not isinstance(text, str):
-        raise ConfigError(f"{language} must be a string, not {shown(text)}; or use from_dict")
+        raise ConfigError(
+            f"{language} must be a string, not {shown(text)}; for a dict, use from_dict"
+        )
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -182,11 +188,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def check_colons(value: Any, path: str = "") -> None:
     """Raise an error for a missing space after a colon in parsed YAML, at any depth.
 
-    YAML parses `{kind:rope}` as a key `kind:rope` without a value.
-
-    Args:
-        value: the parsed data.
-        path: its dotted path, for the error.
+    YAML parses `{kind:rope}` as a key `kind:rope` without a value. `path` is the dotted path of
+    `value`, for the error.
     """
     if isinstance(value, list):
         for item in cast(list[Any], value):
@@ -204,9 +207,9 @@ def check_colons(value: Any, path: str = "") -> None:
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Raise an error for an integer above `LARGEST` in a value, at any depth.
+    """Raise an error if a value contains an integer that is larger than `LARGEST` in magnitude.
 
-    `name` is the value's dotted path, for the error.
+    Nested values are checked too. `name` is the value's dotted path, for the error.
     """
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError("a whole number is larger than 2^63 - 1; choose a smaller one", name)
@@ -234,7 +237,7 @@ def _with_kind(annotation: Any, value: Any) -> Any:
 
 
 def configs_in(annotation: Any) -> list[type[Config]]:
-    """The config classes that a field with this annotation accepts, also in lists and mappings."""
+    """Return the config classes in a field's annotation, also inside unions, lists and mappings."""
     kinds = alternatives(annotation)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]
 
@@ -242,7 +245,7 @@ def configs_in(annotation: Any) -> list[type[Config]]:
 class OnResume(Enum):
     """Rules for changing a setting when a run is resumed.
 
-    Each value is the text that the reference of recipe keys shows.
+    Each value is the rule as docs/recipe.md prints it.
     """
 
     NO_EFFECT = "may change; the training stays the same"
@@ -254,15 +257,14 @@ class OnResume(Enum):
 
 @dataclass(frozen=True)
 class OfItsKind:
-    """Mark of a field whose meaning depends on the `kind` of its config.
+    """Mark of a field that has the same name but another meaning in another `kind` of the config.
 
-    Another kind has a field of the same name with a different meaning. So the field's value is
-    dropped when a setting on the command line changes the `kind`.
+    When a setting on the command line changes the `kind`, the field's value is dropped.
     """
 
 
 def rule_of(config: Config, path: Iterable[str]) -> OnResume:
-    """The rule for changing a setting of a config when a run is resumed.
+    """Return the rule for changing a setting of a config when a run is resumed.
 
     Args:
         config: the config that contains the setting. Its values determine which alternative of a
@@ -282,5 +284,5 @@ def rule_of(config: Config, path: Iterable[str]) -> OnResume:
 
 
 def marked(metadata: Iterable[Any]) -> OnResume | None:
-    """The `OnResume` mark in a field's metadata (`CLASS.model_fields[NAME].metadata`), or None."""
+    """Return the `OnResume` mark in a field's metadata (`CLASS.model_fields[NAME].metadata`)."""
     return next((mark for mark in metadata if isinstance(mark, OnResume)), None)

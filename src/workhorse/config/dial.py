@@ -1,9 +1,9 @@
-"""The dial: built-in recipes named `depth-N`, for models of one family with N layers.
+"""Built-in recipes named `depth-N`: one family of models, with N layers.
 
 All other sizes are computed from the number of layers and grow with it:
 
-- width (`d_model`): 64 per layer plus 64, with heads of width 64; the width of feed-forwards is 8/3
-  of it, rounded up to a multiple of 64;
+- width (`d_model`): 64 per layer plus 64, with heads of width 64; the width of feed-forward layers
+  is 8/3 of `d_model`, rounded up to a multiple of 64;
 - vocabulary: 2,048 per layer, rounded to the nearest power of two, up to 65,536;
 - context: 64 tokens per layer, rounded up to a power of two, from 256 to 4,096;
 - training tokens: `TOKENS_PER_PARAMETER` per parameter in matmuls, about the compute-optimal ratio
@@ -43,7 +43,7 @@ def is_on_dial(source: str | Path) -> bool:
 
 
 def read_recipe(source: str | Path) -> dict[str, Any]:
-    """The fields of a recipe, from a file or by a built-in name such as `depth-8`.
+    """Return the fields of a recipe, from a file or by a built-in name such as `depth-8`.
 
     Raises:
         WorkhorseError: the file is missing or not YAML, or the depth is out of range.
@@ -58,13 +58,10 @@ def read_recipe(source: str | Path) -> dict[str, Any]:
 
 
 def recipe_of_depth(depth: int) -> dict[str, Any]:
-    """The fields of the built-in recipe `depth-N`. Its corpus is Python's standard library.
-
-    Args:
-        depth: N, the number of layers, from 1 to `DEEPEST`.
+    """Return the fields of the built-in recipe `depth-N`. Its corpus is Python's standard library.
 
     Raises:
-        WorkhorseError: the depth is out of range.
+        WorkhorseError: the depth is not from 1 to `DEEPEST`.
     """
     if not 1 <= depth <= DEEPEST:
         raise WorkhorseError(

@@ -36,7 +36,7 @@ _FACTS = {
     "greater": "is too small",
     "less": "is too large",
 }
-"""What the error says about the value, by the first word of pydantic's error type."""
+"""Part of the message about a wrong value, by the first word of pydantic's error type."""
 _NO_LIST = {"tuple_type", "list_type"}
 _NO_SETTINGS = {"dict_type", "model_type", "model_attributes_type"}
 
@@ -44,8 +44,8 @@ _NO_SETTINGS = {"dict_type", "model_type", "model_attributes_type"}
 class ConfigError(WorkhorseError):
     """An error in a config: the dotted `path` of the wrong setting, and the `reason`.
 
-    `unknown_key` is the name of a key that the config at `path` does not have, and `missing_key`
-    that of a required key that is not given. Both are empty for other errors.
+    `unknown_key` names a key that the config at `path` does not have. `missing_key` names a
+    required key that is not given. Both are empty for other errors.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ConfigError(WorkhorseError):
         super().__init__(f"{path}: {reason}" if path else reason)
 
     def below(self, path: str) -> "ConfigError":
-        """Return a copy of the error with `path` in front of its own path, for the outer config."""
+        """Return a copy of the error for an outer config, which contains this config at `path`."""
         whole = ".".join(part for part in (path, self.path) if part)
         return ConfigError(self.reason, whole, self.unknown_key, self.missing_key)
 
@@ -114,7 +114,7 @@ def first_problem(
 
 
 def wrong_value(value: object, annotation: Any, marks: Iterable[Any], problem: str = "") -> str:
-    """The message for a value that a field does not accept: the reason and the accepted values.
+    """Return the message for a value that a field does not accept, with the accepted values.
 
     Args:
         value: the given value.
@@ -148,7 +148,7 @@ def _wanted(annotation: Any, marks: Iterable[Any] = ()) -> str:
 def _plain(arm: Any, marks: list[Any]) -> str:
     """Describe the values that one alternative of a union accepts.
 
-    `marks` is its metadata, such as bounds of a number.
+    `marks` is the alternative's metadata, such as bounds of a number.
     """
     kind, inside = get_origin(arm) or arm, get_args(arm)
     if kind in _NOUNS:
@@ -172,7 +172,7 @@ def _listed(words: list[str]) -> str:
 def _bounds(marks: Iterable[Any], *, whole: bool) -> str:
     """Describe the bounds of a number, such as "from 1 to 8" or "above 0".
 
-    For an integer (`whole`), these are always the smallest and the largest allowed value.
+    For an integer (`whole`), exclusive bounds are converted to inclusive ones.
     """
     limits = {
         name: limit
@@ -195,9 +195,9 @@ def _bounds(marks: Iterable[Any], *, whole: bool) -> str:
 
 
 def _arms(annotation: Any, marks: Iterable[Any] = ()) -> list[tuple[Any, list[Any]]]:
-    """The alternatives of a union, also of nested and annotated ones, each with its metadata.
+    """Return the alternatives of a union, each with its metadata; nested unions are flattened.
 
-    An annotation that is not a union is its only alternative.
+    For an annotation that is not a union, the result contains only the annotation.
     """
     bounds = [
         bound
@@ -237,7 +237,7 @@ def _field_at(config: "type[Config]", path: list[str]) -> tuple[Any, list[Any], 
 
 
 def _beside(fields: Mapping[str, Any], path: list[str]) -> list[str]:
-    """The other keys of the mapping that contains the value at a path; empty if there are none.
+    """Return the other keys of the mapping that contains the value at a path.
 
     Args:
         fields: the values that a config was built from.
@@ -254,13 +254,13 @@ def _unknown_kind(config: "type[Config]", path: list[str], kind: str, known: Ite
 
 
 def _kinds_known(config: "type[Config]", path: list[str]) -> str:
-    """A remedy that lists the values of `kind` that the config at a path may have."""
+    """Return the end of an error message that lists the kinds of config allowed at a path."""
     kinds = kinds_in(_field_at(config, path)[0])
     return nearest("", kinds) if kinds else "add one"
 
 
 def _no_settings(value: Any, config: "type[Config]", path: list[str]) -> str:
-    """The message for a value that is not a mapping although a config is expected."""
+    """Return the message for a value that is not a mapping although a config is expected."""
     field = config.model_fields.get(path[0]) if path else None
     if isinstance(value, str) and field and (kinds := kinds_in(field.annotation)):
         return _unknown_kind(config, path, value, kinds)
@@ -268,10 +268,10 @@ def _no_settings(value: Any, config: "type[Config]", path: list[str]) -> str:
 
 
 def _without_tag(config: "type[Config]", path: list[str]) -> list[str]:
-    """Remove the union tag that pydantic may append to the path of an error.
+    """Remove the union tag (a `kind`) that pydantic may append to the path of an error.
 
-    The result is the path in the file. The tag follows the field's name, or the key or index within
-    that field.
+    The result is the path in the user's file. The tag follows the field's name, or the key or index
+    within that field.
     """
     field = config.model_fields.get(path[0]) if path else None
     annotation = field.annotation if field else None
@@ -281,9 +281,9 @@ def _without_tag(config: "type[Config]", path: list[str]) -> list[str]:
 
 
 def kinds_in(annotation: Any) -> set[str]:
-    """The values of `kind` of the configs that a field accepts.
+    """Return the values of `kind` of the configs that a field accepts.
 
-    Empty if the field also accepts a plain string.
+    Empty if the field also accepts a plain string, which could be mistaken for a `kind`.
     """
     return set() if str in alternatives(annotation) else _tags(annotation)
 
@@ -300,7 +300,7 @@ def _tags(annotation: Any) -> set[str]:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types in an annotation, without unions and containers.
+    """Return the types in an annotation, without unions and containers.
 
     `int | None` gives int and NoneType, `list[str]` gives str.
     """

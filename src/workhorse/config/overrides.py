@@ -12,7 +12,7 @@ from workhorse.files.text_formats import write_yaml
 MAX_DEPTH = 64
 """Maximum number of nested sections in the path of a setting."""
 LONGEST_QUOTED = 60
-"""Maximum number of characters of a value that an error suggests to quote."""
+"""Maximum length of a value in an error that suggests quoting it; a longer one becomes `...`."""
 _KIND = re.compile(r"[^=]*\.kind=")
 
 
@@ -33,9 +33,9 @@ def apply_overrides(
         keep: a function that returns the keys and values of a section to keep when its kind
             changes. Its arguments are the section's dotted path, the section, and the new kind. If
             `keep` is None, keys of another kind are dropped.
-        kinds: a function that returns the kinds accepted at a dotted path. If a section on a
-            setting's path is such a kind as a string (`position: rope`), it is expanded to a
-            mapping (`{kind: rope}`).
+        kinds: a function that returns the kinds accepted at a dotted path. A section that is
+            written as one of these kinds (`position: rope`) is expanded to a mapping
+            (`{kind: rope}`) if a setting changes a key in it.
 
     Raises:
         ConfigError: a setting has no `=`, or a section on its path is not a mapping.
@@ -70,7 +70,7 @@ def apply_overrides(
 
 
 def _copied(value: Any) -> Any:
-    """Deep copy of plain data. A mapping that occurs twice, by a YAML alias, is copied twice."""
+    """Copy plain data. A mapping that a YAML alias repeats becomes two independent mappings."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in cast(dict[Any, Any], value).items()}
     return [_copied(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
@@ -98,7 +98,7 @@ def _value_of(path: str, text: str) -> Any:
 
 
 def written(value: Any) -> str:
-    """Format a value for a `key=value` setting, so that parsing the setting gives the value.
+    """Format a value for a `key=value` setting, so that parsing it restores the value.
 
     Strings are written without quotes if possible, other values as YAML.
     """

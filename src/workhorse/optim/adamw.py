@@ -25,31 +25,32 @@ class AdamWConfig(Config):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate at the schedule's peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay rate of the running mean of gradients: its weight in the next step's mean."""
+    """Decay rate of the running mean of gradients: the fraction of the mean that a step keeps."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of the running mean of squared gradients."""
+    """Decay rate of the running mean of squared gradients, as `beta1`."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the divisor of an update, the root of the mean of squared gradients."""
+    """Added to the divisor of an update, the square root of the mean of squared gradients."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Each step multiplies a matrix by `1 - learning_rate · weight_decay`."""
     base_width: int | None = Field(default=None, ge=1)
-    """Width for which `learning_rate` was chosen, for muP (2203.03466 table 8). The learning rate
-    of matrices inside the layers and of an untied head is multiplied by `base_width / d_model`, so
-    that the best rate of a narrow model is also the best of a wide one. Weight decay stays
-    `learning_rate · weight_decay`. Requires `init: fan_in`, attention heads of one width, and a
-    head that starts at zero or, if it is tied, has a `multiplier` of `base_width / d_model`."""
+    """Width for which `learning_rate` was chosen, for muP (2203.03466 table 8); None: no muP. The
+    learning rate of matrices inside the layers and of an untied head is multiplied by
+    `base_width / d_model`, so that the best rate of a narrow model is also the best of a wide one.
+    Weight decay per step stays `learning_rate · weight_decay`, without this factor. Requires
+    `init: fan_in` and the same `head_dim` at all widths. An untied head must start at zero; a tied
+    head needs a `multiplier` of `base_width / d_model`."""
     mean_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the running mean of gradients. bfloat16 saves two bytes per parameter and rounds the
     mean by up to 0.4 % at each step, as DeepSeek-V3 does (2412.19437 §3.3.3). The mean of squares
     stays float32: with `beta2` near 1 its changes would be rounded away."""
     decay_embeddings: bool = False
     """True if weight decay also applies to token and position embeddings (and a head tied to them).
-    A row that no batch uses would then only shrink, and small embeddings cause large gradients in
-    the norm that follows (OLMo 2, 2501.00656 §3.2)."""
+    Embeddings of tokens that no batch contains then only shrink, and small embeddings cause large
+    gradients in the norm that follows (OLMo 2, 2501.00656 §3.2)."""
 
 
 class State(NamedTuple):
-    """A weight, its gradient and its optimizer state, of one shape; and its number of updates."""
+    """A weight with its gradient and optimizer state, all of one shape, and its update count."""
 
     weight: Tensor
     gradient: Tensor
@@ -60,7 +61,7 @@ class State(NamedTuple):
 
 
 class _CompiledNumbers(NamedTuple):
-    """The scalar inputs of a compiled update, as tensors whose addresses never change."""
+    """Scalar inputs of a compiled update: tensors at fixed addresses, for CUDA graphs."""
 
     numbers: Tensor
     grad_scale: Tensor
@@ -70,7 +71,7 @@ class _CompiledNumbers(NamedTuple):
 def _compiled_loops(
     states: list[State], numbers: Tensor, grad_scale: Tensor, constants: Tensor
 ) -> None:
-    """Update each weight with a compiled loop, `compiled.adamw_`. All weights have low bits."""
+    """Update bfloat16 weights, each with one compiled loop (`compiled.adamw_`)."""
     update = compiled_adamw_()
     for one, its_numbers in zip(states, numbers.unbind(), strict=True):
         assert one.low_bits is not None
@@ -82,20 +83,20 @@ def _compiled_loops(
 class AdamW:
     """AdamW over named parameters that share one weight decay and one learning rate.
 
-    It calls PyTorch's fused kernel directly: the first instance of `torch.optim.Optimizer` imports
-    the compiler, which makes every start a second slower. Each rank updates its own shard of a
-    sharded parameter.
+    It calls PyTorch's fused kernel directly, because the first instance of `torch.optim.Optimizer`
+    imports the compiler, which takes a second. Each rank updates its own shard of a sharded
+    parameter.
 
     Args:
         parameters: the parameters, by name.
         config: the options of the update rule.
         weight_decay: weight decay of these parameters.
-        rate_factor: the learning rate of the config is multiplied by it.
-        masters: master weights of the parameters; it may contain others too.
+        rate_factor: factor of the learning rate in `config`; weight decay does not change.
+        masters: the float32 master weights; they may include those of other parameters.
         uniform: True if the rounding of an element must not depend on its position in a tensor, and
             so not on how the tensor is sharded. PyTorch's fused kernel for CPUs rounds the last few
             elements of a tensor differently.
-        compiled: True to use a compiled loop for weights with low bits if no native operator can
+        compiled: True to update bfloat16 weights with a compiled loop if no native operator can
             update them.
     """
 
@@ -168,7 +169,7 @@ class AdamW:
     def _update_natively(
         self, operators: Training, states: list[State], schedule: float, grad_scale: float
     ) -> None:
-        """Update with the native operator. Low bits: of all weights (bfloat16 ones) or of none."""
+        """Update weights with the native operator: all bfloat16 with low bits, or all float32."""
         operators.adamw_(
             [one.weight for one in states],
             [one.low_bits for one in states if one.low_bits is not None],
@@ -187,7 +188,7 @@ class AdamW:
     def _update_compiled(
         self, states: list[State], schedule: float, grad_scale: float | Tensor
     ) -> None:
-        """Update weights that have low bits, each with one compiled loop."""
+        """Update bfloat16 weights, each with one compiled loop."""
         rate, like = self.learning_rate * schedule, states[0].mean_square
         if not isinstance(grad_scale, Tensor):
             grad_scale = like.new_full((), grad_scale)
@@ -210,9 +211,9 @@ class AdamW:
             update()
 
     def _update_in_chunks(self, one: State, schedule: float, grad_scale: float | Tensor) -> None:
-        """Update a weight whose tensors are not all float32 with PyTorch's kernel.
+        """Update a weight with PyTorch's kernel, in chunks that are converted to float32.
 
-        It is updated in chunks, which are converted to float32.
+        This is for a weight that is not float32, or whose state is not.
         """
         done, skips = one.updates.clone(), refused(grad_scale)
         numbers = one.weight, one.gradient, one.mean, one.mean_square
@@ -232,7 +233,7 @@ class AdamW:
         Args:
             states: the weights and their state.
             schedule: factor of the learning rate.
-            skips: (), True if nothing must change; None if the update is always made.
+            skips: boolean tensor (), True to skip the update; None to make it.
         """
         if not states:
             return
@@ -262,7 +263,7 @@ class AdamW:
     def _update_uniformly(self, one: State, schedule: float) -> None:
         """Update one weight so that the rounding of an element does not depend on its position.
 
-        Each operation only adds or multiplies, and rounds its result once.
+        Each tensor operation does one arithmetic operation per element and rounds once.
         """
         config, rate = self.config, self.learning_rate * schedule
         one.updates.add_(1)

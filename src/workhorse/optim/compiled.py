@@ -1,11 +1,12 @@
 """AdamW updates as one compiled loop per weight, and optimizer updates as CUDA graphs.
 
-With PyTorch's operators a GPU runs twenty kernels per weight, and each kernel reads and writes all
+Without compilation a GPU runs twenty kernels per weight, and each kernel reads and writes all
 elements. The compiled loop reads and writes each element once.
 
 A GPU updates a weight faster than Python launches the kernel, so the launches are recorded in a
-CUDA graph. Weights and their state keep their addresses. Gradients usually keep them too: if the
-same sizes are requested in the same order, a device's allocator returns the same addresses.
+CUDA graph. A graph can be replayed if all tensors have the same addresses as before. Weights and
+their state keep their addresses. Gradients usually do too: if the same sizes are requested in the
+same order, a device's allocator returns the same addresses.
 """
 
 import logging
@@ -31,12 +32,12 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
 ) -> None:
     """AdamW update of one weight and its state, in place; `compiled_adamw_` compiles it.
 
-    All scalars are tensors: with floats PyTorch's compiler built a program for each value, or used
-    the cached program of another value (2.11 and 2.13).
+    All scalars are tensors. For Python floats, PyTorch's compiler (2.11 and 2.13) compiled again
+    for each value, or used the code for another value.
 
     Args:
         weight: (n,) bfloat16.
-        low_bits: (n,) the low 16 bits of its float32 value; see `master_weights.split`.
+        low_bits: (n,) the low 16 bits of the float32 weight; see `master_weights.split`.
         mean: (n,) running mean of the gradient, bfloat16 or float32.
         mean_square: (n,) running mean of the squared gradient, float32.
         gradient: (n,) of any floating-point dtype.
@@ -72,7 +73,7 @@ def numbers_of(
     A row is `learning_rate`, `kept`, `1 - beta1 ** updates` and `1 - beta2 ** updates`.
 
     Args:
-        updates: () for each weight, its number of updates including this one.
+        updates: for each weight a tensor (), its number of updates including this one.
         learning_rate: the learning rate of this step.
         kept: factor of the weights, `1 - learning_rate · weight_decay`.
         beta1: decay rate of the mean.
@@ -114,7 +115,7 @@ Recorder = Callable[[Update], Update]
 class Recorded:
     """Runs optimizer updates, and replays them as CUDA graphs if tensor addresses repeat.
 
-    At the first call with some addresses the update is run, at the second it is recorded.
+    The first call with a set of addresses runs the update. The second call records and replays it.
 
     Args:
         recorder: records an update; None for `record_graph`.
@@ -130,7 +131,7 @@ class Recorded:
         return vars(self) | {"_by_place": {}}
 
     def __call__(self, update: Update, places: Sequence[Tensor]) -> None:
-        """Run an update.
+        """Run an update, or replay its CUDA graph.
 
         Args:
             update: a function that launches the same kernels whenever its tensors have the same
@@ -163,8 +164,8 @@ class Recorded:
 def record_graph(update: Update) -> Update:
     """Capture a CUDA graph of an update, without running it; return a function that replays it.
 
-    It does not use `torch.cuda.graph`, which first releases free memory. Tensors would then get
-    other addresses.
+    `torch.cuda.graph` is not used, because it first releases cached memory. New tensors would then
+    get other addresses.
     """
     current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()

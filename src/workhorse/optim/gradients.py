@@ -1,7 +1,7 @@
 """The norm of the gradients, and the factor that clips them before an update.
 
-If the factor is a tensor, it also decides on the device whether the update is made (NaN: no), so
-that the device does not wait for the host.
+On a GPU the factor is a tensor, and NaN means that the update is skipped. The device can then
+decide this without waiting for the host.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Te
 
     Args:
         gradients: the gradients, sharded or not.
-        operators: native training operators, which compute the norm of CPU tensors.
+        operators: native training operators, for CPU tensors; None to use only PyTorch.
     """
     by_place: dict[object, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -44,11 +44,7 @@ def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Te
 def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
     """Norm of all gradients of a model whose layers are divided among ranks.
 
-    All ranks that hold different parts must call it.
-
-    Args:
-        masters: the parameters of this rank, with gradients.
-        part: this rank's part of the model.
+    A collective: all ranks that hold different parts of the model must call it.
     """
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for name, cut in part.cuts.items():
@@ -63,7 +59,7 @@ def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
 
 
 def norm_by_rows(gradients: list[Tensor]) -> Tensor:
-    """Norm of the vector of all gradients, bitwise independent of sharding by rows.
+    """Norm of the vector of all gradients, bitwise the same with and without sharding by rows.
 
     Each row is summed by itself. Long sums are computed from sums of `PIECE` elements, so that they
     do not depend on the number of threads.
@@ -98,7 +94,7 @@ def _length(gradients: list[Tensor], operators: Training | None) -> Tensor:
 
 
 def _bfloat16_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Norms of bfloat16 tensors or of their chunks, in float32; PyTorch computes in bfloat16."""
+    """Norms of bfloat16 tensors, computed in float32; on a CPU, norms of their chunks."""
     if tensors[0].device.type != "cpu":
         lengths = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
             tensors, dtype=torch.float32
@@ -128,9 +124,9 @@ def shrink_on_device(loss: Tensor, norm: Tensor, scale: float, grad_clip: float 
 
 
 def refused(grad_scale: float | Tensor) -> Tensor | None:
-    """Tensor (), True if the update must be skipped; None if `grad_scale` is a float.
+    """Return a boolean tensor (), True if `grad_scale` is not finite: the update must be skipped.
 
-    The host passes a float only for updates that must be made.
+    None if `grad_scale` is a float: the host passes a float only if the update must be made.
     """
     return ~grad_scale.isfinite() if isinstance(grad_scale, Tensor) else None
 

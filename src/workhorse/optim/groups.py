@@ -1,7 +1,7 @@
 """Learning-rate schedules, parameter groups, and the optimizer that updates all groups.
 
-A schedule is a factor of the learning rates. It rises linearly to 1 during the warm-up. Schedules
-differ in how the factor then goes to `final`, its value after the last step.
+A schedule is a multiplier of the learning rates. It rises linearly to 1 during the warm-up.
+Schedules differ in how the multiplier changes after the warm-up.
 """
 
 import math
@@ -33,31 +33,25 @@ class WarmupConfig(Config):
     """Base class of schedules: a linear warm-up to the peak learning rate."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps in which the learning rate rises linearly to its peak. Step s, counted from
-    0, has the factor `(s + 1) / warmup_steps`."""
+    """Number of steps in which the learning rate rises linearly to its peak. At step s, counted
+    from 0, it is the peak times `(s + 1) / warmup_steps`."""
 
     def factor(self, step: int, steps: int) -> float:
-        """Factor of the learning rates at a step.
-
-        Args:
-            step: index of the step, from 0.
-            steps: number of steps of the whole run.
-        """
+        """Return the learning-rate multiplier at a step, counted from 0, of a run of `steps`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return self.after_warmup((step - self.warmup_steps) / (steps - self.warmup_steps))
 
     @abstractmethod
     def after_warmup(self, progress: float) -> float:
-        """Factor of the learning rates after the warm-up.
+        """Return the learning-rate multiplier after the warm-up.
 
-        Args:
-            progress: fraction of the steps after the warm-up that are done, from 0 to below 1.
+        `progress` is the fraction of the steps after the warm-up that are done, from 0 to below 1.
         """
 
 
 class ConstantConfig(WarmupConfig):
-    """Learning rate: stays at the peak after the warm-up."""
+    """The learning rate stays at its peak after the warm-up."""
 
     kind: Literal["constant"] = "constant"
 
@@ -66,35 +60,35 @@ class ConstantConfig(WarmupConfig):
 
 
 class LinearConfig(WarmupConfig):
-    """Learning rate: falls linearly after the warm-up."""
+    """The learning rate falls linearly after the warm-up."""
 
     kind: Literal["linear"] = "linear"
     final: Fraction = 0.0
-    """Factor of the learning rates after the last step."""
+    """Learning rate after the last step, as a fraction of the peak."""
 
     def after_warmup(self, progress: float) -> float:
         return 1 - (1 - self.final) * progress
 
 
 class CosineConfig(WarmupConfig):
-    """Learning rate: falls along half a cosine after the warm-up (1608.03983, without restarts)."""
+    """The learning rate falls along half a cosine after the warm-up (1608.03983, no restarts)."""
 
     kind: Literal["cosine"] = "cosine"
     final: Fraction = 0.1
-    """Factor of the learning rates after the last step."""
+    """Learning rate after the last step, as a fraction of the peak."""
 
     def after_warmup(self, progress: float) -> float:
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class WsdConfig(WarmupConfig):
-    """Warm-up, stable, decay: stays at the peak, then falls linearly (2404.06395)."""
+    """Warm-up, stable, decay: the rate stays at its peak, then falls linearly (2404.06395)."""
 
     kind: Literal["wsd"] = "wsd"
     decay: float = Field(default=0.2, gt=0, le=1)
     """Fraction of the steps after the warm-up in which the learning rate falls."""
     final: Fraction = 0.0
-    """Factor of the learning rates after the last step."""
+    """Learning rate after the last step, as a fraction of the peak."""
 
     def after_warmup(self, progress: float) -> float:
         return 1 - (1 - self.final) * max(0.0, progress - (1 - self.decay)) / self.decay
@@ -116,9 +110,9 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
     - `embedding`: token and position embeddings, including a tied head. Weight decay only with
       `decay_embeddings`.
     - `head`: matrices outside the layers, such as an untied head. With weight decay.
-    - `vector`: norms, biases (also of each expert), sinks, weights of convolutions and other
-      vectors. No weight decay. They include a router's selection bias, which has no gradient and is
-      not updated by the optimizer.
+    - `vector`: norms, biases (also of each expert), attention sinks, weights of convolutions and
+      other vectors. No weight decay. They include a router's selection bias, which has no gradient
+      and is not updated by the optimizer.
     """
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     roles: dict[str, Parameters] = {"hidden": {}, "embedding": {}, "head": {}, "vector": {}}
@@ -134,7 +128,7 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
 
 
 def check_base_width(decoder: Decoder, config: OptimizerConfig, *, drawn: bool = True) -> None:
-    """Check that `base_width` has an effect and fits the initial weights.
+    """Check that `base_width` (for muP) has an effect and fits the initial weights.
 
     Args:
         decoder: the decoder, on any device.
@@ -186,7 +180,7 @@ def build_optimizer(
         operators: native training operators, which update CPU tensors.
         uniform: see `AdamW`.
         compiled: see `AdamW`.
-        part: the part of the model that is on this rank, if layers are divided among ranks.
+        part: this rank's part of the model, if layers are divided among ranks.
         trained: the parameters to train, by name. They may include parameters outside the decoder.
             None: the decoder's parameters.
     """
@@ -253,9 +247,9 @@ class Optimizer:
 
         Args:
             schedule: factor of every learning rate.
-            grad_scale: factor of the gradients; they may be overwritten. It may be a tensor () on
-                the device, which the host does not wait for; if it is not finite, nothing changes.
-                Native operators need a float.
+            grad_scale: factor of the gradients, which may be overwritten. A float, or a tensor ()
+                on the device, so that the host need not wait for its value; if it is not finite,
+                nothing changes. Native operators need a float.
         """
         for part in self.parts:
             part.step(schedule, grad_scale)
@@ -265,9 +259,8 @@ class Optimizer:
         return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the state of an optimizer with the same config and the same whole parameters.
+        """Load unsharded state tensors of an optimizer with the same config and parameters.
 
-        Args:
-            tensors: the whole tensors of the state, named as by `tensors`.
+        They are named as by the method `tensors`.
         """
         copy_tensors(self.masters.destinations(self.tensors()), tensors, "optimizer")

@@ -28,9 +28,9 @@ cache."""
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a float32 tensor into its rounding to bfloat16 and int16 low bits.
+    """Split a float32 tensor into its value rounded to bfloat16 and its low 16 bits, as int16.
 
-    Halves are rounded away from zero.
+    Ties are rounded away from zero.
     """
     bits = master.view(torch.int32)
     upper = (bits + 2**15) >> 16
@@ -39,7 +39,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(rounded: Tensor, low_bits: Tensor) -> Tensor:
-    """Restore a float32 tensor, bitwise, from the two tensors into which `split` divided it."""
+    """Restore a float32 tensor, bitwise, from the two tensors that `split` returned."""
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
 
 
@@ -60,7 +60,7 @@ def round_weights(module: nn.Module) -> dict[str, Tensor]:
     before sharding.
 
     Returns:
-        The low bits of the trainable parameters, by name.
+        The low bits of the trainable parameters, by name; see `split`.
     """
     low_bits: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -79,12 +79,12 @@ def _room_beside(weight: Tensor, bits: Tensor) -> Tensor:
 
 
 class LocalShard:
-    """Copy destination that takes this rank's part of a whole float32 tensor.
+    """Destination of a copy: `copy_` takes this rank's part of a whole float32 tensor.
 
     Args:
-        weight: the tensor on this rank to which it copies, of any dtype.
-        low_bits: the low bits that belong to `weight`, which are written too, or None.
-        cut: the slice of the whole tensor that `weight` is, if layers are divided among ranks.
+        weight: the tensor on this rank that is written, of any dtype.
+        low_bits: the low bits of a bfloat16 `weight`, which are written too, or None.
+        cut: the position of `weight` in the whole tensor, if layers are divided among ranks.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class MasterWeights:
     Args:
         parameters: the parameters, by name; those that need no gradient are ignored.
         low_bits: the low bits that `round_weights` returned, of unsharded parameters. They are on
-            the meta device if the parameters have no values yet; `places` then writes them.
+            the meta device if the parameters have no values yet; copies to `places` then set them.
         operators: native training operators, which update CPU tensors.
         part: this rank's part of the model, if layers are divided among ranks.
     """
@@ -170,13 +170,14 @@ class MasterWeights:
         }
 
     def places(self, module: nn.Module) -> dict[str, Destination]:
-        """Return where to copy the whole float32 weights of a module; see `destinations`."""
+        """Return copy destinations for the float32 weights of a module; see `destinations`."""
         return self.destinations(dict(module.named_parameters()))
 
     def destinations(self, tensors: Mapping[str, Tensor]) -> dict[str, Destination]:
-        """Return where to copy each tensor of the whole model, by its name in the whole model.
+        """Return a copy destination for each tensor of the whole model, by its name there.
 
-        A destination takes this rank's part of the tensor, and ignores tensors of other ranks.
+        A destination takes this rank's part of the tensor. Tensors that are only on other ranks get
+        a destination that ignores them.
 
         Args:
             tensors: this rank's parameters, or their optimizer state, by name.
@@ -192,7 +193,7 @@ class MasterWeights:
         return into
 
     def accumulate(self) -> None:
-        """Add a micro-batch's gradients to float32 sums; a bfloat16 sum would lose small ones."""
+        """Add a micro-batch's gradients to float32 sums; small ones would vanish in bfloat16."""
         for name in self.low_bits:
             gradient = dense_gradient(self.parameters[name])
             if gradient is None:
@@ -204,7 +205,7 @@ class MasterWeights:
             self.parameters[name].grad = None
 
     def gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of a parameter, summed over micro-batches and sharded like it.
+        """Return a parameter's gradient, summed over micro-batches, sharded like the parameter.
 
         It is in float32 if `accumulate` was called; None if there is no gradient.
         """
@@ -214,7 +215,7 @@ class MasterWeights:
         return dense_gradient(weight)
 
     def gradients(self, names: Iterable[str]) -> list[Tensor]:
-        """Return this rank's shards of the gradients of these parameters. All must exist."""
+        """Return this rank's shards of the gradients of the named parameters; all must have one."""
         gradients: list[Tensor] = []
         for name in names:
             gradient = self.gradient(name)
@@ -232,7 +233,7 @@ class MasterWeights:
         return taken
 
     def put_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Set the gradients of the parameters, in float32, in the order of `take_gradients`."""
+        """Set the float32 gradients of all parameters, in the order of `take_gradients`."""
         self._put(dict(zip(self.parameters, gradients, strict=True)))
 
     def change_gradients(
@@ -240,9 +241,7 @@ class MasterWeights:
     ) -> None:
         """Change the gradients of the parameters `names`, in float32.
 
-        Args:
-            names: the names of the parameters.
-            change: changes this rank's shards of their gradients in place.
+        The function `change` changes this rank's shards of the gradients in place.
         """
         parts = [gradient.float().contiguous() for gradient in self.gradients(names)]
         change(parts)
@@ -264,7 +263,7 @@ class MasterWeights:
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Add `part` to `total` in chunks: a CPU would copy a whole tensor to cast it."""
+    """Add `part` to `total`, in chunks, so that a CPU need not cast the whole of `part` at once."""
     if part.is_contiguous():
         for some, more in chunks(total, part):
             some.add_(more)

@@ -1,7 +1,8 @@
 """Muon: momentum updates that are orthogonalised before they are applied.
 
-Keller Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024). The scale with
-which it can share AdamW's learning rate and weight decay is from Moonshot (2502.16982 §2.2).
+Keller Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024). The update
+scale for which AdamW's learning rate and weight decay can be used is from Moonshot (2502.16982
+§2.2).
 """
 
 import math
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.parts import TensorSlice
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients a, b and c of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`. Of those that keep
-singular values within about 0.7 to 1.2, they raise small ones fastest (Keller Jordan)."""
+"""Coefficients a, b and c of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`. Of all coefficients
+that move singular values to about 0.7 to 1.2, these raise small ones fastest (Keller Jordan)."""
 
 
 Shapes = tuple[torch.Size, torch.Size]
-"""Shape of a matrix in the whole model, and its shape on this rank if layers are divided."""
+"""Shape of a matrix in the whole model, and on this rank (smaller with tensor parallelism)."""
 
 
 class MuonConfig(Config):
@@ -38,9 +39,9 @@ class MuonConfig(Config):
 
     kind: Annotated[Literal["muon"], OnResume.NEW_RUN] = "muon"
     learning_rate: Annotated[float, OfItsKind()] = Field(default=1e-3, gt=0, le=1e9)
-    """Learning rate of the hidden matrices, at the schedule's peak."""
+    """Learning rate of the matrices inside the layers, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of the running mean of gradients: its weight in the next step's mean."""
+    """Decay rate of the running mean of gradients: the fraction of the mean that a step keeps."""
     nesterov: bool = True
     """True for Nesterov momentum, which looks one step ahead."""
     iterations: int = Field(default=5, ge=1, le=100)
@@ -50,18 +51,18 @@ class MuonConfig(Config):
     of AdamW's updates, so AdamW's learning rates carry over (2502.16982). `spectral` multiplies by
     `sqrt(max(1, rows / columns))`, for learning rates around 0.02 (Keller Jordan)."""
     weight_decay: Annotated[float, OfItsKind()] = Field(default=0.1, ge=0)
-    """Each step multiplies a hidden matrix by `1 - learning_rate · weight_decay`."""
+    """Each step multiplies a matrix inside the layers by `1 - learning_rate · weight_decay`."""
     adamw: AdamWConfig = AdamWConfig()
-    """Options of AdamW, for embeddings, head, norms and biases."""
+    """Options of AdamW, which updates embeddings, head, norms and biases."""
 
 
 class Muon:
     """Muon over named matrices, or stacks of matrices `(…, rows, columns)`.
 
-    Matrices of one shape are orthogonalised together: for small ones, calls cost more than
-    arithmetic. If matrices are sharded, each rank stores its shard of the momentum. Only a whole
-    matrix can be orthogonalised, so the update directions are gathered. Every rank orthogonalises
-    all of them and applies its own shard.
+    Matrices of one shape are orthogonalised in one batch, because small matrices cost more in calls
+    than in arithmetic. If matrices are sharded, each rank stores its shard of the momentum. Only a
+    whole matrix can be orthogonalised, so the update directions are gathered. Every rank
+    orthogonalises all of them and applies its own shard.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Muon:
         kept: float,
         size: float,
     ) -> None:
-        """Compute `_update` with native operators: one before the matmuls and one after them."""
+        """Do the same as `_update`, with native operators before and after the matmuls."""
         config = self.config
         weights = [local(weight).detach() for weight in group.values()]
         gradients = [gradient.contiguous() for gradient in self.masters.gradients(group)]
@@ -179,11 +180,9 @@ class Muon:
         return None if part is None else part.cuts[name]
 
     def _whole(self, stack: Tensor, name: str) -> Tensor:
-        """Gather whole matrices of one shape from the parts on all ranks.
+        """Gather whole matrices from the parts on all ranks; `stack` has the parts of this rank.
 
-        Args:
-            stack: this rank's parts, stacked.
-            name: the name of any of the matrices.
+        All matrices have the shape and sharding of the parameter `name`.
         """
         part, like = self.masters.part, self.masters.parameters[name]
         stack = whole_stack(stack, like)
@@ -217,7 +216,7 @@ class Muon:
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     """Approximate the nearest matrix whose singular values are all 1.
 
-    Those of the result are about 0.7 to 1.2.
+    The singular values of the result are between about 0.7 and 1.2.
 
     Args:
         matrices: (…, rows, columns), each processed by itself.
@@ -254,17 +253,17 @@ def newton_schulz(x: Tensor, iterations: int) -> Tensor:
 
 
 def iteration_dtype(matrices: Tensor) -> torch.dtype:
-    """Dtype of Newton–Schulz iterations: bfloat16 if the device has instructions for it.
+    """Return the dtype of Newton–Schulz iterations.
 
-    Otherwise the dtype of the matrices. bfloat16 is accurate enough for these iterations.
-
-    On a CPU with AMX, bfloat16 was 1.3 to 3.4 times as fast for the matrices of small models.
+    It is bfloat16, which is accurate enough, if the device has instructions for it, otherwise the
+    dtype of the matrices. On a CPU with AMX, bfloat16 was 1.3 to 3.4 times as fast for the matrices
+    of small models.
     """
     return torch.bfloat16 if multiplies_bfloat16(matrices.device) else matrices.dtype
 
 
 def update_scale(kind: str, rows: int, columns: int) -> float:
-    """Return the factor of orthogonalised updates of a matrix; `kind` is `MuonConfig.scale`."""
+    """Return the factor of a matrix's orthogonalised updates; `kind` is `MuonConfig.scale`."""
     if kind == "match_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))

@@ -23,7 +23,7 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, in the same memory."""
+    """Return this rank's shard of a tensor, without copying it."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -38,7 +38,7 @@ def placed_like(part: Tensor, other: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Shard a tensor with the placement of `other`. Every rank has the whole tensor already."""
+    """Shard a tensor with the placement of `other`. Every rank must have the whole tensor."""
     if not is_sharded(other) or is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -47,9 +47,9 @@ def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
-    """Sum a value over the ranks, each of which computed it from its shard of `like`.
+    """Sum a value that each rank computed from its shard of `like`.
 
-    All ranks must call it.
+    A collective: all ranks must call it.
     """
     if not is_sharded(like):
         return value
@@ -66,7 +66,7 @@ def whole_rows(figures: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor
 
     Args:
         figures: for each tensor, one value per row of this rank's shard.
-        like: the tensors: all sharded by rows over the same ranks, or none sharded.
+        like: the tensors, all sharded by rows over the same ranks, or all unsharded.
 
     Returns:
         For each tensor, one value per row of the whole tensor.
@@ -94,7 +94,7 @@ def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
 
     Args:
         parts: (tensors, …), this rank's shards, stacked.
-        member: any of the tensors, or another tensor of their shape and placement.
+        member: any of the tensors, or another one with their shape and placement.
     """
     if not is_sharded(member):
         return parts

@@ -1,4 +1,4 @@
-"""Building the training loop of a recipe, ready for its next step."""
+"""Build the training loop of a recipe, for a new or a resumed run."""
 
 import gc
 import time
@@ -139,8 +139,8 @@ class _Built(NamedTuple):
     """A model, and the step that trains it."""
 
     reference: Decoder
-    """The decoder before its modules are replaced for training; on the device `meta` if ranks hold
-    only parts of the weights."""
+    """The decoder with its original modules; training replaces modules in a copy. On the device
+    `meta` if ranks hold only parts of the weights."""
     step: TrainingStep
     teams: Teams
 
@@ -193,7 +193,7 @@ def _with_steps(
 def _dataset(
     recipe: Recipe, tokenizer: Tokenizer, run: RunDirectory, on_event: Listener
 ) -> Dataset:
-    """Return the recipe's data as tokens; it is tokenized unless the run already has the tokens."""
+    """Return the recipe's data as tokens; data is tokenized only if the run has no tokens yet."""
     return prepare(
         recipe.data,
         tokenizer,
@@ -223,7 +223,7 @@ def _check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
     if missing:
         raise ConfigError(
             f"the objective {config.objective.kind} needs {' and '.join(missing)}, which this data "
-            "does not have; use data that has it, or another objective",
+            "does not have; use other data, or another objective",
             "train.objective",
         )
 
@@ -287,13 +287,8 @@ def _give_weights(
 ) -> Checkpoint | None:
     """Set a decoder's weights: from a checkpoint, from the recipe's `init`, or random ones.
 
-    Args:
-        recipe: the recipe of the run.
-        config: the config of the whole model.
-        checkpoint: the checkpoint to continue from, or None.
-        decoder: the decoder, with allocated weights.
-        places: returns the tensors of the decoder that weights are copied to.
-        notify: called with each notice.
+    `config` describes the whole model, of which `decoder` may be a part. `places` returns the
+    tensors of the decoder that weights are copied to.
 
     Returns:
         The checkpoint of `init` whose optimizer state must be loaded too, or None.
@@ -342,7 +337,7 @@ def _validator(
 ) -> Validator | None:
     """Return the validator; None without validation data.
 
-    It runs the objective that is trained, so that its modules are compiled only once.
+    It shares the objective with training, so that modules are compiled only once.
     """
     if dataset.validation is None:
         return None
@@ -395,9 +390,9 @@ def _sampler(
 
 
 def _together(step: TrainingStep, world: World, call: Call | None) -> Call | None:
-    """Wrap a function that calls parts of the model directly, without FSDP's hooks on the whole.
+    """Wrap a function so that weights outside the layers are gathered before it is called.
 
-    Weights outside the layers that FSDP has sharded are gathered before the call.
+    The function calls parts of the model directly, so FSDP's hooks on the whole model do not run.
     """
     if call is None or not world.lockstep:
         return call

@@ -128,12 +128,9 @@ def _context_kept(recipe: Recipe) -> list[str]:
 
 
 def check_length(recipe: Recipe) -> None:
-    """Raise the error of `train` for a data source that is too short for one sequence.
+    """Raise WorkhorseError if a data source is too short for one training sequence.
 
     Sources of more than `BYTES_OF_A_TOKEN * seq_len` bytes are long enough and not tokenized.
-
-    Raises:
-        WorkhorseError: a source is too short.
     """
     enough = BYTES_OF_A_TOKEN * recipe.train.seq_len
     short: dict[str, list[Document]] = {}
@@ -162,7 +159,8 @@ def check_length(recipe: Recipe) -> None:
 def own_gpu(device: torch.device, processes: int) -> torch.device:
     """Choose the GPU of this process if several share the machine, and make it the current one.
 
-    A device with an index (`cuda:1`) or without CUDA is returned unchanged.
+    The device is returned unchanged if it has an index (`cuda:1`) or is not a CUDA device, or if
+    there is only one process.
 
     Args:
         device: the device in the recipe.
@@ -198,7 +196,7 @@ def _check_device(config: TrainConfig, device: torch.device) -> None:
 
 
 def _check_tokenizer(recipe: Recipe) -> None:
-    """Raise WorkhorseError if the tokenizer cannot be read or lacks the separators in use."""
+    """Raise WorkhorseError if the tokenizer cannot be read or lacks a bos or eos token in use."""
     if isinstance(recipe.tokenizer, FileConfig):
         tokenizer = load_tokenizer(recipe.tokenizer.path)
         bos, eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None

@@ -29,8 +29,8 @@ from workhorse.train.step.build import build_step, measured_peak
 
 TIMED_BYTES = 2**30
 TIMED_SECONDS = 1.0
-"""Limits for timing real steps: bytes of a step, and seconds of its arithmetic at the rate of a
-large GEMM. Above either limit the time is computed from that rate."""
+"""Limits for timing real steps: memory of a step in bytes, and its time in seconds, estimated from
+the rate of a large GEMM. Above either limit no step is run, and the estimate is used."""
 TIMED_STEPS = 3
 MATRIX_PRODUCT = "matrix product"
 
@@ -50,14 +50,14 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         - `memory`: bytes of a step in the process that needs the most memory, see `account`. For
           float16 these are the bytes of float32, see `recordable`. On a CPU all processes are
           assumed to share this machine.
-        - `micro_batch_size`: the size that `auto` resolves to now
+        - `micro_batch_size`: the size in use; `auto` is resolved
         - `steps`: the number of steps, computed from `train.minutes` if that is set
         - `tokens`: tokens of the whole run
         - `flops_per_token`
         - `seconds`: time of the whole run, without generation and validation
         - `seconds_from`: `"steps"` if steps on random tokens were timed. For a large model it is
-          `"matrix product"`: the time of the arithmetic at the rate of the fastest GEMM, which no
-          training reaches.
+          `"matrix product"`: a lower bound, the time of the arithmetic at the rate of the fastest
+          GEMM.
 
     Raises:
         WorkhorseError: `train` would raise this error before its first step.
@@ -109,7 +109,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
 def vocab_size_of(recipe: Recipe) -> int:
     """Return the largest vocabulary size that the recipe's tokenizer can have.
 
-    If the config does not set it, the tokenizer is trained on the data, in memory.
+    If the tokenizer's config does not set it, the tokenizer is loaded, or trained in memory.
     """
     size = getattr(recipe.tokenizer, "vocab_size", None)
     if size is not None:
@@ -125,8 +125,8 @@ def time_steps(
 ) -> float:
     """Time a few training steps on random tokens and return the seconds of the fastest.
 
-    The first step does not count. This process computes whole steps, even if `parallel` divides
-    them among several.
+    The first step does not count. This process computes whole steps, even if `parallel` asks for
+    several processes.
     """
     train = fit_micro_batch(config, train, device, parallel=parallel)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
@@ -151,7 +151,8 @@ def dry_run(
 
     Args:
         recipe: the recipe to train.
-        out: the run directory; None for `runs/NAME`, whose use by another run is only reported.
+        out: the run directory; None for `runs/NAME`. If `runs/NAME` is in use by another run, this
+            is not an error; it is reported to `notify`.
         resume: True to continue the run in `out`.
         notify: called with each line that `train` would report, before steps are timed.
 

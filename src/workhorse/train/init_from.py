@@ -31,16 +31,16 @@ def start_weights(
     """Copy the weights of a trained model into a decoder.
 
     Args:
-        init: the model: a folder or a hub id; with an optimizer, a run directory.
+        init: the model: a folder or a hub id; if `with_optimizer`, a run directory.
         decoder: the decoder that receives the weights.
         notify: called with each notice, in one line.
         places: returns the tensors of the decoder that the weights are copied to.
         with_optimizer: True if the optimizer's state will be loaded too.
 
     Returns:
-        With `with_optimizer`, the checkpoint that the weights were read from, without the weights.
-        Its optimizer state belongs to these weights; a run that is still training may have saved a
-        newer checkpoint by now. Otherwise None.
+        If `with_optimizer`, the checkpoint that the weights were read from, without the weights.
+        The optimizer state must come from the same checkpoint, and a run that is still training may
+        save a newer one meanwhile. Otherwise None.
 
     Raises:
         WorkhorseError: there is no such model, or its weights do not fit.
@@ -67,11 +67,7 @@ def start_weights(
 def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kind: str) -> None:
     """Load the optimizer state from a checkpoint of the run that training starts from.
 
-    Args:
-        init: the run directory, for messages.
-        checkpoint: the checkpoint with the state.
-        optimizer: the optimizer that receives the state.
-        kind: the kind of this optimizer, such as `adamw`.
+    `kind` is the kind of the optimizer that receives the state, such as `adamw`.
 
     Raises:
         WorkhorseError: the state belongs to another kind of optimizer or to another model.
@@ -93,9 +89,7 @@ def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kin
 def check_weights(init: str, decoder: Decoder) -> None:
     """Check that the weights of the model `init` fit a decoder, without reading the weights.
 
-    Args:
-        init: the model: a folder or a hub id.
-        decoder: a decoder on the meta device.
+    The decoder is on the meta device.
 
     Raises:
         WorkhorseError: there is no such model, or names or shapes differ.
@@ -117,7 +111,7 @@ def _copy_weights(
     except WorkhorseError as error:
         found = differences(config.to_dict(), decoder.config.to_dict())
         settings = [
-            f"model.{'.'.join(path)} is {shown(now)} here and {shown(own)} there"
+            f"model.{'.'.join(path)} is {shown(now)} in the recipe and {shown(own)} in init"
             for path, own, now in islice(found, SETTINGS_SHOWN)
         ]
         raise WorkhorseError(

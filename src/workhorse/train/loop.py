@@ -44,7 +44,8 @@ class StopSignals:
 
     SIGHUP reports that the terminal was closed; it stays ignored under `nohup`. The first signal
     restores the previous handlers, so a second one takes effect at once. Outside the main thread no
-    signal is recorded, because Python delivers signals only there. The context is reentrant.
+    signal is recorded, because Python calls signal handlers only in the main thread. The context is
+    reentrant.
 
     Args:
         numbers: the signals to record.
@@ -92,12 +93,12 @@ class DivergedError(WorkhorseError):
 
 @dataclass
 class Counters:
-    """Progress of a run. `rows` is its position in the data."""
+    """Progress of a run."""
 
     step: int = 0
     """Steps done, including skipped ones."""
     rows: int = 0
-    """Rows of the data read: steps times the batch size, if that has never changed."""
+    """Rows (training sequences) read from the data, or skipped after a loss spike."""
     tokens: int = 0
     """Number of predicted tokens trained on."""
     skipped_steps: int = 0
@@ -105,9 +106,9 @@ class Counters:
     bad_in_a_row: int = 0
     jumps_in_a_row: int = 0
     losses: list[float] = field(default_factory=list)
-    """Losses of the last steps without a spike, at most `train.loss_spikes.window`."""
+    """Losses of the last steps that were not spikes, up to `train.loss_spikes.window` losses."""
     times_back: int = 0
-    """Number of times the run has returned to a checkpoint before a loss spike."""
+    """Number of times that the run has returned to a checkpoint because of a loss spike."""
     seconds: float = 0.0
     """Time in the loop over all sessions, including validation and checkpoints."""
 
@@ -116,7 +117,8 @@ class _Mark(NamedTuple):
     """State of the loop when it last logged."""
 
     time: float
-    """Value of `time.perf_counter`, plus the time of validation and saving since then."""
+    """Value of `time.perf_counter` then, plus the later time of validation and saving, which does
+    not count as training time."""
     step: int
     tokens: int
     pass_seconds: float
@@ -129,18 +131,18 @@ class Loop:
     Attributes:
         config: the training settings: number of steps, intervals of logs, checkpoints and others.
         step: the training step.
-        weights: returns the weights to save.
+        weights: function that returns the weights to save.
         batches: the batches, indexed by step.
-        validate: measures the loss on a number of validation rows, or on all for None. The
-            attribute is None without validation data.
-        sample: generates the samples; None for no samples.
+        validate: function that measures the loss on a number of validation rows (None: all rows).
+            `validate` itself is None if the run has no validation data.
+        sample: function that generates the samples; None for no samples.
         store: the checkpoint store.
         metrics: the file of events.
         on_event: called with every event.
         constants: values stored in every checkpoint, such as the recipe.
         flops_per_token: floating-point operations of training, per token.
         peak: the peak floating-point operations per second of the device.
-        check_place: raises an error if the run's folder was moved or removed.
+        check_place: function that raises an error if the run's folder was moved or removed.
         world: the processes of the run; rank 0 writes files and events.
     """
 
@@ -175,11 +177,8 @@ class Loop:
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
         """Restore optimizer, loss scale, counters and random state from a checkpoint.
 
-        The weights are loaded elsewhere. The next step is then as in an uninterrupted run.
-
-        Args:
-            checkpoint: the checkpoint to continue from.
-            rows: the number of rows of the data that count as read.
+        The caller loads the weights. The next step is then the same as in an uninterrupted run.
+        `rows` is the number of rows (training sequences) of the data that count as read.
         """
         self.step.optimizer.load(checkpoint.optimizer)
         self.step.scale.load(checkpoint.state["loss_scale"])
@@ -192,11 +191,8 @@ class Loop:
         """Train until the last step or a signal, then save a checkpoint.
 
         A checkpoint is also saved if something other than a training step fails, such as
-        validation, samples or a function that gets events.
-
-        Args:
-            signals: the signals that stop training.
-            progress: called after every step.
+        validation, sampling or a function that is called with events. `progress` is called after
+        every step.
 
         Returns:
             True after the last step or a signal; False after a loss spike.
@@ -363,7 +359,7 @@ class Loop:
             counters.losses = [*counters.losses, loss][-loss_spikes.window :]
 
     def _of_processes(self, seconds: float) -> dict[str, list[float]]:
-        """Gather from each rank its time in passes, in seconds per step; empty for one process."""
+        """Gather each rank's seconds in passes per step; empty for one process."""
         if self.world.size == 1:
             return {}
         return {"pass_seconds": self.world.gather(torch.tensor(seconds)).tolist()}

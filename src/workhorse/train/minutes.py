@@ -1,9 +1,8 @@
-"""`train.minutes`: the number of steps of a run with a given duration.
+"""`train.minutes`: find the number of steps that a run can do in a given time.
 
 The number is determined once, when the run begins, by timing steps whose results are discarded.
 Training then starts from the initial weights. The run's recipe stores the number as `train.steps`,
-in place of `train.minutes`. The schedule therefore knows its end, the run is bitwise equal to a run
-of a recipe with this number of steps, and it is resumed like any other.
+in place of `train.minutes`. The run is bitwise equal to a run of a recipe with this number.
 """
 
 import time
@@ -36,17 +35,8 @@ def settle(
 ) -> TrainConfig:
     """Time training steps and replace `minutes` by the number of steps that takes this time.
 
-    All ranks get the number of rank 0.
-
-    Args:
-        train: the training settings, with `minutes`.
-        step: the step to time; it cannot be used afterwards, because its weights and its optimizer
-            state have changed.
-        batches: the training batches, indexed by step.
-        world: the processes of the run.
-        held_out: the number of batches in the validation split.
-        notify: called with each notice.
-        clock: returns seconds since any fixed moment.
+    All ranks get the number of rank 0. `held_out` is the number of batches in the validation split.
+    Do not use `step` afterwards: its weights and optimizer state have changed.
     """
     assert train.minutes is not None
     seconds = 60 * train.minutes
@@ -91,11 +81,8 @@ def steps_within(
 ) -> int:
     """Return the number of steps, with their validations, that fit into `seconds`, at least 1.
 
-    Args:
-        train: the training settings, with the interval and size of validations.
-        seconds: the available time for all steps and validations.
-        step_seconds: the time of a training step.
-        held_out: the number of batches in the validation split.
+    `step_seconds` is the time of a training step, `held_out` the number of batches in the
+    validation split.
     """
     without = with_steps(train, int(seconds / step_seconds))
     every, rows = without.steps_between_validations, without.rows_in_validation
@@ -106,7 +93,7 @@ def steps_within(
 
 
 def with_steps(train: TrainConfig, steps: int) -> TrainConfig:
-    """Set `steps`, at least 1. A warm-up that is not shorter becomes a tenth of the steps."""
+    """Set `steps`, at least 1. A warm-up that is not shorter is set to a tenth of the steps."""
     steps, schedule = max(1, steps), train.schedule
     if schedule.warmup_steps >= steps:
         schedule = schedule.replace(warmup_steps=steps // 10)
@@ -124,7 +111,7 @@ def remark(train: TrainConfig, found: TrainConfig, step_seconds: float) -> str:
 
 
 def as_begun(run: RunDirectory, recipe: Recipe) -> Recipe:
-    """Replace `train.minutes` of a recipe that resumes a run by the run's own number of steps.
+    """For resuming a run, replace `train.minutes` of its recipe by the run's number of steps.
 
     Raises:
         WorkhorseError: the run was started with other minutes, or with a number of steps.

@@ -47,7 +47,7 @@ def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
 
 
 def from_weights(run: RunDirectory, settings: Settings) -> Settings:
-    """Extend settings so that a new run starts from the weights and tokenizer of this run."""
+    """Extend settings so that a new run starts from the weights and tokenizer of `run`."""
     tokenizer = {"kind": "file", "path": str(run.tokenizer_folder)}
     # Both a preset and `init` would set the architecture, so the preset is removed.
     model = [("model", {})] if "preset" in run.recipe()["model"] else []
@@ -151,7 +151,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """The point where a run continues, and the changes of its recipe."""
+    """The point where a run continues, and the changes of its recipe since the checkpoint."""
 
     step: int = 0
     """Number of steps done; 0 without a checkpoint."""
@@ -165,7 +165,7 @@ class Resumption:
     """The checkpoint to continue from; None without a checkpoint, or if only its state was read."""
 
     def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
-        """Return the micro-batch size of the run, or `auto` if the batch size has changed since."""
+        """Return the run's micro-batch size, or `auto` if the batch size has changed since."""
         tried_on = self.state.get("recipe", {}).get("train", {}).get("batch_size", batch_size)
         return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
 
@@ -231,16 +231,12 @@ class Progress(Protocol):
 def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
     """Return the point where a run continues after a loss spike.
 
-    The run returns to a checkpoint, but skips all rows that were read until the spike.
-
-    Args:
-        newest: function that loads the newest intact checkpoint.
-        recipe: the recipe of the run.
-        jumped: the progress of the run at the spike.
+    The run returns to a checkpoint, but skips all rows that were read until the spike. `jumped` is
+    the progress of the run at the spike.
 
     Raises:
-        LossSpikeError: no checkpoint is saved, or the run has returned as often as
-            `train.loss_spikes.most`.
+        LossSpikeError: no checkpoint has been saved, or the run has already returned
+            `train.loss_spikes.most` times.
     """
     assert recipe.train.loss_spikes is not None
     remedy = "with a lower learning rate or a longer warm-up"

@@ -86,7 +86,7 @@ def train(
         store: the checkpoint store; None for the one in the run directory.
         signals: signals that stop training after the current step, with a checkpoint. The result
             names the signal. A second signal takes effect at once. None: no signal is handled, so
-            Ctrl-C raises KeyboardInterrupt and the last checkpoint stays the newest.
+            Ctrl-C raises KeyboardInterrupt and no checkpoint is saved.
 
     Raises:
         WorkhorseError: the recipe cannot be run here, the data cannot be read, the run directory
@@ -186,7 +186,7 @@ def _get_through(loop: Loop, signals: StopSignals, patience: float) -> bool:
 
 @contextlib.contextmanager
 def _naming(run: RunDirectory) -> Generator[None]:
-    """Context manager that names the run directory and a remedy in errors of the disk."""
+    """Context manager that adds the run directory and a remedy to errors such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -219,7 +219,7 @@ def check_run(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resum
     """Run the checks of `train` on a recipe and a run directory. Writes nothing.
 
     Returns:
-        The step where the run would continue and the changes of its recipe. A new run has step 0
+        The step where the run would continue, and the changes of its recipe. A new run has step 0
         and no changes.
 
     Raises:

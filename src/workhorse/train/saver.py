@@ -1,4 +1,4 @@
-"""Saving of checkpoints in the background, while training continues."""
+"""Save checkpoints in the background, while training continues."""
 
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,8 +64,8 @@ class Saver:
             state: JSON-serializable data; only rank 0 writes it.
 
         Raises:
-            WorkhorseError: the previous checkpoint could not be written, or training waits for this
-                one and it could not be written.
+            WorkhorseError: the previous checkpoint could not be written, or this one, if there is
+                no memory for copies.
         """
         self.wait()
         own = {file: dict(self.own(read())) for file, read in tensors.items()}
@@ -76,7 +76,7 @@ class Saver:
             self.wait()
 
     def look(self) -> None:
-        """Report a checkpoint that has been written in the meantime, without waiting.
+        """Call `saved` if the checkpoint in progress is complete by now; do not wait for it.
 
         Raises:
             WorkhorseError: the checkpoint could not be written. If ranks save together, only `wait`

@@ -1,4 +1,4 @@
-"""Measurement of the machine's peak arithmetic rate."""
+"""Measure the peak floating-point operations per second of a device."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from workhorse.nn.products import Multiply, product
 PROBE_SECONDS = 0.02
 """Seconds of measurement for each matrix size; the very first GEMM does not count."""
 PROBE_SIZES = {"cpu": (256, 512, 1024)}
-"""Matrix sizes to probe. Small GEMMs fit between interruptions by other programs; large ones keep
+"""Matrix sizes to measure. Small GEMMs fit between interruptions by other programs; large ones keep
 all cores busy."""
 LARGE_SIZES = (4096, 8192)
 
@@ -18,8 +18,8 @@ LARGE_SIZES = (4096, 8192)
 class Peak:
     """The highest number of floating-point operations per second measured on this machine.
 
-    The machine may be busy during the measurement. If training exceeds the peak, it is measured
-    again; if training still exceeds it, training's own rate becomes the peak.
+    The machine may be busy during the measurement. If training exceeds the peak, the peak is
+    measured again. If training still exceeds it, training's own rate becomes the peak.
 
     Args:
         measure: measures the peak.
@@ -40,12 +40,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = pr
     """Measure the floating-point operations per second of the fastest square GEMM.
 
     The result is the best of many GEMMs of several sizes, because other programs can only slow a
-    GEMM down. The random generators of training are not used.
-
-    Args:
-        device: the device to measure.
-        dtype: the dtype of the matrices.
-        multiply: the GEMM that training uses.
+    GEMM down. The random generators of training are not used. `multiply` is the GEMM that training
+    uses.
     """
     best = 0.0
     generator = torch.Generator(device).manual_seed(0)

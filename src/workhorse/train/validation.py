@@ -27,7 +27,7 @@ class Sampler:
     Args:
         tokenizer: the tokenizer of the model.
         config: the prompts and the sampling options.
-        begin: encodes the beginning of a document as in training.
+        begin: encodes a prompt like the beginning of a document in training.
         context: the maximum length of a sequence, in tokens.
 
     Raises:
@@ -63,10 +63,9 @@ class Sampler:
 
 
 def check_samples(config: SamplesConfig | None, data: DataConfig) -> None:
-    """Raise an error for an empty prompt if the recipe has no token that starts a document.
+    """Raise WorkhorseError for an empty prompt if training uses neither bos nor eos.
 
-    Raises:
-        WorkhorseError: there is an empty prompt, but neither bos nor eos.
+    An empty prompt needs one of these tokens to start a completion.
     """
     if config is not None and "" in config.prompts and not (data.bos or data.eos):
         raise _no_beginning()
@@ -135,10 +134,10 @@ class Validator:
 
     @torch.no_grad()
     def __call__(self, max_rows: int | None = None) -> Validation:
-        """Measure the loss without dropout, on the whole split or on `max_rows` evenly spread rows.
+        """Measure the loss, without dropout.
 
         Args:
-            max_rows: number of rows; None for all.
+            max_rows: number of rows, spread evenly over the split; None for the whole split.
         """
         batches = ValidationBatches(self.split, **self._sizes, max_rows=max_rows)
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)

@@ -77,7 +77,8 @@ def test_what_differs_inside_a_block_is_merged(run_folder: Path, tmp_path: Path)
 def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -> None:
     changed = recipe(run_folder, tmp_path, model={"n_layers": 2})
     differs = (
-        r"the weights of init=.* do not fit: model\.n_layers is 2 here and 1 there; remove model"
+        r"the weights of init=.* do not fit: model\.n_layers is 2 in the recipe and 1 in init; "
+        "remove model"
     )
     with pytest.raises(WorkhorseError, match=differs):
         train(Recipe.from_dict(with_init(changed)), tmp_path / "tuned")

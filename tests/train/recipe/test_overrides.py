@@ -88,8 +88,8 @@ def test_null_removes_a_block() -> None:
     with pytest.raises(ConfigError) as refusal:
         overridden(WRITTEN, "model.blocks.local.x=null", settings[0])
     assert str(refusal.value) == (
-        "model.blocks.local: model.pattern still uses the block that null removes; set it too, for "
-        "example 'model.pattern=[full]'"
+        "model.blocks.local: model.pattern still uses the block that null removes; change it too, "
+        "for example 'model.pattern=[full]'"
     )
     other = "model.blocks.mine={kind: parallel, attention: {n_heads: 4}, feed_forward: {d_ff: 8}}"
     with pytest.raises(ConfigError, match="feed_forward"):  # `mine` is invalid, `main` is removed

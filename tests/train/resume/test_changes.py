@@ -191,7 +191,9 @@ def test_a_run_takes_over_an_optimizer(make_recipe, run: Path, tmp_path: Path) -
         match=r"has the optimizer state of muon, not of adamw; set init_optimizer=false, or",
     ):
         train(Recipe.from_dict(fields), tmp_path / "other")
-    with pytest.raises(WorkhorseError, match="init_optimizer: init is not set; set it to a run"):
+    with pytest.raises(
+        WorkhorseError, match="init_optimizer=true needs init, which is not set; set init to a run"
+    ):
         Recipe.from_dict(fields | {"init": None})
 
 

@@ -1,12 +1,12 @@
-"""Load balancing of the experts of a mixture, from outside the model.
+"""Load balancing of the experts in mixture-of-experts layers.
 
 There are two methods, which can be combined: a loss per sequence (DeepSeek-V3, 2412.19437 §2.1.2),
 and a change of each router's selection bias after every update (2408.15664). Both observe the
-routers through hooks, so the model does not depend on them. Positions without a target, such as
+routers through hooks, so the model needs no code for them. Positions without a target, such as
 padding, do not count.
 
-The loss is a product of two means. If the means were taken over a micro-batch (Switch, 2101.03961
-§2.2), the loss would depend on the choice of its rows. Per sequence it does not.
+The loss is a product of two means over a sequence. Means over a micro-batch (Switch, 2101.03961
+§2.2) would make it depend on how the batch is split into micro-batches.
 """
 
 import math
@@ -31,7 +31,7 @@ class Balanced(Wrapped):
     """Adds the balance loss to an objective during training.
 
     Args:
-        objective: the objective of a decoder with mixtures of experts; its batches have `targets`.
+        objective: the objective of a decoder with mixtures of experts; batches need `targets`.
         balancer: the balancer of the same decoder.
     """
 
@@ -66,7 +66,9 @@ class Balanced(Wrapped):
 
 
 class Balancer:
-    """Balances the load of the experts of a decoder. If weight and rate are 0, it only counts it.
+    """Balances how often the experts of a decoder are chosen, which is their load.
+
+    If `weight` and `rate` are 0, the loads are only counted.
 
     Args:
         decoder: the decoder; forward hooks on its routers record the choices of experts.
@@ -76,10 +78,10 @@ class Balancer:
             which is 1 if all experts are equally loaded. `load_e` is the fraction of the
             sequence's choices that selected expert e, `score_e` its mean fraction of a token's
             scores. A sequence is weighted by its number of predictions.
-        rate: the change of each expert's bias per update: up if it got fewer choices of the whole
-            batch than the average expert, down if more.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        rate: the change of each expert's selection bias per update: up if the expert was chosen
+            less often in the batch than the average expert, down if more often.
+        team: the context-parallel group: ranks that each have a part of the same sequences; None
+            if sequences are not split.
         reports: False if another rank counts the same choices.
 
     Attributes:
@@ -116,10 +118,10 @@ class Balancer:
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """Record the routings of a forward pass inside this context.
+        """Context manager in which forward passes record the experts that routers choose.
 
         With activation checkpointing, the backward pass repeats the forward pass outside this
-        context, so nothing counts twice.
+        context, so no choice counts twice.
         """
         self.watching = True
         try:
@@ -134,7 +136,7 @@ class Balancer:
             targets: (rows, seq) token ids; `IGNORE` at positions that do not count.
 
         Returns:
-            The balance loss summed over all predictions, as the loss of an objective is.
+            The balance loss summed over all predictions, like the loss of an objective.
         """
         counted = targets != IGNORE
         total = torch.zeros((), device=targets.device)
@@ -153,8 +155,7 @@ class Balancer:
     def update(self, finite: bool) -> None:
         """Adjust each router's selection bias to the loads since the last call; reset the loads.
 
-        Args:
-            finite: False if the weights were not updated; the biases then do not change either.
+        If `finite` is False, the weights were not updated, and the biases do not change either.
         """
         for layer, router in self.routers.items():
             bias: Tensor | None = getattr(router, "selection_bias", None)
@@ -211,14 +212,14 @@ def loads_of(routing: Routing, counted: Tensor) -> Tensor:
 
 
 def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
-    """Compute `n_experts · Σ_e load_e · score_e` of each row times its predictions, (rows,).
+    """Compute `predictions · n_experts · Σ_e load_e · score_e` of each row, (rows,).
 
     Loads and scores are normalised to sum to 1. A row without predictions gives 0.
 
     Args:
         scores: (rows · seq, n_experts), positive.
         loads: (rows, n_experts), the choices of each expert in whole sequences.
-        counted: (rows, seq), True for predictions. If sequences are split, `scores` and `counted`
+        counted: (rows, seq), True at predictions. If sequences are split, `scores` and `counted`
             are this rank's part, and the results of all ranks must be added up.
     """
     rows, n_experts = loads.shape
@@ -240,7 +241,7 @@ def _mixtures(config: DecoderConfig) -> dict[int, int]:
 
 
 def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:
-    """Check that a model has the parts that load balancing needs.
+    """Check that a model has the experts and routers that load balancing needs.
 
     Raises:
         ConfigError: there is a weight but no mixture of experts, or a rate but no selection bias.
@@ -248,7 +249,8 @@ def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:
     mixtures = [block.mixture for block in config.blocks.values() if block.mixture]
     if weight and not mixtures:
         raise ConfigError(
-            f"balance_loss={weight} needs a mixture of experts in the model; remove it", "train"
+            f"balance_loss={weight} needs a mixture of experts in the model; remove balance_loss",
+            "train",
         )
     if rate and not any(mixture.router.selection_bias for mixture in mixtures):
         raise ConfigError(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NextTokenConfig(ObjectiveConfig):
-    """The cross-entropy of the next token, weighted if the data has weights."""
+    """The cross-entropy of the next token, weighted by the weights in the data, if any."""
 
     kind: Literal["next_token"] = "next_token"
     z_loss: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
@@ -31,8 +31,8 @@ class NextToken(ModelObjective):
     Args:
         decoder: the model to train.
         z_loss: weight of the z-loss, see `next_token_loss`; the z-loss is logged unless this is 0.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: the context-parallel group: ranks that each have a part of the same sequences; None
+            if sequences are not split.
     """
 
     def __init__(

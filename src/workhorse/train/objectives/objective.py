@@ -1,7 +1,7 @@
 """The interface of training objectives: a config, and the module that it builds.
 
-An objective does not depend on micro-batches, ranks or devices. `ModelObjective.score` returns the
-log-probabilities of a batch's targets, also if model or sequences are split among ranks.
+The code of an objective need not handle micro-batches, ranks or devices. `ModelObjective.score`
+returns the log-probabilities of targets, also if model or sequences are split among ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.teams import Teams
 
 Denominator = Literal["tokens", "sequences", "groups"]
-"""The denominator of a batch's mean loss: the number of predictions (or the sum of their weights),
-of rows with a prediction, or of groups of rows."""
+"""Denominator of a batch's mean loss: the number of predictions (or the sum of their weights), of
+rows with a prediction, or of groups of rows."""
 
 
 class Outcome(NamedTuple):
@@ -31,10 +31,10 @@ class Outcome(NamedTuple):
     loss: Tensor
     """The loss to minimise, summed over the rows."""
     count: Tensor
-    """The number that the rows add to the denominator of the mean loss: predictions, pairs …"""
+    """Contribution of the rows to the denominator of the mean loss, such as their predictions."""
     figures: dict[str, Tensor]
-    """Sums to log, without gradients, divided by the same denominator. `loss` is the loss to report
-    and validate; without this key, the loss to minimise is reported."""
+    """Values to log, without gradients, summed over the rows like the loss. `loss` is the loss to
+    report and validate; without this key, the loss to minimise is reported."""
 
 
 class ObjectiveConfig(Config):
@@ -48,17 +48,15 @@ class ObjectiveConfig(Config):
 
     @property
     def rows_together(self) -> int:
-        """Number of rows that must be in the same pass; batch sizes must be multiples of it."""
+        """Number of rows that one pass must contain together, such as 2 for a loss of pairs."""
         return 1
 
     @abstractmethod
     def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Objective":
         """Build the objective of a decoder.
 
-        Args:
-            decoder: the model to train.
-            team: the ranks that each have a part of the same sequences; None if sequences are not
-                split.
+        `team` is the context-parallel group: ranks that each have a part of the same sequences;
+        None if sequences are not split.
         """
 
 
@@ -92,9 +90,9 @@ class Objective(nn.Module, ABC):
         }
 
     def tallies(self) -> list[Tensor]:
-        """Return the tensors of counts that `after_update` uses.
+        """Return this rank's count tensors, which the training step sums over the ranks, in place.
 
-        Before that, the training step adds them up over the ranks, in place.
+        `after_update` then uses the sums.
         """
         return []
 
@@ -106,7 +104,7 @@ class Objective(nn.Module, ABC):
         """
 
     def forget(self) -> None:
-        """Discard what was counted in passes since the last update, if no update follows them."""
+        """Discard the counts of passes since the last update, because no update follows."""
 
     def state_of_update(self) -> dict[str, Any]:
         """Return values about the last update, to log in addition to `Outcome.figures`."""
@@ -117,11 +115,11 @@ class ModelObjective(Objective):
     """Base class of objectives that use the log-probabilities of a batch's targets.
 
     Args:
-        decoder: the model to train. A frozen reference model must not be registered as a submodule:
-            hold it in a tuple.
+        decoder: the model to train. Keep a frozen reference model in a tuple, so that it is not
+            registered as a submodule.
         logprobs: computes log-probabilities, or a loss, from hidden states.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: the context-parallel group: ranks that each have a part of the same sequences; None
+            if sequences are not split.
     """
 
     def __init__(
@@ -142,21 +140,18 @@ class ModelObjective(Objective):
     def score(self, batch: Batch, **options: Any) -> Any:
         """Run the decoder and `logprobs` on a batch, and return the result of `logprobs`.
 
-        Args:
-            batch: the batch; if sequences are split, only this rank's tokens.
-            options: options of `logprobs`.
+        If sequences are split, `batch` has only this rank's tokens. `options` are passed to
+        `logprobs`.
         """
         head = self.decoder.head
         matrix = self.logprobs.matrix(head)  # must precede the forward pass, see `NativeLogprobs`
         return self.logprobs(self._hidden(batch), batch.targets, head, matrix=matrix, **options)
 
     def over_sequences(self, of_own_tokens: Tensor) -> Tensor:
-        """Add up a value of each sequence over the ranks that sequences are split among.
+        """Sum a value per sequence over the ranks that have parts of the sequences.
 
-        The gradient passes through. All ranks of the group must make the same calls.
-
-        Args:
-            of_own_tokens: for each sequence, the sum over this rank's tokens.
+        `of_own_tokens` has the sum over this rank's tokens for each sequence. The result has a
+        gradient. This is a collective: all ranks of the group must call it.
         """
         return of_own_tokens if self.team is None else self.team.summed(of_own_tokens)
 
@@ -168,11 +163,7 @@ class ModelObjective(Objective):
 
 
 class Wrapped(Objective):
-    """Base class of objectives that wrap another one and change only `forward`.
-
-    Args:
-        objective: the wrapped objective.
-    """
+    """Base class of objectives that wrap another one and change only `forward`."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
@@ -230,11 +221,7 @@ def counts_here(objective: Objective, teams: "Teams") -> bool:
 class Divided(Wrapped):
     """Wraps an objective so that `forward` gets only this rank's tokens of every row.
 
-    `count` is still called with whole rows.
-
-    Args:
-        objective: the wrapped objective.
-        team: the ranks among which sequences are split.
+    `count` still gets whole rows. `team` is the group of ranks that sequences are split among.
     """
 
     def __init__(self, objective: Objective, team: "ContextParallelGroup") -> None:

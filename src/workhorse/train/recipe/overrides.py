@@ -19,9 +19,7 @@ LISTED = 3
 def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
     """Improve an error about an unknown or missing key: name the right dotted key, or an example.
 
-    Args:
-        error: the error raised by the configs; returned unchanged if there is nothing to add.
-        fields: the fields of the recipe.
+    The error is returned unchanged if there is nothing to add.
     """
     if error.missing_key:
         return _with_an_example(error, fields)
@@ -68,9 +66,9 @@ def _section_at(place: str, fields: Any) -> Any:
 
 
 def places_of(key: str, fields: Any = None) -> list[str]:
-    """Find the dotted keys of a recipe that end in a name, or in one with these initials (`lr`).
+    """Find the dotted keys of a recipe whose last part is `key`, or has the initials `key`.
 
-    Keys with the fewest dots come first.
+    For example, `lr` finds `train.optimizer.learning_rate`. Keys with the fewest dots come first.
 
     Args:
         key: a name or initials, without a dot.
@@ -126,12 +124,8 @@ def override_recipe(
 
     `section.kind=value` keeps the keys that both kinds have. `null` removes an item with a name
     chosen by the user, such as a block. Fewer steps shorten the file's warm-up in proportion.
-    `train.minutes` replaces the file's `train.steps`, and vice versa.
-
-    Args:
-        written: the fields in the file.
-        overrides: the settings.
-        notify: called with a line for each key that is dropped or shortened.
+    `train.minutes` replaces the file's `train.steps`, and vice versa. `notify` is called with a
+    line for each key that is dropped or shortened.
 
     Raises:
         ConfigError: a setting cannot be applied.
@@ -165,10 +159,10 @@ def _check_preset(model: Any, settings: list[str]) -> None:
 
 
 def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapping[str, Any]:
-    """Expand the preset of a recipe into its fields if a setting removes a part of the preset.
+    """Replace a recipe's preset by its fields if a setting removes a part or changes a `kind`.
 
-    Otherwise settings are merged into the preset later. That cannot remove parts, and another
-    `kind` would replace a whole section, including the keys that both kinds have.
+    Other settings are merged into the preset later. Merging cannot remove parts. It also replaces a
+    whole section if the `kind` differs, including the keys that both kinds have.
     """
     cut = any(
         path.startswith("model.") and (path.endswith(".kind") or value == "null")
@@ -183,7 +177,7 @@ def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapp
 
 
 def _kept(place: str, section: dict[str, Any], kind: Any, notify: Notify) -> dict[str, Any]:
-    """Return the keys that a section keeps when its kind changes, and report the others."""
+    """Return the keys that a section keeps when its kind changes; notify about dropped keys."""
     configs = configs_at(place)
     new, old = configs.get(str(kind)), configs.get(str(section.get("kind")))
     if new is None:  # validation reports the unknown kind
@@ -205,7 +199,7 @@ def _kept(place: str, section: dict[str, Any], kind: Any, notify: Notify) -> dic
 
 
 def _own(name: str, *configs: type[Config] | None) -> bool:
-    """Return True if a setting is marked as having a different meaning in each of these kinds."""
+    """Return True if a setting is marked in one of the configs as specific to its kind."""
     fields = [config.model_fields.get(name) for config in configs if config]
     return any(isinstance(mark, OfItsKind) for field in fields if field for mark in field.metadata)
 
@@ -229,7 +223,7 @@ def _remove_if_null(fields: dict[str, Any], path: str) -> None:
 
 
 def _check_pattern(model: Any, settings: list[str]) -> None:
-    """Raise an error if a removed block is still in the pattern."""
+    """Raise an error if `model.pattern` contains a block that a setting removes."""
     pattern = model.get("pattern") if isinstance(model, dict) else None
     if not isinstance(pattern, list | tuple) or not isinstance(model.get("blocks"), dict):
         return
@@ -240,12 +234,12 @@ def _check_pattern(model: Any, settings: list[str]) -> None:
             left = left[:1] if len(set(left)) == 1 else left
             as_by = f", for example 'model.pattern=[{', '.join(left)}]'" if left else ""
             raise ConfigError(
-                f"model.pattern still uses the block that null removes; set it too{as_by}", path
+                f"model.pattern still uses the block that null removes; change it too{as_by}", path
             )
 
 
 def _keep_one_length(fields: dict[str, Any], settings: list[str], notify: Notify) -> None:
-    """Remove the file's `train.steps` if `train.minutes` is set, and vice versa."""
+    """Remove the file's `train.steps` if a setting sets `train.minutes`, and vice versa."""
     train, given = fields.get("train"), {setting.partition("=")[0] for setting in settings}
     if not isinstance(train, dict):
         return
@@ -258,15 +252,10 @@ def _keep_one_length(fields: dict[str, Any], settings: list[str], notify: Notify
 def _fit_warmup(
     written: Mapping[str, Any], fields: dict[str, Any], notify: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Shorten the warm-up of a recipe in proportion to the run.
+    """Shorten a recipe's warm-up if it does not fit into the steps that a setting sets.
 
-    This happens if the steps are overridden by a number that the file's warm-up does not fit into,
-    as in a quick trial. A warm-up that was itself overridden is not changed.
-
-    Args:
-        written: the fields in the file.
-        fields: the fields with overrides.
-        notify: called with one line if the warm-up is shortened.
+    Its fraction of the steps stays as in `written`, the fields of the file. A warm-up that is
+    itself overridden is not changed.
     """
     try:
         before, now = written["train"], fields["train"]
@@ -290,12 +279,9 @@ def _fit_warmup(
 def on_workers(
     fields: dict[str, Any], workers: int, *, data_is_given: bool = False
 ) -> dict[str, Any]:
-    """Set `parallel.data` of a recipe so that it needs a given number of processes.
+    """Set `parallel.data` of a recipe so that it needs `workers` processes.
 
-    Args:
-        fields: the fields of the recipe.
-        workers: the number of processes.
-        data_is_given: True if the recipe's own `parallel.data` must not change.
+    If `data_is_given`, the recipe's own `parallel.data` must not change.
 
     Raises:
         ConfigError: no `parallel.data` gives this number of processes, the recipe's own value gives
@@ -311,7 +297,7 @@ def on_workers(
     if data_is_given and parallel["data"] != divided.data:
         raise ConfigError(
             f"data={parallel['data']} does not give {workers} processes, but {divided.data} does; "
-            "remove it",
+            "remove data",
             "parallel",
         )
     # `expert` is added last: it can be validated only with the final number of processes.

@@ -27,8 +27,8 @@ from workhorse.train.report.metrics import TrackerName
 class LossSpikeConfig(Config):
     """After a loss spike, return to the last checkpoint and skip the rows read until the spike.
 
-    PaLM did this by hand (2204.02311 §5.1). Training on the same rows from another checkpoint
-    caused no spike there.
+    PaLM did this by hand (2204.02311 §5.1). There, the same rows caused no spike when training
+    started from another checkpoint.
     """
 
     deviations: float = Field(default=8.0, gt=0)
@@ -40,14 +40,12 @@ class LossSpikeConfig(Config):
     """Number of consecutive spikes after which the run returns to a checkpoint. No checkpoint is
     saved during the spikes."""
     most: int = Field(default=5, ge=1)
-    """Maximum number of returns in a run; the next spike stops it with an error."""
+    """Maximum number of returns to a checkpoint; the next spike stops the run with an error."""
 
     def is_spike(self, loss: float, before: Sequence[float]) -> bool:
         """Return True if a loss is a spike compared with the earlier losses.
 
-        Args:
-            loss: the loss of a step.
-            before: the earlier losses; if there are fewer than `window`, no loss is a spike.
+        With fewer than `window` earlier losses, no loss is a spike.
         """
         if len(before) < self.window:
             return False
@@ -57,12 +55,8 @@ class LossSpikeConfig(Config):
 def with_init(fields: dict[str, Any]) -> dict[str, Any]:
     """Complete a recipe's fields with architecture and tokenizer of the model in `init`.
 
-    Parsing a `Recipe` reads no other file. This function reads the model or downloads it from the
-    hub.
-
-    Args:
-        fields: the fields of a recipe. They are returned unchanged if they have no `init` or
-            already contain model and tokenizer in full.
+    Call it before `Recipe.from_dict`, which reads no other files. The model is read, or downloaded
+    from the hub. Fields without `init`, or with full model and tokenizer, are returned unchanged.
 
     Raises:
         ConfigError: there is no such model, or both `init` and a preset are set.
@@ -85,8 +79,8 @@ Count = Annotated[int, Field(ge=1)]
 AnyObjective = NextTokenConfig
 """The config of any objective; with several objectives, a union discriminated by `kind`."""
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
-"""Defaults: validations in a run, minimum steps between two, and their cost as a fraction of the
-time of the training steps."""
+"""Defaults: number of validations in a run, minimum number of steps between validations, and time
+of all validations as a fraction of the time of all steps."""
 FORWARD_PASS = 1 / 3
 """Fraction of a step's time that the forward pass takes."""
 LONGEST = 10 * 366 * 24 * 60
@@ -118,9 +112,10 @@ class TrainConfig(Config):
     steps: Annotated[Count | None, OnResume.CONTINUES] = None
     """Number of updates of the weights. None: determined by `minutes`."""
     minutes: float | None = Field(default=None, gt=0, le=LONGEST)
-    """Time of the steps and validations, in place of `steps`. When the run begins, steps are timed
-    for a twentieth of this time, at most 30 seconds; their results are discarded. The run's own
-    recipe stores the resulting number of steps, and a resumed run keeps it."""
+    """Duration of all steps and validations in minutes, in place of `steps`. When the run begins,
+    steps are timed for a twentieth of this time, up to 30 seconds, and their results are discarded.
+    The recipe in the run directory stores the resulting number of steps, and a resumed run keeps
+    it."""
     batch_size: Annotated[Count, OnResume.CONTINUES]
     """Sequences per step."""
     seq_len: Count
@@ -141,13 +136,13 @@ class TrainConfig(Config):
     grad_clip: Annotated[float | None, OnResume.CONTINUES] = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; a larger gradient is scaled down. None: no clipping."""
     balance_loss: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
-    """Weight of the loss that balances the load of a mixture's experts within each sequence
-    (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. It is computed per
-    sequence, so that the gradient does not depend on `micro_batch_size`; `balance_rate` balances
-    whole batches. Padding does not count."""
+    """Weight of the loss that balances how often the experts of a mixture are chosen within each
+    sequence (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over the layers. It is computed
+    per sequence, so that the gradient does not depend on `micro_batch_size`; `balance_rate`
+    balances whole batches. Padding does not count."""
     balance_rate: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
-    """Change of the selection bias of each expert per update, towards an equal load (0.001 in
-    2408.15664)."""
+    """Change of each expert's selection bias per update, up or down, so that all experts are chosen
+    equally often (0.001 in 2408.15664)."""
     max_bad_steps: Annotated[Count, OnResume.NO_EFFECT] = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite."""
     loss_spikes: Annotated[LossSpikeConfig | None, OnResume.CONTINUES] = None
@@ -162,10 +157,10 @@ class TrainConfig(Config):
     hold are always float32. `auto` is bfloat16 if the device has instructions for it. `float16`
     needs CUDA, and scales the loss so that small gradients do not vanish."""
     matmul_precision: Annotated[Literal["highest", "high"], OnResume.ROUNDED] = "highest"
-    """Precision of float32 matmuls, as PyTorch defines it: with `high`, each element may be
-    represented by the sum of two bfloat16 numbers, or by TensorFloat32, if that is faster. The
-    former is used by linear layers on a CPU with a matrix unit, the latter by all matmuls on CUDA.
-    It has no effect on other devices, or if `dtype` leaves no float32 matmuls."""
+    """Precision of float32 matmuls, as PyTorch defines it. With `high`, linear layers on a CPU with
+    a matrix unit represent each element by the sum of two bfloat16 numbers, and all matmuls on CUDA
+    use TensorFloat32, if that is faster. It has no effect on other devices, or if `dtype` leaves no
+    float32 matmuls."""
     kernel: Annotated[
         Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"], OnResume.ROUNDED
     ] = "auto"
@@ -173,7 +168,7 @@ class TrainConfig(Config):
     threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0)
     """Number of CPU threads; 0 lets PyTorch decide. It affects rounding."""
     execution: Annotated[Execution, OnResume.ROUNDED] = "auto"
-    """Implementation of passes and updates. A log line names the one in use.
+    """Implementation of forward and backward passes and updates. A log line names the one in use.
     `auto`: native operators if there are any, otherwise PyTorch.
     `reference`: the unchanged modules in PyTorch.
     `native`: native operators on a CPU; an error if there are none.
@@ -181,10 +176,10 @@ class TrainConfig(Config):
     and, if no native operator computes them, for the loss and AdamW's update of bfloat16 weights.
     Starting takes longer. Training is much faster on a GPU, and up to 20 % faster on CPUs."""
     fp8: Annotated[bool, OnResume.ROUNDED] = False
-    """Multiply in float8 inside the layers (torchao). Needs CUDA with compute capability 8.9 or
-    higher and `dtype: bfloat16`; pays off with `execution: compiled` and wide layers."""
+    """True to multiply in float8 inside the layers (torchao). Needs CUDA with compute capability
+    8.9 or higher and `dtype: bfloat16`; pays off with `execution: compiled` and wide layers."""
     activation_checkpointing: Annotated[bool, OnResume.ROUNDED] = False
-    """Keep one activation per layer and recompute the rest in the backward pass."""
+    """True to keep one activation per layer and recompute the rest in the backward pass."""
 
     log_every: Annotated[Count, OnResume.NO_EFFECT] = 10
     """Steps between log lines of metrics."""
@@ -192,9 +187,9 @@ class TrainConfig(Config):
     """Steps between validations. `auto`: ten validations in a run, but at least ten steps apart.
     None: only after the last step."""
     eval_batches: Annotated[Count | Literal["auto"] | None, OnResume.NO_EFFECT] = "auto"
-    """Batches in a validation, spread evenly over the split. `auto`: a number that takes about 3 %
-    of the training time, at least one. None: the whole split. After the last step it is always the
-    whole split."""
+    """Batches in a validation, spread evenly over the validation split. `auto`: a number that takes
+    about 3 % of the training time, at least one. None: the whole split. The validation after the
+    last step always uses the whole split."""
     samples: Annotated[SamplesConfig | None, OnResume.NO_EFFECT] = None
     """Completions to generate during training; None: no completions."""
     checkpoint_every: Annotated[Count, OnResume.NO_EFFECT] = 1000
@@ -241,15 +236,15 @@ class TrainConfig(Config):
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size:
             raise ConfigError(
                 f"micro_batch_size={self.micro_batch_size} is larger than "
-                f"batch_size={self.batch_size}; choose a smaller one"
+                f"batch_size={self.batch_size}; choose a smaller micro_batch_size"
             )
         together = self.objective.rows_together
         for name in ("batch_size", "micro_batch_size"):
             rows = getattr(self, name)
             if isinstance(rows, int) and rows % together:
                 raise ConfigError(
-                    f"{name}={rows} splits groups of {together} rows that the objective "
-                    f"{self.objective.kind} needs together; choose a multiple of {together}"
+                    f"{name}={rows} splits groups of {together} rows, which the objective "
+                    f"{self.objective.kind} needs in one pass; choose a multiple of {together}"
                 )
         if self.dtype == "float16" and self.device in ("cpu", "mps"):
             raise ConfigError(
@@ -259,7 +254,7 @@ class TrainConfig(Config):
         return self
 
     def micro_batches(self, parallel: ParallelismConfig) -> MicroBatches:
-        """Split a batch into the micro-batches of each process; `auto` must be resolved before."""
+        """Return the micro-batches of each process; `micro_batch_size` must not be `auto`."""
         assert self.micro_batch_size != "auto", "see fit_micro_batch"
         return parallel.micro_batches(self.batch_size, self.micro_batch_size)
 
@@ -291,7 +286,7 @@ class TrainConfig(Config):
 
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Rename settings of older runs to their current names; settings with current names win."""
+    """Rename settings of older runs to their current names; current names take precedence."""
     fields = dict(fields)
     if "z_loss" in fields and isinstance(objective := fields.get("objective", {}), dict):
         fields["objective"] = {"z_loss": fields.pop("z_loss"), **objective}
@@ -301,7 +296,9 @@ def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
         fields.setdefault("execution", "compiled" if old else "auto")
         del fields["compile"]
     elif "compile" in fields:
-        raise ConfigError(f"compile={old!r} is now execution; write execution: compiled or auto")
+        raise ConfigError(
+            f"compile={old!r} was replaced by execution; set execution: compiled or auto"
+        )
     return fields
 
 
@@ -316,10 +313,10 @@ class Recipe(Config):
     init: str | None = None
     """A trained model to start from: a run directory, a Hugging Face directory or a hub id. It
     provides the architecture (`model` then contains only changes, such as dropout) and, unless one
-    is given, the tokenizer. The run's own recipe contains both in full."""
+    is given, the tokenizer. The recipe in the new run's directory contains both in full."""
     init_optimizer: bool = False
-    """Also load the optimizer's state from the run directory in `init`. Steps and schedule start
-    from zero."""
+    """True to also load the optimizer's state from the run directory in `init`. Steps and schedule
+    start from zero."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it. By
     default, `vocab_size` is the tokenizer's, and `max_seq_len` is the preset's, or without a preset
@@ -356,7 +353,8 @@ class Recipe(Config):
         if own % together:
             raise ConfigError(
                 f"batch_size={self.train.batch_size} gives each process {own} rows, which splits "
-                f"groups of {together}; choose a multiple of {together} for each process",
+                f"groups of {together} that the objective needs in one pass; choose a multiple of "
+                f"{together} for each process",
                 "train",
             )
         return self
@@ -364,7 +362,10 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _optimizer_of_something(self) -> Self:
         if self.init_optimizer and self.init is None:
-            raise ConfigError("init is not set; set it to a run directory", "init_optimizer")
+            raise ConfigError(
+                "init_optimizer=true needs init, which is not set; set init to a run directory",
+                "init_optimizer",
+            )
         return self
 
     @field_validator("name")
@@ -414,7 +415,7 @@ class Recipe(Config):
         if config.vocab_size < vocab_size:
             raise ConfigError(
                 f"vocab_size={config.vocab_size} is less than the tokenizer's {vocab_size}; "
-                "remove it",
+                "remove vocab_size",
                 "model",
             )
         if config.max_seq_len < self.train.seq_len:
@@ -449,7 +450,7 @@ def written_over(fields: dict[str, Any], model: dict[str, Any], tokenizer: Any) 
 def is_written_out(fields: dict[str, Any]) -> bool:
     """Return True if a recipe's fields contain full model settings and a tokenizer.
 
-    The model in `init` then need not be read. This is so in a run's own recipe.
+    The model in `init` is then not needed. The recipe in a run directory always contains both.
     """
     model = fields.get("model") or {}
     needed = DecoderConfig.model_fields.items()

@@ -1,8 +1,8 @@
-"""Reference of all recipe keys, made from the configs: `workhorse recipe` and docs/recipe.md.
+"""Reference of all recipe keys, for `workhorse recipe` and docs/recipe.md, made from the configs.
 
 A section describes one mapping in a recipe, such as `train.schedule`. If `kind` selects one of
 several configs there, their common keys are listed once. The dotted key of such a mapping is called
-a place. The examples are in a file next to this one; the tests build each example.
+a place. The examples are in examples.yaml; the tests build each example.
 """
 
 import inspect
@@ -33,7 +33,7 @@ WORDS = {
 """Names of JSON schema types in the reference; `path`, `number` and `null` are not renamed."""
 ROUND_TO_POWERS = 10**9
 NAMED = 5
-"""Maximum number of keys with the same last name that a message lists."""
+"""Maximum number of dotted keys that an error lists."""
 SYNONYMS = {
     "swiglu": "model.blocks.NAME.feed_forward",
     "moe": "n_experts",
@@ -97,7 +97,7 @@ class Section:
 
     @property
     def other_places(self) -> dict[str, list[str]]:
-        """The other dotted keys that accept configs of this section, each with the kinds."""
+        """The other dotted keys that accept configs of this section, each with its kinds."""
         places: dict[str, list[str]] = {}
         for kind in self.kinds:
             for place in kind.places[1:]:
@@ -114,7 +114,7 @@ class Group(NamedTuple):
     title: str
     configs: tuple[type[Config], ...]
     rule: OnResume
-    """The rule for resuming with changed keys, for keys without an `OnResume` mark of their own."""
+    """The rule for resuming with changed values, for keys without their own `OnResume` mark."""
 
 
 @cache
@@ -124,10 +124,10 @@ def sections() -> tuple[Section, ...]:
 
 
 def sections_at(key: str) -> list[Section]:
-    """Return the reference of a dotted key: whole sections, or sections with only that key.
+    """Return the reference of a dotted key: whole sections, or sections reduced to that key.
 
     Raises:
-        WorkhorseError: there is no such key; the message names the nearest.
+        WorkhorseError: the key does not exist; the message suggests a similar one.
     """
     if matching := [part for section in sections() if (part := _standing_at(section, key))]:
         return matching
@@ -179,7 +179,7 @@ def configs_at(place: str) -> dict[str, type[Config]]:
 
 
 def names_at(place: str) -> bool:
-    """Return True if a dotted key has a mapping whose keys the recipe chooses, such as blocks."""
+    """Return True if a mapping's keys are names that the recipe chooses, such as `model.blocks`."""
     return bool(configs_at(f"{place}.{NAME}"))
 
 
@@ -240,7 +240,7 @@ def _arms(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _references(found: Iterable[str]) -> Iterator[str]:
-    """Yield references to sections, with the accepted kinds unless all kinds are accepted."""
+    """Yield references to sections. If only some kinds are accepted, a reference lists these."""
     names = {name.rpartition("/")[2] for name in found}
     for title, configs, _ in recipe_configs()[0]:
         fitting = [f"`{_kind(config)}`" for config in configs if config.__name__ in names]

@@ -124,7 +124,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def clipped_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the smallest value, and an upper limit that a few spikes do not affect."""
+    """Return the range of an axis: the smallest value, and a limit at which spikes are cut."""
     ordered = sorted(values)
     typical = ordered[int(0.98 * (len(ordered) - 1))]
     return ordered[0], min(ordered[-1], typical + 0.5 * (typical - ordered[0])) or ordered[-1]

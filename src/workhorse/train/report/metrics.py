@@ -97,7 +97,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Event]:
-    """Return the events of a metrics file in order, without an incomplete last line."""
+    """Return the events of a metrics file in order; an incomplete last line is skipped."""
     return [event for _, event in _events(path)]
 
 
@@ -151,11 +151,8 @@ def check_tracker(name: TrackerName) -> None:
 def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Path) -> Tracker:
     """Open an experiment tracker and return a function that sends it an event.
 
-    Args:
-        name: the name of the tracker.
-        run: the name of the run.
-        config: the recipe.
-        folder: the run directory; TensorBoard's files are written to `tensorboard/` in it.
+    TensorBoard's files are written to `tensorboard/` in `folder`, the run directory. `config` is
+    the recipe.
 
     Raises:
         WorkhorseError: the package of the tracker is not installed.

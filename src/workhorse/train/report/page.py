@@ -170,7 +170,7 @@ def slowest(steps: list[Event]) -> list[tuple[str, str]]:
 
 
 def memory(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
-    """Return the peak memory of each process, in the session that needed most."""
+    """Return the range of the processes' peak memory, in the session that needed most."""
     ends = [event["peak_memory"] for event in of_kind.get("end", []) if "peak_memory" in event]
     peaks = sorted(max(ends, key=max, default=[0]))
     if not peaks[-1]:  # an older run, or a system that does not report memory
@@ -182,10 +182,10 @@ def memory(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
 
 
 def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, str]]:
-    """Return the fraction of the run's time spent in its steps, if a session was killed.
+    """Return the fraction of the run's time that was spent in steps, if a session was killed.
 
-    Lost steps and the time until the next start do not count as useful. The time after a normal end
-    does not count at all.
+    The whole time includes lost steps and the time from a kill to the next start, but not the time
+    after a normal end. The result is empty if no session was killed.
     """
     marks = [
         (event["time"], kind)
@@ -202,9 +202,9 @@ def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, s
 
 
 def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:
-    """Return for each mixture its number, the load of the busiest expert and the loads' entropy.
+    """Return each mixture's number, load of the busiest expert, and entropy of the loads.
 
-    The values are those of the last logged step.
+    The values are from the last logged step.
     """
     last = next(iter(of_kind.get("step", [])[-1:]), {})
     return [
@@ -273,19 +273,15 @@ def _is_whole(validation: Event) -> bool:
 def over_mixtures(
     name: str, events: list[Event], key: str, of: Callable[[list[float]], float]
 ) -> Series:
-    """Combine a figure of all mixtures into one value, over the steps.
+    """Return a line over the steps of the values at `key`, a list with one value per mixture.
 
-    Args:
-        name: the name of the line.
-        events: the events with lists of one value per mixture.
-        key: the key of these lists.
-        of: combines the values of the mixtures.
+    The function `of` combines the values of the mixtures.
     """
     return Series(name, [(event["step"], of(event[key])) for event in events if event.get(key)])
 
 
 def chosen(events: list[Event]) -> list[Event]:
-    """Select a few sets of samples, evenly spread, including the last."""
+    """Select a few sets of samples, evenly spread, including the first and the last."""
     if len(events) <= SAMPLED_TIMES:
         return events
     last = len(events) - 1

@@ -1,4 +1,4 @@
-"""Building the step that trains a decoder, for a device and a precision."""
+"""Build the step that trains a decoder, for a device and a precision."""
 
 from collections.abc import Callable
 from functools import partial
@@ -55,8 +55,8 @@ def build_step(
         device: the device to train on.
         parallel: the parallelism settings; they determine how gradients are summed.
         world: the processes that compute each step: those of `parallel`, or one process that
-            computes the parts of all.
-        teams: this rank's groups of ranks that divide sequences, layers or stages.
+            computes the whole step.
+        teams: this rank's process groups for context, tensor and pipeline parallelism.
         whole: the config of the whole model if `decoder` is only a part of it; otherwise None.
 
     Returns:
@@ -68,7 +68,7 @@ def build_step(
             no native operators.
     """
     if not any(parameter.requires_grad for parameter in decoder.parameters()):
-        raise WorkhorseError("no weight takes a gradient; give requires_grad to those to train")
+        raise WorkhorseError("no weight has requires_grad=True; set it for the weights to train")
     dtype = training_dtype(config.dtype, device)
     operators = training_operators(device, dtype, config.execution)
     compiled = config.execution == "compiled"
@@ -148,13 +148,8 @@ def _take_part(
 ) -> ModelPart | None:
     """Add collectives to this rank's part of a model, for tensor and pipeline parallelism.
 
-    Args:
-        objective: the objective, which contains the decoder; its modules are changed in place.
-        decoder: this rank's part of the model.
-        config: the training settings.
-        teams: the groups of ranks with the other parts.
-        whole: the config of the whole model.
-        dtype: the dtype of the residual stream.
+    Modules of `objective`, which contains the decoder, are changed in place. `whole` is the config
+    of the whole model, `dtype` the dtype of the residual stream.
 
     Returns:
         A description of the part; None if the model is not divided.
@@ -185,7 +180,7 @@ def _divide(
     """Divide weights among the ranks, in place.
 
     Returns:
-        A function of master weights and a seed that creates the reduction of gradients.
+        A function that creates the reduction of gradients, from master weights and a seed.
     """
     if not world.lockstep:
         return partial(Reduction, world, parallel)
@@ -264,6 +259,6 @@ def training_operators(
         reason = found.why_not.get("training", "")
     if execution == "native" and found.training is None:
         raise WorkhorseError(
-            f"train.execution=native needs native operators: {reason}; set it to auto"
+            f"train.execution=native needs native operators: {reason}; set train.execution=auto"
         )
     return found

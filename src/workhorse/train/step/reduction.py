@@ -1,4 +1,4 @@
-"""The gradient of a batch that is split among ranks, or into a fixed number of logical shards."""
+"""Gradient of a batch whose parts are computed separately, by several ranks or one by one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,8 +26,9 @@ Holders = Mapping[Group, Sequence[str]]
 class Reduction:
     """Adds up the gradients of the parts of a batch. Each rank computes its share of the parts.
 
-    With `reduction: exact`, parts and order of summation are the same on any number of processes,
-    and dropout depends only on the part. With `reduction: fast`, every rank has one part.
+    With `reduction: exact`, the parts and the order of summation are the same on any number of
+    processes, and dropout depends only on the part. With `reduction: fast`, every rank has one
+    part.
 
     Args:
         world: the processes of the run.
@@ -58,7 +59,7 @@ class Reduction:
         Args:
             step: the number of the step.
             rows: the number of rows in the batch.
-            pass_rows: computes the gradient of a range of rows.
+            pass_rows: function that computes the gradient of a range of rows.
 
         Returns:
             Sums to log over all rows of the batch, by name.
@@ -78,7 +79,7 @@ class Reduction:
         return dict(zip(figures, sums.unbind(), strict=True))
 
     def _add_fast(self, gradients: list[Tensor], sums: Tensor) -> None:
-        """Add up each gradient over its parameter's process group, and the sums over all ranks."""
+        """Sum gradients over their parameters' process groups, and values to log over all ranks."""
         named = dict(zip(self.masters.parameters, gradients, strict=True))
         shared = {group: [named[name] for name in names] for group, names in self.holders.items()}
         shared.setdefault(self.world, []).append(sums)
@@ -86,16 +87,10 @@ class Reduction:
             add_fast(group, tensors)
 
     def pass_part(self, step: int, part: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
-        """Compute the gradient of one part of a batch and store it on the parameters.
-
-        Args:
-            step: the number of the step.
-            part: the index of the part.
-            rows: the number of rows in the batch.
-            pass_rows: computes the gradient of a range of rows.
+        """Compute the gradient of the part with index `part` of a batch; see `__call__`.
 
         Returns:
-            Sums to log, by name.
+            Sums to log over the rows of this part, by name.
         """
         alone = self.world.replicas == self.world.size
         # Ranks with the same rows need different dropout, so the seed includes the rank's index.

@@ -24,8 +24,8 @@ from workhorse.train.step.reduction import Reduction
 class Precision:
     """Creates the context of a forward pass: autocast to a lower precision, or nothing.
 
-    Training uses it for float16, whose range is too small for weights; for bfloat16 see
-    `optim.master_weights`.
+    Autocast is only used for float16, whose range is too small for weights. For bfloat16 the
+    weights are rounded instead; see `optim.master_weights`.
 
     Args:
         device: the device of the passes.
@@ -91,7 +91,7 @@ class LossScale:
         return {"enabled": self.enabled, "value": self.value, "good_steps": self.good_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state; a state saved with another value of `enabled` is ignored."""
+        """Restore a saved state, unless it was saved with another value of `enabled`."""
         if state.get("enabled", self.enabled) == self.enabled:
             self.value, self.good_steps = state["value"], state["good_steps"]
 
@@ -107,8 +107,8 @@ class StepResult:
     tokens: float
     """The denominator of the mean loss: for next tokens the number of predictions."""
     terms: dict[str, float] = field(default_factory=dict)
-    """The objective's other figures, also means: `z_loss` and `balance_loss` if their weight is not
-    0."""
+    """Means of the objective's other values to log: `z_loss` and `balance_loss` if their weight is
+    not 0."""
 
     @property
     def finite(self) -> bool:
@@ -129,10 +129,10 @@ class TrainingStep:
         scale: the loss scale.
         micro_batch_size: rows per pass.
         grad_clip: the largest norm of the gradient; None for no limit.
-        turns: returns the order of forward and backward passes for a number of micro-batches.
+        turns: function that returns the order of passes for a number of micro-batches.
         reduction: adds up the gradients of a batch that is split; None if it is not split.
-        device_decides: True if the device decides whether the update is made. It then computes the
-            update while the host waits for the step's figures. Native operators do not support it.
+        device_decides: True if the device itself decides whether to skip the update, so that it
+            need not wait for the host. Native operators do not support it.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class TrainingStep:
         self.reduction = reduction
         self.device_decides = device_decides
         self._terms: dict[str, Tensor] = {}
-        """Means of the figures that `backward` found in addition to the loss."""
+        """Means of the values to log that `backward` computed in addition to the loss."""
 
     def backward(self, batch: Batch, step: int = 0) -> tuple[Tensor, float]:
         """Compute the gradient of the batch's mean loss and store it on the parameters.
@@ -221,10 +221,8 @@ class TrainingStep:
     def update(self, loss: Tensor, counted: float, schedule: float) -> StepResult:
         """Update the weights with the gradient of `backward`, if loss and gradient are finite.
 
-        Args:
-            loss: the loss returned by `backward`.
-            counted: the denominator returned by `backward`.
-            schedule: the factor on the learning rates.
+        `loss` and `counted` are the results of `backward`, `schedule` is the learning-rate
+        multiplier.
         """
         if self.reduction is not None:
             for tally in self.objective.tallies():

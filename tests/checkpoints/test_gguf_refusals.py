@@ -127,7 +127,9 @@ def test_an_unknown_model_type(tmp_path: Path) -> None:
 
 
 def test_a_decoder_of_another_type(tmp_path: Path) -> None:
-    with pytest.raises(WorkhorseError, match=r"llama\.cpp's gpt2 cannot compute this model"):
+    with pytest.raises(
+        WorkhorseError, match=r"llama\.cpp's architecture gpt2 cannot compute this model"
+    ):
         write_gguf(tmp_path / "model.gguf", make("llama"), model_type="gpt2")
 
 

@@ -370,5 +370,5 @@ def test_normalisation() -> None:
         "model": {"ignore_merges": False, "merges": [["a", "b"]]},
     }
     assert "NFC" in splitting_rule(definition)[1][0]
-    with pytest.raises(WorkhorseError, match="do not normalise text as this one does"):
+    with pytest.raises(WorkhorseError, match="does not support the normalizer"):
         rule(split(QWEN2), normalizer={"type": "Lowercase"})

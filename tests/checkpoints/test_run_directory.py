@@ -118,7 +118,9 @@ def test_a_run_that_saves_meanwhile_is_described_by_its_newer_checkpoint(
 
 def test_a_config_of_another_model_is_refused(run: RunDirectory) -> None:
     run.save_config(CONFIG.replace(max_seq_len=16))
-    with pytest.raises(WorkhorseError, match=r"have another config than its config.json"):
+    with pytest.raises(
+        WorkhorseError, match=r"were trained with another config than its config.json"
+    ):
         run.load_decoder()
 
 
@@ -131,13 +133,13 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 def test_a_run_that_saved_nothing_yet(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.begin("name: run\n")
-    with pytest.raises(WorkhorseError, match="stopped before its model was built"):
+    with pytest.raises(WorkhorseError, match="because training stopped before the model was built"):
         run.load_decoder()
     run.save_config(CONFIG)
-    with pytest.raises(WorkhorseError, match="has no whole checkpoint; train it with --resume"):
+    with pytest.raises(WorkhorseError, match="has no complete checkpoint; train it with --resume"):
         run.load_decoder()
     run.metrics_file.write_text('{"kind": "checkpoint", "step": 3}\n')
-    with pytest.raises(WorkhorseError, match="has no whole checkpoint; restore its checkpoints"):
+    with pytest.raises(WorkhorseError, match="has no complete checkpoint; restore its checkpoints"):
         run.load_decoder()
 
 

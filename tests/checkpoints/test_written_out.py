@@ -145,7 +145,7 @@ def test_a_refusal_names_the_option_and_what_to_do(words: str, tmp_path: Path) -
     message = str(caught.value)
     assert message.startswith("no transformers class can represent this model; nearest is ")
     assert words in message
-    assert message.endswith("or keep the model in our own format (--to workhorse)")
+    assert message.endswith("or use Workhorse's own format (--to workhorse)")
     with pytest.raises(
         WorkhorseError, match=r"^llama\.cpp cannot compute this model; nearest is "
     ) as caught:
@@ -158,4 +158,4 @@ def test_a_type_that_llama_cpp_has_not_is_told_what_else_there_is() -> None:
         find_gguf_family(preset("gpt"), family("openai-gpt"))
     message = str(caught.value)
     assert message.startswith("llama.cpp cannot compute this model; nearest is gpt2: model.")
-    assert "; keep it as a Hugging Face directory (--to hf) or in our own format" in message
+    assert "; keep it as a Hugging Face directory (--to hf) or in Workhorse's own format" in message

@@ -190,7 +190,8 @@ def test_a_template_that_takes_messages_apart_is_still_safe(trained: Trained) ->
 def test_what_a_template_makes_of_parts_of_messages_is_no_control_token(trained: Trained) -> None:
     bpe = trained("bpe")
     with pytest.raises(
-        WorkhorseError, match=r"template splits messages, which produced '<\|eos\|>'"
+        WorkhorseError,
+        match=r"template splits messages, which produced the special token '<\|eos\|>'",
     ):
         ChatTemplate(JOINING).encode(bpe, turns("a<|e-os|>b"))
     for typed in ("abc", "a<|eos|>bcdefghijkl"):
@@ -216,7 +217,10 @@ def test_messages_side_by_side_do_not_make_a_control_token(trained: Trained) -> 
         ([{"role": "user"}], "message 0 has .* it needs a 'role' and a 'content'"),
         ([{"role": "user", "content": 1}], "message 0: content=1 is not a string"),
         ([{"content": "x", "name": "me"}], "message 0 has .* it needs a 'role'"),
-        ([{"role": "user", "content": "", "x": {1, 2}}], "the chat has a set; use strings"),
+        (
+            [{"role": "user", "content": "", "x": {1, 2}}],
+            "the chat contains a value of type set; use",
+        ),
         ([{"role": "user", "content": "", "x": {1: 2}}], "has a key 1, which is not a string"),
         (["hello"], "message 0 has hello"),
         (None, "messages=None is not a list; pass a list of messages"),

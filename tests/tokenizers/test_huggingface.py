@@ -252,7 +252,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a text as flag": (
         {"tokenizer_config.json": {"drop_leading_space": "no"}},
-        "tokenizer_config.json: drop_leading_space='no' is not true or false; correct the file",
+        "tokenizer_config.json: drop_leading_space='no' is not true or false; write true or false",
     ),
     "no list": (
         {"tokenizer_config.json": {"extra_special_tokens": 5}},

@@ -62,12 +62,14 @@ class ModelFolder:
         if values.get("format") != FORMAT:
             raise WorkhorseError(
                 f"{self.path / DESCRIPTION} has format {values.get('format')!r}, but this version "
-                f"reads {FORMAT}; write it again with the version that made it"
+                f"reads {FORMAT}; use the version of Workhorse that wrote it"
             )
         try:
             self.config = DecoderConfig.from_dict(values.get("config"))
         except ConfigError as error:
-            raise WorkhorseError(f"{self.path / DESCRIPTION} is damaged: {error}") from None
+            raise WorkhorseError(
+                f"{self.path / DESCRIPTION} is damaged: {error}; restore the original file"
+            ) from None
         self.stop_tokens = tuple(values.get("stop_tokens", ()))
         self.tokenizer_folder = self.path / TOKENIZER
         self.has_tokenizer = self.tokenizer_folder.exists()
@@ -92,12 +94,8 @@ class ModelFolder:
     ) -> Decoder:
         """Build the decoder and load its weights, in evaluation mode.
 
-        Args:
-            device: device of the weights.
-            dtype: dtype of the weights; `self.dtype` by default.
-            kernel: attention kernel.
-            places: function that returns the destination of each weight; by default the weights of
-                the decoder.
+        The weights get the dtype `self.dtype` by default. The function `places` returns the
+        destinations that they are copied to.
 
         Raises:
             WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or a file is
@@ -110,7 +108,10 @@ class ModelFolder:
         moves = _same_names(shapes, self.config)
         check(moves, shapes, source)
         if extra := sorted(source.shapes.keys() - shapes.keys()):
-            raise WorkhorseError(f"{self.path}: tensor {extra[0]!r} is not part of its config")
+            raise WorkhorseError(
+                f"{self.path}: tensor {extra[0]!r} is not part of the model in {DESCRIPTION}; "
+                "restore the original files"
+            )
         read_tensors(moves, places(allocate(decoder, device)), source)
         return decoder.eval()
 
@@ -129,14 +130,14 @@ def write_model(
     dtype: torch.dtype | None = None,
     stop_tokens: tuple[int, ...] = (),
 ) -> None:
-    """Write a decoder and its tokenizer in our own format.
+    """Write a decoder and its tokenizer in Workhorse's own format.
 
     Args:
         folder: a new or empty folder; it is written completely or not at all.
         decoder: the decoder to write.
         tokenizer: its tokenizer, or None.
         dtype: dtype of the written weights; the decoder's dtype by default.
-        stop_tokens: ids of the tokens that end generation, if not only the tokenizer's eos.
+        stop_tokens: ids of the tokens that end generation; if empty, the tokenizer's eos.
 
     Raises:
         WorkhorseError: the folder is in use or cannot be written.

@@ -1,4 +1,4 @@
-"""The common interface of models on disk in all formats, and their sizes by dtype."""
+"""The common interface of models on disk in any format, and their sizes by dtype."""
 
 import math
 import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
 
 FILES = (".gguf", ".safetensors", ".json")
-"""Suffixes of model files."""
+"""File name suffixes by which the name of a model is recognised as a file."""
 
 
 class StoredModel(Protocol):
@@ -72,7 +72,7 @@ class StoredModel(Protocol):
     ) -> Decoder:
         """Build the decoder and load its weights, by default in dtype `self.dtype`.
 
-        `places` returns the destinations that the weights are copied to.
+        `places` is a function that returns the object to copy each weight into.
         """
         ...
 
@@ -132,7 +132,7 @@ def open_stored(
 
 
 def _check_may_be_run(path: Path) -> None:
-    """Raise an error if a path is a file or the folder of an adapter."""
+    """Raise an error if a path cannot be a run directory: a file, or the folder of an adapter."""
     if path.suffix in (".yaml", ".yml") and not path.is_dir():
         raise WorkhorseError(
             f"{path} is a recipe, not a model; train it with workhorse train {path} and give the "
@@ -148,22 +148,25 @@ def _check_may_be_run(path: Path) -> None:
 
 
 def model_name(model: object) -> str:
-    """The argument for a model as a string.
+    """Return a model's path or name as a string.
 
     Raises:
-        WorkhorseError: it is not a path or a name.
+        WorkhorseError: `model` is not a path or a string.
     """
     to_path(model, "a model is a path, a hub id or a preset's name")
     return str(model)  # a Path would drop the dot of ./name, which marks a folder
 
 
 def is_stored(model: str) -> bool:
-    """Return True if a name means a model on disk or on the hub, existing or not, not a preset."""
+    """Return True if a name refers to a model on disk or on the hub, and not to a preset.
+
+    The model need not exist: a slash or the suffix of a model file is enough.
+    """
     return "/" in model or model.endswith(FILES) or os.path.exists(model)
 
 
 def no_such_model(name: str) -> WorkhorseError:
-    """Return an error: the name is neither a model on disk or on the hub nor a preset."""
+    """Return the error for a name that is not a path, hub id or preset."""
     remedy = nearest(name, preset_names())
     if not remedy.startswith("did you mean"):
         remedy = "check the path (workhorse models list shows the presets)"
@@ -251,7 +254,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
-    """Call `read` with the folder of the weights; return None for a run without checkpoint."""
+    """Return `read(folder)` for the folder of the weights; None for a run without checkpoint."""
     if not isinstance(stored, RunDirectory):
         return read(stored.path)
     store = stored.store()

@@ -13,7 +13,7 @@ from workhorse.nn.attention.kernels import KernelName
 from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]
-"""Function that returns, by name, the object that each weight of a decoder is copied into."""
+"""Function that returns the object to copy each weight of a decoder into, by weight name."""
 
 
 def empty_decoder(
@@ -24,7 +24,7 @@ def empty_decoder(
 
 
 def allocate(decoder: Decoder, device: torch.device | str) -> Decoder:
-    """Move a decoder from the meta device to uninitialised memory, in place."""
+    """Allocate uninitialised memory for a decoder on the meta device, in place."""
     # `to_empty` would do the same, but imports PyTorch's compiler for the strides: half a second.
     decoder._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     decoder.tie_weights()  # shared weights became separate when they left the meta device
@@ -42,9 +42,9 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:
-    """Check that a tensor contains only values that a model can compute with.
+    """Check that a tensor has no infinite values or NaN.
 
-    A vector that is not a `weight` may contain -inf: as a bias of logits it excludes tokens.
+    A vector may contain -inf unless its name ends in `weight`: a bias of -inf excludes a token.
 
     Raises:
         WorkhorseError: a value is infinite or NaN.
@@ -61,23 +61,21 @@ def check_numbers(name: str, tensor: Tensor) -> None:
 
 
 def mapped_weights(decoder: Decoder) -> dict[str, Destination]:
-    """Return destinations of a decoder's weights that use the memory-mapped file if possible.
+    """Return destinations for loading weights that use the memory-mapped file if possible.
 
-    A weight that is stored with its final dtype and layout is not copied. It is available
-    immediately, read from the disk on first use, and copied by the system on a write, so that the
-    file never changes. Other weights are copied into ordinary pages. For huge pages the system may
-    first have to move other memory, which takes longer than the copy.
+    A weight that is stored with its final dtype and layout is not copied but read on first use. A
+    write to it does not change the file. Other weights are copied.
     """
     mapped: set[int] = set()
     return {name: _MappedWeight(weight, mapped) for name, weight in decoder.named_parameters()}
 
 
 class _MappedWeight:
-    """A weight to load that shares the memory of its source if dtype and layout are the same.
+    """A weight that shares the memory of the loaded tensor if dtype and layout are the same.
 
     Args:
-        weight: the weight to fill.
-        mapped: addresses that already belong to a weight, since two weights must not share memory.
+        weight: the weight to load.
+        mapped: addresses that other weights already share; an address is not shared twice.
     """
 
     def __init__(self, weight: nn.Parameter, mapped: set[int]) -> None:
@@ -112,7 +110,7 @@ def load_weights(
     """Copy weights by name into a decoder, or to the destinations that `places` returns.
 
     Raises:
-        WorkhorseError: names or shapes differ, or a tensor has a dtype that is not for weights.
+        WorkhorseError: names or shapes differ, or a tensor has a dtype that weights cannot have.
     """
     for name, weight in weights.items():
         check_weight(name, weight)

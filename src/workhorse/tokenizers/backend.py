@@ -11,10 +11,10 @@ from tokenizers import AddedToken
 from workhorse.errors import WorkhorseError, shown
 
 MAX_TOKEN_ID = 2**21
-"""Largest token id accepted, far above any real vocabulary. It limits the size of id tables."""
+"""Largest token id that is accepted. Tables indexed by id would otherwise have no size limit."""
 
 ORIGINAL = "use the original files, or another tokenizer"
-"""The remedy for a tokenizer that is damaged."""
+"""The remedy in error messages about damaged tokenizers."""
 
 
 def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
@@ -38,7 +38,7 @@ def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
 def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     """Yield the rules in a component of a `tokenizer.json` (normalizer, decoder, …) one by one.
 
-    The rules inside a `Sequence` are yielded in its place. None has no rules.
+    Sequences of rules are flattened. Nothing is yielded for None.
     """
     if part is None:
         return
@@ -51,9 +51,7 @@ def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add tokens to those of the tokenizer's model.
-
-    The library applies the normalizer to the tokens with the flag `normalized`.
+    """Add tokens to a tokenizer. The library normalises those with the flag `normalized`.
 
     Raises:
         WorkhorseError: the normalizer fails on a token.

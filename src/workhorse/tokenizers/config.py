@@ -19,7 +19,7 @@ Digits = Annotated[int, Field(ge=1, le=3)]
 
 
 class SpecialTokensConfig(Config):
-    """The special tokens. Encoding ordinary text never produces one. None omits a token.
+    """The special tokens, or None for an absent one. Encoding ordinary text never produces one.
 
     Raises:
         ConfigError: two tokens have the same name, or a name has fewer than two characters (a
@@ -125,7 +125,7 @@ class _SentencePieceConfig(_TrainedConfig):
 
 
 class ByteFallbackBpeConfig(_SentencePieceConfig):
-    """BPE over characters, with byte tokens `<0x00>` to `<0xFF>` for rare ones, as in LLaMA."""
+    """BPE over characters, as in LLaMA. Rare characters become byte tokens `<0x00>` to `<0xFF>`."""
 
     kind: Literal["byte_fallback_bpe"] = "byte_fallback_bpe"
     special: SpecialTokensConfig = SpecialTokensConfig(bos="<s>", eos="</s>")
@@ -226,7 +226,7 @@ TokenizerConfig = Annotated[
     | FileConfig,
     Field(discriminator="kind"),
 ]
-"""The config of any tokenizer, selected by `kind`. It can be the type of a config field."""
+"""The config of any tokenizer; the field `kind` selects the class."""
 
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(N_BYTES))
 """The names of the tokens for the bytes 0 to 255 in SentencePiece."""

@@ -1,10 +1,9 @@
 """Adds control tokens to encoded text and ensures that typed text never becomes one.
 
-The `tokenizers` library has an option not to match special tokens in its input. That is not enough:
-their names are often also in the model's vocabulary, where ordinary segmentation finds them
-(Unigram and WordPiece use any string they know; a BPE trained on HTML may learn to merge `<s>`).
-So if the model could produce such a name, an additional splitting rule cuts the input after the
-first character of the name. No piece of the input can then be that name.
+The `tokenizers` library has an option not to match special tokens in its input. That is not enough,
+because their names may also be ordinary tokens of the model. For example, a BPE trained on HTML may
+learn to merge `<s>`. So an additional splitting rule cuts the input after the first character of
+such a name. No piece of the input can then be the name.
 
 A chat must be encoded as one string, because added and removed spaces depend on the surrounding
 text. But only the control tokens that the chat template wrote may be matched in this string. So
@@ -33,13 +32,13 @@ def affixes(post_processor: dict[str, Any] | None) -> tuple[Ids, Ids]:
     """Return the ids that the `post_processor` of a `tokenizer.json` adds before and after inputs.
 
     Raises:
-        WorkhorseError: the post-processor does anything else, or is incomplete.
+        WorkhorseError: the post-processor is incomplete, or does more than add tokens.
     """
     try:
         return _affixes(post_processor)
     except (LookupError, TypeError, AttributeError) as error:
         raise WorkhorseError(
-            f"the post-processor lacks {error}, which it uses; use the original file"
+            f"the post-processor uses {error}, which is missing; use the original file"
         ) from None
 
 
@@ -72,7 +71,9 @@ def _around_text(single: list[dict[str, Any]], tokens: dict[str, Any]) -> tuple[
         else:
             sides[min(texts, 1)].extend(tokens[piece["SpecialToken"]["id"]]["ids"])
     if texts != 1:
-        raise WorkhorseError(f"the post-processor inserts the input {texts} times; it must be once")
+        raise WorkhorseError(
+            f"the post-processor inserts the input {texts} times, not once; use the original file"
+        )
     return tuple(sides[0]), tuple(sides[1])
 
 
@@ -105,7 +106,7 @@ def reachable(definition: dict[str, Any], also: Iterable[str] = ()) -> list[str]
 
 
 def _found_in_text(model: dict[str, Any]) -> set[str]:
-    """Return the strings that the model of a `tokenizer.json` can produce as one token."""
+    """Return the tokens that the model of a `tokenizer.json` can produce, as strings."""
     if model["type"] == "BPE" and not model.get("ignore_merges"):
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         return {left + right for left, right in pairs}
@@ -114,7 +115,7 @@ def _found_in_text(model: dict[str, Any]) -> set[str]:
 
 
 def guarded(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreTokenizer | None:
-    """Extend a pre-tokenizer so that it cuts every occurrence of `names` in the input in two."""
+    """Extend a pre-tokenizer so that it cuts each of `names` in two, wherever it is typed."""
     names = [name for name in names if len(name) > 1]
     if not names:
         return pre_tokenizer
@@ -163,6 +164,6 @@ class ControlEncoder:
         return self._spelled[name]
 
     def encode(self, text: str) -> list[int]:
-        """Encode a string: markers as control tokens, everything else as typed text."""
+        """Encode a string. Markers become control tokens, and everything else is typed text."""
         (ids,) = ids_of(self._backend, [text])
         return [self._id_of.get(number, number) for number in ids]

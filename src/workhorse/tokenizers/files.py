@@ -52,11 +52,11 @@ _ALL_FILES = (
     ADDED_TOKENS,
     TEMPLATE,
 )
-"""Names of the files that can belong to the tokenizer in a folder."""
+"""Names of all files that can be part of a tokenizer."""
 INSIDE = "tokenizer"
-"""Name of the subfolder with the tokenizer, in run directories and in Workhorse's model format."""
+"""Name of the tokenizer's subfolder in run directories and in folders of Workhorse's own format."""
 PENDING = ".workhorse-pending"
-"""Name of the subfolder with the complete new tokenizer while a folder's tokenizer is replaced."""
+"""Subfolder that contains the complete new tokenizer while the files of the old are replaced."""
 
 
 def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) -> "Tokenizer":
@@ -67,9 +67,9 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
             SentencePiece `.model`. Settings (bos, eos, chat template) are read from the same
             folder. If the folder has no tokenizer but a subfolder `tokenizer`, as in a run
             directory, the subfolder is read.
-        drop_leading_space: for tokenizers that put a space before every input (LLaMA): True if an
-            input loses its own leading space, as in transformers 5. None: the value of
-            `drop_leading_space` in `tokenizer_config.json`, or else False.
+        drop_leading_space: for tokenizers that put a space before every input (LLaMA). True to put
+            none if the input already begins with a space, as in transformers 5. None: the value in
+            `tokenizer_config.json`, by default False.
 
     Raises:
         WorkhorseError: the path has no tokenizer, or the tokenizer is damaged, exceeds the limits
@@ -86,7 +86,9 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise WorkhorseError(f"no tokenizer at {path}: no such file or folder") from None
+        raise WorkhorseError(
+            f"no tokenizer at {path}: no such file or folder; check the path"
+        ) from None
     except OSError as error:  # the name is too long, or permission is denied
         raise WorkhorseError(f"no tokenizer at {shown(str(path))}: {error.strerror}") from None
     if path.is_dir() and (path / INSIDE).is_dir() and not _has_tokenizer(path):
@@ -116,7 +118,7 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
 
 
 def _pending(path: Path) -> Path:
-    """Return the path of the new tokenizer if `write_folder` was interrupted, else `path`."""
+    """Return `path`, or the path of the new tokenizer if `write_folder` was interrupted."""
     new = path / PENDING if path.is_dir() else path.parent / PENDING / path.name
     home = new if path.is_dir() else new.parent
     return new if new.exists() and not home.is_symlink() else path
@@ -157,12 +159,11 @@ def check_output_folder(folder: str | Path) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of a tokenizer, all or none.
+    """Write the files of a tokenizer atomically, and remove the previous tokenizer's files.
 
-    If the folder is not empty, the files are first written to the subfolder `PENDING`, and
-    `load_tokenizer` reads them there until all are moved. If the move is interrupted, the next call
-    completes it; until then, other programs may see new and old files. Files of the previous
-    tokenizer that would be read as part of the new one are removed.
+    If the folder is not empty, the files are first written to the subfolder `PENDING` and then
+    moved. If the move is interrupted, `load_tokenizer` reads the subfolder, and the next call
+    completes the move. Until then, other programs may see a mixture of new and old files.
 
     Raises:
         WorkhorseError: the files cannot be written, for example because the disk is full.

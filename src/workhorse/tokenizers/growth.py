@@ -1,7 +1,7 @@
-"""Limits how much longer the rules of a `tokenizer.json` can make a string.
+"""Limits the factor by which the rules of a `tokenizer.json` can lengthen a string.
 
-Six consecutive rules that each replace one character by ten turn a character into a million, and
-the library aborts the whole process when memory is full.
+Six consecutive rules that each replace one character by ten turn a character into a million. The
+`tokenizers` library aborts the whole process when memory is full.
 """
 
 import base64
@@ -56,9 +56,9 @@ class _Lengths:
         """Largest bound so far, including those of prefixes that rules add to the input."""
 
     def precede(self, rule: Mapping[str, Any]) -> None:
-        """Include a rule in the bounds that is applied before all rules included so far.
+        """Include another rule in the bounds, which is applied before all rules included so far.
 
-        They read its output, so the factors of growth multiply.
+        The output of this rule is the input of the others, so the factors multiply.
         """
         match rule:
             case {"type": "Prepend", "prepend": new}:

@@ -1,8 +1,8 @@
 """Decodes token ids one by one.
 
-The decoders of the `tokenizers` library decode a whole list of ids. Streaming needs the bytes that
-one id adds, independent of the ids after it. All decoders of language models can be expressed in
-this way: a table of bytes per id, and in some cases a space to remove at the start.
+The decoders of the `tokenizers` library decode a whole list of ids. Streaming needs the bytes of
+one id, independent of the ids after it. For all usual decoders, a table of the bytes of each id is
+enough, and in some cases a space to remove at the start or end.
 """
 
 import codecs
@@ -44,8 +44,8 @@ class Decoding:
 
     steps: tuple[Step, ...]
     first: Step | None = None
-    """For the first token of a sequence, applied instead of `steps`: decodes it without a space
-    before it. None: the first token is decoded like all others."""
+    """Replaces `steps` for the first token of a sequence, to decode it without a space before it.
+    If None, the first token is decoded like all others."""
     strip_start: bool = False
     """True to remove one space at the start of the decoded string."""
     strip_end: bool = False

@@ -35,7 +35,7 @@ class TokenizerReport:
     changed_documents: int
     """Number of documents that `decode(encode(text))` changes."""
     first_change: str | None
-    """The first of these changes, as `'before' -> 'after'`; None if there is none."""
+    """The first change by `decode(encode(text))`, as `'before' -> 'after'`; None if none."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

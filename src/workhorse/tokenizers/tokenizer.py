@@ -208,9 +208,8 @@ class Tokenizer:
 
         Args:
             skip_special: True to skip special tokens.
-            after: ids that precede the stream, such as a prompt. Their text is not returned, but
-                affects the next text: it may end inside a character, and the next word then has
-                the space before it.
+            after: ids that precede the stream, such as a prompt. They are decoded but not returned:
+                the next ids may complete a character, and a word after them keeps its space.
         """
         skipped = self._special_ids if skip_special else frozenset[int]()
         pieces, vocab_size = self._pieces, self.vocab_size

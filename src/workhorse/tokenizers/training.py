@@ -104,8 +104,8 @@ def _cut(text: str) -> Iterator[str]:
 def _may_hold_run(text: str, start: int, stop: int) -> bool:
     """Return False if the text cannot contain a run of `MAX_RUN` characters.
 
-    This is certain if each block of half that length has both spaces and other characters. Checking
-    the blocks is faster than searching for runs.
+    It cannot if each block of half that length has both spaces and other characters. This check is
+    faster than a search for runs.
     """
     half = MAX_RUN // 2
     return any(
@@ -164,9 +164,9 @@ class CountedCorpus:
         return sorted(kept)
 
     def keeping(self, characters: Iterable[str], substitute: str = " ") -> Iterator[str]:
-        """Yield the strings with every character that is not in `characters` replaced.
+        """Yield the strings with all characters replaced that are not in `characters`.
 
-        No token is then learned that contains such a character.
+        So the trainer learns no tokens with the replaced characters.
         """
         gone = dict.fromkeys(map(ord, self.characters.keys() - set(characters)), substitute)
         return (text.translate(gone) if gone else text for text in self)
@@ -232,9 +232,8 @@ def train_tokenizer(
     """Train a tokenizer on documents, in bounded memory.
 
     The same documents in the same order give the same tokenizer, byte for byte, in any process and
-    with any number of threads. This is exact for all kinds except Unigram: the library sums its
-    scores in random order. They are rounded to steps far larger than that noise; docs/tokenizers.md
-    has measurements.
+    with any number of threads. For Unigram this is very likely but not certain, because the library
+    sums scores in random order. They are rounded to much larger steps; see docs/tokenizers.md.
 
     The vocabulary is smaller than requested if the documents are too small to fill it; see
     `missing_tokens`.
@@ -247,8 +246,9 @@ def train_tokenizer(
         progress: called with `(bytes read, None)`.
 
     Raises:
-        WorkhorseError: the documents have no text, `texts` is one string, a document is not UTF-8,
-            the file of a `FileConfig` is not a tokenizer, or `config` is not a tokenizer config.
+        WorkhorseError: the documents have no text, `texts` is one string, a document cannot be
+            encoded in UTF-8, the file of a `FileConfig` is not a tokenizer, or `config` is not a
+            tokenizer config.
     """
     if isinstance(config, FileConfig):
         return load_tokenizer(config.path)
@@ -290,11 +290,14 @@ def _bpe(config: BpeConfig, pieces: Iterable[str]) -> Tokenizer:
 def byte_level_pattern(digits: int) -> str:
     """Return the splitting pattern of byte-level BPE, similar to cl100k (tiktoken) and Llama 3.
 
-    No token crosses a word boundary. The differences from GPT-2's pattern are: contractions match
-    in upper and lower case; digits form short groups, so that numbers are not memorised as words; a
-    word may include one character before it (`(self`, `_name`); and line ends are grouped with the
-    punctuation before them, which makes code shorter. Marks count as letters, so that words of
-    Indic scripts and decomposed accents are not split.
+    No token crosses a word boundary. The differences from GPT-2's pattern are:
+
+    - Contractions match in upper and lower case.
+    - Digits form short groups, so that numbers are not memorised as words.
+    - A word may include one character before it, as in `(self` and `_name`.
+    - Line ends are grouped with the punctuation before them, which shortens code.
+    - Combining marks count as letters, so that words of Indic scripts and decomposed accents are
+      not split.
     """
     return (
         r"'(?i:[sdmt]|ll|ve|re)"
@@ -413,8 +416,8 @@ def _learn(
 ) -> dict[str, Any]:
     """Train a model and return it in the form of the `model` of a `tokenizer.json`.
 
-    The names of the `fixed` tokens must not be learned from the corpus: text with such a name would
-    then be encoded as the fixed token.
+    The names of the `fixed` tokens must not be learned from the corpus. Otherwise, if a user types
+    such a name, it would be encoded as that token.
     """
     student = tokenizers.Tokenizer(model)
     student.pre_tokenizer = guarded(splitter, fixed)  # pyright: ignore[reportAttributeAccessIssue]

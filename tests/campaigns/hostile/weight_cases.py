@@ -134,7 +134,7 @@ FILES = {
         index(lambda names: names.update({f"t{i}": f"{i}.safetensors" for i in range(5000)})),
         "files; at most 1000 are supported",
     ),
-    "index is empty": Case(index(lambda names: names.clear()), "not a map to file names"),
+    "index is empty": Case(index(lambda names: names.clear()), "not a mapping of tensor names"),
     "index with nested lists": Case(
         index(len, content(INDEX, '{"weight_map": ' + "[" * 99_999)), "nested"
     ),

@@ -3,7 +3,7 @@
 llama.cpp's forward passes are fixed: a GGUF file only fills in sizes and a few other values. So an
 `Architecture` describes the fixed layers with Workhorse's own config classes, and lists the fields
 that a file stores. A decoder fits if each of its fields is stored in the file or has the
-architecture's value. Otherwise the first other field is reported. No field is silently ignored.
+architecture's value. Other fields are reported.
 """
 
 import copy
@@ -65,9 +65,10 @@ MEANINGLESS = (
     "attention.qk_norm.norm.precision",
     "attention.qk_norm.norm.offset",
 )
-"""Fields that a GGUF file need not store.
+"""Fields that a GGUF file does not store, because llama.cpp does not need them.
 
-They matter only in low precision, or the written weights include them (1 + w, order of rows).
+Some only affect rounding in low precision. The others are applied to the weights before they are
+written: norm offsets are added (1 + w), and rows are reordered for RoPE.
 """
 
 _FIXED_SCALING: dict[str, Data] = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0}}
@@ -87,11 +88,11 @@ class Architecture:
     Attributes:
         name: value of `general.architecture`.
         model_types: Hugging Face model types that it can compute.
-        layers: one config for each kind of layer that it can compute. Fields that the file stores
-            have placeholder values here.
+        layers: one config for each supported kind of layer. Fields that the file stores have
+            placeholder values here.
         carried: paths of fields that the file stores in addition to `SIZES`. A path that a layer
             does not have is skipped.
-        optional: paths of fields that a model may use or not, such as biases and a tied head.
+        optional: paths of fields that may have any value, such as biases and a tied head.
         varying: paths of stored fields that may differ between layers with and without a window, or
             between dense layers and mixtures of experts.
         scalings: supported kinds of RoPE scaling.
@@ -110,12 +111,12 @@ class Architecture:
         square: True if `n_heads * head_dim` must equal `d_model`.
         check: function that checks several fields together. It returns the reason why a config
             does not fit, or None.
-        may_be: used in reading. Called with a kind of layer, a layer index and the file's keys;
-            returns True if that layer can be of that kind. It decides if several kinds fit the
-            layer's tensors and window.
-        solved: used in reading. Function that returns, by path, the values of the fields that
-            `keys` writes with a function.
-        window_every: used in reading if the file does not list the layers with a window. Every
+        may_be: function for reading a file. It returns True if a layer can be of a kind. It is
+            needed if the layer's tensor names and window fit several kinds. Its arguments are the
+            kind, the layer's index and the file's keys.
+        solved: function for reading a file. It returns the values of the fields that `keys` writes
+            with a function, by path.
+        window_every: used for reading a file that does not list the layers with a window. Every
             `window_every`-th layer has none and the others have one; with 1, all have one.
     """
 
@@ -143,7 +144,7 @@ class Architecture:
     window_every: int = 1
 
     def difference(self, data: Data) -> str | None:
-        """Return the first of `differences`, or None if the architecture can compute the config."""
+        """Describe the first field that this architecture cannot compute; None if there is none."""
         return next(iter(self.differences(data)), None)
 
     def differences(self, data: Data) -> list[str]:
@@ -179,7 +180,7 @@ class Architecture:
 
     @cached_property
     def _fixed(self) -> Data:
-        """The fields that all models of this architecture share, with one layer of each kind."""
+        """A config with the architecture's fixed values and one layer of each supported kind."""
         names = [str(number) for number in range(len(self.layers))]
         config = DecoderConfig(
             vocab_size=1,
@@ -197,7 +198,7 @@ class Architecture:
     def _closest(self, layer: Data, data: Data) -> Data:
         """Return the supported kind of layer that is most similar to `layer`.
 
-        Its stored fields are copied from `layer`.
+        The fields that a GGUF file stores are copied from `layer`.
         """
         kinds = [self._expected(kind, layer, data) for kind in self._fixed["layers"]]
         return min(kinds, key=lambda kind: sum(1 for _ in compare_plain(layer, kind)))
@@ -215,7 +216,7 @@ class Architecture:
         return kind
 
     def _filled(self, fixed: Data, actual: Data, prefix: str = "") -> Data:
-        """Return a copy of `fixed`; the fields that a file stores have the values in `actual`."""
+        """Return a copy of `fixed` in which the fields that a file stores come from `actual`."""
         fixed = copy.deepcopy(fixed)
         own = ("eps", *(path.removeprefix("norm.") for path in MEANINGLESS[:3]))
         for path in (*SIZES, *MEANINGLESS, *own, "norm.eps", *self.carried, *self.optional):
@@ -268,12 +269,15 @@ def _odd_rotation(layers: list[Data]) -> str | None:
 
 
 def _group(layer: Data) -> tuple[bool, str]:
-    """Return a layer's group: with or without a window, dense or mixture. A group shares keys."""
+    """Return a layer's group: with or without a window, dense or mixture of experts.
+
+    The layers of a group share metadata keys.
+    """
     return look_up(layer, WINDOW) is None, layer["feed_forward"]["kind"]
 
 
 def _share_eps(norm: Data, other: Data) -> None:
-    """Copy the epsilon of `other` if it is of the same kind: llama.cpp has one for all norms."""
+    """Copy the epsilon of another norm of the same kind: llama.cpp has only one for all norms."""
     if norm["kind"] == other["kind"] and "eps" in norm:
         norm["eps"] = other["eps"]
 
@@ -317,7 +321,7 @@ def divided_logits(keys: Data) -> Data:
 def local_layers_unscaled(data: Data) -> str | None:
     """Return an error message if a layer with a window has RoPE scaling.
 
-    llama.cpp scales RoPE only in the other layers.
+    llama.cpp scales RoPE only in layers without a window.
     """
     for layer in data["layers"]:
         attention = layer["attention"]
@@ -341,10 +345,10 @@ def no_position_every_fourth(data: Data) -> str | None:
 
 
 def windows_at_64_layers(data: Data) -> str | None:
-    """Return an error message if windows or positions differ from EXAONE 4 with as many layers.
+    """Return an error message if windows or positions do not match EXAONE 4.
 
-    With 64 layers, those with a window have rotary positions and the others have no positions. With
-    another number of layers, no layer has a window and all have rotary positions.
+    With 64 layers, EXAONE 4 has rotary positions in layers with a window and no positions in the
+    others. With any other number of layers, it has no window and rotary positions in all layers.
     """
     attentions = [layer["attention"] for layer in data["layers"]]
     deep = len(attentions) == 64  # noqa: PLR2004 the published depth, which llama.cpp compares with
@@ -362,8 +366,8 @@ def equal_heads(data: Data) -> str | None:
 
 
 def fewer_than_64_layers(data: Data) -> str | None:
-    """Return an error message for 64 layers or more.
+    """Return an error message for a Cohere model with 64 layers or more.
 
-    In such Cohere models, llama.cpp expects norms on queries and keys.
+    llama.cpp expects norms on queries and keys in models of that depth.
     """
     return None if data["n_layers"] < 64 else "64 layers or more need norms on queries and keys"  # noqa: PLR2004

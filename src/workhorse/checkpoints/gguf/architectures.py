@@ -1,6 +1,6 @@
-"""The llama.cpp architectures that can be written, the most used first.
+"""The llama.cpp architectures that Workhorse can write and read, the most used first.
 
-Each entry describes the computation in llama.cpp's `src/models/*.cpp`.
+Each architecture describes the computation in a file of llama.cpp's folder `src/models`.
 """
 
 import math
@@ -72,8 +72,8 @@ CAPPED = ROTARY.replace(softcap=1.0)
 def _gemma_scale(data: Data, deepest: int) -> float:
     """Return the attention scale of Gemma 2 and 3.
 
-    llama.cpp recognises the published 27B by its number of layers, `deepest`. Only that model uses
-    `d_model / n_heads` instead of `head_dim`.
+    It is `1/sqrt(head_dim)`, except in the 27B models, which use `1/sqrt(d_model / n_heads)`.
+    llama.cpp recognises the 27B model by its number of layers, `deepest`.
     """
     attention = data["layers"][0]["attention"]
     wide = data["d_model"] // attention["n_heads"]

@@ -28,7 +28,8 @@ Pairing = Literal["half", "interleaved"]
 def rope_metadata(rope: RopeConfig, head_dim: int) -> Mapping[str, object]:
     """Return the metadata keys of RoPE (`rope.…`), without the architecture's name.
 
-    llama.cpp computes YaRN's amplitude as `attn_factor * (0.1 ln(factor) + 1)`.
+    llama.cpp computes YaRN's amplitude as `attn_factor * (0.1 ln(factor) + 1)`. The key
+    `rope.scaling.attn_factor` is the factor that gives our amplitude.
     """
     keys: dict[str, object] = {
         "rope.dimension_count": rope.rotary_dim(head_dim),
@@ -114,9 +115,9 @@ def read_scaling(
 def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
     """Find the Llama 3 RoPE scaling that gives these frequency divisors.
 
-    `low_freq_factor` is 1 and `high_freq_factor` is 4. A pair of features that makes between 1 and
-    4 rotations (`waves`) in the original length keeps the share `kept = (waves - 1) / 3` of its
-    frequency. Its divisor is `1 / ((1 - kept) / factor + kept)`, which determines that length.
+    `low_freq_factor` is assumed to be 1 and `high_freq_factor` 4. A pair of features that makes
+    between 1 and 4 rotations (`waves`) in the original length keeps a share of its frequency,
+    `kept = (waves - 1) / 3`. Its divisor `1 / ((1 - kept) / factor + kept)` determines that length.
     """
     plain = inverse_powers(rope["theta"], width, torch.device("cpu"))
     factor = round(float(divisors.max()), 4)
@@ -138,10 +139,7 @@ def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
 
 
 def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
-    """Return tensors that RoPE frequencies are divided by; empty if the scaling needs none.
-
-    Each has the shape `(rotary_dim / 2,)`.
-    """
+    """Return the divisors of RoPE frequencies, `(rotary_dim / 2,)`, by tensor name, if any."""
     match rope.scaling:
         case Llama3ScalingConfig() as llama3:
             width, cpu = rope.rotary_dim(head_dim), torch.device("cpu")
@@ -157,7 +155,7 @@ def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
 
 
 def paired(rows: Tensor, head_dim: int, rotary_dim: int, ours: Pairing, theirs: Pairing) -> Tensor:
-    """Reorder the rows of a projection for another RoPE pairing; the same features are rotated.
+    """Reorder the rows of a projection from one RoPE pairing to another, for the same result.
 
     Args:
         rows: (heads · head_dim, ...); the first `rotary_dim` rows of each head are rotated.
@@ -197,7 +195,7 @@ EPSILON = {
 
 
 def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
-    """Return the metadata keys of a model that begin with the architecture's name, with values.
+    """Return the metadata keys that begin with the architecture's name, and their values.
 
     Args:
         architecture: an architecture that fits the model.
@@ -220,7 +218,10 @@ def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
 
 
 def _rotation(layers: list[Data]) -> dict[str, object]:
-    """Return the RoPE keys: all of layers without a window, and theta of layers with a window."""
+    """Return the metadata keys of RoPE.
+
+    They describe the layers without a window. Layers with a window only have a key for theta.
+    """
     turning = [layer["attention"] for layer in layers if _turns(layer)]
     if not turning:
         return {}

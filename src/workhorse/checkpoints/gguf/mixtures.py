@@ -88,9 +88,10 @@ def solve_deepseek(keys: Data) -> Data:
 
 
 def mixtures_follow_dense(data: Data) -> str | None:
-    """Return an error message if a dense layer follows a layer with experts.
+    """Return an error message if the layer order or the shared expert's width is not supported.
 
-    Also if the shared expert's width is not a multiple of a routed expert's width.
+    Dense layers must come before layers with experts. The shared expert's width must be a multiple
+    of a routed expert's width.
     """
     kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
     if "moe" not in kinds or "moe" in kinds[: kinds.count("gated_mlp")]:
@@ -144,10 +145,7 @@ def _yarn_log_multiplier(data: Data) -> float:
 
 
 def solve_latent(keys: Data) -> Data:
-    """Compute fields of DeepSeek from the file's keys.
-
-    They are the fields of `solve_deepseek`, the sizes of latent attention and the scales of YaRN.
-    """
+    """Compute the fields of `solve_deepseek`, latent attention and YaRN from the file's keys."""
     turning = keys["rope.dimension_count"]
     found = solve_deepseek(keys) | {
         "block.attention.q_rank": keys.get("attention.q_lora_rank") or None,

@@ -1,7 +1,7 @@
 """Quantises and dequantises the tensors of GGUF files.
 
-The package gguf can decode every type that is read, but encode only some. Q8_0 is decoded here, so
-that reading it does not need the package. Q4_K is encoded here, because the package cannot do it.
+Most types need the Python package `gguf`. Q8_0 is decoded without it. Q4_K is encoded here, because
+the package can only decode it.
 """
 
 import math
@@ -22,10 +22,10 @@ VALUES_AT_ONCE = 2**17
 
 
 def gguf_package(task: str) -> Any:
-    """Import the package gguf.
+    """Import the Python package `gguf`.
 
     Args:
-        task: the task that needs it, for the error message.
+        task: the task that needs the package, for the error message.
 
     Raises:
         WorkhorseError: the package is not installed.
@@ -160,8 +160,9 @@ def _codes(values: np.ndarray, step: np.ndarray, largest: int) -> np.ndarray:
 def _packed(steps: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Pack eight steps and eight offsets of 6 bits into 12 bytes.
 
-    The first four steps and offsets have one byte each. The upper two bits of these bytes hold the
-    upper bits of the last four. The lower four bits of a step and an offset share a byte there.
+    Bytes 0 to 3 hold the first four steps, and bytes 4 to 7 the first four offsets. Their upper two
+    bits hold the upper two bits of the last four steps and offsets. Each of bytes 8 to 11 holds the
+    lower four bits of one of the last four steps and of its offset.
     """
     high_steps, high_offsets = (one[:, 4:] >> 4 << 6 for one in (steps, offsets))
     shared = steps[:, 4:] & 15 | (offsets[:, 4:] & 15) << 4

@@ -1,7 +1,7 @@
 """Reads a model from a GGUF file: its config, weights and tokenizer.
 
-Every architecture and type that Workhorse writes can be read, also from files of other programs.
-The weights stay memory-mapped and are read one at a time. Quantised weights become float32.
+Files of other programs can also be read, if Workhorse supports their architecture. The file is
+memory-mapped, and tensors are read one at a time. Quantised weights become float32.
 """
 
 from collections.abc import Collection, Mapping
@@ -128,12 +128,8 @@ class GgufFile:
     ) -> Decoder:
         """Build the decoder and load its weights, in evaluation mode.
 
-        Args:
-            device: device of the weights.
-            dtype: dtype of the weights; `self.dtype` by default.
-            kernel: attention kernel.
-            places: function that returns the destination of each weight; by default the weights of
-                the decoder.
+        The weights get the dtype `self.dtype` by default. The function `places` returns the
+        destinations that they are copied to.
 
         Raises:
             WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or its type needs
@@ -179,7 +175,7 @@ class GgufFile:
         return self._mapped.view(Stored(torch.uint8, (size,), stored.begin, stored.end))
 
     def _read(self, name: str) -> Tensor:
-        """Return the values of a tensor, possibly as a view of the file that must be copied."""
+        """Return the values of a tensor. They may be a view of the file: do not write to them."""
         stored = self._header.tensors[name]
         if stored.kind in UNQUANTIZED:
             at = Stored(UNQUANTIZED[stored.kind], stored.shape, stored.begin, stored.end)
@@ -193,11 +189,7 @@ class GgufFile:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Raise an error: a GGUF file has no tokenizer folder.
-
-        Raises:
-            WorkhorseError: always; the message says how to create one.
-        """
+        """Raise a WorkhorseError: a GGUF file has no tokenizer folder, but contains a tokenizer."""
         raise WorkhorseError(
             f"{self.path} contains its tokenizer, but training needs a folder; create it by "
             f"workhorse convert {self.path} FOLDER --to workhorse"
@@ -222,7 +214,9 @@ class GgufFile:
 
 def _architecture(keys: Mapping[str, Any]) -> Architecture:
     if keys.get("split.count", 1) != 1:
-        raise WorkhorseError("it is one of several parts; merge them with llama.cpp's gguf-split")
+        raise WorkhorseError(
+            "the file is one part of a split model; merge the parts with llama.cpp's gguf-split"
+        )
     name = keys.get("general.architecture")
     known = {one.name: one for one in ARCHITECTURES}
     if not isinstance(name, str) or name not in known:

@@ -1,9 +1,8 @@
 """Reads a config from the metadata of a GGUF file, with the tables that are used for writing.
 
-The names of a layer's tensors determine its kind, and the keys fill in its values. There is no
-second table for reading. To check the result, the keys of the config are written again and compared
-with the keys of the file. If the file contains Workhorse's own config and that passes the check, it
-is used instead.
+The names of a layer's tensors determine its kind, and the keys fill in its values. To check the
+result, the keys of the config are computed and compared with the keys of the file. If the file
+contains Workhorse's own config, and it passes this check, it is used instead.
 """
 
 import copy
@@ -69,14 +68,14 @@ READ_KEYS = (
     "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 )
-"""Metadata keys that `ConfigReader` reads by name. They are not in the architecture's tables.
+"""Metadata keys that `ConfigReader` reads, and that are not in the architecture's tables.
 
-The last one does not affect the computation.
+`rope.scaling.finetuned` is ignored, because it does not affect the computation.
 """
 
 
 class _Holder(Config):
-    """A config of one block, used to parse a block of any kind."""
+    """A config with one block. It parses plain data into a block config of any kind."""
 
     block: BlockConfig
 
@@ -124,15 +123,17 @@ class ConfigReader:
                 f"key {self._named(error.args[0])} is missing; fetch the file again"
             ) from None
         except ConfigError as error:
-            raise WorkhorseError(f"its keys are not valid: {error}; fetch the file again") from None
+            raise WorkhorseError(
+                f"its metadata is not valid: {error}; fetch the file again"
+            ) from None
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise WorkhorseError(
-                f"its keys are not valid: {shown(str(error))}; fetch the file again"
+                f"its metadata is not valid: {shown(str(error))}; fetch the file again"
             ) from None
         return config, found
 
     def _own_config(self) -> DecoderConfig | None:
-        """Return Workhorse's own config from the file; None if it contradicts the other keys."""
+        """Return Workhorse's own config; None if it is missing or contradicts the other keys."""
         if not isinstance(self.own, str):
             return None
         try:
@@ -145,7 +146,7 @@ class ConfigReader:
     def _config(self) -> DecoderConfig:
         keys = self.keys
         if not 0 < (n_layers := keys["block_count"]) <= MAX_LAYERS:
-            raise ValueError(f"block_count={n_layers}")
+            raise ValueError(f"block_count={n_layers} is not in [1, {MAX_LAYERS}]")
         top: Data = {
             "vocab_size": keys.get("vocab_size", self.shapes[EMBEDDING][0]),
             "d_model": keys["embedding_length"],
@@ -183,7 +184,7 @@ class ConfigReader:
         yield from self.architecture.solved(self.keys).items()
 
     def _layer(self, number: int, top: Data) -> Data:
-        """Return the block of a layer: its tensors determine the kind, the keys its values."""
+        """Return the block config of a layer: tensor names give its kind, metadata its values."""
         prefix = f"blk.{number}."
         names = frozenset(name.removeprefix(prefix) for name in self._by_layer.get(number, ()))
         local = self._has_window(number)
@@ -197,7 +198,8 @@ class ConfigReader:
         name = min(closest ^ names, default=None)
         state = "missing" if name in closest else "unexpected"
         raise WorkhorseError(
-            f"tensor {prefix}{name} is {state} in llama.cpp's {self.architecture.name}"
+            f"tensor {prefix}{name} is {state} for llama.cpp's architecture "
+            f"{self.architecture.name}; fetch the model's safetensors files"
         )
 
     @cached_property
@@ -317,9 +319,10 @@ class ConfigReader:
         return DecoderConfig.from_dict(whole)
 
     def _as_family(self, config: DecoderConfig) -> tuple[DecoderConfig, Family | None]:
-        """Find the Hugging Face model type that fits, and take open fields from it.
+        """Find the Hugging Face model type of a config, or None.
 
-        Open fields are those that a GGUF file does not determine (order of rows, 1 + w).
+        The config that is returned has that type's values in the fields `MEANINGLESS`, which a GGUF
+        file does not store.
         """
         for model_type in self.architecture.model_types:
             one = family(model_type)
@@ -333,7 +336,7 @@ class ConfigReader:
         return config, None
 
     def _check(self, config: DecoderConfig) -> None:
-        """Write the config's keys again; raise an error unless they are the keys of the file."""
+        """Raise an error unless writing this config would give the metadata keys of the file."""
         data, _ = readable(config, windows=self.architecture.windows)
         if reason := self.architecture.difference(copy.deepcopy(data)):
             raise ValueError(reason)
@@ -375,7 +378,7 @@ def _described(block: Data, kinds: Iterable[Data]) -> str:
 
 
 def _left_open(path: str) -> bool:
-    """Return True if a GGUF file does not determine the field at a path."""
+    """Return True if a GGUF file does not store the field at a path."""
     return path.endswith((*MEANINGLESS, "final_norm.offset", "final_norm.multiply"))
 
 

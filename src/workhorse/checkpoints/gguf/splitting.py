@@ -1,7 +1,7 @@
 """Rules by which byte-level BPE splits a text into words before merging.
 
-llama.cpp has these rules built in, under the names of models. A tokenizer is recognised by its
-rule, never by its name.
+llama.cpp has these rules built in, and names them after models. A tokenizer's rule is found by its
+regular expressions, not by the tokenizer's name.
 """
 
 from collections.abc import Iterator
@@ -96,12 +96,12 @@ SAME = {
     "gpt-4o": "llama4 kanana2 talkie minimax-m2",
     "bloom": "poro-chat gpt3-finnish",
 }
-"""Other names that llama.cpp has for a rule (its `src/llama-vocab.cpp`)."""
+"""Other names for the same rule in llama.cpp (`src/llama-vocab.cpp`)."""
 BEGINNING = ("llama-bpe", "tekken")
-"""Rules for which llama.cpp adds bos before a text, unless the file says otherwise."""
+"""Rules for which llama.cpp adds bos before the input, if the file does not set `add_bos_token`."""
 
 OWN = {key: NEAR[key] for key in (((GPT4O,), False), ((TEKKEN,), True))}
-"""Rules that llama.cpp has by name but does not implement exactly."""
+"""Rules that llama.cpp has under the rule's own name, but does not implement exactly."""
 
 
 def splitting_rule(definition: Data) -> tuple[str, list[str]]:
@@ -118,8 +118,8 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
             remarks.append("llama.cpp does not normalise text to NFC; normalise it beforehand")
         case other:
             raise WorkhorseError(
-                f"llama.cpp's byte-level tokenizers do not normalise text as this one does "
-                f"({other['type']}); write the model without the tokenizer"
+                f"llama.cpp does not support the normalizer {other['type']} in byte-level "
+                "tokenizers; write the model without the tokenizer"
             )
     if not definition["model"]["merges"]:
         return GPT2_RULE, remarks  # nothing is merged, so every rule gives the same tokens
@@ -136,7 +136,7 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
 
 
 def canonical_rule(name: str) -> str:
-    """Return the name in `RULES` or `OWN` for a rule that llama.cpp may call by other names.
+    """Return the main name of a rule, as in `RULES` or `OWN`, for any of its llama.cpp names.
 
     Raises:
         WorkhorseError: the rule is unknown.
@@ -153,9 +153,9 @@ def canonical_rule(name: str) -> str:
 
 
 def pre_tokenizer(name: str) -> tuple[Data, bool]:
-    """Build the pre-tokenizer of a splitting rule for `tokenizer.json`, and its `ignore_merges`.
+    """Return the pre-tokenizer of a splitting rule for `tokenizer.json`, and `ignore_merges`.
 
-    If `ignore_merges` is True, a word that is itself a token becomes that token without merges.
+    If `ignore_merges` is True, a word in the vocabulary becomes one token without any merges.
 
     Args:
         name: a name from `canonical_rule`.
@@ -179,7 +179,7 @@ def pre_tokenizer(name: str) -> tuple[Data, bool]:
 
 
 def _steps(step: Data | None) -> Iterator[str]:
-    """Yield the steps of a pre-tokenizer in order, each as an expression in a canonical form."""
+    """Yield the steps of a pre-tokenizer in order, each as a regular expression as in `RULES`."""
     match step:
         case None | {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False}:
             return

@@ -1,4 +1,4 @@
-"""Maps our weights to llama.cpp's tensors and back; each tensor is computed when needed."""
+"""Maps Workhorse's weights to llama.cpp's tensors and back; a tensor is computed when needed."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -97,7 +97,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """One of our weights, stored as a whole tensor of the file or as some of its rows."""
+    """One of Workhorse's weights: a whole tensor of the file, or some rows of a stacked tensor."""
 
     ours: str
     tensor: str
@@ -106,7 +106,7 @@ class Part:
     shape: tuple[int, ...]
     make: Make
     take: Change
-    """Function that converts these rows of the file's tensor to our weight."""
+    """Function that converts these rows of the file's tensor to Workhorse's weight."""
 
 
 def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPlan]:
@@ -189,8 +189,8 @@ def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str,
         module, head = found[1], int(found[2])
     if module not in names:
         raise WorkhorseError(
-            f"llama.cpp's {architecture.name} has no tensor for {name}; keep the model as a "
-            "Hugging Face directory"
+            f"llama.cpp's architecture {architecture.name} has no tensor for {name}; keep the "
+            "model as a Hugging Face directory"
         )
     return layer, names[module], kind, head
 
@@ -202,7 +202,7 @@ def _turned(
     decoder: Decoder,
     architecture: Architecture,
 ) -> tuple[Make, Change]:
-    """Add the conversion between our RoPE pairing and the architecture's to both functions."""
+    """Extend `make` and `take` by the reordering of rows if llama.cpp has another RoPE pairing."""
     rope = block.rope
     if block.grouped is None or rope is None:
         return make, take
@@ -247,7 +247,7 @@ def _as_vector(take: Change, row: Tensor) -> Tensor:
 
 
 def _offset_weights(decoder: Decoder) -> set[str]:
-    """Return the names of norm weights that we store minus 1; llama.cpp stores them in full."""
+    """Return the names of norm weights that Workhorse stores minus 1, unlike llama.cpp."""
     return {
         f"{name}.weight"
         for name, module in decoder.named_modules()

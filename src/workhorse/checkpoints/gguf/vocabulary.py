@@ -30,30 +30,33 @@ Data = dict[str, Any]
 
 NO_VOCABULARY: Mapping[str, Any] = {"tokenizer.ggml.model": "none"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Types of tokens, with SentencePiece's values."""
+"""Token types, with the values of SentencePiece's enum."""
 METASPACE = "\u2581"
 NO_MERGE = f"{METASPACE} {METASPACE}"
 """A merge that never applies to byte-level text: llama.cpp requires at least one."""
 UNLEARNED = (
-    "llama.cpp merges any two tokens that make a third, this tokenizer only learned pairs; a few "
-    "words get different tokens"
+    "llama.cpp merges any two tokens that form a third, but this tokenizer only merges learned "
+    "pairs; a few words get different tokens"
 )
 RUNS_OF_SPACES = (
     "llama.cpp merges across words that this tokenizer separates; runs of spaces get different "
     "tokens"
 )
 ONE_PREFIX = (
-    "llama.cpp adds a space after every special token, this tokenizer only at the start of a text; "
-    "chats get different tokens"
+    "llama.cpp adds a space after every special token, but this tokenizer only at the start of the "
+    "input; chats get different tokens"
 )
-DROPS_SPACE = "llama.cpp keeps a space at the start of a text, this tokenizer drops it"
+DROPS_SPACE = "llama.cpp keeps a space at the start of the input, but this tokenizer drops it"
 LEFT_OUT = "llama.cpp drops characters for which the tokenizer has no token"
 WHOLE = "tokenizer.huggingface.json"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 ENDS = ("eot", "eom")
-"""Roles of further stop tokens: end of a turn, and end of a message that calls a tool."""
+"""Roles of stop tokens other than eos: end of a turn, and end of a message that calls a tool."""
 NO_STOP_TOKEN = "workhorse.no_stop_token"
-"""Workhorse's own key: id of an eos that does not end generation. In llama.cpp, eos always does."""
+"""Workhorse's own metadata key: id of an eos token at which generation does not stop.
+
+llama.cpp ignores the key and always stops at eos.
+"""
 
 
 def end_metadata(
@@ -84,7 +87,7 @@ def end_metadata(
 def tokenizer_metadata(
     tokenizer: "Tokenizer", vocab_size: int, stop_tokens: Sequence[int] = ()
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the `tokenizer.` keys, and warnings if llama.cpp will tokenise text differently.
+    """Return the tokenizer's metadata keys, and warnings if llama.cpp will give different tokens.
 
     Args:
         tokenizer: any tokenizer.
@@ -93,8 +96,8 @@ def tokenizer_metadata(
         stop_tokens: ids of the tokens that end generation; if empty, the tokenizer's eos.
 
     Raises:
-        WorkhorseError: llama.cpp does not support such a tokenizer, or it has more tokens than the
-            embedding has rows.
+        WorkhorseError: llama.cpp does not support this kind of tokenizer, or the tokenizer has more
+            tokens than the embedding has rows.
     """
     whole: Data = json.loads(tokenizer.definition)
     of_characters = _is_of_characters(whole)
@@ -110,7 +113,7 @@ def tokenizer_metadata(
         kind = "byte-level " if byte_level else ""
         raise WorkhorseError(
             f"llama.cpp does not support this kind of tokenizer ({kind}{model['type']}); write the "
-            "model without it, or use byte-level BPE"
+            "model without the tokenizer"
         )
     words = _words(tokenizer, definition, vocab_size)
     keys, remarks = (_byte_level if byte_level else _characters)(definition, words)
@@ -147,7 +150,7 @@ def _words(tokenizer: "Tokenizer", definition: Data, vocab_size: int) -> _Words:
 
 
 def _is_of_characters(definition: Data) -> bool:
-    """Return True for a character tokenizer: each character of a text becomes one token."""
+    """Return True for a character tokenizer: each character of the input becomes one token."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     return (
         model["type"] == "BPE"
@@ -161,7 +164,7 @@ def _is_of_characters(definition: Data) -> bool:
 
 
 def _in_bytes(definition: Data) -> Data:
-    """Convert a character tokenizer to byte-level BPE; merges build characters from bytes."""
+    """Convert a character tokenizer to byte-level BPE, with merges that form each character."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     merges: dict[tuple[str, str], None] = {}
     vocab: dict[str, int] = {}
@@ -250,7 +253,7 @@ def _parts(step: Data | None, inner: str) -> list[Data]:
 
 
 def _special(tokenizer: "Tokenizer", stop_tokens: Sequence[int]) -> tuple[Data, list[str]]:
-    """Return metadata keys (special tokens, added bos and eos, chat template) and warnings."""
+    """Return the metadata keys of special tokens and the chat template, and warnings."""
     roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
     ends, remarks = end_metadata(stop_tokens, roles["eos"])
     roles["eos"] = ends.get("tokenizer.ggml.eos_token_id", roles["eos"])
@@ -278,7 +281,7 @@ KINDS = (BYTE_LEVEL, CHARACTERS)
 USUAL = {"bos_token_id": 1, "eos_token_id": 2}
 """llama.cpp's default token ids for tokenizers of its kind `llama`."""
 SAYS = ("tokens", "token_type", "merges", "pre", "add_space_prefix")
-"""Metadata keys, after `tokenizer.ggml.`, that a `tokenizer.json` in the file must agree with."""
+"""Metadata keys, without `tokenizer.ggml.`, that the `tokenizer.json` in a file must agree with."""
 SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
 
 
@@ -314,8 +317,8 @@ def end_tokens(keys: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
     """Read the tokenizer of a GGUF file.
 
-    It is made from the `tokenizer.json` in the file if that agrees with the metadata keys, else
-    from the keys.
+    The file may contain a `tokenizer.json`. It is used if it agrees with the metadata keys.
+    Otherwise the tokenizer is built from the keys.
 
     Raises:
         WorkhorseError: the tokenizer is of an unsupported kind, or damaged.
@@ -361,7 +364,7 @@ def _whole(fields: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
 
 
 def _tokenizer(definition: str, fields: Mapping[str, Any]) -> "Tokenizer":
-    """Build a tokenizer; special tokens and chat template come from the file's keys."""
+    """Build a tokenizer; its special tokens and chat template come from the metadata keys."""
     from workhorse.tokenizers import Tokenizer
 
     tokens, types = fields["tokens"], _types(fields)
@@ -413,7 +416,7 @@ def _read_byte_level(fields: Mapping[str, Any], rule: str) -> str:
 
 
 def _merges(merges: list[str], known: set[str]) -> list[list[str]]:
-    """Split merges into pairs; omit those that need or form a token that is not in `known`."""
+    """Split merges into pairs. A merge is omitted if its parts or result are not in `known`."""
     pairs = [merge.split(" ", 1) for merge in merges]
     return [[left, right] for left, right in pairs if {left, right, left + right} <= known]
 
@@ -438,7 +441,10 @@ def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _with_affixes(definition: str, fields: Mapping[str, Any], *, begins: bool) -> str:
-    """Make a tokenizer add bos and eos as the keys say; by default it adds bos if `begins`."""
+    """Make a tokenizer add bos and eos to complete sequences as the metadata keys say.
+
+    Without these keys, bos is added if `begins` is True, and eos is not added.
+    """
     from workhorse.tokenizers.backend import library_tokenizer
     from workhorse.tokenizers.control import set_affixes
 

@@ -53,18 +53,18 @@ APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
         "llama.cpp chooses LongRoPE's factors by its context size, not by the sequence length",
     ),
 )
-"""For each approximation: field path, our value, llama.cpp's value, and the warning to show."""
+"""Settings that llama.cpp only approximates: path, our value, llama.cpp's value, and a warning."""
 
 
 def readable(config: DecoderConfig, *, windows: bool) -> tuple[Data, list[str]]:
-    """Convert a config to plain data that llama.cpp can compute.
+    """Convert a config to plain data, with the values that llama.cpp uses as approximations.
 
-    Also returns warnings about approximations.
+    Also returns warnings about the approximations.
 
     Args:
         config: the decoder's config.
-        windows: True if the architecture supports sliding windows. Otherwise the context is cut to
-            the narrowest window, so that windows have no effect.
+        windows: True if the architecture supports sliding windows. Otherwise windows are removed,
+            and the context length is limited to the narrowest window, so that they have no effect.
     """
     data, remarks = plain(config), list[str]()
     layers: list[Data] = data["layers"]
@@ -95,17 +95,17 @@ GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k"]
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "bf16": 32}
 """llama.cpp's `general.file_type`, by the type of most weights."""
 SMALLER = {"q4_k": ("q4_k", "q5_0"), "q4_0": ("q4_0",), "q8_0": ("q8_0",)}
-"""For each requested type: the types to try for a matrix.
+"""Types to try for a matrix, by requested type.
 
-As in llama.cpp, the first type is used that can divide each row into whole blocks.
+As in llama.cpp, the first type with a block size that divides the row length is used.
 """
 FINE = ("output.weight", "token_embd.weight", "position_embd.weight")
-"""Matrices that would lose most with 4 bits. They get 8 bits; in llama.cpp the head has 6."""
+"""Matrices in which 4 bits would cause the largest errors. They are stored with 8 bits instead."""
 PRECISE = ("_norm.weight", ".bias", "ffn_gate_inp.weight")
-"""Endings of tensor names that stay in float32, even if a row per head or expert forms a matrix.
+"""Name endings of tensors that are always stored in float32, even if they are matrices.
 
-llama.cpp adds and multiplies them only in float32. Routers stay in float32 as well: a wrong choice
-of experts costs more than their bytes.
+llama.cpp needs norm weights and biases in float32. Routers are stored in float32 because rounding
+could change the choice of experts.
 """
 
 
@@ -115,7 +115,7 @@ def gguf_types() -> list[str]:
 
 
 def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> Family:
-    """Choose the model type to write a config as, so that llama.cpp computes it correctly.
+    """Choose a Hugging Face model type for a config so that llama.cpp computes it correctly.
 
     Args:
         config: the model's config.
@@ -142,8 +142,8 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
     sayable = fitting or isinstance(preferred or native_class(config), Family)
     other = "as a Hugging Face directory (--to hf) or " if sayable else ""
     raise WorkhorseError(
-        f"llama.cpp cannot compute this model; nearest is {closest}; keep it {other}in our own "
-        "format (--to workhorse)"
+        f"llama.cpp cannot compute this model; nearest is {closest}; keep it {other}in Workhorse's "
+        "own format (--to workhorse)"
     )
 
 
@@ -171,7 +171,7 @@ def write_gguf(
         path: path of the file; an existing file is replaced.
         decoder: the decoder to write.
         model_type: one of `gguf_types()`.
-        tokenizer: the tokenizer to store in the file. Without it, llama.cpp handles only ids.
+        tokenizer: the tokenizer to store in the file. Without it, llama.cpp handles only token ids.
         dtype: type of the matrices; vectors and routers stay in float32. With `q4_0` and `q4_k`,
             the embedding and the head are in Q8_0. A matrix whose rows are not a whole number of
             blocks is in Q5_0 or in 16 bits.
@@ -182,8 +182,8 @@ def write_gguf(
         Warnings about differences in llama.cpp, one line each.
 
     Raises:
-        WorkhorseError: the package gguf is missing, llama.cpp cannot compute this model or split
-            text like this tokenizer, or the file cannot be written.
+        WorkhorseError: the package gguf is missing, llama.cpp does not support this model or
+            tokenizer, or the file cannot be written.
     """
     if dtype not in FILE_TYPES:
         raise WorkhorseError(f"dtype={dtype!r} is not supported; choose {', '.join(FILE_TYPES)}")
@@ -194,7 +194,7 @@ def write_gguf(
     data, remarks = readable(decoder.config, windows=architecture.windows)
     if differences := architecture.differences(data):
         raise WorkhorseError(
-            f"llama.cpp's {architecture.name} cannot compute this model: "
+            f"llama.cpp's architecture {architecture.name} cannot compute this model: "
             f"{'; '.join(differences)}; keep it as a Hugging Face directory"
         )
     keys = model_metadata(architecture, data)
@@ -254,14 +254,14 @@ def _write(
 
 
 class _Whole(np.ndarray):
-    """An array with a `tofile` that fails on a full disk; NumPy's may drop the last page."""
+    """An array with a `tofile` that raises an error on a full disk. NumPy's may lose data."""
 
     def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
         fid.write(self.data)
 
 
 def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:
-    """Choose the type of one tensor; `half` if its rows are not a whole number of blocks."""
+    """Choose the GGUF type of a tensor; `half` if no block size divides its row length."""
     if len(plan.shape) == 1 or plan.name.endswith(PRECISE):
         return "f32"
     if dtype not in SMALLER:
@@ -271,7 +271,7 @@ def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:
 
 
 def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[str]:
-    """Return warnings about tensors whose row width requires a larger type than requested."""
+    """Return warnings about tensors with rows that require a larger type than requested."""
     if dtype not in SMALLER:
         return []
     allowed = {dtype, "q8_0", "f32"}

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def to_equivalent(decoder: Decoder, config: DecoderConfig) -> Decoder:
-    """Convert a decoder to an equivalent config; the new decoder computes the same.
+    """Convert a decoder to an equivalent config. The new decoder computes the same function.
 
     Args:
         decoder: any decoder; its tensors are shared, not copied.
-        config: an equivalent config from `Family.equivalent`. Parts that only this config has get
-            weights without effect, see `NEUTRAL`.
+        config: an equivalent config from `Family.equivalent`. If it has additional weights, such as
+            biases, they are set to values without effect (see `NEUTRAL`).
     """
     if config is decoder.config:
         return decoder
@@ -58,7 +58,7 @@ def find_family(config: DecoderConfig) -> Family:
     if isinstance(found, str):
         raise WorkhorseError(
             f"no transformers class can represent this model; nearest is {found}; change that in "
-            "the recipe and train again, or keep the model in our own format (--to workhorse)"
+            "the recipe and train again, or use Workhorse's own format (--to workhorse)"
         )
     return found
 
@@ -116,7 +116,7 @@ def write_huggingface(
 def _special_ids(
     tokenizer: "Tokenizer | None", stop_tokens: tuple[int, ...]
 ) -> dict[str, int | list[int]]:
-    """Return the ids of special tokens that transformers needs for generation, by key."""
+    """Return the ids of special tokens, by the key that transformers has for each."""
     ids: dict[str, int | list[int]] = {}
     if tokenizer is not None:
         roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}

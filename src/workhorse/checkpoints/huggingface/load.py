@@ -8,8 +8,8 @@ cache's location), `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`.
     generation_config.json     its stop tokens, and the publisher's sampling options
     tokenizer.json, …
 
-Weights go from the mapped files straight into the decoder. No code of a directory is ever
-run, and nothing outside it is read.
+Weights are copied from memory-mapped files into the decoder. Code in the directory is never run. A
+link out of the directory raises an error, except in the hub's cache, which consists of links.
 """
 
 import re
@@ -52,7 +52,7 @@ ALLOWED = (
 )
 """Files that contain only data. Other files in the repository (code, pickles) are not fetched."""
 IGNORED = ("*/*", "consolidated*.safetensors")
-"""Subfolders, and the second copy of the weights that Mistral's repositories have."""
+"""Files that are not fetched: subfolders, and a second copy of the weights (Mistral's models)."""
 
 _ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@\s]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -69,9 +69,9 @@ def resolve_model(
 
     Args:
         name: `org/name` or `org/name@revision`.
-        revision: a branch, tag or commit; `main` if `name` does not contain one either. Only a
+        revision: a branch, tag or commit; by default the one in `name`, or else `main`. Only a
             commit always gives the same files.
-        weights: True to download the weights; all other files are small.
+        weights: True to download the weights too, False for only the small files.
         notify: called with a message that names the commit of a branch or tag.
 
     Raises:
@@ -135,18 +135,18 @@ def _snapshot(name: str, revision: str, allowed: Sequence[str]) -> Path:
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
-"""PEFT's config, stored with the weights of an adapter."""
+"""PEFT's config file of an adapter (LoRA)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 10_000
-"""Limit of the number of layers: a list of a billion layers would fill the memory."""
+"""Maximum number of layers. Without a limit, a damaged config could fill the memory."""
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 """Keys at the top of a multimodal model's config that override the text model's keys."""
 
 
 class HuggingFaceDirectory:
-    """A model as transformers saves it.
+    """A model directory in the format of transformers.
 
     Args:
         path: the directory; its config is read immediately, its weights when they are needed.
@@ -166,7 +166,7 @@ class HuggingFaceDirectory:
         whole = read_json(self.path / CONFIG_FILE)
         text = whole.get("text_config")
         self.wrapped = isinstance(text, Mapping)
-        """True if the text model is only one part of a multimodal model."""
+        """True if the directory contains a multimodal model; only its text model is loaded."""
         self.values = _text_part(whole, cast(Mapping[str, Any], text)) if self.wrapped else whole
         model_type = self.values.get("model_type")
         if not isinstance(model_type, str):
@@ -184,7 +184,7 @@ class HuggingFaceDirectory:
             generation = self._generation()
             ids = _special_ids(fields, generation)
             self.sampling = _sampling(generation)
-            """The publisher's sampling options, by our names; empty if sampling is off."""
+            """The publisher's sampling options, by Workhorse's names; empty if sampling is off."""
         except WorkhorseError as error:
             of_ours = isinstance(error, ConfigError) and error.path  # not a key of config.json
             where = f"{self.path}: {CONFIG_FILE} sets" if of_ours else f"{self.path}:"
@@ -212,7 +212,7 @@ class HuggingFaceDirectory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the config names for the weights; float32 if it names none."""
+        """The dtype of the weights according to the config; float32 if it does not name one."""
         name = str(self.values.get("dtype"))
         return SAVED_DTYPES.get(name.removeprefix("torch."), torch.float32)
 
@@ -225,12 +225,8 @@ class HuggingFaceDirectory:
     ) -> Decoder:
         """Build the decoder and load its weights, in evaluation mode.
 
-        Args:
-            device: device of the weights.
-            dtype: dtype of the weights; `self.dtype` by default.
-            kernel: attention kernel.
-            places: function that returns the destination of each weight; by default the weights of
-                the decoder.
+        The weights get the dtype `self.dtype` by default. The function `places` returns the
+        destinations that they are copied to.
 
         Raises:
             WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or a file is
@@ -308,7 +304,7 @@ def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, A
 def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
     """Return warnings about special token ids outside the vocabulary.
 
-    There is none for a padding id of -1, which many files have instead of null.
+    A padding id of -1 is accepted, because many files have it instead of null.
     """
     return [
         f"{key}={one} is outside the vocabulary of {size} tokens and is ignored"

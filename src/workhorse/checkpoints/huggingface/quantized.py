@@ -1,6 +1,6 @@
-"""Reads quantised checkpoints as plain ones: each tensor is dequantised when it is read.
+"""Dequantises the tensors of quantised Hugging Face checkpoints, each when it is read.
 
-quant_method         stored tensors                                  plain tensor
+quant_method         stored tensors                                  dequantised tensor
 mxfp4 (gpt-oss)      X_blocks uint8 (experts, rows, groups, 16)      X (experts, groups · 32, rows)
                      X_scales uint8 (experts, rows, groups)
 fp8 (DeepSeek-V3)    X float8 (…, rows, columns)                     X (…, rows, columns)
@@ -25,7 +25,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class StoredTensors(TensorSource, Protocol):
-    """A source of tensors with dtypes that are known before the tensors are read."""
+    """A source of tensors that knows their dtypes before it reads them."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
@@ -36,8 +36,8 @@ class Dequantized:
 
     Args:
         source: the stored tensors.
-        computed: by name: shape of a computed tensor, and the function that computes it.
-        consumed: names of stored tensors to hide, because the plain model does not have them.
+        computed: shape of each computed tensor, and the function that computes it, by name.
+        consumed: names of stored tensors to hide, because they are inputs of computed tensors.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Dequantized:
 def dequantized(
     source: StoredTensors, quantization_config: Mapping[str, Any] | None, dtype: torch.dtype
 ) -> TensorSource:
-    """Return the tensors of a checkpoint under their plain names, dequantised if necessary.
+    """Return the tensors of a checkpoint as without quantisation: dequantised and renamed.
 
     Args:
         source: the stored tensors.
@@ -89,7 +89,7 @@ def dequantized(
         )
     raise WorkhorseError(
         f"quantization method {shown(method)} is not supported (only mxfp4 and fp8); use the model "
-        "from before quantisation"
+        "without quantisation"
     )
 
 
@@ -99,14 +99,19 @@ def _mxfp4(source: StoredTensors, dtype: torch.dtype) -> TensorSource:
     for scales in source.shapes:
         name = scales.removesuffix("_scales")
         if name != scales and f"{name}_blocks" not in source.shapes:
-            raise WorkhorseError(f"tensor {shown(scales)} has no blocks: {name}_blocks is missing")
+            raise WorkhorseError(
+                f"tensor {shown(scales)} has no blocks: {name}_blocks is missing; fetch the files "
+                "again"
+            )
     for blocks, shape in source.shapes.items():
         name = blocks.removesuffix("_blocks")
         if name == blocks:
             continue
         scales = f"{name}_scales"
         if scales not in source.shapes:
-            raise WorkhorseError(f"tensor {shown(blocks)} has no scales: {scales} is missing")
+            raise WorkhorseError(
+                f"tensor {shown(blocks)} has no scales: {scales} is missing; fetch the files again"
+            )
         types = {source.dtypes[blocks], source.dtypes[scales]}
         match shape:
             case (experts, rows, groups, 16) if (experts, rows, groups) == source.shapes[scales]:
@@ -119,7 +124,10 @@ def _mxfp4(source: StoredTensors, dtype: torch.dtype) -> TensorSource:
                 "mxfp4 needs uint8 of (experts, rows, groups, 16) and (experts, rows, groups)"
             )
         if name in source.shapes:
-            raise WorkhorseError(f"tensor {shown(name)} is stored twice: plain and as {blocks}")
+            raise WorkhorseError(
+                f"tensor {shown(name)} is stored twice: plain and as {blocks}; fetch the files "
+                "again"
+            )
 
         def make(blocks: str = blocks, scales: str = scales) -> Tensor:
             return from_mxfp4(source.read(blocks), source.read(scales), dtype)
@@ -132,8 +140,8 @@ def _mxfp4(source: StoredTensors, dtype: torch.dtype) -> TensorSource:
 def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise MXFP4: 32 values of 4 bits share a scale of 2^(byte − 127); byte 255 is NaN.
 
-    The lower half of a byte comes first. Matrices are returned transposed, (columns, rows), like
-    the plain experts of gpt-oss.
+    The lower 4 bits of a byte are the first of its two values. Matrices are returned transposed,
+    (columns, rows), as in gpt-oss without quantisation.
 
     Args:
         blocks: uint8 (experts, rows, groups, 16).
@@ -166,7 +174,9 @@ def _fp8(
             continue
         scale = f"{name}_scale_inv"
         if scale not in source.shapes:
-            raise WorkhorseError(f"tensor {shown(name)} has no scale: {scale} is missing")
+            raise WorkhorseError(
+                f"tensor {shown(name)} has no scale: {scale} is missing; fetch the files again"
+            )
         if source.shapes[scale] not in _scale_shapes(shape, block):
             raise WorkhorseError(
                 f"tensor {shown(scale)} has shape {source.shapes[scale]}, which does not fit "
@@ -184,14 +194,16 @@ def _fp8(
         consumed.add(scale)
     for scale in source.shapes:
         if scale.endswith("_scale_inv") and scale not in consumed:
-            raise WorkhorseError(f"tensor {shown(scale)} is a scale without a float8 tensor")
+            raise WorkhorseError(
+                f"tensor {shown(scale)} is a scale without a float8 tensor; fetch the files again"
+            )
     # Activations are divided by these before a float8 matmul; our activations are not in float8.
     consumed |= {name for name in source.shapes if name.endswith("activation_scale")}
     return Dequantized(source, computed, consumed)
 
 
 def _block_size(quantization_config: Mapping[str, Any]) -> Block | None:
-    """Rows and columns of the blocks that share a scale; None if a whole matrix shares one."""
+    """Rows and columns of a block of values with one scale; None if there is one per matrix."""
     match quantization_config.get("weight_block_size"):
         case None:
             return None

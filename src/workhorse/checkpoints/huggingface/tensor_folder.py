@@ -42,16 +42,16 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" el
 class TensorFolder:
     """The tensors of a directory, by name. The constructor reads only the headers.
 
-    A tensor that is read is a view of the mapped file. Pages of the files are released during
-    reading, so that copying everything needs little more memory than the copies.
+    `read` returns a view of the memory-mapped file. It releases pages that were read before, so
+    that loading a model needs little more memory than the model.
 
     Args:
         path: the directory. `model.safetensors` is read if there is one, otherwise the shards that
             `model.safetensors.index.json` names.
 
     Raises:
-        WorkhorseError: there are no weights, or only in formats that can run code; or files are
-            outside the directory, damaged, or contradict each other.
+        WorkhorseError: there are no weights, or only in formats that can run code; a file is
+            damaged or a link to outside the directory; or the index and the shards differ.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,7 +124,7 @@ class TensorFolder:
 
 
 class MappedFile:
-    """A memory-mapped file of tensors. Its pages occupy memory once they are read."""
+    """A memory-mapped file of tensors."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         # Private and writable, since PyTorch has no read-only tensors. No write gets to the disk.
@@ -147,21 +147,24 @@ class MappedFile:
         return raw.view(stored.dtype).view(stored.shape)
 
     def release(self) -> None:
-        """Release the pages in memory. A view that is used later reads them again."""
+        """Release the memory of the pages that were read. Views read them again on the next use."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the file name of each tensor from the index file."""
+    """Read each tensor's file name from the index file."""
     path = folder / INDEX
     weight_map = read_json(path, limit=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise WorkhorseError(f"{path} has weight_map {shown(weight_map)}, not a map to file names")
+        raise WorkhorseError(
+            f"{path} has weight_map={shown(weight_map)}, not a mapping of tensor names to file "
+            "names; fetch it again"
+        )
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
             raise WorkhorseError(
                 f"{path} has tensor {shown(name)} in {shown(shard)}, which is not a "
-                "safetensors file"
+                "safetensors file; fetch it again"
             )
     return weight_map
 
@@ -186,7 +189,9 @@ def _no_weights(folder: Path) -> WorkhorseError:
         return WorkhorseError(
             f"{folder} has {shown(parts[0])} but neither {SINGLE} nor {INDEX}; fetch it again"
         )
-    return WorkhorseError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} exists")
+    return WorkhorseError(
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX} exists; give the folder of a model"
+    )
 
 
 def write_tensors(
@@ -255,7 +260,7 @@ def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
 
 
 def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to the form that is written to a file.
+    """Convert a tensor to the dtype and layout of the file.
 
     Raises:
         WorkhorseError: it contains infinite values or NaN, or values outside the dtype's range.
@@ -277,25 +282,26 @@ WRAPPERS = re.compile(r"^(module\.)+|\b_orig_mod\.")
 
 @dataclass(frozen=True)
 class Account:
-    """The result of `account`: the stored tensors that each of our parameters is made from."""
+    """The result of `account`: the stored tensors from which each parameter is loaded."""
 
     moves: list[Move]
     source: TensorSource
     left_out: int
-    """Number of stored tensors that are not loaded: they belong to other parts of the model."""
+    """Number of stored tensors that are not loaded, such as an image encoder's tensors."""
     unwrapped: bool
-    """True if tensor names had prefixes of `WRAPPERS`."""
+    """True if a tensor name had a prefix of a compiled or distributed model (see `WRAPPERS`)."""
 
 
 class Renamed:
-    """Stored tensors under the names that the text model has if it is stored by itself.
+    """Stored tensors, renamed to the names that the model family uses for a text model.
 
-    A model may be stored with its own prefix (`model.`), without it, or inside a larger model
-    (`language_model.model.`, `model.language_model.`). Prefixes of `WRAPPERS` are dropped.
+    The names in the file may lack the family's prefix (`model.`), or have the prefix of a
+    multimodal model (`language_model.model.`, `model.language_model.`). Prefixes in `WRAPPERS` are
+    removed.
 
     Args:
         source: the stored tensors.
-        embedding: the family's name for the embedding, by which the prefix is recognised.
+        embedding: the family's name of the embedding tensor; it shows which prefix the file uses.
     """
 
     def __init__(self, source: TensorSource, embedding: str) -> None:
@@ -325,7 +331,7 @@ class Renamed:
         return self._source.read(self._stored[name])
 
     def is_text(self, name: str) -> bool:
-        """True if a tensor has the prefix of the text model."""
+        """True if a tensor belongs to the text model, by the prefix of its name."""
         return name in self._texts
 
     def _renamed(self, name: str) -> str:
@@ -348,7 +354,7 @@ def meta_decoder(
         config: the decoder's config.
         kernel: attention kernel.
         dtype: dtype of the weights.
-        n_tensors: number of stored tensors, an upper bound of the number of layers.
+        n_tensors: number of stored tensors. A config with more layers is rejected.
         source: the file that the config comes from, for error messages.
 
     Raises:
@@ -386,7 +392,7 @@ def account(
         config: the decoder's config.
         shapes: shapes of the decoder's parameters, by name.
         source: the stored tensors.
-        wrapped: True if the text model is part of a larger model. Other parts are not loaded.
+        wrapped: True for a multimodal model. Only its text model is loaded.
 
     Raises:
         WorkhorseError: a tensor is missing, unexpected, used twice or has a wrong shape.
@@ -431,9 +437,10 @@ def _without_tied_head(
     shapes: Mapping[str, Shape],
     source: Renamed,
 ) -> list[str]:
-    """Remove the head from `rest` if it is stored although it is tied, as in old files.
+    """Remove the head from `rest`: old files store it even if it is tied to the embedding.
 
-    It must be equal to the embedding.
+    Raises:
+        WorkhorseError: the stored head differs from the embedding.
     """
     embedding = _their_name(family, EMBEDDING, shapes, config)
     head = _their_name(family, HEAD, {HEAD: shapes[EMBEDDING]}, config)

@@ -1,7 +1,7 @@
 """The files of a checkpoint, their checksums, and the disk operations that write them.
 
-`manifest.json` contains the size and the SHA-256 of the other files. A file is opened only once: it
-is verified and read through the same handle, even if the checkpoint is removed in between.
+`manifest.json` contains the size and the SHA-256 of the other files. Each file is verified and read
+through one handle, so that the checkpoint may be removed in between.
 """
 
 import errno
@@ -35,7 +35,7 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def lay_out(self, path: Path, slices: Slices) -> None:
-        """Create a safetensors file of full size; `fill` writes the tensors' bytes later."""
+        """Create a safetensors file at its final size; `fill` writes the tensors into it."""
         lay_out(path, slices)
 
     def fill(self, path: Path, slices: Slices) -> None:
@@ -49,7 +49,7 @@ class Disk:
             file.write(text)
 
     def sync(self, path: Path) -> None:
-        """Wait until a file's content, or a folder's list of entries, is on the disk."""
+        """Wait until a file, or the list of files in a folder, is on the disk (fsync)."""
         sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -83,7 +83,7 @@ REFUSED = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""Error numbers that do not mean damage: the file may be intact, so it is not skipped."""
+"""Error numbers after which a file may be intact, so that its checkpoint is not skipped."""
 
 
 class DamagedCheckpoint(WorkhorseError):
@@ -96,7 +96,7 @@ class DamagedCheckpoint(WorkhorseError):
 
 
 class OpenCheckpoint:
-    """The open files of a checkpoint, after they were compared with its manifest.
+    """The open files of a checkpoint, which were verified with its manifest.
 
     Args:
         path: the checkpoint's folder.
@@ -124,10 +124,10 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(path: Path, step: int, names: tuple[str, ...]) -> Iterator[OpenCheckpoint]:
-    """Open the named files of a checkpoint and compare them with the manifest, byte for byte.
+    """Open the named files of a checkpoint and verify their sizes and checksums.
 
     Raises:
-        DamagedCheckpoint: a file or the manifest is not as it was written.
+        DamagedCheckpoint: a file or the manifest was changed after it was written.
     """
     listed = _read_manifest(path, step)
     with ExitStack() as opened:
@@ -136,7 +136,7 @@ def open_checkpoint(path: Path, step: int, names: tuple[str, ...]) -> Iterator[O
 
 
 def manifest_of(folder: Path, step: int) -> str:
-    """Return the text of `manifest.json` for a folder that contains a checkpoint's other files."""
+    """Return the text of `manifest.json` for the other files of a checkpoint."""
     files = {}
     for name in (MODEL, OPTIMIZER, STATE):
         with (folder / name).open("rb", buffering=0) as file:
@@ -145,7 +145,7 @@ def manifest_of(folder: Path, step: int) -> str:
 
 
 def _open(path: Path, name: str, expected: Mapping[str, Any]) -> FileIO:
-    """Open one file, and check it against its entry in the manifest."""
+    """Open a file, and check that it has the size and SHA-256 of the manifest."""
     with _reading(path, name), ExitStack() as opened:
         file = opened.enter_context(_opened(path, name))
         size = os.fstat(file.fileno()).st_size
@@ -183,7 +183,7 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 
 
 def _read_manifest(path: Path, step: int) -> dict[str, Any]:
-    """Read the manifest's entry for each file; the text must be what `manifest_of` returns."""
+    """Read the size and SHA-256 of each file from the manifest, and check that it is unchanged."""
     with _reading(path, MANIFEST), _opened(path, MANIFEST) as file:
         raw = file.read(MANIFEST_BYTES)
     try:

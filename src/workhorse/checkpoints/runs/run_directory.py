@@ -34,14 +34,14 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class FolderLock:
-    """A lock on a folder, held while it is open. The system releases it when the process ends.
+    """A lock on a folder, until `release` or the end of the process.
 
-    The folder itself is locked, not its path, so that it may be moved meanwhile. The file `.lock`
-    contains the process id. It is the lock on file systems that cannot lock a folder (NFS).
+    The lock stays valid if the folder is moved. The file `.lock` in it contains the process id. On
+    file systems that cannot lock a folder (NFS), only this file is locked.
 
     Raises:
-        WorkhorseError: another process holds the lock, or `.lock` is a link: writing to it would
-            change another file.
+        WorkhorseError: another process holds the lock, or `.lock` is a link, so that writing to it
+            would change another file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class FolderLock:
             return False
 
     def folder_now(self) -> Path | None:
-        """The current path of the locked folder; None if it was removed or cannot be found."""
+        """The current path of the locked folder; None if the folder was removed or not found."""
         try:
             now = Path(os.readlink(f"/proc/self/fd/{self._folder}"))
         except OSError:
@@ -130,8 +130,8 @@ class RunDirectory:
 
     Args:
         path: the folder; nothing is read or created before it is needed.
-        step: step of the checkpoint to load. By default it is the newest undamaged checkpoint;
-            each damaged one that is skipped gets a remark.
+        step: step of the checkpoint to load. By default, the newest undamaged checkpoint is loaded,
+            with a warning in `remarks` for each damaged one that is skipped.
     """
 
     kind = "run directory"
@@ -139,7 +139,7 @@ class RunDirectory:
     dtype = torch.float32
     has_tokenizer = True
     stop_tokens: tuple[int, ...] = ()
-    """Ids of tokens that end generation in addition to the tokenizer's eos."""
+    """Ids of the tokens that end generation. Always empty: the tokenizer's eos is used instead."""
 
     def __init__(self, path: str | Path, step: int | None = None) -> None:
         self.path = to_path(path, "a run directory is a path")
@@ -159,7 +159,7 @@ class RunDirectory:
 
     @classmethod
     def at(cls, path: Path) -> "RunDirectory":
-        """The run in a folder, or the run that a checkpoint folder belongs to."""
+        """The run in a folder, or the run of a checkpoint's folder."""
         step = step_of(path.absolute())
         run = cls(os.path.normpath(path / ".." / ".."), step)
         return cls(path) if step is None or not run.exists else run
@@ -170,7 +170,7 @@ class RunDirectory:
         return self.recipe_file.is_file()
 
     def keeps(self, path: Path) -> bool:
-        """True if a path is in the run's folder of checkpoints, data or tokenizer."""
+        """True if a path is inside the folder of the run's checkpoints, data or tokenizer."""
         own = (self.checkpoints_folder, self.data_folder, self.tokenizer_folder)
         return self.exists and any(path.resolve().is_relative_to(f.resolve()) for f in own)
 
@@ -191,10 +191,10 @@ class RunDirectory:
         return self._lock
 
     def check_place(self) -> None:
-        """Check that the locked folder is still at its path: a save would create a second one.
+        """Check that the locked folder was not moved, since a save would then create another one.
 
         Raises:
-            WorkhorseError: it was moved or removed; the message names its last checkpoint.
+            WorkhorseError: the folder was moved or removed; the message names its last checkpoint.
         """
         if self._lock is None or self._lock.in_place():
             return
@@ -241,7 +241,7 @@ class RunDirectory:
         return next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
 
     def _unfit(self, reason: str | None) -> WorkhorseError:
-        """Return an error: the folder cannot be created or written."""
+        """Return the error for a folder that cannot be created or written."""
         there = self._first_above()
         if not there.is_dir():
             what = "it" if there == self.path else there
@@ -267,7 +267,7 @@ class RunDirectory:
     def undo(self) -> None:
         """Remove everything that was created since `begin`.
 
-        Data that existed before and dot files are kept.
+        Data that existed before is kept, and so are dot files except `.lock` and temporary files.
         """
         for path in self.path.iterdir():
             if path == self.data_folder and self._found_data:
@@ -292,7 +292,7 @@ class RunDirectory:
         return CheckpointStore(self.checkpoints_folder, keep)
 
     def recipe(self) -> dict[str, Any]:
-        """The recipe's plain data.
+        """The content of `recipe.yaml` as plain data.
 
         Raises:
             WorkhorseError: this is not a run directory, or the file is not a recipe.
@@ -308,7 +308,7 @@ class RunDirectory:
 
     @property
     def config(self) -> DecoderConfig:
-        """The decoder's config, read again each time.
+        """The decoder's config. Each access reads `config.json` again.
 
         Raises:
             WorkhorseError: this is not a run directory, or the file is damaged.
@@ -316,7 +316,8 @@ class RunDirectory:
         self._check_is_run()
         if not self.config_file.exists():
             raise WorkhorseError(
-                f"{self.path} stopped before its model was built; train it with --resume"
+                f"{self.path} has no {self.config_file.name}, because training stopped before the "
+                "model was built; train it with --resume"
             )
         try:
             return DecoderConfig.from_dict(read_json(self.config_file))
@@ -326,7 +327,7 @@ class RunDirectory:
             ) from None
 
     def save_tokenizer(self, tokenizer: "Tokenizer") -> None:
-        """Save the tokenizer's files, all or none."""
+        """Save the tokenizer's files atomically."""
         tokenizer.save(self.tokenizer_folder)
 
     def save_config(self, config: DecoderConfig) -> None:
@@ -361,12 +362,8 @@ class RunDirectory:
     ) -> Decoder:
         """Build the trained decoder and load its weights, in evaluation mode.
 
-        Args:
-            device: device of the weights.
-            dtype: dtype of the weights; `self.dtype` by default.
-            kernel: attention kernel.
-            places: function that returns the destination of each weight; by default the weights of
-                the decoder.
+        The weights get the dtype `self.dtype` by default. The function `places` returns the
+        destinations that they are copied to.
 
         Raises:
             WorkhorseError: the run or checkpoint is missing, or the checkpoint's config differs
@@ -376,15 +373,15 @@ class RunDirectory:
         weights, state = self._weights()
         if DecoderConfig.from_dict(state["config"]) != config:
             raise WorkhorseError(
-                f"the checkpoints in {self.path} have another config than its "
-                f"{self.config_file.name}; restore the one that they were trained with"
+                f"the checkpoints in {self.path} were trained with another config than its "
+                f"{self.config_file.name}; restore the original file"
             )
         decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
         load_weights(decoder, weights, places)
         return decoder.eval()
 
     def checkpoint(self, notify: Callable[[str], None]) -> Checkpoint | None:
-        """The checkpoint to load, including the optimizer's state; None if there is none.
+        """Load the checkpoint, including the optimizer's state; return None if there is none.
 
         Args:
             notify: called with a message for each damaged checkpoint that is skipped.
@@ -405,14 +402,14 @@ class RunDirectory:
         if steps := store.steps():
             reason = "; ".join(self.remarks)
             raise WorkhorseError(
-                f"none of the {len(steps)} checkpoints in {self.path} is whole ({reason}); "
+                f"each of the {len(steps)} checkpoints in {self.path} is damaged ({reason}); "
                 "restore their files from a copy"
             )
         remedy = "restore its checkpoints" if self._has_saved() else "train it with --resume"
-        raise WorkhorseError(f"{self.path} has no whole checkpoint; {remedy}")
+        raise WorkhorseError(f"{self.path} has no complete checkpoint; {remedy}")
 
     def _has_saved(self) -> bool:
-        """True if its metrics record that a checkpoint was saved."""
+        """True if `metrics.jsonl` records that a checkpoint was saved."""
         if not self.metrics_file.is_file():
             return False
         return b'"kind": "checkpoint"' in self.metrics_file.read_bytes()
@@ -425,5 +422,5 @@ class RunDirectory:
                 )
             raise WorkhorseError(
                 f"{self.path} is not a run directory: it has no {self.recipe_file.name}; "
-                "give the folder that train got as --out"
+                "give the --out folder of workhorse train"
             )

@@ -7,10 +7,10 @@
         manifest.json           size and SHA-256 of the other files; written last
 
 A checkpoint is written under a temporary name, synced, and renamed. So a folder with its final name
-was whole when it was written, and the manifest shows whether it still is.
+was complete when it was written. The manifest shows whether it is still intact.
 
-A checkpoint is renamed before it is deleted. If it cannot be deleted, it stays under its temporary
-name: the save succeeds, `remarks` gets one line, and each later save tries again.
+A checkpoint is renamed to a temporary name before it is deleted. If the deletion fails, the save
+still succeeds, `remarks` gets one line, and each later save tries again.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ from workhorse.files.writing import refusal
 
 TEMPORARY = ".tmp-"
 LEFTOVER = re.compile(r"\.tmp-(removed-)?step-[0-9]{8,}(-[0-9a-f]{8})?")
-"""The temporary names that this module uses; nothing else in the folder is deleted."""
+"""Temporary names of this module. Leftover folders are only deleted if they have such a name."""
 LOOKS = 100
-"""How often to list the checkpoints again if they are removed before they are read."""
+"""Maximum number of attempts to read checkpoints while a running training removes them."""
 
 Found = TypeVar("Found")
 Tensors = Mapping[str, Slices]
-"""By file name: the slices of tensors that this process writes."""
+"""The slices of tensors that this process writes, by file name."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CheckpointStore:
         self._damaged: set[int] = set()
         """Steps of the checkpoints that were skipped as damaged."""
         self.remarks: list[str] = []
-        """Warnings about old checkpoints that cannot be deleted; the caller removes them."""
+        """Warnings about old checkpoints that cannot be deleted; the caller clears the list."""
         self._has_warned = False
 
     def path(self, step: int) -> Path:
@@ -118,12 +118,12 @@ class CheckpointStore:
             raise
 
     def begin(self, step: int, tensors: Tensors) -> None:
-        """Create a checkpoint's tensor files at full size under a temporary name, without data.
+        """Create a checkpoint's tensor files at their final size; `fill` writes the tensors.
 
         Args:
             step: number of training steps completed.
-            tensors: slices by tensor name, for the files `MODEL` (shared weights once) and
-                `OPTIMIZER`.
+            tensors: for each of the files `MODEL` and `OPTIMIZER`, the slices by tensor name. A
+                shared weight is listed once.
 
         Raises:
             WorkhorseError: the disk is full or cannot be written; older checkpoints are unchanged.
@@ -137,7 +137,7 @@ class CheckpointStore:
                 self.disk.lay_out(folder / name, slices)
 
     def fill(self, step: int, tensors: Tensors) -> None:
-        """Write rows into files that this or another process created with `begin`.
+        """Write slices of tensors into files that this or another process created with `begin`.
 
         Raises:
             WorkhorseError: the disk is full or cannot be written; older checkpoints are unchanged.
@@ -151,9 +151,8 @@ class CheckpointStore:
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
         """Finish a checkpoint: write its state, rename it to its final name, and call `prune`.
 
-        Only this checkpoint and older ones count towards `keep`. Newer ones exist if the run
-        resumed from an older step because they were damaged. They stay until their step is saved
-        again, so that their intact files are not lost.
+        If the run resumed from an older step, because newer checkpoints are damaged, these stay
+        until their step is saved again. They do not count towards `keep`.
 
         Args:
             step: number of training steps completed.
@@ -184,7 +183,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _in_one_line(self, step: int) -> Iterator[Path]:
-        """Yield the temporary folder of a checkpoint; turn disk errors into one-line errors."""
+        """Yield the temporary folder of a checkpoint, and turn OSErrors into WorkhorseErrors."""
         final = self.path(step)
         try:
             yield self.folder / f"{TEMPORARY}{final.name}"
@@ -194,8 +193,8 @@ class CheckpointStore:
     def prune(self, step: int) -> None:
         """Remove old checkpoints: of those up to `step`, the newest `keep` remain.
 
-        Checkpoints that were found damaged are removed and not counted. If a checkpoint cannot be
-        deleted, a remark is added.
+        Known damaged checkpoints do not count, and are removed too. If a checkpoint cannot be
+        deleted, a warning is added to `remarks`.
         """
         steps: list[int] = []
         with self._deleting(self.folder):
@@ -219,7 +218,7 @@ class CheckpointStore:
     ) -> tuple[int, dict[str, Any]] | None:
         """Return the step and the state of the newest undamaged checkpoint, or None.
 
-        Its tensors are verified but not loaded.
+        The checkpoint's tensors are verified but not loaded.
 
         Args:
             on_skip: called with a message for each newer checkpoint that is damaged.
@@ -236,11 +235,11 @@ class CheckpointStore:
     def newest_model(
         self, on_skip: Callable[[str], None] = lambda line: None
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Load the newest undamaged weights and their state (see `load_model`), or return None."""
+        """Load the newest undamaged weights and their state; return None if there are none."""
         return self._newest(self.load_model, on_skip)
 
     def newest_weights(self) -> int | None:
-        """Return the newest step with undamaged weights; its optimizer file may be damaged."""
+        """Return the newest step with undamaged weights and state, or None."""
 
         def checked(step: int) -> int:
             self.check(step, (MODEL, STATE))
@@ -249,7 +248,7 @@ class CheckpointStore:
         return self._newest(checked)
 
     def newest_folder(self, read: Callable[[Path], Found]) -> Found | None:
-        """Call `read` with the newest checkpoint's folder, damaged or not; return None if none."""
+        """Return `read(folder)` for the newest checkpoint, even if it is damaged, or None."""
 
         def found(step: int) -> Found:
             made = read(self.path(step))
@@ -266,12 +265,12 @@ class CheckpointStore:
     ) -> Found | None:
         """Return `read(step)` for the newest step with an undamaged checkpoint, or None.
 
-        A run in training removes its oldest checkpoint after each save. If that is the one being
-        read, there is a newer one, and the steps are listed again.
+        A running training removes old checkpoints. If a checkpoint is removed while it is being
+        read, the checkpoints are listed again, because there is a newer one.
 
         Raises:
-            WorkhorseError: a checkpoint was removed before it was read, `LOOKS` times in a row; or
-                `read` failed for another reason than damage.
+            WorkhorseError: checkpoints were removed in each of `LOOKS` attempts, or `read` failed
+                for another reason than damage.
         """
         for _ in range(LOOKS):
             skipped: list[str] = []
@@ -282,8 +281,8 @@ class CheckpointStore:
                     on_skip(line + used)
                 return None if found is None else found[1]
         raise WorkhorseError(
-            f"each checkpoint in {self.folder} was removed before it was read; wait until its "
-            "training ends, or resume it with train.keep=5"
+            f"each checkpoint in {self.folder} was removed before it was read; wait until the "
+            "run's training ends"
         )
 
     def _first_whole(
@@ -322,16 +321,16 @@ class CheckpointStore:
             return opened.tensors(MODEL), opened.state()
 
     def check(self, step: int, names: tuple[str, ...] = (MODEL, OPTIMIZER, STATE)) -> None:
-        """Compare the named files with the manifest, byte for byte.
+        """Verify the sizes and checksums of the named files of a checkpoint.
 
         Raises:
-            DamagedCheckpoint: a file or the manifest is not as it was written.
+            DamagedCheckpoint: a file or the manifest was changed after it was written.
         """
         with open_checkpoint(self.path(step), step, names):
             pass
 
     def clean(self) -> None:
-        """Delete the remains of interrupted saves and deletions; failures become a remark."""
+        """Delete the remains of interrupted saves and deletions; a failure only adds a warning."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if LEFTOVER.fullmatch(path.name):
@@ -339,7 +338,7 @@ class CheckpointStore:
                         self.disk.remove(path)
 
     def _discard(self, checkpoint: Path) -> None:
-        """Delete a checkpoint. It is renamed first: a folder with its final name stays complete.
+        """Delete a checkpoint. It is renamed first, so that no partly deleted one is ever loaded.
 
         Raises:
             OSError: the checkpoint cannot be renamed.
@@ -350,13 +349,13 @@ class CheckpointStore:
             self.disk.remove(doomed)
 
     def _aside(self, path: Path) -> Path:
-        """A new temporary name for a folder to be deleted."""
+        """A new temporary path for a folder that will be deleted."""
         name = path.name.removeprefix(TEMPORARY)
         return self.folder / f"{TEMPORARY}removed-{name}-{secrets.token_hex(4)}"
 
     @contextlib.contextmanager
     def _deleting(self, path: Path) -> Iterator[None]:
-        """Turn errors in deleting `path` into a remark, since they must not end a run."""
+        """Turn errors in deleting `path` into a warning, so that they do not end the training."""
         try:
             yield
         except OSError as error:
@@ -380,4 +379,4 @@ class CheckpointStore:
 
 
 class _RemovedError(Exception):
-    """Raised if a checkpoint that was listed no longer exists."""
+    """Raised if a checkpoint was removed after it was listed."""

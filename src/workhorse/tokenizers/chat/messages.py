@@ -1,15 +1,15 @@
 """Checks the input of a chat template and replaces typed text by placeholders.
 
-A chat is rendered twice. Each time, private-use characters (placeholders) replace some of its text:
+A placeholder is a private-use character. A chat is rendered twice:
 
-1. The first rendering has placeholders for the contents of messages. In all other strings, also in
-   keys of mappings, placeholders replace the names of control tokens and the characters that begin
-   or end such a name. So the template itself wrote every control token in the result.
-2. The second rendering has placeholders only for the names of control tokens. So it is right also
-   for templates that inspect the contents of messages.
+1. In the first rendering, placeholders replace the contents of messages. In all other strings,
+   including keys of mappings, they replace the names of control tokens and the characters that
+   begin or end such a name. So every control token in the result was written by the template.
+2. In the second rendering, placeholders replace only the names of control tokens. So the result is
+   also correct for templates that test or change the contents of messages.
 
-If both renderings are the same string once the contents are put back, the first is used. Otherwise
-the second is used, and it is an error if the two renderings have different special tokens.
+The first result is used if it is equal to the second after the contents are inserted. Otherwise the
+second is used. Then it is an error if the results have different special tokens.
 """
 
 import json
@@ -60,7 +60,7 @@ def checked(chat: Chat) -> Chat:
 
 
 def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy the reasoning of each message to every key under which a template may look for it."""
+    """Copy the reasoning of each message to all keys that a template may use for it."""
     completed: list[dict[str, Any]] = []
     for message in messages:
         texts = [message[name] for name in _REASONING if message.get(name) is not None]
@@ -70,7 +70,7 @@ def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_parts(chat: Chat) -> Chat:
-    """Convert the contents of messages that are strings to lists of one text part."""
+    """Replace each content that is a string by a list with one part of type `text`."""
     messages = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -108,7 +108,8 @@ def _plain(value: Any, size: list[int], depth: int) -> Any:
             return [_plain(item, size, depth + 1) for item in value]
         case _:
             raise WorkhorseError(
-                f"the chat has a {type(value).__name__}; use strings, numbers, lists and mappings"
+                f"the chat contains a value of type {type(value).__name__}; use strings, numbers, "
+                "lists and mappings"
             )
 
 
@@ -154,17 +155,17 @@ class Placeholders:
         self._stand_in_of: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._contents: dict[str, tuple[str, str]] = {}
-        """For each placeholder of a content: the content as in `without_names`, and as in the
-        result of `put_back`."""
+        """The content that each placeholder replaces, in two forms: as in `without_names`, and as
+        in the result of `put_back`."""
         self.without_names = _changed(chat, self._without_names)
         """The chat with the names of control tokens replaced."""
         self.without_contents = _changed(self.without_names, self._without_content)
         """The chat with the contents of its messages also replaced."""
 
     def missing(self, marked: str) -> list[int]:
-        """Return the indices of messages whose content the template left out.
+        """Return the indices of messages with content that the template omitted.
 
-        Assistant messages that call tools are not returned: a template may leave out their content.
+        Assistant messages that call tools are not returned, since templates may omit their content.
 
         Args:
             marked: the template's output for the chat `without_contents`.
@@ -189,8 +190,8 @@ class Placeholders:
             plain: the template's output for the chat `without_names`.
 
         Raises:
-            WorkhorseError: the template split or joined contents in a way that produced a special
-                token.
+            WorkhorseError: the template cut or joined contents, and the result contains a new
+                special token.
         """
         marked, plain = (_ESCAPED.sub(self._unescaped, text) for text in (marked, plain))
         if _PRIVATE.sub(self._content, marked) != plain:
@@ -203,9 +204,9 @@ class Placeholders:
         return names.sub(self._name, text)
 
     def _name(self, match: re.Match[str]) -> str:
-        """Return the placeholder for a matched name; equal names get the same placeholder.
+        """Return the placeholder for a matched name.
 
-        So strings that are equal in the chat are still equal for the template.
+        Equal names get the same placeholder, so that a template can still compare strings.
         """
         name = match[0]
         if name not in self._stand_in_of:
@@ -214,10 +215,10 @@ class Placeholders:
         return self._stand_in_of[name]
 
     def _without_content(self, text: str, is_assistant: bool, is_content: bool) -> str:
-        """Replace a content by a placeholder, but keep white space at its ends for the template.
+        """Replace a content by a placeholder. White space at its ends is kept.
 
-        In strings that are not contents, replace only characters that can begin or end a control
-        token.
+        In strings that are not contents, only characters that can begin or end a control token are
+        replaced.
         """
         if not is_content:
             return self._without_edges(text, is_assistant)
@@ -249,7 +250,7 @@ class Placeholders:
             ) from None
 
     def _content(self, match: re.Match[str]) -> str:
-        """Return the string that the chat `without_names` has in place of a placeholder."""
+        """Return the string that a placeholder stands for in the chat `without_names`."""
         token = match[0]
         if token in self._contents:
             return self._contents[token][0]
@@ -270,13 +271,13 @@ class Placeholders:
         return token if _PRIVATE.fullmatch(token) else self._encoder.mark(token)
 
     def _check_same_tokens(self, marked: str, plain: str) -> None:
-        """Check that no special token was made by joining parts of contents."""
+        """Check that cutting or joining contents did not produce special tokens."""
         ours, all_of_them = (self._special.findall(text) for text in (marked, plain))
         if ours != all_of_them:
             extra = next((name for name in all_of_them if name not in ours), all_of_them[-1:])
             raise WorkhorseError(
-                f"the chat template splits messages, which produced {extra!r}; remove it from "
-                "the messages"
+                f"the chat template splits messages, which produced the special token {extra!r}; "
+                "remove its characters from the messages"
             )
 
 
@@ -321,7 +322,7 @@ def _any_of(names: Iterable[str]) -> str:
 def _unused_characters(chat: Chat) -> Iterator[str]:
     """Return placeholders: private-use characters that are not in the chat.
 
-    A placeholder is one character, so a template cannot split it.
+    A template cannot split a placeholder, because it is a single character.
     """
     everything = (chat.messages, chat.tools, chat.documents, chat.variables)
     text = json.dumps(everything, ensure_ascii=False).replace(r"\\", "\\")  # undo the JSON escape
@@ -330,5 +331,5 @@ def _unused_characters(chat: Chat) -> Iterator[str]:
 
 
 def _character(escaped: str) -> str:
-    """Return the character of an escape that matches `_ESCAPED`."""
+    """Return the character for an escape sequence that matches `_ESCAPED`."""
     return json.loads(f'"{escaped}"') if escaped[1] == "u" else chr(int(escaped[2:], 16))

@@ -1,9 +1,9 @@
 """Runs the process that renders chat templates: started by the first rendering, ended at exit.
 
 Chat templates come with downloaded models and are not trusted. Jinja's sandbox denies them access
-to the machine, but they could still exhaust its memory or CPU: `'a' * 10**10`, nested loops,
-`[x, x]` doubled thirty times. So they run in a small process with limits (`sandbox.py`). If a
-template exceeds a limit, the process dies, and the next rendering starts another.
+to the machine, but they could still exhaust its memory or CPU, for example with nested loops. So
+they run in a small process with limits (`sandbox.py`). If a template exceeds a limit, the process
+dies, and the next rendering starts another.
 """
 
 import atexit
@@ -29,7 +29,7 @@ sandbox.serve(float(sys.argv[1]), int(sys.argv[2]))"""
 _MAX_ANSWER = 1 + 4 * MAX_TEXT
 """Maximum size of an answer in bytes: a status, and up to four bytes per character."""
 _VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""Environment variables of the process; some builds of Python do not start without them."""
+"""Environment variables that the process inherits. Some builds of Python need them to start."""
 READY = b"ready"
 
 
@@ -56,8 +56,8 @@ class TemplateProcess:
 
         Args:
             source: source of the template.
-            variables: the template's variables, as plain data. None: return the literal strings in
-                the template instead, separated by NULs.
+            variables: the template's variables, as plain data. If None, the template is not
+                rendered: the literal strings in it are returned, separated by NULs.
             now: current time for the template, in ISO format.
 
         Raises:

@@ -33,7 +33,7 @@ _WARM_UP = "{{ 'a\\n' | striptags | wordwrap | pprint }}{% for i in 1 %}{% endfo
 
 
 class Generation(Extension):
-    """The tag `{% generation %}`: marks the assistant's text for training, ignored in rendering."""
+    """The tag `{% generation %}` marks the assistant's text for training; rendering ignores it."""
 
     tags = frozenset(("generation",))  # pyright: ignore[reportAssignmentType]
 

@@ -1,9 +1,9 @@
 """Encodes chats as token ids, so that typed text never becomes a control token.
 
 A template is jinja source that comes with a model. Its control tokens must be distinguished from
-the same characters in a message. So the template is rendered with placeholders for the typed text:
-all control tokens in the result then come from the template. They are replaced by random markers,
-the typed text is put back, and the result is encoded as one string.
+the same characters in a message. So the template is rendered with placeholders for the typed text,
+and all control tokens in the result come from the template. Then random markers replace these
+control tokens, typed text replaces the placeholders, and the result is encoded as one string.
 """
 
 import re
@@ -43,7 +43,7 @@ _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
 _IN_A_WORD = re.compile(r"[\w\s.'\"\\-]")
 """Matches characters that are allowed in roles even if a special token begins or ends with them."""
 _PARTS = re.compile(r"""\.text\b|['"]text['"]""")
-"""Matches how a template reads the text of a content part."""
+"""Matches the expressions by which templates read the text of a content part."""
 
 
 class ChatTemplate:
@@ -53,7 +53,7 @@ class ChatTemplate:
         source: jinja source. It can read `messages`, `tools`, `documents`, `add_generation_prompt`
             and the special tokens in `names`.
         names: special tokens by variable name, such as `bos_token`.
-        with_tools: the template that is used instead if `tools` is given, even an empty list.
+        with_tools: the template for chats with tools. It is used if `tools` is not None.
 
     Raises:
         WorkhorseError: the source is not valid jinja or too long, or `names` is not a mapping.
@@ -89,8 +89,8 @@ class ChatTemplate:
 
         Args:
             tokenizer: the model's tokenizer.
-            name: name of the template. None: `default`, or `tool_use`, if there is one, for chats
-                with tools, as in transformers.
+            name: name of the template. If None, `default` is used, but `tool_use` for chats with
+                tools, if it exists. This is the rule of transformers.
 
         Raises:
             WorkhorseError: the tokenizer has no template with this name.
@@ -219,7 +219,7 @@ class ChatTemplate:
         return encoder.encode(typed.put_back(text, plain))
 
     def _written_tokens(self, tokenizer: Tokenizer) -> frozenset[str]:
-        """Return the control tokens in the template that are not special tokens."""
+        """Return the added tokens that the template writes as control tokens, such as `<think>`."""
         return frozenset(
             name
             for name in tokenizer.plain_added_tokens
@@ -248,9 +248,9 @@ def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str
 
 
 def _check_roles(chat: Chat, names: Collection[str]) -> None:
-    """Raise an error for a role from which a template could make a control token.
+    """Raise an error for a role that could become a part of a control token.
 
-    For example, templates write `"<|" + role + "|>"`.
+    For example, templates may write `"<|" + role + "|>"`.
     """
     ends = {end for name in names for end in (name[0], name[-1]) if not _IN_A_WORD.match(end)}
     parts = [*ends, *(name.lower() for name in names)]

@@ -6,9 +6,9 @@ special tokens, and use only the vocabulary and merges of the files. For example
 These classes are listed here as data, in the form of `tokenizer.json`.
 
 There is one intended difference from transformers 5. If a tokenizer puts a space before every
-input, and the input itself begins with a space, Workhorse keeps both spaces. SentencePiece, GGUF
-readers and the `tokenizer.json` files published with these models also do. The classes of
-transformers 5 then add no space. Set `drop_leading_space` in the settings for this behaviour.
+input, and the input itself begins with a space, Workhorse keeps both spaces, like SentencePiece and
+GGUF readers. The classes of transformers 5 then add no space. Set `drop_leading_space` in the
+settings for this behaviour.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from typing import Any
 from workhorse.tokenizers.config import SPACE
 
 Parts = dict[str, Any]
-"""Keys of a `tokenizer.json` and their values."""
+"""Some keys of a `tokenizer.json`, such as `normalizer`, and their values."""
 
 UNK_PLACE = "unk_token"
 """Placeholder for the name of the unknown token in the options of a model."""
@@ -33,11 +33,11 @@ class TokenizerClass:
     """A tokenizer class of transformers that replaces parts of `tokenizer.json`."""
 
     parts: Callable[[Mapping[str, Any]], Parts]
-    """Makes the normalizer, pre-tokenizer, decoder and model options from the settings."""
+    """Function that makes normalizer, pre-tokenizer, decoder and model options from settings."""
     named: Mapping[str, str]
-    """Default special tokens by name, such as `bos_token`; the settings can replace them."""
+    """Default special tokens by role, such as `bos_token`; the settings can replace them."""
     extra: tuple[str, ...] = ()
-    """Special tokens without a name such as `bos_token`."""
+    """Special tokens that have no role such as `bos_token`."""
     model: str = "BPE"
     bos_by_default: bool = False
     """True if sequences begin with bos by default."""
@@ -45,8 +45,8 @@ class TokenizerClass:
     """True to keep the tokens that `tokenizer.json` adds before and after a sequence."""
     begins_with_eos: bool = False
     resets_flags: bool = False
-    """True if the named special tokens lose the flags `lstrip` and `rstrip` (strip the spaces
-    around the token) that the files give them."""
+    """True to clear the flags `lstrip` and `rstrip` of special tokens with a role. These flags
+    strip the spaces around a token."""
 
 
 def _byte_level(prefix_space: bool, use_regex: bool = True) -> Parts:
@@ -105,7 +105,7 @@ def _cohere(settings: Mapping[str, Any]) -> Parts:
 
 
 DROP_LEADING_SPACE = "drop_leading_space"
-"""A key in `tokenizer_config.json` that only Workhorse reads."""
+"""Workhorse's own key in `tokenizer_config.json`; the module's docstring describes it."""
 
 
 def _marks(replacement: str, prefix: str) -> Parts:

@@ -50,7 +50,7 @@ class Reading:
     definition: str
     """The content of a complete `tokenizer.json`."""
     named: Mapping[str, str]
-    """Special tokens by name, such as `bos_token`."""
+    """Special tokens by role, such as `bos_token`."""
 
 
 def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
@@ -72,10 +72,9 @@ def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
 
 
 def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
-    """Read a `tokenizer.json`, replacing the same parts of it as transformers does.
+    """Read a `tokenizer.json`, and replace the same parts of it as transformers does.
 
-    Which parts are replaced depends on the tokenizer class that the folder declares, and on the
-    type of its model.
+    These parts depend on the tokenizer class that the folder declares, and on its model type.
     """
     written = folder.vocabulary(file)
     text = folder.read[file].decode()
@@ -85,7 +84,7 @@ def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading
 
 
 def as_read_beside(definition: str, model_type: str) -> str:
-    """Return a `tokenizer.json` as transformers reads it beside a model of this type.
+    """Return a `tokenizer.json` as transformers reads it in a folder with a model.
 
     Args:
         definition: the content of the `tokenizer.json`.
@@ -97,9 +96,9 @@ def as_read_beside(definition: str, model_type: str) -> str:
 
 
 def read_sentencepiece(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
-    """Read a SentencePiece model as the folder's tokenizer class in transformers reads it.
+    """Read a SentencePiece model as transformers does with the folder's tokenizer class.
 
-    If no class applies, it is read as the SentencePiece library does.
+    If there is no such class, the model is read as by the SentencePiece library.
     """
     data = folder.bytes_of(file)
     kind = tokenizer_class(settings.model_type, settings.declared_class, False)
@@ -135,14 +134,9 @@ def _read_merges(folder: TokenizerFolder, settings: Settings) -> Reading:
 def _read_written(
     text: str, written: Mapping[str, Any], kind: TokenizerClass | None, settings: Settings
 ) -> Reading:
-    """Read the content of a `tokenizer.json`: rebuilt for the class `kind`, or unchanged.
+    """Read a `tokenizer.json` (`text`, parsed as `written`) with the parts that `kind` replaces.
 
-    Args:
-        text: the content.
-        written: the same content, parsed.
-        kind: the tokenizer class; None to use the content unchanged. It is also unchanged if the
-            class is for another type of model.
-        settings: the settings of the folder.
+    Nothing is replaced if the class `kind` is None or for another algorithm.
     """
     if kind is None or written["model"].get("type", kind.model) != kind.model:
         check_growth(written)
@@ -168,15 +162,7 @@ def _built(
     named: Named,
     post_processor: Any = None,
 ) -> tokenizers.Tokenizer:
-    """Build a tokenizer without added tokens.
-
-    Args:
-        kind: the tokenizer class.
-        learned: the vocabulary and, for BPE, the merges.
-        settings: the settings of the folder.
-        named: special tokens by name.
-        post_processor: the `post_processor` of the `tokenizer.json`, if any.
-    """
+    """Build a tokenizer without added tokens from its vocabulary and merges (`learned`)."""
     parts = kind.parts(settings.fields)
     options = dict(parts["model"])
     if options.get("unk_token") == UNK_PLACE:
@@ -201,12 +187,9 @@ def _add_tokens(
     added: Mapping[int, AddedToken],
     extra: Sequence[AddedToken | str],
 ) -> bool:
-    """Add the added and special tokens of a folder to a tokenizer.
+    """Add the added and special tokens of a folder; return True if the tokenizer was changed.
 
     New tokens get ids at the end of the vocabulary.
-
-    Returns:
-        True if the tokenizer was changed.
     """
     before = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     tokens = [added[number] for number in sorted(added)]
@@ -243,7 +226,7 @@ def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
 def _finished(
     backend: tokenizers.Tokenizer, named: Named, kind: TokenizerClass | None, affixes: Affixes
 ) -> Reading:
-    """Set the flags of special tokens and the tokens around sequences, as the class `kind` does."""
+    """Set the flags of special tokens and the added bos and eos, as the class `kind` does."""
     bos, eos = ([] if named.get(key) is None else [str(named[key])] for key in NAMED[:2])
     if kind is not None and kind.resets_flags:
         add_tokens(backend, [AddedToken(str(t), special=True) for t in named.values() if t])
@@ -260,7 +243,7 @@ def _reading(definition: str, named: Named) -> Reading:
 
 @contextmanager
 def _blaming(what: object) -> Iterator[None]:
-    """Turn an error in a `with` block, caused by a file's content, into one that names the file."""
+    """Turn errors about a file's content in a `with` block into errors that name the file."""
     try:
         yield
     except WorkhorseError as error:

@@ -48,8 +48,8 @@ def convert(data: bytes) -> tuple[str, dict[str, str]]:
     kinds = {kind for _, _, kind in pieces}
     if proto["model_type"] not in (UNIGRAM, BPE) or UNUSED in kinds or proto["suffix_space"]:
         raise WorkhorseError(
-            "the SentencePiece model has the type word or char, unused pieces, or spaces as "
-            "suffixes; use a BPE or Unigram model without them"
+            "the SentencePiece model is not supported: it has the type word or char, unused "
+            "pieces, or spaces as suffixes; use a BPE or Unigram model"
         )
     roles = {
         role: pieces[number][0]
@@ -106,7 +106,7 @@ def _checked_model(data: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The pieces of a BPE model, without scores, as transformers' tokenizer classes use them."""
+    """The pieces and merges of a BPE model, without scores, for a tokenizer class."""
 
     vocab: dict[str, int]
     merges: list[tuple[str, str]]
@@ -115,7 +115,7 @@ class Vocabulary:
 
 
 def bpe_vocabulary(data: bytes) -> Vocabulary | None:
-    """Return the pieces and merges of a BPE model in the order of ids; None for other models.
+    """Return the pieces and merges of a BPE model, ordered by id; None for other model types.
 
     Raises:
         WorkhorseError: `data` is not a SentencePiece model.
@@ -189,9 +189,9 @@ def _normalizer(proto: dict[str, Any]) -> normalizers.Normalizer:
 
 
 def _pre_tokenizer(pieces: list[tuple[str, float, int]]) -> pre_tokenizers.PreTokenizer | None:
-    """Return a pre-tokenizer that splits before spaces, or None if a piece contains an inner space.
+    """Return a pre-tokenizer that splits before spaces; None if a piece contains an inner space.
 
-    If no piece does, splitting does not change the ids, but makes encoding much faster.
+    Splitting makes encoding much faster. It does not change the ids if no piece has an inner space.
     """
     if any(SPACE in text[1:] for text, _, kind in pieces if kind == NORMAL):
         return None

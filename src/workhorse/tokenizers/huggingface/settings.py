@@ -26,7 +26,7 @@ MAX_VALUES = 2_500_000
 
 
 class TokenizerFolder:
-    """Reads the files of a folder, and stores the content of each file that was read in `read`.
+    """Reads the files of a tokenizer's folder, and stores their contents in `read`.
 
     Args:
         path: the folder.
@@ -88,7 +88,7 @@ TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The named special tokens of every transformers tokenizer, in the order of transformers."""
+"""Roles of special tokens in every transformers tokenizer, in the order of transformers."""
 FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", DROP_LEADING_SPACE, "legacy")
 """Boolean settings; null stands for the default of the tokenizer class."""
 MAX_TEMPLATES = 32
@@ -104,10 +104,10 @@ class Settings:
     fields: Mapping[str, Any]
     """All fields of `tokenizer_config.json`."""
     named: Mapping[str, AddedToken | str | None]
-    """Special tokens by name (`bos_token`, `image_token`). The value None declares that the token
-    does not exist; an absent name declares nothing."""
+    """Special tokens by role (`bos_token`, `image_token`). None means that the tokenizer has no
+    token with this role. For an absent role, the settings do not specify a token."""
     extra: tuple[AddedToken | str, ...] = ()
-    """Special tokens without a name such as `bos_token`."""
+    """Special tokens that have no role such as `bos_token`."""
     added: Mapping[int, AddedToken] = field(default_factory=dict)
     """Added tokens (outside the base vocabulary) by id."""
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Settings:
 
     @property
     def lists_added(self) -> bool:
-        """True if the settings list all added tokens; the lists in other files are then ignored."""
+        """True if the settings list all added tokens. Then lists in other files are ignored."""
         return "added_tokens_decoder" in self.fields
 
     @property
@@ -154,7 +154,7 @@ def read_settings(folder: TokenizerFolder) -> Settings:
         if (value := fields.get(key)) not in (None, True, False):
             raise WorkhorseError(
                 f"{folder.path / SETTINGS}: {key}={shown(value)} is not true or false; "
-                "correct the file"
+                "write true or false"
             )
     return Settings(
         fields,
@@ -172,7 +172,7 @@ Tokens = list[AddedToken | str]
 def _special_tokens(
     folder: TokenizerFolder, fields: dict[str, Any]
 ) -> tuple[dict[str, AddedToken | str | None], Tokens, dict[int, AddedToken]]:
-    """Read the named, extra and added tokens as transformers 5 does."""
+    """Read special tokens with and without a role, and added tokens, like transformers 5."""
     named = {
         key: None if value is None else _token(value)
         for key, value in fields.items()
@@ -212,7 +212,7 @@ def added_token(value: Mapping[str, Any]) -> AddedToken:
 
 
 def _templates(folder: TokenizerFolder, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the chat templates; those in the settings are ignored if there are template files."""
+    """Yield the chat templates. If there are template files, those in the settings are ignored."""
     files = [TEMPLATE] if folder.has(TEMPLATE) else []
     if (folder.path / TEMPLATES).is_dir():
         names = sorted(path.name for path in (folder.path / TEMPLATES).glob("*.jinja"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from workhorse.checkpoints.huggingface.tensor_folder import (
     TensorFolder,
@@ -129,6 +130,7 @@ def write_model(
     tokenizer: "Tokenizer | None",
     dtype: torch.dtype | None = None,
     stop_tokens: tuple[int, ...] = (),
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a decoder and its tokenizer in Workhorse's own format.
 
@@ -138,14 +140,16 @@ def write_model(
         tokenizer: its tokenizer, or None.
         dtype: dtype of the written weights; the decoder's dtype by default.
         stop_tokens: ids of the tokens that end generation; if empty, the tokenizer's eos.
+        weights: the weights to write, by name; None: those of the decoder.
 
     Raises:
         WorkhorseError: the folder is in use or cannot be written.
     """
-    weights = weights_of(decoder)
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    own = weights_of(decoder)
+    shapes = {name: tuple(weight.shape) for name, weight in own.items()}
     dtype = dtype or decoder.embedding.tokens.weight.dtype
-    tensors = written_tensors(_same_names(shapes, decoder.config), weights, dtype)
+    moves = _same_names(shapes, decoder.config)
+    tensors = written_tensors(moves, own if weights is None else weights, dtype, shapes)
     description: dict[str, Any] = {
         "format": FORMAT,
         "config": decoder.config.to_dict(),

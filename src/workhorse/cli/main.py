@@ -63,6 +63,7 @@ VERBS = {
     "tokenizer": "Train, measure or inspect a tokenizer.",
     "models": "List the presets, or show a model's config and size.",
     "convert": "Convert a model to Hugging Face, GGUF or Workhorse format.",
+    "merge": "Merge the weights of several models into one.",
 }
 """The verbs and their descriptions in `--help`. The module of a verb is `workhorse.cli.verbs.VERB`;
 it is imported when the verb is used."""

@@ -1,11 +1,12 @@
 """Writes a decoder as a Hugging Face directory, or raises an error with the reasons."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from workhorse.checkpoints.huggingface.load import CONFIG_FILE, GENERATION_FILE
 from workhorse.checkpoints.huggingface.tensor_folder import write_tensors
@@ -48,6 +49,34 @@ def to_equivalent(decoder: Decoder, config: DecoderConfig) -> Decoder:
     return wider.eval()
 
 
+class Replaced(Mapping[str, Tensor]):
+    """Weights by name: `others` in place of those with the same name.
+
+    An untied head that only the written config has is the embedding.
+
+    Args:
+        own: all weights of the written decoder.
+        others: the weights that replace them.
+    """
+
+    def __init__(self, own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+        self.own = own
+        self.others = others
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.others:
+            return self.others[name]
+        if name == "head.proj.weight":
+            return self.others["embedding.tokens.weight"]
+        return self.own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
 def find_family(config: DecoderConfig) -> Family:
     """Return the first model type that can express a config or an equivalent one.
 
@@ -71,6 +100,7 @@ def write_huggingface(
     tokenizer: "Tokenizer | None" = None,
     dtype: torch.dtype | None = None,
     stop_tokens: tuple[int, ...] = (),
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Family:
     """Write a decoder so that transformers loads it with one of its own classes.
 
@@ -81,6 +111,7 @@ def write_huggingface(
         tokenizer: the tokenizer to write beside the weights, or None.
         dtype: dtype of the written weights; the decoder's dtype by default.
         stop_tokens: ids of the tokens that end generation; if empty, the tokenizer's eos.
+        weights: weights to write in place of the decoder's, by name.
 
     Returns:
         The model type that was written.
@@ -94,10 +125,12 @@ def write_huggingface(
         differences = in_the_way(family.differences(decoder.config), decoder.config)
         raise WorkhorseError(f"cannot be exported as {family.architecture}: {differences}")
     decoder = to_equivalent(decoder, equivalent)
-    weights = weights_of(decoder)
+    own = weights_of(decoder)
     dtype = dtype or decoder.embedding.tokens.weight.dtype
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    tensors = written_tensors(plan(family.rules, shapes, decoder.config), weights, dtype)
+    shapes = {name: tuple(weight.shape) for name, weight in own.items()}
+    moves = plan(family.rules, shapes, decoder.config)
+    written = own if weights is None else Replaced(own, weights)
+    tensors = written_tensors(moves, written, dtype, shapes)
     ids = _special_ids(tokenizer, stop_tokens)
     config = family.write(decoder.config) | ids | {"dtype": dtype_name(dtype)}
 

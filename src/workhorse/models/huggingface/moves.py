@@ -350,28 +350,35 @@ def check_weight(name: str, tensor: Tensor) -> None:
 
 
 def written_tensors(
-    moves: Sequence[Move], parameters: Mapping[str, Tensor], dtype: torch.dtype
+    moves: Sequence[Move],
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    shapes: Mapping[str, Shape],
 ) -> list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]]:
     """List the tensors to write: name, shape, dtype, and a function that computes the tensor.
 
     Args:
         moves: result of `plan`.
-        parameters: our parameters by name.
+        parameters: our parameters by name; each is read when a tensor is computed from it.
         dtype: dtype of the written tensors, except those that are always float32.
+        shapes: the shapes of the parameters.
     """
     result: list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]] = []
     for move in moves:
-        ours = [parameters[name].detach() for name in move.ours]
-        shapes = [tuple(tensor.shape) for tensor in ours]
-        on_meta = move.rule.put([tensor.to("meta") for tensor in ours], shapes, move.block)
+        sizes = [shapes[name] for name in move.ours]
+        empty = [torch.empty(size, device="meta") for size in sizes]
+        on_meta = move.rule.put(empty, sizes, move.block)
         kept = torch.float32 if move.ours[0].endswith(ALWAYS_FLOAT32) else dtype
         for index, (name, made) in enumerate(zip(move.theirs, on_meta, strict=True)):
-            result.append((name, tuple(made.shape), kept, _maker(move, ours, shapes, index)))
+            result.append((name, tuple(made.shape), kept, _maker(move, parameters, sizes, index)))
     return result
 
 
-def _maker(move: Move, ours: Tensors, shapes: Sequence[Shape], index: int) -> Callable[[], Tensor]:
+def _maker(
+    move: Move, parameters: Mapping[str, Tensor], shapes: Sequence[Shape], index: int
+) -> Callable[[], Tensor]:
     def make() -> Tensor:
+        ours = [parameters[name].detach() for name in move.ours]
         return move.rule.put(ours, shapes, move.block)[index].contiguous()
 
     return make

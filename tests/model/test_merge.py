@@ -1,0 +1,201 @@
+"""Merging models: the formulas in float64, what is written, and what is refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.conftest import MODEL
+from workhorse.config.base import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.model.convert import save
+from workhorse.model.load import load
+from workhorse.model.merge import MergeRecipe, Parts, merge
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.tokenizers import BytesConfig, train_tokenizer
+from workhorse.train import Recipe, train
+
+SMALL = DecoderConfig.from_dict({**MODEL, "vocab_size": 300, "max_seq_len": 32})
+
+
+def tensors(count: int, *shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def merged(
+    method: dict[str, Any], parts: list[Tensor], weights: list[float], **more: Any
+) -> Tensor:
+    config = MergeRecipe.from_dict(
+        {"method": method, "models": [{"model": "x"}] * len(parts)}
+        | ({"base": "x"} if "base" in more else {})
+    ).method
+    return config.merge(Parts(parts, weights, more.get("base"), [*range(len(parts))]))
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_linear_is_the_weighted_mean() -> None:
+    a, b = tensors(2, 3, 4)
+    close(merged({"kind": "linear"}, [a, b], [0.3, 0.5]), (0.3 * a.double() + 0.5 * b) / 0.8)
+    unscaled = merged({"kind": "linear", "normalize": False}, [a, b], [0.3, 0.5])
+    close(unscaled, 0.3 * a.double() + 0.5 * b)
+
+
+def test_slerp_keeps_the_angle_and_the_ends() -> None:
+    a, b = tensors(2, 40)
+    a, b = a / a.norm(), b / b.norm()
+    found = [merged({"kind": "slerp", "t": t}, [a, b], [1, 1]) for t in (0.0, 0.25, 1.0)]
+    close(found[0], a.double())
+    close(found[2], b.double())
+    angle = torch.acos((a.double() * b).sum())
+    close(found[1].norm(), torch.tensor(1.0).double())
+    close(torch.acos((found[1].double() * a).sum()), angle / 4)
+    nearly = a + 1e-4 * b
+    close(merged({"kind": "slerp", "t": 0.5}, [a, nearly], [1, 1]), (a.double() + nearly) / 2)
+
+
+def test_task_arithmetic_adds_changes() -> None:
+    base, a, b = tensors(3, 5)
+    found = merged({"kind": "task_arithmetic", "scale": 0.5}, [a, b], [0.3, 0.6], base=base)
+    wide = base.double()
+    close(found, wide + 0.5 * (0.3 * (a - wide) + 0.6 * (b - wide)))
+
+
+def test_ties_by_hand() -> None:
+    """Of four elements, two are kept per model; one element has a conflict of signs."""
+    base = torch.zeros(4)
+    a, b = torch.tensor([1.0, -4.0, 0.1, 3.0]), torch.tensor([2.0, 5.0, 0.2, -1.0])
+    found = merged({"kind": "ties", "density": 0.5}, [a, b], [1.0, 1.0], base=base)
+    # kept: a -> (0, -4, 0, 3), b -> (2, 5, 0, 0); the sign of element 1 is +, so only b counts
+    close(found, torch.tensor([2.0, 5.0, 0.0, 3.0]).double())
+    weighted = merged({"kind": "ties", "density": 0.5}, [a, b], [3.0, 1.0], base=base)
+    close(weighted, torch.tensor([2.0, -4.0, 0.0, 3.0]).double())
+
+
+def test_dare_keeps_the_mean_and_is_reproducible() -> None:
+    base = torch.zeros(200, 200)
+    change = torch.ones(200, 200)
+    dare = {"kind": "dare", "density": 0.3}
+    found = merged(dare, [change], [1.0], base=base)
+    assert set(found.unique().tolist()) == {0.0, float(torch.tensor(1.0) / 0.3)}
+    assert float(found.mean()) == pytest.approx(1.0, abs=0.05)
+    assert torch.equal(found, merged(dare, [change], [1.0], base=base))
+    assert not torch.equal(found, merged({**dare, "seed": 1}, [change], [1.0], base=base))
+    both = merged(dare, [change, change], [1.0, 1.0], base=base)
+    assert float((both > 4).float().mean()) == pytest.approx(0.09, abs=0.02)  # independent masks
+    signed = {**dare, "density": 1.0, "common_sign": True}
+    a, b = torch.tensor([1.0, -3.0]), torch.tensor([2.0, 2.0])
+    close(merged(signed, [a, b], [1, 1], base=torch.zeros(2)), torch.tensor([3.0, -3.0]).double())
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Three small LLaMAs with one tokenizer."""
+    tokenizer = train_tokenizer(BytesConfig(), ())
+    for name in "abc":
+        torch.manual_seed(ord(name))
+        save(SMALL.build(), tmp_path / name, tokenizer=tokenizer)
+    return [str(tmp_path / name) for name in "abc"]
+
+
+def weights(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: weight.detach() for name, weight in decoder.named_parameters()}
+
+
+@pytest.mark.parametrize("to", ["hf", "workhorse"])
+def test_a_merged_model_is_loaded_with_its_tokenizer(
+    folders: list[str], tmp_path: Path, to: Any
+) -> None:
+    recipe = MergeRecipe.from_dict({"models": [{"model": name} for name in folders[:2]]})
+    result = merge(recipe, tmp_path / "out", to)
+    assert (result.method, result.dtype, result.models) == ("linear", "float32", folders[:2])
+    found = load(tmp_path / "out", execution="reference")
+    assert found.tokenizer is not None
+    first, second = (weights(load(name, execution="reference").decoder) for name in folders[:2])
+    for name, weight in weights(found.decoder).items():
+        close(weight, (first[name].double() + second[name]) / 2)
+
+
+def test_the_checkpoints_of_a_run_are_averaged(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text to learn; " * 60)
+    train(
+        Recipe.from_dict(
+            {
+                "name": "run",
+                "model": MODEL,
+                "tokenizer": {"kind": "bytes"},
+                "data": {"corpus": {"kind": "text", "path": str(tmp_path / "text.txt")}},
+                "train": {
+                    "steps": 6,
+                    "batch_size": 2,
+                    "seq_len": 16,
+                    "checkpoint_every": 2,
+                    "keep": 3,
+                },
+            }
+        ),
+        tmp_path / "run",
+    )
+    part = {"model": str(tmp_path / "run"), "checkpoints": 3}
+    merge(MergeRecipe.from_dict({"models": [part]}), tmp_path / "out", "workhorse")
+    steps = [
+        load(path, execution="reference").decoder
+        for path in sorted((tmp_path / "run" / "checkpoints").iterdir())
+    ]
+    mean = load(tmp_path / "out", execution="reference").decoder
+    for name, weight in weights(mean).items():
+        close(weight, sum(weights(one)[name].double() for one in steps) / 3)
+    more = MergeRecipe.from_dict({"models": [{**part, "checkpoints": 4}]})
+    with pytest.raises(WorkhorseError, match="has 3 checkpoints, fewer than checkpoints=4"):
+        merge(more, tmp_path / "more")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"models": []}, "there are no models"),
+        ({"models": [{"model": "a"}], "method": {"kind": "ties"}}, "base=None does not fit ties"),
+        ({"models": [{"model": "a"}], "base": "b"}, "base=b does not fit linear; remove it"),
+        (
+            {"models": [{"model": "a", "weight": 1}, {"model": "b", "weight": -1}]},
+            "add up to 0",
+        ),
+        ({"models": [{"model": "a", "weight": float("nan")}]}, "nan is not a finite number"),
+        (
+            {"models": [{"model": "a"}], "base": "b", "method": {"kind": "ties", "density": 0}},
+            "density",
+        ),
+        ({"models": [{"model": "a"}], "method": {"kind": "soup"}}, "soup"),
+    ],
+)
+def test_wrong_recipes(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        MergeRecipe.from_dict(fields)
+    assert "\n" not in str(raised.value)
+
+
+def test_models_that_do_not_fit(folders: list[str], tmp_path: Path) -> None:
+    def refused(names: list[str], message: str, **more: Any) -> None:
+        fields = {"models": [{"model": one} for one in names]} | more
+        recipe = MergeRecipe.from_dict(fields)
+        with pytest.raises(WorkhorseError, match=re.escape(message)):
+            merge(recipe, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    tokenizer = train_tokenizer(BytesConfig(), ())
+    save(SMALL.replace(d_model=32).build(), tmp_path / "wide", tokenizer=tokenizer)
+    refused([folders[0], str(tmp_path / "wide")], "embedding.tokens.weight is of shape (300, 32)")
+    refused(folders, "slerp merges two models, not 3", method={"kind": "slerp"})
+    refused([str(tmp_path / "none")], "does not exist")
+    refused([], "is not a run", models=[{"model": folders[0], "checkpoints": 2}])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    recipe = MergeRecipe.from_dict({"models": [{"model": folders[0]}]})
+    with pytest.raises(WorkhorseError, match="exists and is not empty"):
+        merge(recipe, tmp_path / "out")

@@ -1,7 +1,7 @@
-"""Workhorse: the decoder-only transformer, every variant of it, from raw text to generated text.
+"""Workhorse: train, evaluate and run decoder-only transformers, from raw text to generated text.
 
 `import workhorse` is cheap: everything is imported when it is first used. Submodules such as
-`workhorse.train` need no import statement.
+`workhorse.train` need no import statement of their own.
 """
 
 import importlib

@@ -11,7 +11,7 @@ _NEAR = 0.6  # least similarity of two names, from 0 to 1, for one to be suggest
 
 
 class WorkhorseError(ValueError):
-    """Wrong input or usage: one line with the fact, the value and the remedy.
+    """Wrong input or usage. The message is one line with the fact, the value and the remedy.
 
     The command line prints the line and exits with code 2. Any other exception is a bug in
     Workhorse and exits with code 1.
@@ -24,19 +24,19 @@ def to_install(extra: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: its repr on one line, of bounded length."""
+    """Format a value for an error message: its repr on one line, truncated if it is long."""
     text = " ".join(line.strip() for line in repr(value).splitlines())  # an array's repr has many
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the most similar known name; empty if none is similar."""
+    """Suggest the known name that is most similar to an unknown one; empty if none is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the most similar known name, or a list of the known names."""
+    """Suggest the known name that is most similar to an unknown one, or list the known names."""
     names = sorted(known)
     if remedy := meant(name, names):
         return remedy
@@ -45,7 +45,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def warn_caller(line: str) -> None:
-    """Issue a UserWarning that points at the line outside this package that called it."""
+    """Issue a UserWarning that points at the calling line outside this package."""
     package = __name__.partition(".")[0]
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:

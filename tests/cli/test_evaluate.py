@@ -89,7 +89,7 @@ def test_compressors_beside_it(run_folder, capsys):
     ("arguments", "message"),
     [
         (["--data", "missing.txt"], "missing.txt"),
-        (["--data", "empty.txt"], "the text is too short: 0 bytes have no token"),
+        (["--data", "empty.txt"], "the documents are too short: 0 bytes have no token"),
         (["--data", "latin.txt"], "is not UTF-8; convert the file to UTF-8\n"),
         (["--stride", "33"], "stride=33 is not within the context; choose 1 to 32"),
     ],
@@ -210,7 +210,7 @@ class TestTasks:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--include-path", "nowhere"], "nowhere is not a folder; give one that holds YAML"),
+            (["--include-path", "nowhere"], "nowhere is not a folder; give one with YAML"),
             (["--limit", "0"], "limit=0 is not positive; choose more than 0"),
             (["--fewshot", "-1"], "fewshot=-1 is negative; choose 0 or more examples"),
             (["--apply-chat-template"], "has no chat template; evaluate it without chat"),

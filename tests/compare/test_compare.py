@@ -354,10 +354,10 @@ def test_damaged_files_of_a_study_are_named(finished: Finished, tmp_path: Path):
     whole = json.loads(outcome.read_text())
     for changes, said in [
         ({"loss": "low"}, "loss: 'low' is not a number"),
-        ({"loss": None}, "neither a loss nor a reason for divergence is set"),
+        ({"loss": None}, "a loss is missing, and diverged is not set"),
         ({"versions": None}, "versions: expected settings, got null"),
         ({"seconds": []}, r"seconds: \[\] is not a number"),
-        ({"by_context": {}}, "by_context: the contexts are not the study's"),
+        ({"by_context": {}}, "by_context: the context lengths differ from the study's"),
         ({"by_context": {"4": {}, "16": {}}}, "by_context.4: 'loss' is missing"),
     ]:
         outcome.write_text(json.dumps({**whole, **changes}))
@@ -375,7 +375,9 @@ def test_damaged_files_of_a_study_are_named(finished: Finished, tmp_path: Path):
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(line for line in lines if '"kind": "validation"' not in line))
     outcome.unlink()
-    with pytest.raises(WorkhorseError, match=r"metrics.jsonl is damaged: it has no validation"):
+    with pytest.raises(
+        WorkhorseError, match=r"metrics.jsonl is damaged: it has no start, or no validation"
+    ):
         compare(study, out)
     metrics.write_text("".join(lines))
     (out / "timings.json").write_text('{"plain": 0}')

@@ -133,7 +133,7 @@ def test_quick_without_a_quick_section(make_study: MakeStudy):
 
 
 def test_a_folder_of_something_else(make_study: MakeStudy, tmp_path: Path):
-    with pytest.raises(WorkhorseError, match="is not empty and not a study"):
+    with pytest.raises(WorkhorseError, match="is not empty and has no study"):
         compare(make_study(), tmp_path)
 
 

@@ -103,8 +103,12 @@ def test_dropout_is_off_and_the_mode_is_restored(decoder, ascii_tokenizer):
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
-        ([], {"start": START}, "the text is too short: 0 bytes have no token"),
-        ([Document("a", "x")], {"start": None}, "the text is too short: 1 bytes have no token"),
+        ([], {"start": START}, "the documents are too short: 0 bytes have no token"),
+        (
+            [Document("a", "x")],
+            {"start": None},
+            "the documents are too short: 1 bytes have no token",
+        ),
         (DOCUMENTS, {"start": 0, "stride": 9}, "stride=9 is not within the context; choose 1 to 8"),
         (DOCUMENTS, {"start": 0, "stride": 0}, "stride=0 is not within the context"),
         (DOCUMENTS, {"start": 0, "context": 9}, "context=9 is not within the model's max_seq_len"),

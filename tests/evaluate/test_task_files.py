@@ -16,7 +16,7 @@ TASK = "task: x\ndataset_path: json\ndataset_kwargs: {data_files: {test: QUESTIO
         ("", "is not a task; write a mapping"),
         ("[1]", "is not a task; write a mapping"),
         ("task:", "is not a task; write a mapping"),
-        ("task: x", "has no dataset_path; say where"),
+        ("task: x", "has no dataset_path; set it to"),
         ("[" * 3000, "nested deeper than 64"),
         ("task: " + "9" * 5000, "digits"),
     ],

@@ -1,4 +1,4 @@
-"""Comparison of designs: variants of a recipe at an equal budget, over several seeds."""
+"""Compare variants of a training recipe at an equal budget, with several seeds each."""
 
 from workhorse.compare.plan import QUICK, quick, with_settings
 from workhorse.compare.run import Comparison, compare, dry_run

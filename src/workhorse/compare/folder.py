@@ -1,8 +1,8 @@
-"""The folder of a study: its definition, its trials and its results.
+"""The folder of a study: its definition, its trials (training runs) and its results.
 
 study.yaml      the study, with the fields of its base recipe and all variants
 timings.json    seconds per step of each variant, if the budget is in seconds
-data/           tokenizers and token shards, shared by all trials (runs)
+data/           tokenizers and token shards, shared by all trials
 trials/VARIANT/seed-N/      run directory of a trial; a finished trial has its outcome in trial.json
 trials/VARIANT/rate-F/      run directory of a trial of the learning rate search, for the factor F
 results.json, report.md, report.html
@@ -29,14 +29,14 @@ NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 
 FOR_PEOPLE = ("name", "description")
-"""Keys of the base recipe that do not affect the training of any trial."""
+"""Keys of the base recipe that do not affect training."""
 
 COSTS = ("seconds", "tokens_per_second", "peak_memory")
 """Fields of a trial's outcome that depend on the machine and its load."""
 
 
 class Losses(Config):
-    """A held-out loss in its two units: nats per token, and bits per byte."""
+    """A held-out loss in two units: nats per token, and bits per byte."""
 
     loss: NotNegative
     bits_per_byte: NotNegative
@@ -49,8 +49,8 @@ class Outcome(Config):
     bits_per_byte: NotNegative | None
     unknown_rate: NotNegative | None
     diverged: str | None
-    """The message about the divergence, in which case the losses are None; None if the trial did
-    not diverge."""
+    """Error message if the trial diverged, otherwise None. The losses of a diverged trial are
+    None."""
     steps: Count
     tokens: Count
     skipped_steps: Count
@@ -63,12 +63,12 @@ class Outcome(Config):
     tokens_per_second: NotNegative | None
     peak_memory: Count | None
     by_context: dict[str, Losses]
-    """The losses by context length, at each length of the study; empty if the trial diverged."""
+    """The losses at each context length of the study, by length; empty if the trial diverged."""
 
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
         if self.diverged is None and (self.loss is None or self.bits_per_byte is None):
-            raise ConfigError("neither a loss nor a reason for divergence is set")
+            raise ConfigError("a loss is missing, and diverged is not set")
         return self
 
     def measured(self, measure: Measure) -> float | None:
@@ -92,8 +92,8 @@ class StudyFolder:
         """Check that a study can start or resume in this folder. Writes nothing.
 
         Raises:
-            WorkhorseError: the folder contains something else, or the study in it differs by more
-                than added seeds and variants.
+            WorkhorseError: the folder contains other files, or `study` differs from the study in
+                it by more than added seeds and variants.
         """
         if self.path.exists() and not self.path.is_dir():
             raise WorkhorseError(f"{self.path} is not a folder; choose another --out")
@@ -102,8 +102,8 @@ class StudyFolder:
             others = [name for name in others if name != "data" and not name.startswith(".")]
             if others:
                 raise WorkhorseError(
-                    f"{self.path} is not empty and not a study (it has {min(others)!r}); choose "
-                    "another --out"
+                    f"{self.path} is not empty and has no study.yaml (it has {min(others)!r}); "
+                    "choose another --out"
                 )
             return
         before = read_yaml(self.study_file)
@@ -111,14 +111,14 @@ class StudyFolder:
             before.get("variants"), dict
         ):
             raise WorkhorseError(
-                f"{self.study_file} is damaged: it has no seeds and variants; restore it, or "
+                f"{self.study_file} is damaged: seeds or variants are missing; restore it, or "
                 "choose another --out"
             )
         change = _refused_change(before, identity(study))
         if change:
             raise WorkhorseError(
-                f"{change} since {self.path} was started, and only seeds and variants may be "
-                "added; undo the change, or choose another --out"
+                f"{change} since {self.path} was started, but a started study may only get "
+                "additional seeds and variants; undo the change, or choose another --out"
             )
 
     def begin(self, study: Study) -> None:
@@ -146,12 +146,10 @@ class StudyFolder:
     def outcome(self, trial: Trial, contexts: Sequence[int]) -> Outcome | None:
         """The outcome of a trial; None if the trial is not finished.
 
-        Args:
-            trial: a trial of the study.
-            contexts: the study's context lengths, which the outcome must contain.
+        `contexts` are the study's context lengths, which the outcome must contain.
 
         Raises:
-            WorkhorseError: the file with the outcome is damaged.
+            WorkhorseError: the trial's `trial.json` is damaged.
         """
         file = outcome_file(self.trial(trial))
         if not file.is_file():
@@ -159,16 +157,16 @@ class StudyFolder:
         try:
             found = Outcome.from_dict(read_json(file))
             if found.diverged is None and [*found.by_context] != [*map(str, contexts)]:
-                raise ConfigError("the contexts are not the study's", "by_context")
+                raise ConfigError("the context lengths differ from the study's", "by_context")
             return found
         except WorkhorseError as error:
             raise WorkhorseError(
-                f"{file} is damaged ({str(error).partition(';')[0]}); delete it to recreate it "
-                "from the run"
+                f"{file} is damaged ({str(error).partition(';')[0]}); delete it and run the "
+                "study again"
             ) from None
 
     def timings(self) -> dict[str, float]:
-        """The measured seconds per training step, by the variant's name.
+        """The measured seconds per training step of each variant, by name.
 
         Raises:
             WorkhorseError: `timings.json` is damaged.
@@ -188,7 +186,7 @@ class StudyFolder:
 
 
 def outcome_file(run: Path) -> Path:
-    """The path of the file with a trial's outcome, in the trial's run directory."""
+    """The path of `trial.json` in a trial's run directory."""
     return run / "trial.json"
 
 
@@ -206,14 +204,13 @@ def identity(study: Study) -> dict[str, Any]:
 
 
 def _refused_change(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describe the first difference between two versions of a study that prevents resuming it.
+    """Describe the first change of a study that prevents resuming it; empty if there is none.
 
-    Only seeds and variants may be added, and the question may change. Empty if nothing else
-    differs.
+    Seeds and variants may be added, and the question may change.
 
     Args:
         before: the contents of `study.yaml`.
-        now: the same data of the study to run, from `identity`.
+        now: the study to run, as returned by `identity`.
     """
     for seed in before["seeds"]:
         if seed not in now["seeds"]:

@@ -1,7 +1,7 @@
 """The plan of a study: the recipe of every variant at the study's budget, and the list of trials.
 
-A study compares variants of a recipe. A trial is one run of a variant. Checks make sure that the
-variants are comparable. Nothing is trained or written here.
+A study compares variants of a recipe. A trial is one training run of a variant. Checks make sure
+that the variants are comparable.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,20 +25,21 @@ from workhorse.train.check import check_length, check_recipe
 from workhorse.train.resume import differences
 
 Measure = Literal["loss", "bits_per_byte"]
-"""The loss that a study compares, by its name in a run's metrics."""
+"""Name of the loss that a study compares, as in a run's metrics."""
 
 
 def measure_of(recipes: Mapping[str, Recipe], baseline: str) -> Measure:
-    """The loss to compare variants by: `loss` (per token) if all train on the same tokens.
+    """Return the loss to compare variants by: `loss` (per token) if all train on the same tokens.
 
-    If tokenizer or packing differ, it is `bits_per_byte`.
+    If tokenizers or packing differ, losses per token are not comparable, and the result is
+    `bits_per_byte`.
 
     Args:
         recipes: each variant's recipe, by the variant's name.
         baseline: the name of the variant that the others are compared with.
 
     Raises:
-        WorkhorseError: a variant's text differs from the baseline's.
+        WorkhorseError: a variant's data differ from the baseline's in more than packing.
     """
     measure: Measure = "loss"
     for name, recipe in recipes.items():
@@ -53,7 +54,10 @@ def measure_of(recipes: Mapping[str, Recipe], baseline: str) -> Measure:
 
 
 def _text_differences(first: Recipe, second: Recipe) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of `data` and `tokenizer` settings that differ, except `data.cache_dir`."""
+    """Yield the paths of `data` and `tokenizer` settings in which two recipes differ.
+
+    `data.cache_dir` may differ, because it does not affect the data.
+    """
     for section in ("data", "tokenizer"):
         before, now = (getattr(recipe, section).to_dict() for recipe in (first, second))
         for path, _, _ in differences(before, now, (section,)):
@@ -99,7 +103,7 @@ def check_parameters(counts: Mapping[str, int], baseline: str, allowed: bool | f
             raise WorkhorseError(
                 f"{name!r} has {count:,} parameters, {count / wanted - 1:+.2%} relative to the "
                 f"{wanted:,} of {baseline!r}, and budget.parameters allows {share:.2%}; "
-                "change its sizes, or budget.parameters"
+                "change the sizes of its model, or budget.parameters"
             )
 
 
@@ -107,12 +111,13 @@ Vocabulary = Callable[[Recipe], int]
 StepSeconds = Callable[[str, Recipe], float]
 
 SAVES = 5
-"""Minimum number of checkpoints per trial, so that a killed trial loses at most a fifth of it."""
+"""Minimum number of checkpoints per trial, so that a killed trial loses at most a fifth of
+its steps."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a study, with its recipe at the study's budget."""
+    """One variant of a study: its recipe and its size."""
 
     name: str
     settings: Settings
@@ -121,7 +126,7 @@ class Variant:
     """The variant's recipe, with the number of steps that fits the budget."""
     parameters: int
     flops_per_token: int
-    """Floating-point operations to train on one token."""
+    """Floating-point operations to train on one token, forward and backward."""
 
     @property
     def tokens(self) -> int:
@@ -136,7 +141,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study: a variant with a seed and a learning rate factor."""
+    """One training run of a study: a variant with a seed and a learning rate factor."""
 
     variant: str
     seed: int
@@ -164,7 +169,8 @@ class Plan:
     variants: dict[str, Variant]
     measure: Measure
     notices: list[str] = field(default_factory=list)
-    """Messages about settings that were dropped or shortened in variants, one line each."""
+    """One-line messages about settings of the base recipe that do not apply to a variant and were
+    dropped or adapted."""
 
     @property
     def searching(self) -> list[Trial]:
@@ -190,13 +196,16 @@ class Plan:
 
     @property
     def all_trials(self) -> list[Trial]:
-        """The trials of the learning rate search, and the compared ones (listed with factor 1)."""
+        """All trials: those of the learning rate search, and the compared ones.
+
+        The compared ones have factor 1 instead of the factor that the search will choose.
+        """
         return [*self.searching, *self.trials(dict.fromkeys(self.variants, 1.0))]
 
     def recipe(self, trial: Trial, cache: str, threads: int) -> Recipe:
         """The recipe that a trial is trained with.
 
-        Compared with the variant's recipe, it generates no samples and saves more checkpoints.
+        It is the variant's recipe without generated samples and with more checkpoints.
 
         Args:
             trial: a trial of this plan.
@@ -286,7 +295,7 @@ def make_plan(
 
     Raises:
         ConfigError: a variant is not a valid recipe, or equals another variant.
-        WorkhorseError: a variant cannot be trained on this machine, its text differs from the
+        WorkhorseError: a variant cannot be trained on this machine, its data differ from the
             baseline's, its parameter count differs by more than allowed, or the budget is less
             than one step.
     """
@@ -323,11 +332,11 @@ def make_plan(
 
 
 def check_variants(study: Study, out: Path) -> None:
-    """Check that `train` would accept every variant. Reads only the beginning of the text.
+    """Check that `train` would accept every variant. Only the beginning of the data is read.
 
     Args:
         study: the study; `base` must contain the fields of the recipe, not the name of a file.
-        out: the study's folder.
+        out: the study's folder. Its files must not be part of the training data.
 
     Raises:
         WorkhorseError: a variant cannot be trained, or its data has no validation split.
@@ -358,8 +367,8 @@ def _check_base(study: Study) -> None:
         base = with_init(study.base) if isinstance(study.base, dict) else study.base
         if (minutes := Recipe.from_dict(base).train.minutes) is not None:
             raise ConfigError(
-                f"{minutes:g} conflicts with the study's budget, which determines the steps; set "
-                "train.steps instead",
+                f"{minutes:g} conflicts with the study's budget; replace it by train.steps, which "
+                "the budget overrides",
                 "train.minutes",
             )
     except ConfigError as error:
@@ -437,7 +446,7 @@ def _steps(
 ) -> int:
     """The number of training steps of a variant that fits the budget of a study.
 
-    `flops` are the FLOPs to train on one token; for `step_seconds` see `make_plan`.
+    `flops` are the FLOPs to train on one token. For `step_seconds`, see `make_plan`.
     """
     tokens = recipe.train.tokens_per_step
     match budget.kind:
@@ -454,7 +463,8 @@ def _steps(
     steps = int(min(budget.amount // cost, LARGEST + 1.0))
     if steps > LARGEST:
         raise ConfigError(
-            f"{budget.amount:g} is enough for 2^63 steps of {name!r} or more; lower it",
+            f"{budget.amount:g} is enough for 2^63 steps of {name!r} or more, which is too many; "
+            "lower it",
             f"budget.{budget.kind}",
         )
     if steps < 1:

@@ -66,7 +66,8 @@ class _Worker:
 
 
 Events = queue.SimpleQueue[tuple[_Worker, Event | None]]
-"""Queue of all processes' events. None means that the process exited without sending `ended`."""
+"""Queue of processes and their events. An event of None means that the process exited without
+sending `ended`, its normal last event."""
 
 
 def run_in_processes(
@@ -137,9 +138,9 @@ class _Pool:
             self.on_event(worker.trial, {"kind": "begin"})
 
     def stop(self, received: signal.Signals) -> None:
-        """Send a received signal to all processes, but only the first signal.
+        """Forward the first received signal to all processes.
 
-        A second signal would prevent the processes from saving.
+        Later signals are ignored, because they would prevent the processes from saving.
         """
         if self.stopped is None:
             self.stopped = received.name
@@ -177,9 +178,7 @@ class _Pool:
 def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
     """Handle the last event of a process: return the name of the signal that stopped it, or None.
 
-    Args:
-        worker: the process, which has exited.
-        event: its event `ended`; None if it exited without one.
+    `event` is the event `ended`; None if the process exited without sending it.
 
     Raises:
         Exception: the error that the process reported or that ended it.

@@ -60,7 +60,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 def verdicts(results: dict[str, Any]) -> list[str]:
     """A sentence about each variant: whether it is better or worse than the baseline.
 
-    With one seed, a single sentence that no comparison is possible.
+    With one seed, the only sentence is that no comparison is possible.
     """
     found = [one["verdict"]["words"] for one in results["variants"].values() if one["verdict"]]
     return list(dict.fromkeys(found)) or [ONE_SEED]
@@ -122,13 +122,9 @@ def _losses(results: dict[str, Any]) -> Rows:
 def _by_context(results: dict[str, Any], key: str, contexts: list[str], sign: str) -> Rows:
     """A table with a row per variant and a column per context length.
 
-    Each cell is a mean, with the half-width of its 95 % interval if there are several seeds.
-
-    Args:
-        results: the results of `collect`.
-        key: `loss`, or `more` for the difference from the shortest context.
-        contexts: the context lengths.
-        sign: `+` to print the sign of positive means, or empty.
+    Each cell is a mean, with the half-width of its 95 % interval if there are several seeds. `key`
+    is `loss`, or `more` for the difference from the shortest context. `sign` is `+` to print the
+    sign of positive means, otherwise empty.
     """
     rows = [["variant", *contexts]]
     for name, one in results["variants"].items():
@@ -228,15 +224,10 @@ def _is_part(event: Event) -> bool:
 
 
 def _curve(name: str, runs: list[list[Event]], key: str, wanted: Callable[[Event], bool]) -> Series:
-    """A curve of one variant by step: the mean over its runs, with a band from lowest to highest.
+    """A variant's loss by step: the mean over its runs, with a band from lowest to highest.
 
-    Only steps for which all runs have a value are used.
-
-    Args:
-        name: the variant's name.
-        runs: the events of each run.
-        key: the key of the value in an event.
-        wanted: a function that returns True for the events to use.
+    Steps for which a run has no value are omitted. `wanted` selects the events to use, and `key` is
+    the key of the loss in an event.
     """
     values: dict[int, list[float]] = {}
     for run in runs:

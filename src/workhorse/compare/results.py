@@ -77,12 +77,8 @@ def _variant(
     `low` and `high` are the 95 % interval of `mean`. All three are None if a run diverged; the
     interval is also None if there is only one seed.
 
-    Args:
-        plan: the plan of the study.
-        variant: the variant.
-        factor: the variant's learning rate factor.
-        outcomes: the outcomes of its compared trials, in the order of the seeds.
-        searched: the losses of its learning rate search by factor; empty without a search.
+    `factor` is the variant's learning rate factor, and `outcomes` are in the order of the seeds.
+    `searched` has the losses of its learning rate search by factor; it is empty without a search.
     """
     losses = [outcome.measured(plan.measure) for outcome in outcomes]
     known = [loss for loss in losses if loss is not None]
@@ -118,9 +114,9 @@ def _variant(
 
 
 def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
-    """A variant's loss at each context length, and its difference from that at the shortest.
+    """A variant's loss at each context length, and its difference from the shortest length's loss.
 
-    Returns, by context length, `losses` (by seed), and the means `loss` and `more` (the
+    The result has, by context length, `losses` (by seed), and the means `loss` and `more` (the
     difference), with 95 % intervals if there are several seeds.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -210,7 +206,7 @@ def _outcome(plan: Plan, folder: StudyFolder, trial: Trial) -> Outcome:
 def _cost(outcomes: list[Outcome]) -> dict[str, float | None]:
     """The cost of a variant's run: medians over the seeds of time and tokens per second.
 
-    Memory is the minimum, because the first run in a process also loads libraries.
+    Memory is the minimum over the seeds, because the first run in a process also loads libraries.
     """
     cost: dict[str, float | None] = {}
     for name in COSTS:
@@ -247,7 +243,7 @@ def _notes(
 def _environment(outcomes: list[Outcome]) -> list[str]:
     """A line for each combination of device, threads and library versions that trials ran with.
 
-    More than one line means that results may be rounded differently.
+    If there are several lines, the trials may have rounded differently.
     """
     lines = {
         f"{outcome.device}, {outcome.threads} CPU thread{'s' if outcome.threads != 1 else ''}, "

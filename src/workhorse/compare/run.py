@@ -148,8 +148,7 @@ def compare(
         signals: signals that stop the study after saving; see `workhorse.train.train`.
 
     Raises:
-        WorkhorseError: the study cannot be run, `out` belongs to something else, or SciPy is not
-            installed.
+        WorkhorseError: the study cannot be run, `out` has other files, or SciPy is not installed.
     """
     if not isinstance(study, Study):
         raise no_study(study)
@@ -205,7 +204,7 @@ def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
 def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
     """Seconds per training step of a recipe on this machine.
 
-    A few steps are timed on random tokens; the fastest counts.
+    A few steps are timed on random tokens; the time of the fastest is returned.
     """
     device = resolve_device(recipe.train.device)
     config = recipe.decoder_config(vocabulary)
@@ -254,7 +253,7 @@ class _Run:
         return Comparison(self.folder.path, finished, len(everything), results, stopped)
 
     def _train(self, trials: list[Trial]) -> str | None:
-        """Run those of the trials that are unfinished.
+        """Run the trials that are not finished yet.
 
         Returns the name of the signal that stopped them, or None if all are finished.
         """

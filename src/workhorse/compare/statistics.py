@@ -1,7 +1,6 @@
-"""Means and differences over seeds with confidence intervals (Student's t), and verdicts in words.
+"""Confidence intervals and paired tests over seeds (Student's t), and verdicts as sentences.
 
-The functions work on lists of numbers, whatever these measure. They need SciPy, which the extra
-`compare` installs.
+The functions need SciPy, which the optional extra `compare` installs.
 """
 
 import math
@@ -130,8 +129,7 @@ def power(effect: float, deviation: float, n: int, level: float = LEVEL) -> floa
 def detectable(deviation: float, n: int, level: float = LEVEL) -> float:
     """The smallest true difference that a paired t-test of n pairs detects with 80 % power.
 
-    It is found by bisection to a relative precision of 1e-6. If the standard deviation of the
-    differences is 0, it is 0.
+    It is found by bisection to a relative precision of 1e-6. It is 0 if `deviation` is 0.
     """
     if deviation == 0:
         return 0.0
@@ -181,7 +179,7 @@ class Verdict:
 
     outcome: Literal["better", "worse", "equal", "not shown"]
     """The outcome for the variant. `equal` means that the difference is smaller than the smallest
-    effect that matters; `not shown`, that it is not significant."""
+    effect that matters; `not shown` means that the difference is not significant."""
     words: str
     """The outcome as a sentence."""
     detectable: float
@@ -210,7 +208,7 @@ def verdict(
         n: the number of seeds.
         tests: the number of variants compared with the baseline.
         unit: the unit of the loss.
-        smallest_effect: the smallest difference that matters.
+        smallest_effect: the smallest difference that matters; None if the study sets none.
     """
     level = LEVEL / tests  # the significance level of the strictest step of Holm's correction
     seen = detectable(found.deviation, n, level)
@@ -242,7 +240,7 @@ def verdict(
 
 
 def _span(small: float, large: float) -> str:
-    """Format a range of two numbers with at least three decimal places, and enough to differ."""
+    """Format a range of two numbers with the decimal places (three to six) that tell them apart."""
     for places in (3, 4, 5, 6):
         texts = f"{small:.{places}f}", f"{large:.{places}f}"
         if texts[0] != texts[1] and float(texts[0]) > 0:

@@ -46,7 +46,7 @@ class BudgetConfig(Config):
     flops: float | None = Field(default=None, gt=0)
     """Floating-point operations of training, forward and backward."""
     seconds: float | None = Field(default=None, gt=0)
-    """Time of all training steps. Each variant's time per step is measured once and then reused."""
+    """Time of all training steps. A variant's time per step is measured once and then reused."""
     parameters: bool | Annotated[float, Field(ge=0, lt=1)] = False
     """Whether variants must have the baseline's number of parameters. True: exactly; a number:
     the allowed relative difference (0.01: one per cent)."""
@@ -74,7 +74,7 @@ class QuickConfig(Config):
     """The changes made by `--quick`, a short run that checks that a study works."""
 
     settings: Settings = Field(default={})
-    """Settings of the recipe, as dotted keys and values, that override the base of all variants."""
+    """Settings that override the base recipe of all variants, as dotted keys and values."""
     budget: BudgetConfig | None = None
     """Budget of each quick run; None: the study's."""
     seeds: tuple[Seed, ...] | None = None
@@ -122,7 +122,8 @@ class Study(Config):
     the held-out text is cut into windows of that length. Lengths beyond `train.seq_len` measure
     length extrapolation; `model.max_seq_len` must be at least the longest."""
     smallest_effect: float | None = Field(default=None, gt=0)
-    """The smallest difference of the loss that matters, in the unit of the report."""
+    """The smallest difference of the loss that matters, in nats per token or bits per byte, as in
+    the report."""
     quick: QuickConfig | None = None
     """The changes made by `--quick`."""
 
@@ -189,7 +190,7 @@ class Study(Config):
 
 
 def read_study(file: str | Path) -> Study:
-    """Read a study from a YAML file. A `base` that names a recipe becomes the recipe's fields.
+    """Read a study from a YAML file. If `base` names a recipe, the recipe's fields replace it.
 
     Raises:
         ConfigError: the study's or the recipe's file is missing or invalid.
@@ -216,9 +217,7 @@ def read_study(file: str | Path) -> Study:
 def check_settings(settings: Settings, place: str) -> None:
     """Check that a variant's settings do not contain keys that the study determines.
 
-    Args:
-        settings: values by dotted key of the recipe.
-        place: path of the settings in the study, for the error.
+    `place` is the path of the settings in the study, for the error message.
 
     Raises:
         ConfigError: a key, such as `train.seed`, is determined by the study.

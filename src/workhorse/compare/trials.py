@@ -74,27 +74,25 @@ def run_trial(
 
 
 def _check_validated(run: RunDirectory, step: int) -> None:
-    """Check that the metrics of a finished run contain its start and its final validation.
+    """Check that the metrics of a finished run have a start and a validation after the last step.
 
     Raises:
-        WorkhorseError: one of these events is missing.
+        WorkhorseError: the event `start` or the last event `validation` is missing.
     """
     events = read_metrics(run.metrics_file)
     ended = any(event["kind"] == "validation" and event["step"] == step for event in events)
     if not ended or not any(event["kind"] == "start" for event in events):
         raise WorkhorseError(
-            f"{run.metrics_file} is damaged: it has no validation after step {step}; restore it, "
-            f"or delete {run.path} to train the trial again"
+            f"{run.metrics_file} is damaged: it has no start, or no validation after step {step}; "
+            f"restore it, or delete {run.path} to train the trial again"
         )
 
 
 def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
     """The fields of a trial's outcome that are read from the metrics of its run.
 
-    Args:
-        run: the trial's run directory.
-        diverged: the message about the divergence, in which case the losses are None; None if the
-            run did not diverge.
+    `diverged` is the error message if the run diverged, otherwise None. The losses of a diverged
+    run are None.
     """
     events = read_metrics(run.metrics_file)
     last = {event["kind"]: event for event in events}
@@ -117,7 +115,7 @@ def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
 
 
 def _by_context(run: Path, device: torch.device, contexts: Sequence[int]) -> dict[str, Losses]:
-    """The losses of a run's final model on its held-out text, by context length in tokens."""
+    """The losses of a run's final model on its held-out documents, by context length in tokens."""
     if not contexts:
         return {}
     model = load(run, device=device, dtype="float32")
@@ -166,9 +164,7 @@ def _watch_memory(device: torch.device) -> int:
 def _peak_memory(device: torch.device, before: int) -> int | None:
     """Peak bytes used by a trial since `_watch_memory`; None if the system does not report them.
 
-    Args:
-        device: the trial's device.
-        before: the bytes that were already in use, as returned by `_watch_memory`.
+    `before` is the return value of `_watch_memory`, the bytes that were already in use.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) - before

@@ -85,11 +85,6 @@ def padded_positions(
 
     Return None if positions are not needed: causal attention does not see the padding, so positions
     matter only if rotary embeddings depend on the length of a sequence.
-
-    Args:
-        decoder: the model.
-        lengths: the length of each sequence.
-        device: the device of the positions.
     """
     longest = max(lengths)
     if longest == min(lengths) or longest <= decoder.config.steady_length():
@@ -260,7 +255,7 @@ def check_causal(decoder: Decoder) -> None:
 
 @dataclass
 class _Tally:
-    """Sums over the documents so far."""
+    """Running sums over the evaluated documents."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -269,16 +264,14 @@ class _Tally:
     unknown: int = 0
 
     def result(self, vocab_size: int, starts: bool) -> Evaluation:
-        """Compute the figures.
+        """Compute the result of the evaluation from the sums.
 
-        Args:
-            vocab_size: the size of the vocabulary.
-            starts: True if the first tokens of documents were predicted.
+        `starts` is True if the first tokens of documents were predicted.
         """
         if self.tokens == 0:
             raise WorkhorseError(
-                f"the text is too short: {self.bytes} bytes have no token to predict; use a longer "
-                "one"
+                f"the documents are too short: {self.bytes} bytes have no token to predict; use "
+                "longer ones"
             )
         if not math.isfinite(self.nats):
             raise WorkhorseError("the loss is not a finite number; the model's weights are damaged")
@@ -340,7 +333,7 @@ def _fitting(device: torch.device, sizes: dict[str, int]) -> int:
 
 
 def _nats(decoder: Decoder, batch: Batch, device: torch.device) -> float:
-    """Sum the loss over the targets except `IGNORE`; only the logits of these are computed."""
+    """Sum the loss in nats over all targets except `IGNORE`. No other logits are computed."""
     targets = batch.targets.to(device)
     counted = targets >= 0
     positions = padded_positions(decoder, batch.lengths, device)

@@ -1,7 +1,7 @@
-"""A model for EleutherAI's lm-evaluation-harness, for all three kinds of requests.
+"""A model for EleutherAI's lm-evaluation-harness.
 
-To get the same scores as the harness's `hf` model, it follows that model in three points:
-truncation, the token before an empty context, and the end of a completion.
+To get the same scores as the harness's `hf` model, truncation, the token before an empty context,
+and the end of a completion are the same as in that model.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ OPTIONS = {
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
 }
-"""Options of generation: the harness's names, with the names in `GenerationConfig`."""
+"""Fields of `GenerationConfig` by the name of the option in the harness."""
 ELSEWHERE = ("do_sample", "until", "max_gen_toks")
 
 
@@ -67,7 +67,7 @@ def answer(
         The index of a request and its completion, up to the first stop string.
 
     Raises:
-        WorkhorseError: an option is unknown, or the context has no room for the prompt.
+        WorkhorseError: an option is unknown, or `max_gen_toks` leaves no room for a prompt.
     """
     alike: dict[str, list[int]] = {}
     for number, (_, options) in enumerate(requests):
@@ -98,12 +98,9 @@ def answer(
 def _completions(
     asked: Answers, config: GenerationConfig, same: Mapping[tuple[int, ...], Sequence[int]]
 ) -> Iterator[tuple[int, Completion]]:
-    """Yield the completion of each request.
+    """Yield the index and the completion of each request.
 
-    Args:
-        asked: the model and its limits.
-        config: the generation options.
-        same: the distinct prompts as token ids, each with the indices of its requests.
+    `same` maps each distinct prompt, as token ids, to the indices of its requests.
     """
     prompts = sorted(same, key=lambda prompt: (-len(prompt), prompt))
     if config.samples:
@@ -150,12 +147,13 @@ def _config(asked: Answers, options: Mapping[str, Any]) -> GenerationConfig:
 
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int | None], None]]]
-"""Progress display: `with progress(label) as report`, then `report(done, total)` in requests."""
+"""A progress display: `with progress(label) as report`, then `report(done, total)` with numbers of
+requests."""
 
 
 @contextmanager
 def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Progress display that shows nothing."""
+    """A progress display that shows nothing."""
     del label
     yield lambda done, total: None
 
@@ -184,8 +182,8 @@ class HarnessModel(TemplateLM):
 
         lm_eval.simple_evaluate(HarnessModel(workhorse.load("runs/first")), tasks=["arc_easy"])
 
-    Names of special tokens in a task's strings are encoded as these tokens, as in the `hf` model,
-    because the harness returns rendered chats as strings.
+    The names of special tokens in a task's strings, such as rendered chats, are encoded as special
+    tokens, as in the harness's `hf` model.
 
     Args:
         model: the model.
@@ -222,23 +220,22 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """The id of the token that ends a document: eos, or `prefix_token_id` if eos is missing."""
         eos = self.tokenizer.eos_id
         return self.prefix_token_id if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a string without context.
+        """The id of the token that the model sees before a string without context.
 
         For a run of this library, it is the token that training put before documents. For any
-        other model it is bos, or eos without a bos, as in the harness. The tokenizer's own
-        prefix is not used.
+        other model it is bos, or eos for a tokenizer without bos, as in the harness.
         """
         from_elsewhere = self._model.data is None
         found = start_token(self.tokenizer) if from_elsewhere else self._model.start
         if found is None:
             raise WorkhorseError(
-                f"the task scores a text without context, but {self._model.name} has no token "
+                f"the task scores a string without context, but {self._model.name} has no token "
                 "that begins a document; choose another task"
             )
         return found
@@ -264,7 +261,7 @@ class HarnessModel(TemplateLM):
         """Check that the model has a chat template.
 
         Raises:
-            WorkhorseError: it has none.
+            WorkhorseError: it has no chat template.
         """
         if not self.tokenizer.chat_templates:
             raise WorkhorseError(
@@ -284,11 +281,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Compute the log-probability of each continuation, and whether greedy decoding gives it.
+        """Compute each continuation's log-probability, and whether greedy decoding generates it.
 
-        Args:
-            requests: requests with a context and a continuation.
-            disable_tqdm: ignored; `progress` shows the progress.
+        `disable_tqdm` is ignored, because `progress` shows the progress.
         """
         return super().loglikelihood(list(requests), disable_tqdm=True)
 
@@ -341,7 +336,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a chat. Without a generation prompt, the model continues the last message."""
+        """Render a chat as a string. Without a generation prompt, it ends with the last message."""
         self.check_chat()
         template = ChatTemplate.of(self.tokenizer)
         try:
@@ -373,12 +368,9 @@ class HarnessModel(TemplateLM):
     def _scores(
         self, label: str, questions: Sequence[Question], keep: Callable[[int, Score], None]
     ) -> list[Score]:
-        """Return the scores of questions in order.
+        """Return the score of each question, in the given order.
 
-        Args:
-            label: the label of the progress display.
-            questions: the questions.
-            keep: called with the index of a question and its score as soon as that is known.
+        `keep` is called with the index of a question and its score as soon as the score is known.
         """
         found: dict[int, Score] = {}
         batches = score(

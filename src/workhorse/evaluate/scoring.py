@@ -31,9 +31,9 @@ class Score(NamedTuple):
     """The score of a continuation."""
 
     logprob: float
-    """Sum over the continuation's tokens, in nats."""
+    """Log-probability of the continuation in nats, the sum over its tokens."""
     is_greedy: bool
-    """True if each of its tokens is the likeliest at its position."""
+    """True if each token of the continuation is the likeliest at its position."""
 
 
 def score(
@@ -43,7 +43,7 @@ def score(
     max_length: int | None = None,
     batch_size: int | None = None,
 ) -> Iterator[list[tuple[int, Score]]]:
-    """Score continuations, the longest first, so that running out of memory shows at once.
+    """Score continuations, the longest first, so that out-of-memory errors occur at once.
 
     Questions with the same input, such as one-token answers to one question, are computed once.
 
@@ -123,12 +123,8 @@ def _score_batch(
 
     The last token of a continuation is not part of its input; it is only predicted.
 
-    Args:
-        decoder: the model, in evaluation mode.
-        rows: the inputs, the longest first. They are padded on the right, which does not affect a
-            causal model.
-        cells: pairs of a row's index and a continuation to score on it.
-        device: the device of the model.
+    `rows` are the inputs, the longest first. They are padded on the right, which does not affect a
+    causal model. `cells` are pairs of an input's index and a continuation to score on this input.
     """
     tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)
     for row, inputs in enumerate(rows):
@@ -154,13 +150,8 @@ def _score_batch(
 def _predictions(decoder: Decoder, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each target and whether it is the likeliest token.
 
-    Args:
-        decoder: the model with the head.
-        x: (positions, d_model) hidden states.
-        targets: (positions,) token ids.
-
-    Returns:
-        The log-probabilities in float64 and the booleans, both (positions,) on the CPU.
+    From hidden states (positions, d_model) and targets (positions,), return the log-probabilities
+    in float64 and the booleans, both (positions,) on the CPU.
     """
     at_once = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
     logprobs: list[Tensor] = []

@@ -4,7 +4,7 @@ Importing the harness and indexing its tasks takes tens of seconds. Names are th
 searched in its files, which takes two seconds.
 
 The harness's parsers of YAML and JSON are recursive C code, which crashes the process on deeply
-nested input or on a file that is not a task. Task files are therefore checked before.
+nested input or on a file that is not a task. Task files are therefore checked first.
 
 The harness is an optional package and slow to import, so it is imported inside functions.
 """
@@ -42,8 +42,8 @@ MOST = 2**31
 def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
     """Raise an error for a name that occurs in no task file.
 
-    A name that occurs in a task file may still not be a task. If the harness is not installed,
-    nothing is checked.
+    This check is fast but incomplete: a name that occurs in a task file need not be a task. If the
+    harness is not installed, nothing is checked.
 
     Args:
         names: names of tasks. Patterns and YAML files are not checked here.
@@ -75,7 +75,7 @@ def is_file(name: str) -> bool:
 
 
 def unknown(name: str, known: Iterable[str]) -> WorkhorseError:
-    """Return the error for an unknown name; it suggests tasks with similar names."""
+    """Return the error for an unknown task; it suggests tasks with similar names."""
     near = difflib.get_close_matches(name, sorted(known), n=LISTED, cutoff=0.6)
     remedy = (
         f"did you mean {' or '.join(map(repr, near))}?" if near else "lm-eval ls tasks lists them"
@@ -96,7 +96,7 @@ SOURCES = ("dataset_path", "include", "class", "custom_dataset")
 
 
 def check_file(path: Path) -> None:
-    """Check that a file is a task and that its local questions are JSON objects.
+    """Check that a YAML file is a task and that its local JSON files contain objects.
 
     Raises:
         WorkhorseError: the file or one of its data files is invalid.
@@ -110,7 +110,7 @@ def check_file(path: Path) -> None:
     if not isinstance(task, dict) or not (task.get("task") or task.get("group")):
         raise WorkhorseError(f"{path} is not a task; write a mapping with task: or group: NAME")
     if "group" not in task and not any(task.get(key) for key in SOURCES):
-        raise WorkhorseError(f"{path} has no dataset_path; say where the questions are")
+        raise WorkhorseError(f"{path} has no dataset_path; set it to the source of the questions")
     for name in _texts(task.get("dataset_kwargs")):
         if name.endswith((".json", ".jsonl")) and Path(name).is_file():
             _check_questions(Path(name))
@@ -123,11 +123,13 @@ def _check_questions(path: Path) -> None:
                 return  # a JSON list of objects
             if line.strip() and not line.lstrip().startswith(b"{"):
                 start = shown(line[:40].decode(errors="replace"))
-                raise WorkhorseError(f"{path}:{number} is not a JSON object but {start}; fix it")
+                raise WorkhorseError(
+                    f"{path}:{number} is not a JSON object but {start}; write one object per line"
+                )
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every string in plain data."""
+    """Yield every string in nested lists and dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -136,7 +138,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}
-"""The harness's own seeds, for the same shuffles and examples."""
+"""The harness's default seeds, which give the same shuffled data and few-shot examples."""
 QUIET = ("lm_eval", "datasets", "huggingface_hub")
 """Packages whose log messages during the loading of tasks are suppressed, except errors."""
 
@@ -146,7 +148,7 @@ class Tasks:
     """Loaded tasks and their data.
 
     Attributes:
-        loaded: the keys `tasks`, `groups` and `group_map`, as in the harness.
+        loaded: a mapping with the keys `tasks`, `groups` and `group_map`, as the harness loads it.
     """
 
     loaded: Mapping[str, Any]
@@ -160,13 +162,13 @@ class Tasks:
         chat: bool = False,
         samples: bool = False,
     ) -> dict[str, Any]:
-        """Score a model on the tasks, once.
+        """Score a model on the tasks. Call it only once, because it changes the loaded tasks.
 
         Args:
             model: the model to score.
             limit: the maximum number of documents of each task; below 1, a fraction of all.
             fewshot: the number of examples before each question; by default the task's own number.
-                A task with 0 examples keeps 0.
+                A task whose own number is 0 always gets 0.
             chat: True to format questions with the model's chat template.
             samples: True to include every document with its requests and completions.
 
@@ -213,8 +215,8 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     Python, numpy and torch as the harness does.
 
     Args:
-        names: tasks, groups or tags of the harness or of the folder; patterns such as `mmlu_*`; or
-            YAML files of tasks.
+        names: tasks, groups or tags of the harness or of `include_path`; patterns such as
+            `mmlu_*`; or YAML files of tasks.
         include_path: a folder of additional tasks. They override tasks of the harness with the same
             name.
 
@@ -223,7 +225,7 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
             for example because its data cannot be fetched.
     """
     if include_path is not None and not Path(include_path).is_dir():
-        raise WorkhorseError(f"{include_path} is not a folder; give one that holds YAML tasks")
+        raise WorkhorseError(f"{include_path} is not a folder; give one with YAML files of tasks")
     check_names(names, include_path)
     for name in filter(is_file, names):
         check_file(Path(name))
@@ -319,9 +321,10 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress progress bars and the log messages of some packages, except errors.
+    """Suppress progress bars, and log messages of the packages in `QUIET` except errors.
 
-    It also stops `datasets` from reporting its use to the hub, which it does even for local files.
+    `datasets` also stops reporting its use to the Hugging Face hub, which it does even for local
+    files.
     """
     import datasets.config
 

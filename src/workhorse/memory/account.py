@@ -19,7 +19,7 @@ Held = dict[Kind, dict[Place, int]]
 
 
 class Moment(NamedTuple):
-    """The bytes that a device holds while one operator of a step runs."""
+    """The bytes that a device holds while one operator of a training step runs."""
 
     phase: str
     part: str
@@ -38,8 +38,8 @@ def moments_of_part(
     Args:
         step: the step recorded without sharding.
         shares: the fraction of each kind of memory that the rank holds; 1 for missing kinds.
-        waiting: bytes of activations of other micro-batches that wait for their backward pass,
-            during the first micro-batch and during the later ones.
+        waiting: bytes of the activations of other micro-batches that wait for their backward
+            pass: while the first micro-batch runs, and while a later one runs.
         gathered: function from a span to the bytes gathered from other ranks during it.
         parallel: the parallelism settings; they decide how gradients are summed.
     """
@@ -84,13 +84,16 @@ def ways_of(place: Place, shards: int, expert: int) -> int:
 def whole_at_once(
     step: StepMemory, parallel: ParallelismConfig, device_type: str, *, tied: bool, has_head: bool
 ) -> Callable[[Span], int]:
-    """Return a function from a span of a step to the bytes that FSDP has gathered during it.
+    """Return a function that maps a span of a step to the bytes that FSDP has gathered.
 
-    Weights are gathered for the current layer and the next, prefetched one (2304.11277 §3). An
-    untied embedding table is gathered during its lookup, and all other weights for a whole pass.
-    With `reshard: step` all weights stay gathered. Gradients are exchanged layer by layer, after
-    the layer's weights are freed; those outside the layers, at the end of the pass. Experts under
-    expert parallelism are not gathered.
+    A span is a period in which one part of the model runs.
+
+    - Layers: the weights of the current layer and of the next, prefetched one are gathered
+      (2304.11277 §3). Gradients are exchanged after the weights of their layer are freed.
+    - Outside the layers, weights are gathered for a whole pass, but an untied embedding table only
+      during its lookup. Gradients are exchanged at the end of the pass.
+    - With `reshard: step`, all weights stay gathered.
+    - Experts under expert parallelism are not gathered.
 
     Args:
         step: the step recorded without sharding.

@@ -149,7 +149,7 @@ def check_training(
 
     The memory of weights, gradients and optimizer state is always checked. On a CPU the peak of a
     whole step is checked too, because the operating system kills a process that runs out of memory.
-    Short runs skip this check, because it takes time. CUDA reports out-of-memory errors by itself.
+    Short runs skip this check, because it takes time. On a GPU, CUDA reports out-of-memory errors.
 
     Args:
         config: the decoder's config.
@@ -318,13 +318,15 @@ def recordable(train: "TrainConfig", device: torch.device) -> "TrainConfig":
 
 
 def largest_share(needed: Callable[[int], int], room: int, rows: int, together: int = 1) -> int:
-    """The largest size of `shares(rows, together)` that needs at most `room` bytes, or 0.
+    """The largest micro-batch size that needs at most `room` bytes; 0 if none does.
+
+    The sizes to choose from are `shares(rows, together)`.
 
     Args:
         needed: returns the bytes that a size needs; it must be an increasing function.
         room: the available memory in bytes.
-        rows: see `shares`.
-        together: see `shares`.
+        rows: the largest size to try.
+        together: the number of rows that must be in the same pass.
     """
     sizes = shares(rows, together)
     first, last = 0, len(sizes)  # binary search, but all rows first: they often fit

@@ -1,4 +1,4 @@
-"""The memory of one rank in parallel training, from a record of its part of a step."""
+"""The memory of one rank in parallel training, estimated from a recorded step."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # avoids a circular import
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}
 MOST_RECORDS = 64
-"""Maximum number of step records in the cache `_RECORDS`; a large model's takes megabytes."""
+"""Maximum number of step records in the cache `_RECORDS`. The record of a large model takes
+megabytes."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Peak bytes of the step."""
         return sum(self.peak.kinds.values())
 
     @property
@@ -71,7 +72,9 @@ def device_memory(
     packed: bool = False,
     updates: bool = True,
 ) -> DeviceMemory:
-    """The memory of the device that needs the most, from a step recorded on its model part.
+    """The memory of a training step on the device that needs the most.
+
+    A step is recorded with the device's part of the model, which depends on `parallel`:
 
     - `data`, `shard`: the rows of the batch are divided. `shard` also divides weights and optimizer
       state; some of them are gathered temporarily (`whole_at_once`).
@@ -118,9 +121,9 @@ def device_memory(
 
 
 def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
-    """The pipeline stages to record: the last, and the first stage with each sequence of layers.
+    """The pipeline stages to record: the last, and the first of all stages with equal layers.
 
-    Of several stages with the same layers, the first keeps the most micro-batches waiting.
+    The first needs the most memory, because it keeps the activations of the most micro-batches.
     """
     names = config.layer_names()
     first_of: dict[Any, int] = {}
@@ -194,7 +197,7 @@ def _recorded(
 def _as_recorded(train: "TrainConfig") -> "TrainConfig":
     """Reduce the batch to at most two micro-batches; further ones need no additional memory.
 
-    Settings whose steps have the same record thereby become equal.
+    Settings that differ only in further micro-batches can then use the same cached record.
     """
     size = train.micro_batch_size
     if not isinstance(size, int) or size >= train.batch_size:

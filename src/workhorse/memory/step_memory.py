@@ -101,13 +101,13 @@ class Place(NamedTuple):
     """The part and the component of a model that a parameter belongs to."""
 
     part: str
-    """A layer such as `layers.3`; outside the layers, the component."""
+    """A layer such as `layers.3`; for a parameter outside the layers, the component."""
     component: str
     """The component, such as `experts`; see `components_of`."""
 
 
 class Span(NamedTuple):
-    """A period of the step in which one part of the model runs; the next span ends it."""
+    """A period of the step in which one part of the model runs; it ends when the next begins."""
 
     begin: int
     """Index of the first operator."""
@@ -124,7 +124,7 @@ class StepMemory:
         held: bytes held before and after the step, by kind and place in the model.
         activations: bytes of a micro-batch's activations, by part of the model.
         timeline: bytes of each kind during each operator of the step. The first value is from
-            before the first operator, the last from after the last.
+            before the first operator, the last value from after the last operator.
         spans: the periods of the step in which one part of the model runs, in order.
     """
 
@@ -166,8 +166,8 @@ def step_memory(
 
     For a CPU, the step runs with this machine's native operators if it has them. For any other
     device, it runs with PyTorch's own operators. Features that cannot run without data are replaced
-    by others that need at least as much memory: flex by sdpa, 8-bit matmuls by 16-bit ones,
-    compiled layers by uncompiled ones.
+    by others that need at least as much memory: FlexAttention by SDPA, 8-bit matmuls by 16-bit
+    ones, compiled layers by uncompiled ones.
 
     Args:
         config: the config of the whole decoder.

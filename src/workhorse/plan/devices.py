@@ -35,9 +35,9 @@ class DeviceConfig(Config):
     bandwidth: float
     """Memory bandwidth in 10^9 bytes per second."""
     bfloat16: float | None = None
-    """Peak of dense matmuls in this dtype, in 10^12 FLOP/s; None if no rate is published.
+    """Peak of dense bfloat16 matmuls in 10^12 FLOP/s; None if no rate is published.
 
-    `float16`, `tf32` and `float32` below have the same unit.
+    The fields `float16`, `tf32` and `float32` are the peaks of these types.
     """
     float16: float | None = None
     tf32: float | None = None
@@ -75,10 +75,10 @@ def known_devices() -> dict[str, DeviceConfig]:
 
 
 def find_device(name: str) -> DeviceConfig:
-    """The known device with this name, in upper or lower case.
+    """The known device with this name, ignoring case.
 
     Raises:
-        WorkhorseError: no device has this name.
+        WorkhorseError: no known device has this name.
     """
     devices, known = known_devices(), name.lower()
     if known not in devices:

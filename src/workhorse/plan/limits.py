@@ -35,7 +35,7 @@ def serving(
     room: int | None,
     bandwidth: float | None,
 ) -> dict[str, Any]:
-    """Estimate memory and speed of serving a model, for each weight format in `WAYS`.
+    """Estimate memory and speed of serving a model with bfloat16, int8 and int4 weights.
 
     `tokens_per_second` is the limit that memory bandwidth sets for one sequence: each token reads
     every weight that multiplies it, and on average half of the sequence's cache.
@@ -48,9 +48,9 @@ def serving(
         bandwidth: memory bandwidth in 10^9 bytes per second; None if unknown.
 
     Returns:
-        `bytes_per_token` (cache bytes of the first token), `context` and `bytes_per_text` (cache
-        bytes of a sequence of `context` tokens). For each name in `WAYS`, a mapping with `weights`
-        (bytes allocated), `texts` (maximum number of concurrent sequences) and
+        `bytes_per_token` (KV cache bytes of the first token), `context` and `bytes_per_text` (KV
+        cache bytes of a sequence of `context` tokens). For each name in `WAYS`, a mapping with
+        `weights` (bytes allocated), `texts` (maximum number of concurrent sequences) and
         `tokens_per_second`, or None if no layer is wide enough to quantise.
     """
     layers = cache_of_layers(config, torch.bfloat16)
@@ -81,8 +81,9 @@ def bytes_of_weights(
 ) -> tuple[int, int]:
     """Bytes of all weights of a decoder for inference, and of those that multiply one token.
 
-    Layers with the same name have the same size. So a decoder with one layer per name is built. For
-    each repeated name, a decoder with a second layer of that name gives the size of further ones.
+    Layers with the same name have the same size, so the sizes are computed from small decoders:
+    one with a single layer of each name, and, for each repeated name, one with a second layer of
+    that name.
 
     Args:
         config: the decoder's config.
@@ -120,7 +121,7 @@ def allocated(decoder: Decoder) -> int:
 
 
 def multiplied_bytes(decoder: Decoder) -> int:
-    """Bytes of the weights that multiply one token; only chosen experts count."""
+    """Bytes of the weights that multiply one token, including only the chosen experts."""
     read = 0
     experts: set[nn.Module] = set()
     for module in decoder.modules():
@@ -143,7 +144,7 @@ def _weight_bytes(module: nn.Module) -> int:
 
 MOST_DEVICES = 4096
 MOST_TOKENS = 2**17
-"""Maximum tokens per micro-batch to try; for tiny models, larger results would be useless."""
+"""Maximum number of tokens per micro-batch that the search for the largest step tries."""
 FINEST = 8
 """The search for the maximum sequence length has a relative precision of 1 / `FINEST`."""
 
@@ -152,12 +153,12 @@ class Limits(NamedTuple):
     """The largest training steps that fit on a device."""
 
     micro_batch_size: int
-    """Maximum rows of the planned length per micro-batch; 0 if not even one row fits."""
+    """Maximum number of rows of `train.seq_len` tokens per micro-batch; 0 if no row fits."""
     seq_len: int
-    """Maximum length in tokens of a single row; 0 if no tried length fits."""
+    """Maximum length in tokens if a micro-batch has one row; 0 if no tried length fits."""
     mesh: ParallelismConfig | None
-    """The mesh with the fewest devices that fits one row of the planned length per replica; None
-    if no tried mesh fits."""
+    """The mesh with the fewest devices on which a step with one row of `train.seq_len` tokens per
+    replica fits; None if no tried mesh fits."""
 
 
 def limits(
@@ -220,8 +221,8 @@ def _most(
 ) -> int:
     """Search for the largest size with `needed(size) <= room`; 0 if no size fits.
 
-    A size is a number of rows or a row length. Each guess is extrapolated from sizes tried before,
-    because an evaluation of `needed` is slow.
+    A size is a number of rows or their length in tokens. Because `needed` is slow, each guess is
+    extrapolated from sizes tried before.
 
     Args:
         needed: function that returns the bytes for a size; must be increasing.
@@ -254,7 +255,7 @@ def _most(
 
 
 def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
-    """Extrapolate from measured sizes: the largest size from `low` to `high` expected to fit.
+    """Predict the largest size from `low` to `high` that fits into `room` bytes.
 
     The bytes in `known` are interpolated by a parabola: they grow linearly with the number of rows
     and with their length, or with the square of the length if attention scores or masks are stored.
@@ -273,7 +274,7 @@ def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
 
 
 def _fine(length: int) -> int:
-    """Precision of the search near a length: the power of two up to `length / FINEST`, or 1."""
+    """Search precision near a length: the largest power of two up to `length / FINEST`, or 1."""
     return 1 << max(0, (length // FINEST).bit_length() - 1)
 
 
@@ -285,9 +286,9 @@ def smallest_mesh(
     *,
     packed: bool = False,
 ) -> ParallelismConfig | None:
-    """The mesh with the fewest devices that fits a step with one row per replica, or None.
+    """The mesh with the fewest devices on which a step with one row per replica fits, or None.
 
-    Tries powers of two as the number of devices, divided among `shard` and `tensor`.
+    The tried numbers of devices are powers of two, divided into `shard` and `tensor` ranks.
     """
     held = 0
     for mesh in _meshes():
@@ -306,9 +307,9 @@ def smallest_mesh(
 
 
 def _meshes() -> Iterator[ParallelismConfig]:
-    """Yield meshes by number of devices, and among these by tensor parallelism, lowest first.
+    """Yield meshes in ascending order of devices, then of tensor parallelism.
 
-    Tensor parallelism comes last because it is the slowest.
+    Meshes with more tensor parallelism come last because they are slower.
     """
     devices = 1
     while devices <= MOST_DEVICES:
@@ -328,7 +329,7 @@ class Remedy(NamedTuple):
     """A change of settings that saves memory."""
 
     setting: str
-    """The change, as `section.key=value`."""
+    """The change, as `section.key=value`; two settings are separated by a space."""
     cost: str
     """The disadvantage of the change, in words."""
     saves: int
@@ -346,17 +347,10 @@ def remedies(
     *,
     packed: bool = False,
 ) -> list[Remedy]:
-    """The three cheapest changes of settings that save memory.
+    """Up to three changes of settings that save memory, those with the least side effects first.
 
-    If none of them makes the step fit, the cheapest other change that does is added.
-
-    Args:
-        config: the decoder's config.
-        train: the training settings.
-        device: the device; only its type matters.
-        mesh: the parallelism settings.
-        room: memory per device in bytes.
-        packed: True if rows hold several documents, separated by a mask.
+    If none of them makes the step fit, the next change with which it fits is added. The
+    arguments are the same as in `limits`.
     """
     memory = partial(device_memory, packed=packed)
     now = memory(config, train, device, mesh)

@@ -94,11 +94,11 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
-    """Yield lines of text: a step's peak memory, the same by kind, and the memory between steps.
+    """Yield the peak memory of a training step, its kinds, and the memory between steps, as lines.
 
     Args:
         memory: bytes, as under `memory` in the result of `plan`.
-        of: words that are appended to the line of the peak.
+        of: words to append to the line with the peak.
     """
     peak = memory["peak"]
     yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
@@ -220,7 +220,7 @@ COLORS = {
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 300, 64, 8, 14, 34
 LETTER = 7
-"""Width of a letter of a chart label, including the space between labels."""
+"""Assumed width in SVG units of a letter of a chart label, including space between labels."""
 
 
 class Bar(NamedTuple):
@@ -274,11 +274,11 @@ def _parts(memory: dict[str, Any]) -> list[Bar]:
 
 
 def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
-    """Draw a chart of stacked bars as an `<svg>` element, with a line at `room` if it is in range.
+    """Draw a chart of stacked bars as an `<svg>` element, with a line at the device's memory.
 
     Args:
         bars: the bars, from left to right.
-        room: memory of the device in bytes; None for no line.
+        room: memory of the device in bytes. No line is drawn if it is None or above the chart.
     """
     highest = max(bar.total for bar in bars)
     if room is not None and room < 2 * highest:
@@ -316,11 +316,8 @@ def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
 def _drawn(bar: Bar, x: float, step: float, y: Callable[[float], float]) -> str:
     """Draw a bar as an SVG `<g>` element, with the bytes of each kind as a tooltip.
 
-    Args:
-        bar: the bar; its first kind of memory is at the bottom.
-        x: the x coordinate of its left edge.
-        step: distance from the left edge of one bar to that of the next.
-        y: function that converts bytes to the y coordinate.
+    The bar's first kind of memory is at the bottom. `x` is its left edge, `step` the distance
+    between the left edges of two bars, and `y` converts bytes to a y coordinate.
     """
     figures = ", ".join(f"{LABELS[kind]} {size(n)}" for kind, n in bar.kinds.items() if n)
     parts = [f"<title>{escape(f'{bar.name}: {size(bar.total)} ({figures})')}</title>"]

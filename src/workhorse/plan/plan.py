@@ -57,8 +57,9 @@ def plan(
     """Estimate parameters, arithmetic, memory, time and cost of a training, as plain data.
 
     Args:
-        source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
-        settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
+        source: a recipe's file, `depth-N` for a built-in recipe, a run directory, a preset's name,
+            or a stored model.
+        settings: overrides as `section.key=value`, including `parallel.key=value`.
         device: a name in `known_devices`; None: this machine.
         devices: total number of devices; None: the product of the `parallel` settings. If these
             describe a single device, `parallel.shard` becomes `devices`; otherwise `parallel.data`
@@ -176,8 +177,8 @@ def _for_device(train: TrainConfig, device: torch.device, spec: DeviceConfig | N
         return train.replace(dtype=name, device=str(device))
     if train.dtype == "float16":
         raise WorkhorseError(
-            "train.dtype=float16 cannot be planned: the copies made by autocast are unknown; use "
-            "bfloat16 or float32"
+            "train.dtype=float16 cannot be planned: the memory of autocast's copies is unknown; "
+            "use bfloat16 or float32"
         )
     known = [name for name in ("bfloat16", "float32") if getattr(spec, name)]
     return train.replace(dtype=known[0] if train.dtype == "auto" else train.dtype, device="cuda")
@@ -198,7 +199,7 @@ def _with_micro_batch(
     *,
     packed: bool,
 ) -> TrainConfig:
-    """Replace `micro_batch_size: auto` by the number that training would choose, at least 1."""
+    """Replace `micro_batch_size: auto` by the size that training would choose, at least 1."""
     if train.micro_batch_size != "auto":
         return train
     if room is None:

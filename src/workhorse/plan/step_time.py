@@ -34,8 +34,8 @@ time."""
 FLOAT32 = 4
 """Bytes per element of summed gradients and of optimizer state."""
 STATE = 4
-"""Number of float32 elements per weight in an update: the weight with its low bits, two optimizer
-moments and the gradient."""
+"""Number of float32 elements per weight in an update: the float32 weight (bfloat16 and its low
+bits), two optimizer moments and the gradient."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Pass:
         return Pass(number * self.computes, number * self.waits, number * self.fetches)
 
     def seconds(self, *, aside: bool) -> float:
-        """Total seconds of the pass; with `aside`, FSDP communication overlaps with the rest."""
+        """Total seconds; if `aside` is True, FSDP communication overlaps with everything else."""
         rest = self.computes + self.waits
         return max(rest, self.fetches) if aside else rest + self.fetches
 
@@ -184,7 +184,7 @@ def pipeline_seconds(
 
 
 def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: float) -> float:
-    """Seconds of a pipeline's passes, as `pipeline_seconds`, by simulating every single pass."""
+    """Seconds of all passes in a pipeline, like `pipeline_seconds`, with every pass simulated."""
     last = len(stages) - 1
     if last == 0:
         return micro_batches * sum(stages[0])
@@ -260,7 +260,7 @@ class _Work:
             place = "experts" if of_experts else "layers" if is_of_layer(name) else "outside"
             numbers[place] += weight.numel()
         self.layer_weights = numbers["layers"] / config.n_layers
-        """Average number of weights per layer, excluding experts if expert parallelism divides
+        """Average number of weights per layer, without experts if expert parallelism divides
         them."""
         self.layer_experts = numbers["experts"] / config.n_layers / parallel.expert
         self.outside_weights = numbers["outside"]

@@ -108,7 +108,7 @@ LAWS: dict[str, Callable[[float], tuple[float, float, float | None]]] = {
 
 
 LONGEST_ASSUMED = 4096
-"""Maximum tokens per row that is assumed for a model without a recipe."""
+"""Maximum sequence length assumed for a model without a recipe."""
 MOST_STEPS = 10**12
 """Temporary number of steps, until the sizes of the model and of a step are known."""
 PARALLEL = "parallel."
@@ -148,9 +148,10 @@ def find_subject(
     """Find the model and the training settings of a source, and apply overrides to them.
 
     Args:
-        source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
+        source: a recipe's file, `depth-N` for a built-in recipe, a run directory, a preset's name,
+            or a stored model.
         settings: overrides as `section.key=value`, including `parallel.key=value`.
-        notify: callback for a warning about each key that is dropped or shortened.
+        notify: callback for warnings about settings that are dropped or adapted.
         devices: number of devices; None: the product of the `parallel` settings.
 
     Raises:
@@ -186,10 +187,7 @@ def _mesh(
 ) -> ParallelismConfig:
     """A recipe's parallelism settings, with overrides and a number of devices applied.
 
-    Args:
-        settings: overrides as `parallel.key=value`.
-        parallel: the recipe's parallelism settings.
-        devices: number of devices; None: the product of the settings.
+    If `devices` is None, the number of devices is the product of the settings.
     """
     fields = apply_overrides({"parallel": parallel.to_dict()}, settings)["parallel"]
     try:
@@ -216,14 +214,8 @@ def _assumed(
 ) -> tuple[Recipe, list[str]]:
     """A recipe with default settings for a model without a recipe, and the assumed defaults.
 
-    Args:
-        config: the model's config.
-        settings: overrides as `section.key=value`.
-        notify: callback for warnings about the settings.
-        rows: number of rows per batch.
-
-    Returns:
-        The recipe, and the defaults that `settings` do not override, as `section.key=value`.
+    A batch has `rows` rows. Defaults that `settings` override are not among the assumed ones, which
+    are returned as `section.key=value`.
     """
     train: dict[str, Any] = {
         "batch_size": rows,  # one row per data-parallel part of the mesh

@@ -87,7 +87,11 @@ def test_a_file_from_an_editor_of_windows_is_its_text(tmp_path, name):
         ("a.jsonl", b"\n", "a.jsonl is empty; write a line"),
         ("a.jsonl", b"\n{x}", "a.jsonl:2 is not valid JSON"),
         ("a.jsonl", b"[1]", "a.jsonl:1"),
-        ("a.jsonl", b'{"a": 1}', 'a.jsonl:1 has no string "prompt"; correct or remove the line'),
+        (
+            "a.jsonl",
+            b'{"a": 1}',
+            'a.jsonl:1: "prompt" is missing or not a string; correct or remove the line',
+        ),
     ],
 )
 def test_a_broken_file_of_prompts_is_one_line(

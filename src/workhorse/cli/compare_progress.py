@@ -71,7 +71,7 @@ def _live() -> Iterator[Show]:
 
 
 class _View:
-    """Keeps the state of a study from its events, and formats it as lines of text."""
+    """The state of a study, updated from its events and formatted as lines of text."""
 
     def __init__(self) -> None:
         self.trials = self.done = self.total = self.finished = 0
@@ -102,7 +102,7 @@ class _View:
                 self.done += 1
 
     def reading(self, event: Event) -> str:
-        """The amount of text read so far, if the event reports reading; otherwise empty."""
+        """Format the amount of text read so far; empty if the event is not about reading text."""
         return f"{event['done'] / 1e6:,.1f} MB of text" if event["kind"] == "data" else ""
 
     def steps_done(self) -> int:

@@ -1,4 +1,4 @@
-"""Arguments and options shared by several verbs: paths, `--json`, MODEL and how to execute it."""
+"""Arguments and options shared by several verbs (subcommands): paths, `--json`, MODEL, device."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Path(click.Path):
-    """Type of path arguments. An empty string is an error; it would mean the current folder."""
+    """Type of path arguments. Empty strings are errors, since `Path("")` is the current folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -39,7 +39,7 @@ json_option = click.option(
 
 
 MOST_ROWS = 65_536
-"""Largest accepted batch size, larger than any machine's memory allows."""
+"""Maximum of `--batch-size`. No machine has enough memory for a larger batch."""
 
 
 def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> Callable[..., Any]:
@@ -79,10 +79,7 @@ def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> 
 
 
 def train_settings(**flags: Any) -> list[str]:
-    """The flags that are given on the command line, as settings `train.NAME=VALUE` of a recipe.
-
-    Flags that are not given are omitted.
-    """
+    """Convert the flags given on the command line to recipe settings `train.NAME=VALUE`."""
     source = click.get_current_context().get_parameter_source
     return [
         f"train.{name}={value}"
@@ -154,13 +151,13 @@ def model_options(
 
 
 def open_model(model: str, running: Running, *, with_text: bool = True) -> "Model":
-    """Load a model as the options of a verb say, and print the loader's warnings on stderr.
+    """Load the model for a verb, and print the loader's warnings on stderr.
 
     Args:
         model: the argument MODEL of the verb.
         running: the values of the verb's options.
-        with_text: True to raise an error if the model has no tokenizer. A draft model does not need
-            one.
+        with_text: True to raise an error if the model has no tokenizer. False for draft models,
+            which do not need a tokenizer.
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load

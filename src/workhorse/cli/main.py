@@ -1,4 +1,4 @@
-'''The command `workhorse`: finds the verb, runs it, and turns the outcome into an exit code.
+'''The command `workhorse`: finds the verb (subcommand), runs it, and returns an exit code.
 
 Each verb has a file in `verbs/`, which defines `command`, and a line in `VERBS`. The file imports
 click and `workhorse.cli.*` at its top, and the rest of the library inside its functions, so that
@@ -28,8 +28,8 @@ click and `workhorse.cli.*` at its top, and the rest of the library inside its f
 
 A verb with subcommands makes `command` a `click.Group` (`@click.group("data")`, then
 `@command.command("prepare")`). The library raises `WorkhorseError` for mistakes that a user can
-correct; a verb neither catches it nor prints errors. A verb that a signal stops early, after
-saving, prints its result and then calls `click.get_current_context().exit(ExitCode.STOPPED)`.
+correct; a verb neither catches it nor prints errors. If a signal stops a verb early, the verb saves
+its work, prints its result and calls `click.get_current_context().exit(ExitCode.STOPPED)`.
 '''
 
 import errno
@@ -94,9 +94,9 @@ REFUSED_BY_SYSTEM = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-"""Error numbers of problems that a user can correct.
+"""Values of `OSError.errno` for problems that a user can correct.
 
-For an OSError with one of these, the command prints one line instead of a traceback.
+For these errors, the command prints one line instead of a traceback.
 """
 
 
@@ -136,7 +136,7 @@ class VerbGroup(click.Group):
 )
 @click.version_option(workhorse.__version__, message="workhorse %(version)s")
 def command() -> None:
-    """The decoder-only transformer, from raw text to generated text."""
+    """Train, fine-tune, evaluate, compare and run decoder-only transformers."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -217,7 +217,7 @@ def _ascii_number(
 
 NUMBERS = {"integer": "a whole number", "float": "a number"}
 VALID = re.compile(r"a valid (integer|float)( range)?")
-"""Pattern of click's words for a number in a message; `NUMBERS` has the words to replace them."""
+"""Pattern of click's names of number types in messages. `NUMBERS` has plainer names for them."""
 
 
 def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
@@ -258,15 +258,15 @@ def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
 
 
 def _verb_in(arguments: Sequence[str]) -> str:
-    """The command with its verb, such as `workhorse train`, from the arguments.
+    """The command and the verb in `arguments`, such as `workhorse train`.
 
-    It is for errors of click's parser, which do not name the verb.
+    It is for errors of click's parser that do not contain the verb.
     """
     return " ".join(["workhorse", *(word for word in arguments[:1] if word in VERBS)])
 
 
 def _begun(error: click.NoSuchOption) -> list[str]:
-    """The flags that begin with the unknown flag of an error, as suggestions."""
+    """Suggestions for an unknown flag: the flags that begin with it."""
     parameters = error.ctx.command.get_params(error.ctx) if error.ctx else []
     flags = [flag for parameter in parameters for flag in parameter.opts]
     return [flag for flag in flags if flag.startswith(error.option_name)]

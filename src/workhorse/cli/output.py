@@ -99,8 +99,8 @@ def one_line(text: str) -> str:
 
 
 LONGEST = 600
-"""Maximum number of characters of a message. The middle of longer ones is cut, because the end says
-what to do."""
+"""Maximum number of characters of a message. Longer messages lose their middle, because their end
+has the remedy."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -143,7 +143,7 @@ def warn(note: str) -> None:
 def status() -> Iterator[Callable[[str], object]]:
     """Yield a function `show(doing)` that shows the current activity, if stderr is a terminal.
 
-    It is for work that takes seconds and whose total is not known.
+    Use it for work that takes seconds and whose total is not known; otherwise use `progress`.
     """
     if not sys.stderr.isatty():
         yield lambda doing: None

@@ -65,7 +65,9 @@ def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
         where = f"{file}:{number}"
         prompt = parse_json(line.encode(), where).get("prompt")
         if not isinstance(prompt, str):
-            raise WorkhorseError(f'{where} has no string "prompt"; correct or remove the line')
+            raise WorkhorseError(
+                f'{where}: "prompt" is missing or not a string; correct or remove the line'
+            )
         yield prompt
 
 
@@ -158,9 +160,9 @@ _FLAGS = (
         "--speculate",
         type=int,
         metavar="N",
-        help="Speculative decoding: guess N tokens at a time, with --draft or from the text so"
-        " far, and verify them in one forward pass. The output stays the same (when sampling with"
-        " --draft: its distribution).",
+        help="Speculative decoding: guess N tokens at a time and verify them in one forward pass."
+        " The guesses come from --draft, or from repetitions in the text so far. The output stays"
+        " the same; when sampling with --draft, its distribution stays the same.",
     ),
     click.option(
         "--exact",
@@ -172,8 +174,8 @@ _FLAGS = (
     click.option(
         "--truncate",
         type=click.Choice(["refuse", "left"]),
-        help="When the context is full: refuse reports an error for a longer prompt and ends the"
-        " completion; left drops the oldest tokens."
+        help="When the context is full: with refuse, a longer prompt is an error and a completion"
+        " ends; with left, the oldest tokens are dropped."
         "  [default: refuse]",
     ),
 )
@@ -202,9 +204,7 @@ def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 def with_sampling(
     config: "GenerationConfig", model: "Model", options: Mapping[str, Any]
 ) -> "GenerationConfig":
-    """Add the sampling options that a model comes with to the config, and print them on stderr.
-
-    They come from the model's `generation_config.json`.
+    """Add the options in a model's `generation_config.json` to a config; print them on stderr.
 
     Args:
         config: the config made from the verb's flags.

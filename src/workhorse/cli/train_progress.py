@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TERMS = {"z_loss": "z-loss", "balance_loss": "balance loss"}
-"""Optional terms of a training loss by their name in a step's event, with their displayed names."""
+"""Displayed name of each optional term of the training loss, by its key in the event of a step."""
 Event = dict[str, Any]
 Show = Callable[[Event], None]
 

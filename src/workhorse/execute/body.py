@@ -18,9 +18,10 @@ from workhorse.nn import Decoder
 from workhorse.transforms.record import is_body, mark_body
 
 Execution = Literal["auto", "reference", "native", "compiled"]
-"""`reference`: the unchanged modules of `nn`, run by PyTorch. `native`: our operators on a CPU, and
-decoding steps as CUDA graphs on CUDA. `compiled`: PyTorch's compiler for everything without a
-native operator, with CUDA graphs on CUDA. `auto`: native operators as far as there are any."""
+"""`reference`: the unchanged modules of `nn`, run by PyTorch. `native`: Workhorse's operators on a
+CPU, and decoding steps as CUDA graphs on CUDA. `compiled`: PyTorch's compiler for everything
+without a native operator, with CUDA graphs on CUDA. `auto`: `native` if possible, otherwise
+`reference`."""
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 Root = TypeVar("Root", bound=nn.Module)
 
@@ -42,8 +43,7 @@ def body_of(reference: Root) -> Root:
     Shared modules and shared parameters stay shared.
 
     Args:
-        reference: the module tree as built. A body is not accepted, because its modules may be
-            bound to their replacements.
+        reference: the module tree as built; not a body, because its modules may be replaced.
     """
     assert not is_body(reference), "a body is made from the reference"
     check_own_weights(reference)
@@ -55,10 +55,11 @@ def body_of(reference: Root) -> Root:
 
 
 def check_own_weights(root: nn.Module) -> None:
-    """Raise an error if a hook computes a weight before each forward pass: a body has no hooks.
+    """Raise an error if a hook computes a weight, because a body is a copy without hooks.
 
     Raises:
-        WorkhorseError: a weight is computed, for example by `torch.nn.utils.prune`.
+        WorkhorseError: a hook, such as one of `torch.nn.utils.prune`, computes a weight before each
+            forward pass.
     """
     for path, module in root.named_modules():
         computed = [

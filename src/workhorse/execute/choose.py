@@ -34,7 +34,7 @@ class DecodingBody(NamedTuple):
     decoder: Decoder
     operators: Operators
     reason: str = ""
-    """Why execution falls back to the reference. Empty if it does not, or on request."""
+    """Reason why native execution is not possible, for `announcement`; empty if there is none."""
 
     @property
     def announcement(self) -> str:
@@ -68,9 +68,9 @@ def decoding_body(
             is to be quantised. It is not changed.
         execution: the execution mode. A program that is compiled for the first time on a machine
             takes tens of seconds at the first step.
-        wait: True to wait until native operators are compiled, if this machine has never compiled
-            them. Every `execution` other than `auto` waits. Otherwise they are compiled in the
-            background, and models loaded later use them.
+        wait: True to wait until native operators are compiled, which each machine does once. False
+            to compile them in the background: this decoder then runs without them, and models that
+            are loaded later use them. It only applies to `auto`; `native` and `compiled` wait.
 
     Raises:
         WorkhorseError: there are no native operators, or the decoder cannot be compiled.

@@ -44,7 +44,7 @@ class Compiled(nn.Module):
 def compile_layers(decoder: Decoder) -> None:
     """Make PyTorch compile each layer of a decoder at its first run, in place.
 
-    Equal layers share a program.
+    Equal layers share one compiled program.
 
     Args:
         decoder: the decoder, after every other transform.

@@ -1,4 +1,4 @@
-"""The section `parallel` of a recipe: the numbers of processes and the order of reductions."""
+"""The section `parallel` of a recipe: degrees of parallelism, and the order of gradient sums."""
 
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -15,7 +15,7 @@ NOT_EXACT = {
     "tensor": "layers",
     "pipeline": "layers",
 }
-"""Recipe keys that are not supported with `reduction: exact`; each is mapped to what it divides."""
+"""Recipe keys that are not supported with `reduction: exact`, with the objects that they divide."""
 LONGEST_PATIENCE = 1800.0
 """Maximum of `patience`, in seconds. After this time PyTorch's gloo backend times out by itself,
 without a stack trace."""
@@ -25,12 +25,15 @@ pipeline bubble is then less than a fifth of the time."""
 
 
 def share_of(whole: int, ways: int, number: int) -> range:
-    """Return the consecutive slice of `range(whole)` for part `number` of `ways` equal parts."""
+    """Divide `range(whole)` into `ways` consecutive, nearly equal parts; return part `number`."""
     return range(number * whole // ways, (number + 1) * whole // ways)
 
 
 class FastConfig(Config):
-    """Sum gradients in the backend's own order. Rounding depends on the number of processes."""
+    """Sum gradients in the order that the communication backend chooses.
+
+    The rounding of the sums depends on the number of processes.
+    """
 
     kind: Literal["fast"] = "fast"
 
@@ -43,9 +46,9 @@ class ExactConfig(Config):
 
     kind: Literal["exact"] = "exact"
     logical_shards: Ways = 8
-    """Number of parts that a batch is divided into, at least the number of processes. A part is
-    computed with the same shapes on any process, in micro-batches of `micro_batch_size` rows. The
-    gradients of the parts are then summed."""
+    """Number of parts that a batch is divided into, at least the number of processes. Each part is
+    computed in micro-batches of `micro_batch_size` rows, and the gradients of the parts are summed.
+    Results depend on this number instead of the number of processes."""
 
 
 class MicroBatches(NamedTuple):
@@ -94,11 +97,12 @@ class ParallelismConfig(Config):
     it is the number of processes. With an exact `reduction` it does not change the results."""
     shard: Annotated[Ways, OnResume.ROUNDED] = 1
     """Number of processes that shard weights, gradients and optimizer state (FSDP; ZeRO stage 3,
-    1910.02054). They also divide the rows of every batch. There are `data` such groups."""
+    1910.02054). They also divide the rows of every batch. With `data` above 1, there are `data`
+    copies of the sharded model."""
     context: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Number of processes that split each sequence into consecutive chunks. Each gets the keys and
-    values before its chunk from the others (2407.21783 §3.3.2). With `shard` above 1 they shard
-    the weights too."""
+    """Number of processes that split each sequence into consecutive chunks. A process gets the keys
+    and values of earlier chunks from the other processes (2407.21783 §3.3.2). With `shard` above 1,
+    these processes also shard the weights."""
     tensor: Annotated[Ways, OnResume.ROUNDED] = 1
     """Number of processes that split every layer. Each has some heads, hidden features and tokens
     of the vocabulary (1909.08053), and between layers some tokens of each sequence
@@ -109,13 +113,14 @@ class ParallelismConfig(Config):
     there are at least four micro-batches per stage, if there are enough rows. Stages communicate
     least, so their ranks are farthest apart."""
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Number of processes, a divisor of `data` × `shard`, that divide the routed experts of every
-    mixture and exchange tokens (2006.16668 §3). `shard` does not divide experts further."""
+    """Number of processes that divide the routed experts of every mixture of experts and exchange
+    tokens (2006.16668 §3); a divisor of `data` × `shard`. With `expert` above 1, `shard` does not
+    divide the experts further."""
     reshard: Annotated[Literal["pass", "step"], OnResume.NO_EFFECT] = "pass"
-    """When processes of `shard` free gathered weights. `pass`: after each pass of a layer, so that
-    one or two layers are gathered at a time. `step`: at the end of the step, so that weights are
-    gathered once per step, but all are held unsharded until then. With `step` and an exact
-    `reduction`, gradients stay unsharded too and are exchanged once."""
+    """When the processes of `shard` free gathered weights. `pass`: after each pass of a layer, so
+    that only one or two layers are gathered at a time. `step`: at the end of the step, so that
+    weights are gathered only once per step, but stay unsharded in memory until its end. With `step`
+    and an exact `reduction`, gradients stay unsharded too and are exchanged once."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
@@ -134,7 +139,10 @@ class ParallelismConfig(Config):
 
     @property
     def lockstep(self) -> bool:
-        """True if ranks divide weights. They must then run equal numbers of passes, together."""
+        """True if ranks divide weights.
+
+        Each pass then needs all ranks, so all must run equal numbers of passes.
+        """
         return max(self.shard, self.expert, self.tensor, self.pipeline) > 1
 
     @property
@@ -144,7 +152,7 @@ class ParallelismConfig(Config):
 
     @property
     def parts(self) -> int:
-        """Number of parts of a batch: logical shards if the reduction is exact, else replicas."""
+        """Number of parts of a batch: `replicas`, or `logical_shards` for an exact reduction."""
         exact = self.reduction
         return exact.logical_shards if isinstance(exact, ExactConfig) else self.replicas
 
@@ -249,9 +257,9 @@ class ParallelismConfig(Config):
         return self
 
     def _times(self, *names: str) -> str:
-        """For messages, the keys above 1 as a product: `data=2 times shard=4`.
+        """Format the keys above 1 as a product, for messages: `data=2 times shard=4`.
 
-        If no key is above 1, the first key.
+        If no key is above 1, only the first key is used.
         """
         several = [name for name in names if self.ways[name] > 1] or names[:1]
         return " times ".join(f"{name}={self.ways[name]}" for name in several)

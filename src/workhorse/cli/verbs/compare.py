@@ -22,7 +22,7 @@ from workhorse.cli.output import ExitCode, counted, print_result, warn
     help="Number of parallel trials, each in its own process with its share of the threads.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Run a shorter version, with the changes of the quick section."
+    "--quick", is_flag=True, help="Run a short version, as the section quick of STUDY defines it."
 )
 @click.option("--dry-run", is_flag=True, help="Show the trials, sizes and time; train nothing.")
 @partial(runtime_options, default="the recipe's")

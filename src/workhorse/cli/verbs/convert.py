@@ -38,8 +38,8 @@ def command(
     """Convert the model SRC to another format and write it to DST.
 
     SRC is a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder that this
-    verb wrote. `--to hf` writes a model that a class of transformers can load. If no class fits,
-    the error gives the reason; `workhorse models show` also shows it.
+    verb wrote. `--to hf` writes a model that the transformers library can load. If none of its
+    model classes fits, the error gives the reason; `workhorse models show` also shows it.
     """
     if to is None and target.suffix != ".gguf":
         raise click.UsageError("the format of DST is not known; give --to hf, workhorse or gguf")

@@ -27,7 +27,7 @@ OF_TEXT = ("data", "context", "stride", "compare_gzip")
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
 """Flags that only apply with `--tasks`."""
 PER_TASK = ("versions", "n-shot")
-"""Keys of the harness's result with one value per task, shown in the table."""
+"""Keys of the lm-evaluation-harness's result with one value per task, shown in the table."""
 
 
 @click.command("evaluate")
@@ -74,7 +74,7 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--limit",
     type=float,
-    help="With --tasks: most questions per task; below 1, the fraction of questions.",
+    help="With --tasks: maximum number of questions per task; below 1: a fraction of them.",
 )
 @click.option(
     "--apply-chat-template",
@@ -171,7 +171,7 @@ def _score(
 ) -> dict[str, Any]:
     """Score a model on tasks of the lm-evaluation-harness, and return the harness's result.
 
-    Tasks are looked up before `opened` loads the model, so that a wrong name fails early.
+    The names of the tasks are checked before `opened` loads the model.
     """
     from workhorse.evaluate import load_tasks
 
@@ -198,7 +198,7 @@ def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
         yield from read_documents(source, "validation" if source.has_validation else "train")
         return
     if model.data is None:
-        raise WorkhorseError(f"{model.name} is not a run with data; give --data FILE_OR_DIR")
+        raise WorkhorseError(f"{model.name} is not a run that has data; give --data FILE_OR_DIR")
     if not any(source.has_validation for source in model.data.sources.values()):
         raise WorkhorseError(
             f"{model.name} has no validation split; give the text with --data FILE_OR_DIR"

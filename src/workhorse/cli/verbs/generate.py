@@ -60,7 +60,8 @@ SHOWN_PROMPT = 40
 @click.option(
     "--logprobs",
     type=int,
-    help="With --json: log-probability of each token, and of the N most likely tokens there.",
+    help="With --json: log-probability of each token, and of the N most likely tokens at its"
+    " position.",
 )
 @click.option(
     "--beams",
@@ -72,7 +73,7 @@ SHOWN_PROMPT = 40
     "--early-stopping",
     is_flag=True,
     default=None,
-    help="With --beams: stop at the first finished hypotheses, even if better ones could follow.",
+    help="With --beams N: stop once N hypotheses are finished, even if better ones could follow.",
 )
 @click.option(
     "--batch-size",
@@ -139,9 +140,7 @@ def command(
 def _check_one_text(prompts: int, flags: Mapping[str, Any]) -> None:
     """Raise an error if `--stream` is combined with several prompts or with conflicting flags.
 
-    Args:
-        prompts: the number of prompts.
-        flags: values of the flags that `--stream` does not support, by flag.
+    `flags` has the values of the flags that conflict with `--stream`.
     """
     extra = [flag for flag, value in flags.items() if value not in (None, False)]
     remedies = [f"remove {', '.join(extra)}"] if extra else []
@@ -215,7 +214,7 @@ def _result(
 
 
 def _guessed(completion: "Completion") -> dict[str, int | None]:
-    """Numbers of proposed and accepted tokens of speculative decoding; empty if it is not used."""
+    """Count the proposed and accepted draft tokens; empty without speculative decoding."""
     if completion.proposed is None:
         return {}
     return {"proposed": completion.proposed, "accepted": completion.accepted}

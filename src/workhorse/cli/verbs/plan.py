@@ -30,7 +30,8 @@ MOST_DEVICES = 10**6
 @click.option(
     "--utilization",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    help="Fraction of a device's peak that training reaches.  [default: simulated, or 0.4]",
+    help="Fraction of a device's peak FLOP/s that training reaches.  [default: simulated if the"
+    " device's links are known, otherwise 0.4]",
 )
 @click.option(
     "--price", type=click.FloatRange(min=0), help="Price of a device per hour, to show the cost."
@@ -39,14 +40,17 @@ MOST_DEVICES = 10**6
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
     metavar="FLOPS",
-    help="FLOPs to spend optimally.  [default: the FLOPs of the planned training]",
+    help="FLOPs for which to show the optimal number of parameters and tokens.  [default: the FLOPs"
+    " of the planned training]",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=1),
-    help="Tokens of a served sequence.  [default: the model's maximum]",
+    help="Tokens per sequence in serving.  [default: the model's maximum]",
 )
-@click.option("--measure", is_flag=True, help="Measure this machine's peak, to show the time.")
+@click.option(
+    "--measure", is_flag=True, help="Measure this machine's peak FLOP/s, to estimate the time."
+)
 @click.option("--page", type=PATH, help="Also write a self-contained HTML page with charts.")
 @json_option
 def command(
@@ -62,8 +66,9 @@ def command(
     SOURCE is a recipe, `depth-N` (a built-in recipe with N layers), a run directory, a preset, a
     Hugging Face directory or hub id, or a GGUF file. The model is not allocated. Settings after
     SOURCE are the same as for `train`. The settings of `parallel` divide the work among devices:
-    data, shard, tensor, pipeline, expert, context. With --devices and no such setting, the weights
-    are sharded; otherwise the settings are kept and data parallelism uses the remaining devices.
+    data, shard, tensor, pipeline, expert, context. With --devices and without settings of
+    `parallel`, the weights are sharded among all devices. With both, `parallel.data` is changed so
+    that all devices are used.
     """
     from workhorse.plan import plan
     from workhorse.plan.page import lines

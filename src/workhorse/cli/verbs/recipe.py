@@ -41,7 +41,7 @@ A recipe is a YAML file. Each section below describes the keys at one place of t
 
 @click.command("recipe")
 @click.argument("key", required=False)
-@click.option("--markdown", is_flag=True, help="As a page with links: docs/recipe.md.")
+@click.option("--markdown", is_flag=True, help="Print Markdown with links, as in docs/recipe.md.")
 @json_option
 def command(key: str | None, markdown: bool, as_json: bool) -> None:
     """Describe the keys of a recipe: KEY, such as train.schedule or model.blocks.main, or all.

@@ -22,9 +22,9 @@ from workhorse.cli.output import print_result, status
 def command(*, runs: tuple[Path, ...], predict: tuple[Path, ...], as_json: bool) -> None:
     """Fit scaling laws to finished runs on the same text, and predict the loss of other runs.
 
-    The laws are from arXiv 2203.15556 and 2001.08361, in parameters and tokens, and a power law in
-    compute, for runs that split their FLOPs between size and tokens in the same way. The 95 %
-    intervals assume that the law's form is right.
+    Two laws predict the loss from parameters and tokens (arXiv 2203.15556 and 2001.08361). A third
+    law predicts it from FLOPs; it is valid for runs that split their FLOPs between parameters and
+    tokens in the same way. The 95 % intervals assume that the formula of the law is right.
     """
     from workhorse.scaling import fit_laws, recipe_at
 

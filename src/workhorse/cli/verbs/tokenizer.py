@@ -28,7 +28,8 @@ def command() -> None:
 
     DIR is a folder with a tokenizer: the output of train, a run directory or a Hugging Face
     directory. FILES are text, .jsonl(.gz, .zst) or .parquet files, folders of text files, - for
-    stdin, or stdlib, the built-in corpus: train reads its training split, report the held-out one.
+    stdin, or stdlib for the built-in corpus. From stdlib, train reads the training split, and
+    report the held-out split.
     """
 
 
@@ -187,7 +188,7 @@ def _print_pieces(
         tokenizer: the tokenizer of the ids.
         ids: the token ids.
         as_json: True to print JSON.
-        n_bytes: number of bytes of the text; None: of the tokens, without special ones.
+        n_bytes: number of bytes of the text; None: the bytes of all tokens except special tokens.
     """
     pieces = tokenizer.pieces(ids)
     result = {

@@ -64,12 +64,12 @@ def _as_settings(option: str, given: list[str]) -> str:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Show size, memory and time, and the changes by --resume; write nothing.",
+    help="Show size, memory and time, and with --resume the changed settings; write nothing.",
 )
 @click.option(
     "--show-recipe",
     is_flag=True,
-    help="With --dry-run: also show the recipe with all defaults and the whole model written out.",
+    help="With --dry-run: also show the complete recipe, with all defaults and all model settings.",
 )
 @click.option(
     "--workers",
@@ -149,9 +149,9 @@ def _check_free(run: Path) -> None:
 
 
 def _has_begun(run: Path) -> bool:
-    """True if an earlier attempt of the current launch created the run directory.
+    """True if the run was created after the launcher (PyTorch's elastic agent) started.
 
-    A launcher starts a new attempt after a failure. False for a run from before the launch.
+    A restarted worker resumes a run of this launch, but not an older run.
     """
     from workhorse.checkpoints import RunDirectory
 

@@ -95,7 +95,7 @@ class ProgramFolder:
             make: True to create the folder if it does not exist.
 
         Raises:
-            OSError: it does not exist, or belongs to another user.
+            OSError: the folder does not exist, or belongs to another user.
         """
         if make:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,16 +126,16 @@ log = logging.getLogger(__name__)
 
 
 KNOWN = ("torch.", "workhorse.")
-"""Packages whose code `_fingerprint` covers. Programs with classes of other packages are not
-stored, because their code may change unnoticed."""
+"""Packages whose code is part of `_fingerprint`. Programs with classes of other packages are not
+stored, because changes of their code would not be noticed."""
 
 
 def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
     """Return a decoder that runs decoding steps over a `PagedView` as compiled programs.
 
-    A step adds one token to each sequence, or one token and its draft tokens, up to the number of
-    tokens that the cache can remove again. Prompts and all other passes run uncompiled. The first
-    step of each `Variant` waits until its program is compiled or read from disk.
+    A step adds one token to each sequence. In speculative decoding it also adds draft tokens, up to
+    the number of tokens that the cache can remove again. Prompts and all other passes run
+    uncompiled. The first step of each `Variant` compiles its program, or reads it from disk.
 
     Args:
         decoder: the decoder in evaluation mode. The returned decoder replaces it. If weights or
@@ -144,7 +144,7 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
 
     Raises:
         WorkhorseError: the model has a mixture of experts, or RoPE angles that depend on the
-            sequence length. At the first step: the compiler cannot compile it.
+            sequence length. Also raised at the first step, if it cannot be compiled.
     """
     check_fixed(decoder, "compiled")
     kept = ProgramFolder(folder or cache_folder() / "programs")
@@ -197,7 +197,7 @@ class CompiledDecoder(FixedStepDecoder):
         return program, program(tokens, tensors)
 
     def _fingerprint(self, variant: Variant) -> str:
-        """A digest of everything that a variant's program depends on; the name of its file."""
+        """Name of a program's file: a digest of everything that the program depends on."""
         state = (*self.named_parameters(), *self.named_buffers())
         scalars = (int, float, str, bool)
         facts = (
@@ -228,8 +228,8 @@ def compile_step(
 ) -> "Program":
     """Compile a decoding step of a variant.
 
-    The program runs for caches of any length. Batch sizes and token counts are 1 or any number
-    above 1, as the variant says.
+    The program runs for caches of any length. The variant determines whether the batch size and the
+    number of tokens per sequence are 1, or any number above 1.
 
     Args:
         decoder: the decoder.

@@ -1,8 +1,9 @@
 """Decoding steps of fixed shape, and their execution as CUDA graphs.
 
-A step adds one token to each sequence of a `PagedView`, or one token and its draft tokens, up to
-the number of tokens that the cache can remove again. Its tensor shapes do not depend on the length
-of the sequences. It can therefore be compiled, or captured as a CUDA graph, once for all lengths.
+A step adds one token to each sequence of a `PagedView`. In speculative decoding it also adds draft
+tokens, up to the number of tokens that the cache can remove again. Its tensor shapes do not depend
+on the length of the sequences. It can therefore be compiled, or captured as a CUDA graph, once for
+all lengths.
 
 A GPU finishes a small model's step before Python has launched its hundreds of kernels. A step of
 fixed shape launches the same kernels at every token, on tensors at the same addresses. So they are
@@ -54,9 +55,9 @@ def check_fixed(decoder: Decoder, what: str) -> None:
 
 
 def why_not_fixed(decoder: Decoder) -> str:
-    """Reason why a decoder's steps differ in shape or constants from token to token.
+    """Reason why a decoder's steps differ in shape or constants from token to token; or empty.
 
-    It is a mixture of experts, or RoPE angles that depend on the sequence length; empty if none.
+    Reasons are a mixture of experts, and RoPE angles that depend on the sequence length.
     """
     blocks = decoder.config.blocks.values()
     if any(block.mixture for block in blocks):
@@ -141,8 +142,8 @@ def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "Captur
 
     A CUDA graph is captured for each batch size, number of new tokens and cache. If sequences grow
     beyond its block tables, another one is captured with tables of twice the width. Passes that
-    cannot be captured, and all passes while the decoder has hooks, run without. If weights or
-    modules are replaced later, steps are captured again.
+    cannot be captured, and all passes while the decoder has hooks, run without CUDA graphs. If
+    weights or modules are replaced later, steps are captured again.
 
     Args:
         decoder: the decoder in evaluation mode, after the other inference transforms. If its steps
@@ -224,7 +225,7 @@ class CapturedDecoder(FixedStepDecoder):
     records: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling, without the captured steps: they read the weights by address."""
+        """State for pickling, without the captured steps, because they contain memory addresses."""
         state: Any = super().__getstate__()
         return state | {"recordings": None}
 
@@ -261,10 +262,10 @@ def record_step(
     tensors: CacheTensors,
     recorder: Recorder,
 ) -> Recording:
-    """Capture a decoding step. Replays do not change the recording's `lengths`, as `step` does.
+    """Capture a decoding step. `step` increments `lengths`, but a replay of the recording does not.
 
     Args:
-        step: the step; it increments `lengths` of its argument.
+        step: the function of the step.
         tokens: example tokens.
         tensors: example tensors of the cache.
         recorder: captures a function of no arguments.

@@ -10,9 +10,9 @@ element of the matrix once, and can decode the matrix from codes of 8 or 4 bits 
 
 Written for and tested with PyTorch 2.11 to 2.13:
 
-- `torch.compile(…).aot_compile` and `torch.compiler.load_compiled_function` are public, and called
+- `torch.compile(…).aot_compile` and `torch.compiler.load_compiled_function` are public but
   experimental; so are `save_compiled_function` and `disable_guard_check` of their results;
-- `torch._dynamo.mark_dynamic` is documented, and private by its name;
+- `torch._dynamo.mark_dynamic` is documented, but its name is private;
 - `torch._dynamo.config` and `torch._inductor.custom_graph_pass` are private.
 
 A stored program is a pickle: reading it can run code.
@@ -32,7 +32,7 @@ from workhorse.errors import WorkhorseError
 
 
 def join_products(graph: fx.Graph) -> None:
-    """Replace several `linear` nodes with the same x by one `linear_each`, in place."""
+    """Replace several `linear` nodes with the same input by one `linear_each` node, in place."""
     by_input: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         # Without the native operators there is no such node, and no such name in torch.ops.
@@ -141,7 +141,7 @@ class Program:
 
         Args:
             path: the file.
-            known: objects that are not written, by name; `read` gets them again.
+            known: objects that are not written, by name; they must be passed to `read`.
 
         Raises:
             OSError: the file cannot be written.

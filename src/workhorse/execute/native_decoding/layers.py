@@ -26,13 +26,9 @@ from workhorse.transforms.record import as_subclass, replace_modules
 
 
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
-    """Make a decoder's `sdpa` attention use `Decoding.attend` for decoding with a paged cache.
+    """Make a CPU decoder's `sdpa` attention use `Decoding.attend` for decoding with a paged cache.
 
     Prompts, training, biased scores and other caches still use PyTorch.
-
-    Args:
-        decoder: a decoder on the CPU.
-        decoding: the operators.
     """
     attentions = (part for part in decoder.modules() if isinstance(part, SelfAttention))
     served = {part.kernel for part in attentions if part.attends_to_stored}
@@ -50,7 +46,7 @@ ATTENDED = (torch.bfloat16, torch.float32)
 
 
 class Seen(NamedTuple):
-    """The range of cache slots that each query sees. Slots are counted along its sequence."""
+    """The range of cache slots that each query sees, counted from the start of its sequence."""
 
     first: Int64[Tensor, "batch seq"]
     last: Int64[Tensor, "batch seq"]
@@ -58,7 +54,7 @@ class Seen(NamedTuple):
 
 
 class DecodingSdpa(Sdpa):
-    """`Sdpa` with a native operator for a few queries per head over blocks of keys."""
+    """`Sdpa` that uses a native operator for few queries per head over a paged cache."""
 
     reads_blocks = True
     decoding: Decoding
@@ -93,8 +89,8 @@ DOT_ROWS = {torch.bfloat16: 64, torch.float32: 16}
 the dtype of the weights. It applies if there are no native gemms."""
 DOT_ROWS_BESIDE_GEMM = {torch.bfloat16: 64, torch.float32: 32}
 """Maximum rows for which dot products (`Decoding.linear`) are faster than native gemms, by the
-dtype of the weights. They were equally fast at 64 to 128 rows on the matrix unit, at 24 to 48 with
-vector instructions, and at 16 to 64 with bfloat16 as float32 in MKL."""
+dtype of the weights. Measured break-even points: 64 to 128 rows on the matrix unit, 24 to 48 with
+vector instructions, and 16 to 64 with bfloat16 as float32 in MKL."""
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`F.linear`, or a function with the same arguments and result."""
 

@@ -37,10 +37,10 @@ modules, whose attention computes whole blocks of scores."""
 def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
     """Return a decoder that adds a few tokens to a paged cache in one native call.
 
-    All other passes, such as long prompts, run module by module. So do all passes of a decoder that
-    has hooks, or a computation without an instruction; compiled steps are used if it has them. If
-    weights or modules are replaced later, the decoder is translated again. Other changes to modules
-    are not noticed.
+    All other passes, such as long prompts, run module by module. So do all passes while the decoder
+    has hooks. If a computation has no instruction, steps run module by module, or compiled if
+    `compile_steps` was applied. If weights or modules are replaced later, the decoder is translated
+    again. Other changes to modules are not noticed.
 
     Args:
         decoder: the decoder in evaluation mode, on the CPU, after the other inference transforms.
@@ -332,7 +332,7 @@ class Translated:
             self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
 
     def holds(self) -> bool:
-        """True if this result is still valid: nothing was replaced, the first weight was not cast.
+        """True if this result is still valid: nothing was replaced, and the first weight not cast.
 
         Weights may change in place, because they are read at every step.
         """

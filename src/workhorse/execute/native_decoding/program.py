@@ -44,7 +44,7 @@ class Computed(NamedTuple):
 def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list[Computed]:
     """Run a decoder on one token, and record the computations of known modules and sums in order.
 
-    The token is value 0.
+    The token has the id 0.
 
     Args:
         decoder: the decoder.
@@ -73,9 +73,9 @@ def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list
 
 
 class _Recorder(TorchFunctionMode):
-    """Records computations: hooks report known modules, this mode every function outside of them.
+    """Records computations: hooks record known modules, and this mode records other functions.
 
-    Each tensor is a value with an id.
+    Each tensor has an id.
     """
 
     def __init__(self) -> None:
@@ -99,12 +99,12 @@ class _Recorder(TorchFunctionMode):
         return any(known is value for known in self._values)
 
     def begin(self, module: nn.Module, _inputs: tuple[Any, ...]) -> None:
-        """Hook: the forward pass of a module that is not recorded itself begins."""
+        """Hook before the forward pass of a module that is not recorded as one computation."""
         if threading.get_ident() == self._thread:
             self._wirings.append(module)
 
     def end(self, _module: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
-        """Hook: the forward pass of a module that is not recorded itself ends."""
+        """Hook after the forward pass of a module that is not recorded as one computation."""
         if threading.get_ident() == self._thread:
             self._wirings.pop()
 
@@ -143,7 +143,7 @@ class _Recorder(TorchFunctionMode):
         """Note a computation that cannot be translated; only the first one is kept.
 
         Args:
-            what: its name, used if no module contains it; otherwise the module's class is noted.
+            what: its name. If a module contains it, the module's class is noted instead.
         """
         wiring = type(self._wirings[-1]).__name__ if self._wirings else ""
         self.foreign = self.foreign or wiring or what
@@ -214,7 +214,7 @@ class _Uses:
         self.read |= other.read
 
     def conflicts(self, later: "_Uses") -> bool:
-        """True if instructions with the register uses `later` must wait for these instructions."""
+        """True if instructions that use the registers `later` must wait for these instructions."""
         return bool(self.written & (later.written | later.read) or self.read & later.written)
 
 
@@ -233,9 +233,9 @@ class Writer:
     """Writes a program, instruction by instruction.
 
     Released registers are used again. Consecutive row-wise instructions form a stage; every other
-    instruction is a stage by itself. At the beginning of a stage, all threads wait for each other
-    if the stage conflicts with one since the last wait: one of the two writes a register that the
-    other reads or writes.
+    instruction is a stage by itself. All threads wait for each other before a stage that conflicts
+    with an earlier stage since the last wait. Two stages conflict if one of them writes a register
+    that the other reads or writes.
 
     Args:
         vocab_size: width of the logits, the first register.

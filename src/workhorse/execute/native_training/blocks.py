@@ -39,7 +39,7 @@ from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class NativeBlock(NativePreNorm):
-    """`PreNorm` in two native calls, if the operators support all its submodules and x."""
+    """`PreNorm` that runs as two native calls if the operators support its submodules and x."""
 
     multiply: Gemm
 

@@ -46,7 +46,7 @@ class Gemm:
                 self.sums.pop(dtype, None)
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
-        """True if a native operator can compute `a b`. If needed, `__call__` makes a contiguous."""
+        """True if a native operator can compute the matmul `a b`; a need not be contiguous."""
         known = a.dtype == b.dtype and a.dtype in self.products
         return known and bool(a.numel() and b.numel()) and 1 in b.stride()
 
@@ -147,7 +147,9 @@ def several_linear(multiply: Gemm, x: Tensor, linears: Sequence[nn.Linear]) -> t
 
 
 def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Make every `nn.Linear` in a module use `multiply`, except heads: losses compute their matmul.
+    """Make every `nn.Linear` in a module use `multiply`, except heads.
+
+    The loss computes the matmul of a head.
 
     Returns:
         The module, or its replacement if it is a linear layer itself.
@@ -189,7 +191,7 @@ class _Linear(torch.autograd.Function):
 
 
 def activation_of(module: nn.Module) -> blocks.Activation | None:
-    """Convert an activation module for the operators; None if they do not compute it."""
+    """Convert an activation module to the operators' format; None if they do not support it."""
     name = activation_name(module)
     return blocks.Activation(name, _table_of(module)) if name else None
 
@@ -224,10 +226,7 @@ class NativeGated(Gated):
 
 
 class Simple(NamedTuple):
-    """A feed-forward that has only two or three linear layers and an activation.
-
-    It has no dropout, inner norm or hooks.
-    """
+    """A feed-forward of only linear layers and an activation: no dropout, inner norm or hooks."""
 
     act: blocks.Activation
     operators: Training
@@ -283,11 +282,6 @@ class NativeGatedMlp(GatedMlp):
 
 def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) -> nn.Module:
     """Make the feed-forwards in a module use native operators, if they support the activation.
-
-    Args:
-        root: the module.
-        multiply: the gemm.
-        operators: the operators of training.
 
     Returns:
         The module, or its replacement if it is a feed-forward itself.

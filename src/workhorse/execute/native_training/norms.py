@@ -32,7 +32,7 @@ class NativeNorm(plain.Norm):
 class NativePreNorm(PreNorm):
     """`PreNorm` that computes a residual sum and the next norm in one native call.
 
-    If there is an operation between them, or the operators do not accept x, it runs as `PreNorm`.
+    It runs as `PreNorm` if an operation is between sum and norm, or the operators do not accept x.
     """
 
     operators: Training
@@ -81,7 +81,7 @@ def takes(x: Tensor) -> bool:
 
 
 def norm_of(norm: nn.Module) -> Norm:
-    """Convert a norm module for the operators, which then round where the module rounds.
+    """Convert a norm module to the operators' format, so that they round as the module does.
 
     A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
     """
@@ -163,10 +163,7 @@ def rounded_sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cast the gradients of a norm's weight and bias to the dtypes of weight and bias.
 
-    Args:
-        sums: (2, width) float32: the gradients of weight and bias.
-        weight: the weight, or None.
-        bias: the bias, or None.
+    `sums`, (2, width), has both gradients in float32.
     """
     return (
         None if weight is None else sums[0].to(weight.dtype),

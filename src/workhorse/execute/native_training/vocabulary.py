@@ -14,7 +14,7 @@ from workhorse.transforms.record import as_subclass, mixin_class, replace_module
 
 
 class Float32SumEmbedding(nn.Embedding):
-    """`nn.Embedding` that sums the gradients of each row in float32, also if it is bfloat16.
+    """`nn.Embedding` that sums the gradients of each row in float32, also for bfloat16 tables.
 
     Attributes:
         tied: True if a head shares the table.

@@ -1,14 +1,14 @@
-"""Tensor parallelism, with sequences divided between layers, and expert parallelism.
+"""Tensor parallelism with sequence parallelism, and expert parallelism.
 
-Each rank of a group has some heads, hidden features and tokens of the vocabulary (`part_of_model`),
-and consecutive tokens of the residual stream (2205.05198 §4.2.2). A sub-layer gathers the tokens of
-all ranks and computes with its part of the layer. The outputs are then reduced, and each rank keeps
-its own tokens. A rank's gradient of a replicated weight is therefore partial, and the gradients of
-all ranks must be summed.
+In tensor parallelism, each rank has some heads, hidden features and tokens of the vocabulary
+(`part_of_model`). Between layers, it has consecutive tokens of each sequence (2205.05198 §4.2.2).
+Before attention and feed-forward, a rank gathers the tokens of all ranks. Afterwards the outputs
+are summed over the ranks, and each rank keeps its own tokens. A rank's gradient of a replicated
+weight, such as a norm's gain, is only a part of the gradient, so it is summed over the ranks.
 
-A rank keeps the weights of its experts. It sends tokens that are routed to other experts to their
-ranks, and gets the outputs back (2006.16668 §3). Tokens are sorted by expert, so the tokens for one
-rank are contiguous.
+In expert parallelism, each rank has some experts. It sends tokens that are routed to other experts
+to their ranks, and gets the outputs back (2006.16668 §3). Tokens are sorted by expert, so the
+tokens for one rank are contiguous.
 """
 
 from dataclasses import replace
@@ -140,7 +140,7 @@ def _pattern(
     layer: int,
     team: TensorParallelGroup,
 ) -> AttentionPattern:
-    """Return the attention pattern of a layer for this rank's heads."""
+    """Return the attention pattern of a layer, with the ALiBi slopes of this rank's heads."""
     whole = config.blocks[name].grouped
     if whole is None:
         return attention.pattern
@@ -162,7 +162,7 @@ def _norms_over_parts(module: nn.Module) -> list[nn.Module]:
 def _last_products(module: nn.Module) -> list[nn.Module]:
     """Return a module's output projections that have a bias.
 
-    Their input features are divided among the ranks, so their outputs must be summed.
+    Their outputs are summed over the ranks, so only one rank may add the bias.
     """
     products: list[nn.Linear | GroupedLinear] = []
     if isinstance(module, Attention | LatentAttention):
@@ -192,14 +192,17 @@ class _SubLayer(_OfTeam):
 
 
 class _Mixture(_OfTeam, MixtureOfExperts):
-    """A mixture whose output is summed over the ranks before any nonlinear operation on it."""
+    """A mixture of experts that sums its output over the ranks before the output norm."""
 
     def mix(self, x: Hidden) -> Hidden:
         return self.team.reduce_from_ranks(super().mix(x))
 
 
 class _LastProduct(_OfTeam):
-    """An output projection. Its outputs are summed over the ranks; only the first adds the bias."""
+    """An output projection with outputs that are summed over the ranks.
+
+    Only rank 0 adds the bias, so that the sum contains it once.
+    """
 
     @property
     def bias(self) -> Tensor:
@@ -212,7 +215,7 @@ class _LastProduct(_OfTeam):
 
 
 class _LastProducts(_OfTeam, GroupedLinear):
-    """The output projections of a mixture's experts; only the first rank adds the bias."""
+    """The output projections of experts. Only rank 0 adds the bias; see `_LastProduct`."""
 
     def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
@@ -310,7 +313,7 @@ def _here(tokens: Tensor, team: TensorParallelGroup) -> tuple[Tensor, Tensor]:
 
 
 class ExpertParallelGroup:
-    """The expert-parallel group: ranks that divide the experts of every mixture.
+    """The expert-parallel group: ranks that divide the experts of every mixture of experts.
 
     Args:
         world: the processes of the run; all must create their group together.
@@ -329,7 +332,7 @@ class ExpertParallelGroup:
         return is_sharded(parameter) and parameter.device_mesh == self.mesh
 
     def divide(self, root: nn.Module) -> None:
-        """Keep only this rank's experts of every mixture, in place."""
+        """Keep only this rank's experts of every mixture of experts, in place."""
 
         def choose(module: nn.Module) -> nn.Module:
             if isinstance(module, GroupedLinear):
@@ -352,7 +355,7 @@ class ExpertParallelGroup:
 
 
 class _DividedLinear(GroupedLinear):
-    """A mixin for the linear layers of a mixture whose experts are divided among the ranks."""
+    """A mixin for the linear layers of experts that are divided among the ranks."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
@@ -360,7 +363,7 @@ class _DividedLinear(GroupedLinear):
 
 
 class _DividedExperts(Experts):
-    """A mixin for the experts of a mixture, divided among the ranks.
+    """A mixin for the experts of a mixture of experts, divided among the ranks.
 
     `n_experts` is the number of experts on this rank.
     """

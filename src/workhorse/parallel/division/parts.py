@@ -1,4 +1,4 @@
-"""The part of a model that each rank holds and writes, and checks that a model can be divided.
+"""The part of a model that a rank holds and saves, and checks that a model can be divided.
 
 A part is a smaller decoder (`part_of_model`), a pipeline stage (`keep_stage`), or both.
 """
@@ -117,9 +117,9 @@ class ModelPart:
         return replace(named, shape=torch.Size(), starts=(), sizes=torch.Size(), ways=ways)
 
     def beside(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Absent]:
-        """Return the parameters that are not on this rank.
+        """Return the tensors that are not on this rank.
 
-        If `tensors` holds optimizer states, return the states that are not on this rank.
+        These are parameters if `tensors` contains parameters, otherwise optimizer states.
         """
         return self.elsewhere if tensors.keys() <= self.cuts.keys() else self._states_elsewhere
 

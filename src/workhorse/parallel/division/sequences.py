@@ -1,9 +1,9 @@
 """Context parallelism: sequences divided among ranks, which exchange keys and values.
 
 Each rank of a group has a consecutive chunk of the same sequences. The model accesses the other
-ranks' tokens like a cache: attention passes its own keys and values and gets back all keys and
-values that its queries may see (2407.21783 §3.3.2). Short convolutions get their inputs in the same
-way.
+ranks' tokens through the interface of a KV cache. Attention passes the keys and values of the
+rank's tokens, and gets all keys and values that its queries may see (2407.21783 §3.3.2). Short
+convolutions get the inputs of earlier tokens in the same way.
 """
 
 from functools import partial
@@ -176,5 +176,5 @@ def _sent_back(group: Group, reach: int | None, seq: int, gradient: Tensor) -> T
 
 
 def _first(start: int, reach: int | None) -> int:
-    """Index of the first token that token `start` sees, if it sees the latest `reach` tokens."""
+    """Index of the first token that token `start` sees: the first of the latest `reach` tokens."""
     return 0 if reach is None else max(0, start - reach + 1)

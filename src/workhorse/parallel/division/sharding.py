@@ -38,11 +38,11 @@ def holders(
     *,
     tied: bool = False,
 ) -> dict[Group, list[str]]:
-    """Find the ranks that must sum the gradients of each parameter.
+    """Group parameters by the ranks that must sum their gradients.
 
-    These are the ranks that hold the same part of the parameter. For parameters that FSDP shards,
-    FSDP sums over ranks with different rows of the batch; a group then has only ranks with the same
-    rows. All ranks of the run must call this function.
+    These ranks hold the same part of a parameter. FSDP itself sums over ranks with different rows
+    of the batch, so with FSDP a group has only ranks with the same rows. All ranks of the run must
+    call this function.
 
     Args:
         parameters: the parameters, by name.
@@ -72,7 +72,7 @@ def holders(
 
 
 class _Kind(NamedTuple):
-    """The properties of a parameter that determine the ranks with the same part of it."""
+    """The properties of a parameter that determine which ranks must sum its gradients."""
 
     of_experts: bool
     """True if the parameter belongs to routed experts that are divided among ranks."""
@@ -85,10 +85,7 @@ class _Kind(NamedTuple):
 def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -> list[_Kind]:
     """Return the kinds of parameters that any rank has, in the same order on all ranks.
 
-    Args:
-        world: the processes of the run.
-        own: the kinds of this rank's parameters.
-        parallel: the parallelism settings.
+    `own` contains the kinds of this rank's parameters.
     """
     ways = range(1, parallel.tensor + 1)
     every = [_Kind(*one) for one in product((False, True), ways, (False, True))]
@@ -97,7 +94,7 @@ def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -
 
 
 def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
-    """Return a key for a rank; ranks with equal keys hold the same part of such a parameter."""
+    """Return a key of a rank. Ranks with equal keys sum the gradients of these parameters."""
     at = parallel.coordinates(rank)
     stage = 0 if kind.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
     of_layers = at.tensor * kind.ways // parallel.tensor
@@ -184,8 +181,8 @@ def whole_weights(root: nn.Module) -> Generator[None]:
     """Context manager that gathers all weights of a sharded module.
 
     It is for code that uses the weights without FSDP's hooks. All ranks of the shard group must
-    enter it. Until it ends, each rank holds a copy of all weights in the dtype of the passes. Do
-    not use the gathered tensors afterwards.
+    enter it. Until it ends, each rank holds all weights, in the dtype of the forward pass. Do not
+    use the gathered tensors afterwards.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -246,7 +243,7 @@ class ExactSums:
 
     Args:
         groups: the modules returned by `fully_shard`.
-        make: a function that creates the sums of one such module.
+        make: a function that creates the `_ExactSum` of one of these modules.
     """
 
     def __init__(self, groups: Iterable[FSDPModule], make: "Callable[[], _ExactSum]") -> None:
@@ -271,7 +268,7 @@ class ExactSums:
 
 
 class _ExactSum(_ByExchange):
-    """The gradient sums of one module sharded by FSDP, which calls it as its reduce-scatter.
+    """The gradient sums of one module sharded by FSDP, which calls this instead of reduce-scatter.
 
     The ranks compute consecutive parts of the batch at the same time, one part each. After each
     micro-batch, a rank receives the gradients of its own rows from all ranks.
@@ -286,7 +283,7 @@ class _ExactSum(_ByExchange):
         self.passed = self.parts = 0
         self.tree = TreeSum()
         self.begun: Tensor | None = None
-        """The gradient sums of the unfinished parts over the passes so far, in float32."""
+        """For the parts in progress, the gradient sums over their passes so far, in float32."""
         self.parameters: list[nn.Parameter] = []
         """The parameters, in the order of their rows in the exchanged buffer."""
 
@@ -415,7 +412,7 @@ class _ExactSumOfStep(_ExactSum):
 
 
 def _stays(parameter: nn.Parameter) -> bool:
-    """True if FSDP must not shard a parameter: it is already divided, or a vector not trained."""
+    """True if FSDP must not shard a parameter: already divided, or a vector without a gradient."""
     return is_sharded(parameter) or (not parameter.requires_grad and parameter.ndim <= 1)
 
 

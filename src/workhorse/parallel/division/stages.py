@@ -180,7 +180,7 @@ class _ToNext(nn.Module):
 class _NoLogprobs(TokenLogprobs):
     """Zeros in place of log-probabilities, on all stages but the last.
 
-    They connect the stage's output to the loss, so that autograd runs its backward pass.
+    They connect the stage's output to the loss, so that autograd runs the stage's backward pass.
     """
 
     def fuses(self, *_: Any) -> bool:

@@ -69,7 +69,7 @@ class Teams(NamedTuple):
 
     @property
     def reports(self) -> bool:
-        """True if this rank reports the values that its tensor-parallel ranks all have."""
+        """True if this rank reports values that are equal on all its tensor-parallel ranks."""
         return self.layers is None or self.layers.group.is_first
 
     @property
@@ -80,13 +80,7 @@ class Teams(NamedTuple):
     def build(
         self, whole: DecoderConfig, kernel: KernelName, device: torch.device | str
     ) -> Decoder:
-        """Build this rank's part of a model.
-
-        Args:
-            whole: the config of the whole model.
-            kernel: the attention kernel.
-            device: the device of the weights.
-        """
+        """Build this rank's part of a model; `whole` is the config of the whole model."""
         config = whole
         if self.layers is not None:
             group = self.layers.group
@@ -106,7 +100,7 @@ class Teams(NamedTuple):
 
     @contextmanager
     def for_generation(self) -> Generator[None]:
-        """Context manager that switches to generation: whole sequences, and logits on all ranks."""
+        """Context manager for generation: each rank gets whole sequences and all logits."""
         teams = [team for team in (self.layers, self.stages) if team is not None]
         for team in teams:
             team.generating = True
@@ -123,10 +117,7 @@ NO_TEAMS = Teams()
 def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Teams:
     """Create the groups of this rank; all ranks of the run must call it.
 
-    Args:
-        world: the processes of the run.
-        parallel: the parallelism settings.
-        vocabulary: vocabulary size of the whole model.
+    `vocabulary` is the vocabulary size of the whole model.
     """
 
     def alike_but_for(axis: str) -> Group:
@@ -138,7 +129,7 @@ def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Te
 
 
 def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None = None) -> Teams:
-    """Create the groups of a rank without other processes, to trace passes without data.
+    """Create groups that do not communicate, to trace the passes of one rank without data.
 
     Args:
         parallel: the parallelism settings.

@@ -87,7 +87,7 @@ def count_here(planned: int = 1) -> int:
 
 
 def attempt() -> int:
-    """How often the elastic agent has restarted the processes (`TORCHELASTIC_RESTART_COUNT`)."""
+    """Number of restarts by PyTorch's elastic agent (`TORCHELASTIC_RESTART_COUNT`)."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 

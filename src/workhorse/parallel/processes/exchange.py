@@ -5,7 +5,7 @@ index i is the sum of the leaves i · 2^l to (i + 1) · 2^l - 1 that exist, comp
 two halves. A rank with consecutive leaves sums complete nodes. The nodes of all ranks are then
 summed in the same order in which one process would sum all leaves.
 
-Tensors are sent in buckets, so that the copies stay small.
+Tensors are copied to buckets and sent one bucket at a time, so that the copies need little memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ class Node(NamedTuple):
     """The sum of consecutive summands, each a list of tensors.
 
     Attributes:
-        level: the level; 2^level leaves are below the node, fewer only at the right edge.
+        level: the level in the tree. A node has 2^level leaves; the last of a level may have fewer.
         index: the index of the node in its level.
         tensors: the sums.
     """
@@ -96,9 +96,9 @@ def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
     """Sum the trees of all ranks in a fixed order, and return the sum on every rank.
 
     Each rank first sums the leaves of its `World.share` in `tree`. Then it sums one part of every
-    tensor over the nodes of all ranks, in the tree's order, and sends this sum to the others. It
-    sends as much as a ring all-reduce, once per node. If the number of ranks is a power of two that
-    divides the number of leaves, a rank has one node.
+    tensor over the nodes of all ranks, in the tree's order, and sends this sum to the others. For
+    each of its nodes, a rank sends as much as in a ring all-reduce. It has one node if the number
+    of ranks is a power of two that divides the number of leaves.
 
     Args:
         world: the processes of the run.

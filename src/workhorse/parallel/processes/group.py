@@ -34,7 +34,7 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """True for rank 0, which acts for the group."""
+        """True for rank 0."""
         return self.rank == 0
 
     @property
@@ -43,7 +43,7 @@ class Group:
         return self.rank == self.size - 1
 
     def gather(self, own: Tensor) -> Tensor:
-        """All-gather: stack the tensors (…) of all ranks, which have one shape, as (size, …)."""
+        """All-gather: stack the tensors of all ranks, which have equal shapes (…), as (size, …)."""
         if self.size == 1:
             return own[None]
         gathered = own.new_empty(self.size, *own.shape)
@@ -68,7 +68,7 @@ class Group:
     def add_(self, tensor: Tensor) -> Tensor:
         """All-reduce: sum a tensor over the ranks, in place, in the backend's order.
 
-        Integers, and elements that are 0 on all other ranks, have the same sum in any order.
+        The order does not change sums of integers, and of elements that are 0 on all other ranks.
         """
         if self.size > 1:
             dist.all_reduce(tensor, group=self.process_group)

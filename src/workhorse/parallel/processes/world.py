@@ -4,8 +4,8 @@
 environment. A process that was started by itself is a world of size 1 and does not communicate.
 
 PyTorch's elastic agent keeps its store when it restarts workers, so the store may contain entries
-of earlier attempts. The number of restarts does not tell attempts apart: on several machines, only
-one agent counts them.
+of earlier attempts. The number of restarts cannot identify an attempt, because on several machines
+only one agent counts restarts.
 """
 
 import gc
@@ -29,7 +29,7 @@ from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.group import Group
 
 LOOKS, PAUSE = 20, 0.05
-"""Number of polls for rank 0's answer, and seconds between polls. Then its prefix is read again."""
+"""Number of polls for rank 0's answer until its prefix is read again, and seconds between polls."""
 
 
 def meet(store: Store, rank: int, size: int, patience: timedelta) -> Store:
@@ -152,10 +152,10 @@ class World(Group):
         return share_of(count, self.replicas, replica)
 
     def passes(self, count: int) -> Iterator[tuple[int, bool]]:
-        """Yield the index of each item that this rank processes, and True if it counts.
+        """Yield the index of each item that this rank processes, and True if the result counts.
 
-        Ranks in lockstep must run equal numbers of passes. A rank with fewer items also runs item
-        0, which does not count.
+        Ranks in lockstep must run equal numbers of passes. A rank with fewer items therefore also
+        processes item 0, and its result does not count.
         """
         share = self.share(count)
         yield from ((number, True) for number in share)
@@ -219,9 +219,9 @@ def join_processes() -> Generator[Group]:
 
 
 def _tells(store: Store) -> bool:
-    """Record a failure; True if this process is the first to fail, so that it reports the error.
+    """Record a failure in the store; return True if this process must report the error.
 
-    True also if the store cannot be reached.
+    True for the first process that fails, and if the store cannot be reached.
     """
     try:
         return store.add(REFUSED, 1) == 1

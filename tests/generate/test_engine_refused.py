@@ -124,7 +124,7 @@ def test_budgets_too_small_for_a_step_are_refused(make_decoder):
     with pytest.raises(WorkhorseError, match=r"token_budget=7 is too small .* give token_budget=8"):
         Engine(make_decoder(), max_sequences=4, token_budget=7, speculate=1)
     engine = Engine(make_decoder(), max_sequences=4, token_budget=8)
-    with pytest.raises(WorkhorseError, match="token_budget=8 is too small for a piece of an exact"):
+    with pytest.raises(WorkhorseError, match="token_budget=8 is too small for exact=True with"):
         engine.add([1], GenerationConfig(exact=True))
 
 

@@ -314,7 +314,7 @@ def test_what_is_no_message(said, model) -> None:
     with pytest.raises(WorkhorseError, match=rf"^the message {said} is not a string; give a str$"):
         next(chat.reply(said))
     assert chat.messages == []
-    with pytest.raises(WorkhorseError, match=rf"^system={said} is not a string; omit it for none"):
+    with pytest.raises(WorkhorseError, match=rf"^system={said} is not a string; give a string"):
         model().chat(system=said)
 
 

@@ -35,28 +35,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for training or validation. Tensors are int64 unless another dtype is given."""
+    """A batch of token sequences (rows). Tensors are int64 unless another dtype is stated."""
 
     tokens: Tensor
     """Input token ids, `(batch, seq)`; 0 on padding."""
     targets: Tensor
     """Next token of each position, `(batch, seq)`; `IGNORE` (-100) on padding."""
     documents: Tensor | None
-    """Index of each position's document within its row, `(batch, seq)`; -1 on padding. None if
-    attention crosses documents."""
+    """Index of each position's document within its row, `(batch, seq)`; -1 on padding. Positions
+    attend only to their own document. None: attention crosses documents."""
     sources: Tensor
-    """Index of each row's source in `source_names`, `(batch,)`; -1 for a row of padding."""
+    """Index of each row's source in `Batches.source_names`, `(batch,)`; -1 for a row of padding."""
     weights: Tensor | None = None
     """Loss weight of each target, `(batch, seq)` float32. None: 1 for each."""
     group: Tensor | None = None
-    """Index of each row's group, `(batch,)`. A group is, for example, a pair of answers or all
-    answers to a prompt; its rows are adjacent. None: each row is its own group."""
-    values: Tensor | None = None
-    """A number for each row that the objective uses, `(batch,)` float32: for example 1 for a
-    desirable and 0 for an undesirable answer."""
-    reference: Tensor | None = None
-    """The reference model's summed log-probability of each row's targets, `(batch,)` float32, each
-    multiplied by its weight."""
+    """Index of each row's group, `(batch,)`. A group is a set of adjacent rows, such as all answers
+    to one prompt. None: each row is its own group."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -68,11 +62,11 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that are not None."""
+        """The tensors of all fields that are not None."""
         return [one for one in vars(self).values() if one is not None]
 
     def columns(self, own: slice) -> "Batch":
-        """Return a batch with only the positions `own` of each row, such as one rank's shard."""
+        """Return the positions `own` of every row, such as one rank's shard of the sequences."""
         return self._each(lambda tensor: tensor if tensor.ndim == 1 else tensor[:, own])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
@@ -89,7 +83,7 @@ class Batch:
 
 
 class Batches:
-    """The endless training batches of a split.
+    """An endless sequence of training batches from a data split, indexed by step.
 
     Args:
         split: the token streams to read, one per source, and their weights.
@@ -98,12 +92,12 @@ class Batches:
         seed: seed of the row order; the same seed gives the same tokens on every machine.
         packing: how rows are cut from the streams (see `workhorse.data.sampling`).
         offset: added to every row index. If the batch size changes during a run,
-            `offset = rows read - steps done * batch_size` continues with the next unread row.
-            Steps before the change must then not be read.
+            `offset = rows read - steps done * batch_size` continues with the next unread row. The
+            batches of earlier steps are then wrong.
 
     Raises:
         WorkhorseError: `seq_len` or `batch_size` is below 1, a source has too few tokens for one
-            row, or the weight of a source is too small.
+            row, or a weight gives a source less than one row in 10,000.
     """
 
     def __init__(
@@ -127,7 +121,7 @@ class Batches:
 
     @property
     def rows_per_epoch(self) -> dict[str, int]:
-        """Number of rows per epoch of each source."""
+        """Number of rows in an epoch of each source, by source name."""
         pairs = zip(self.source_names, self._samplers, strict=True)
         return {name: sampler.rows_per_epoch for name, sampler in pairs}
 
@@ -151,10 +145,11 @@ class Batches:
 class ValidationBatches:
     """The validation batches of a split: each token is predicted once, in batches of equal shape.
 
-    Adjacent windows share one token, so every token except the first of each stream is predicted
-    once. The last window is padded. With `packing="documents"` the rows are the packed rows in
-    order; they predict every token except the first of each document. The last batch is filled with
-    rows of padding, so that a compiled model sees one shape.
+    The rows are adjacent windows of each token stream. The last target of a window is the first
+    input of the next one, so only the first token of a stream is not predicted. With
+    `packing="documents"` the rows are packed documents, and the first token of each document is not
+    predicted. The last window of a stream and the last batch are padded, so that a compiled model
+    sees only one shape.
 
     Args:
         split: the token streams to read, one per source; their weights are not used.
@@ -213,7 +208,7 @@ class ValidationBatches:
 
 
 class _TiledWindows:
-    """Rows that are adjacent windows over a whole token stream, in order; the last is padded."""
+    """Cuts a whole token stream into adjacent windows, in order. The last window is padded."""
 
     def __init__(self, stream: TokenStream, seq_len: int, _seed: int) -> None:
         self.stream, self.seq_len = stream, seq_len
@@ -233,7 +228,7 @@ class _TiledWindows:
 def _batch(
     parts: list[tuple[Indices, Rows]], sources: Indices, seq_len: int, packing: Packing
 ) -> Batch:
-    """Build a batch. `parts` has, for each source, the positions in the batch and the rows."""
+    """Build a batch from `parts`: for each source, its row indices in the batch, and its rows."""
     shape = (len(sources), seq_len)
     tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE)
     documents = np.full(shape, PADDING) if packing == "documents" else None
@@ -263,9 +258,9 @@ class SegmentView:
     """Index of the document within the row; None if attention crosses documents."""
     tokens: int
     text: str
-    """The input tokens, decoded with their special tokens."""
+    """The input tokens as a string, special tokens included."""
     last_target: str
-    """The target of the last position, decoded; empty if it has no target."""
+    """The target token of the last position as a string; empty if it has no target."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +272,7 @@ class RowView:
     padding: int
     """Number of positions without a token."""
     ignored: int
-    """Number of positions without a target, including padding."""
+    """Number of positions that do not count in the loss, including padding."""
 
 
 def view_rows(

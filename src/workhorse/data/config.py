@@ -77,8 +77,8 @@ class TextConfig(HeldOut):
 class FolderConfig(HeldOut):
     """A folder of text files, sorted by path. Each file is one document.
 
-    A hash of its path inside the folder decides if a file is held out for validation. Hidden files
-    are skipped.
+    Files are held out for validation by a hash of their path inside the folder. Hidden files are
+    skipped.
     """
 
     kind: Literal["folder"] = "folder"
@@ -94,7 +94,7 @@ class FolderConfig(HeldOut):
 class JsonlConfig(HeldOut):
     """JSON Lines files: each line is an object with the text of one document.
 
-    A hash of its text decides if a document is held out for validation.
+    Documents are held out for validation by a hash of their text.
     """
 
     kind: Literal["jsonl"] = "jsonl"
@@ -111,7 +111,7 @@ class JsonlConfig(HeldOut):
 class ParquetConfig(HeldOut):
     """Parquet files (needs pyarrow): each row is one document.
 
-    A hash of its text decides if a document is held out for validation.
+    Documents are held out for validation by a hash of their text.
     """
 
     kind: Literal["parquet"] = "parquet"
@@ -127,7 +127,7 @@ class ParquetConfig(HeldOut):
 class StdlibConfig(Config):
     """The source code of the running Python's standard library: each module is one document.
 
-    A hash of its name decides if a module is held out for validation.
+    Modules are held out for validation by a hash of their name.
     """
 
     kind: Literal["stdlib"] = "stdlib"
@@ -153,7 +153,7 @@ SourceConfig = Annotated[
 def source_of(name: str | Path) -> SourceConfig:
     """Return the config for a source given as a name or path, as on the command line.
 
-    Only `stdlib` gets a validation split.
+    Only `stdlib` has text held out for validation.
 
     Args:
         name: `stdlib`, `-` for the standard input, a folder of text files, or a file. Files named
@@ -175,7 +175,7 @@ def _spelled_out(source: Any) -> Any:
 
 
 class MixtureConfig(Config):
-    """Several named sources; their rows are mixed by weight (see `workhorse.data.sampling`)."""
+    """Several named sources. Training rows are drawn from each in proportion to its weight."""
 
     kind: Literal["mixture"] = "mixture"
     sources: dict[str, SourceConfig]
@@ -203,7 +203,9 @@ class MixtureConfig(Config):
         for name in self.weights:
             if name not in self.sources:
                 known = ", ".join(self.sources)
-                raise ConfigError(f"{name!r} is not one of the sources ({known})", "weights")
+                raise ConfigError(
+                    f"{name!r} is not one of the sources ({known}); correct it", "weights"
+                )
         return self
 
 
@@ -216,7 +218,9 @@ class DataConfig(Config):
     ]
     """One source, or a mixture of several. `stdlib` and `stdin` can be given as a bare name."""
     packing: Packing = "windows"
-    """How training rows are cut from the token stream (see `workhorse.data.sampling`)."""
+    """How training rows are cut from the token stream. `windows`: adjacent windows, each used once
+    per epoch. `random_windows`: windows at random positions. `documents`: whole documents, packed
+    into rows, that do not attend to each other."""
     bos: bool = False
     """True to begin every document with the tokenizer's bos token."""
     eos: bool = True
@@ -251,7 +255,7 @@ class DataConfig(Config):
         return {"corpus": self.corpus}
 
     def key_of(self, name: str) -> str:
-        """Return the key of a source in a recipe."""
+        """Return the recipe key of a source, such as `data.corpus`."""
         single = not isinstance(self.corpus, MixtureConfig)
         return "data.corpus" if single else f"data.corpus.sources.{name}"
 
@@ -273,10 +277,7 @@ class SequenceStart:
     the eos token of the previous document. None if the training data has no such token."""
 
     def encode(self, tokenizer: "Tokenizer", prompt: str) -> list[int]:
-        """Encode a prompt. An empty prompt becomes the tokens that begin a document.
-
-        The result is empty only if the prompt is empty and `start` is None.
-        """
+        """Return the ids of `prefix` and the prompt. If there are none, return `[start]` if set."""
         tokens = [*self.prefix, *tokenizer.encode(prompt)]
         return tokens or ([] if self.start is None else [self.start])
 
@@ -301,5 +302,5 @@ def sequence_start(tokenizer: "Tokenizer", data: DataConfig | None) -> SequenceS
 
 
 def start_token(tokenizer: "Tokenizer") -> int | None:
-    """Return the token before a document, if the training data is unknown: bos, or else eos."""
+    """Return the token before a document if the training data is unknown: bos, else eos."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

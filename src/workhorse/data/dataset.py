@@ -218,11 +218,7 @@ def open_shard(folder: Path, shard: ShardConfig) -> tuple[np.ndarray, np.ndarray
 def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None:
     """Compare the SHA-256 of a shard's files with the manifest.
 
-    Args:
-        folder: folder of the data set.
-        shard: the shard to check.
-        again: True to also check files that this process has already checked and that have not
-            changed since.
+    Unless `again` is True, unchanged files that this process has already checked are skipped.
 
     Raises:
         WorkhorseError: the checksum of a file differs.

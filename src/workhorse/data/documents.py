@@ -1,8 +1,8 @@
 """Reads the documents of each kind of source and assigns them to the splits.
 
 A document is held out for validation if its hash is below a threshold. The hash depends only on the
-document, so adding or removing a document does not move others. The threshold depends on the
-documents only if the given fraction would leave a split empty.
+document, so adding or removing a document does not move others to another split. The threshold
+follows from the configured fraction. It depends on the documents only if a split would be empty.
 
 Only one document is in memory at a time, and a long one is read in pieces, so a text file may be
 larger than memory.
@@ -49,7 +49,7 @@ HASHES = 2**64
 
 
 def hash_of(identity: str) -> int:
-    """Return a hash below `HASHES` that is the same on every machine."""
+    """Return a 64-bit hash of a string that is the same on every machine."""
     digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -57,9 +57,9 @@ def hash_of(identity: str) -> int:
 def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -> float:
     """Return the hash below which documents are held out for validation.
 
-    The threshold is `fraction * HASHES` if both splits then have documents. Otherwise only the
-    document with the smallest hash is held out, or only the one with the largest hash is training
-    data. So with two or more documents, each split gets at least one.
+    The threshold is `fraction * 2^64`, unless this leaves one of the splits empty. In that case it
+    is changed so that the empty split gets one document: the document with the smallest hash for
+    validation, or the one with the largest hash for training.
 
     Args:
         fraction: fraction of the documents to hold out; with 0 no documents are read.
@@ -82,7 +82,7 @@ def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -
 SplitName = Literal["train", "validation"]
 
 PIECE_CHARS = 1 << 18
-"""Maximum number of characters that are read and encoded in one piece."""
+"""Maximum number of characters of a document that are read and encoded at once."""
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET_SUFFIXES = (".parquet",)
@@ -108,12 +108,8 @@ def read_documents(
     """Read the documents of one split of a source in a fixed order; empty documents are skipped.
 
     A document of more than `PIECE_CHARS` characters is read in pieces. They are cut at the start of
-    a line if possible, because most tokenizers also split there.
-
-    Args:
-        source: the source to read.
-        split: the split to read.
-        key: the source's key in the recipe, for error messages. None: there is no recipe.
+    a line if possible, because most tokenizers also split there. `key` is the source's key in the
+    recipe, for error messages.
 
     Raises:
         WorkhorseError: a file is missing, damaged or not text, has bytes that are not UTF-8, or
@@ -135,14 +131,14 @@ def read_documents(
 
 
 def iterate_documents(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
-    """Read the text of a split, source by source, in strings of up to `PIECE_CHARS` characters."""
+    """Yield the text of a split, source by source, in strings of up to `PIECE_CHARS` characters."""
     for name, source in config.sources.items():
         for document in read_documents(source, split, key=config.key_of(name)):
             yield document.text
 
 
 def check_text_files(config: DataConfig) -> None:
-    """Check quickly, by their first bytes, that all text files of a corpus are UTF-8 text.
+    """Check that all text files of a corpus are UTF-8 text. Only their first bytes are read.
 
     Raises:
         WorkhorseError: a file is not UTF-8 text.
@@ -152,11 +148,9 @@ def check_text_files(config: DataConfig) -> None:
 
 
 def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
-    """Check, by their first bytes, that all text files of a source are UTF-8 text.
+    """Check that all text files of a source are UTF-8 text. Only their first bytes are read.
 
-    Args:
-        source: the source to check.
-        key: the source's key in the recipe, for error messages. None: there is no recipe.
+    `key` is the source's key in the recipe, for error messages.
 
     Raises:
         WorkhorseError: a file is not UTF-8 text.
@@ -351,7 +345,7 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema", advice: Advic
 
 
 def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:
-    """Yield the characters `first:last` of the joined blocks; `last` None: to the end."""
+    """Yield the characters `first:last` of the concatenated blocks; `last` None: to the end."""
     position = 0
     for block in blocks:
         start = max(first - position, 0)
@@ -374,10 +368,10 @@ def _in_pieces(name: str, blocks: Iterable[str]) -> Iterator[Document]:
 
 
 def _line_start(text: str, limit: int) -> int:
-    """Return the position before `limit` where a piece of text should end.
+    """Return the position, up to `limit`, at which to cut a text.
 
-    This is the start of the last line that is not indented and does not follow a blank line;
-    `limit` if there is no such line.
+    This is the start of the last line that is not indented and does not follow a blank line, since
+    most tokenizers also split there; `limit` if there is no such line.
     """
     end = limit
     while (end := text.rfind("\n", 0, end)) > 0:

@@ -1,4 +1,4 @@
-"""Finds, decompresses and decodes the text files of a corpus; errors are one line long."""
+"""Finds, decompresses and decodes the text files of a corpus."""
 
 import atexit
 import codecs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstandard import ZstdDecompressor
 
 HEAD_BYTES = 4096
-"""Number of leading bytes, after decompression, that show if a file is text."""
+"""Number of bytes at the start of a file, after decompression, checked to see if it is text."""
 
 KINDS = {
     rb"\x89PNG": "a PNG picture",
@@ -56,7 +56,7 @@ KINDS = {
     rb"OggS\0": "Ogg audio",
     rb"\0...ftyp": "MP4 video",
 }
-"""File types that are not text, by a pattern for their first bytes. No text matches a pattern."""
+"""Names of binary file types, by a regular expression for their first bytes. Text never matches."""
 
 MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is a prefix of this one
@@ -83,11 +83,11 @@ class Advice:
     Only set for a source that is a folder."""
 
     def mend(self, what: str) -> str:
-        """Return the remedy for bytes that are not UTF-8: `what`, or the option `errors`."""
+        """Return the remedy for bytes that are not UTF-8: do `what`, or set the key `errors`."""
         return what if self.key is None else f"{what}, or set {self.key}.errors=replace"
 
     def leave_out(self) -> str:
-        """Return the remedy for a file that is not text: how to exclude it."""
+        """Return the remedy for a file that is not text: exclude it from the source."""
         if self.glob is None:
             return "name a text file"
         pattern = self.glob() if self.key else None
@@ -168,9 +168,9 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def source_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the file at `path`. If it is a folder, return its visible files with these suffixes.
+    """Return the file at `path`, or a folder's files with these suffixes, without hidden files.
 
-    The path `-` stands for the standard input.
+    The path `-` is the standard input.
 
     Raises:
         WorkhorseError: the path does not exist, or the folder has no such file.
@@ -191,7 +191,7 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
 
     Raises:
         WorkhorseError: the path is not a folder, the pattern is invalid, the folders are nested
-            thousands deep, or a folder cannot be read, so that its files would be missed.
+            thousands deep, or a folder cannot be read.
     """
     if not folder.is_dir():
         if folder.exists():
@@ -211,7 +211,9 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
             "name a folder further down"
         ) from None
     except (ValueError, IndexError, NotImplementedError) as error:
-        raise WorkhorseError(f"glob={shown(glob)} is not a valid pattern: {error}") from None
+        raise WorkhorseError(
+            f"glob={shown(glob)} is not a valid pattern: {error}; correct it"
+        ) from None
     relative = sorted((match.relative_to(folder).as_posix(), match) for match in matches)
     return [
         file
@@ -291,7 +293,9 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise WorkhorseError(f"{path} is damaged: {error}; download it again") from None
     except OSError as error:
-        raise WorkhorseError(f"cannot read {path}: {error.strerror or error}") from None
+        raise WorkhorseError(
+            f"cannot read {path}: {error.strerror or error}; check the disk"
+        ) from None
 
 
 @contextmanager
@@ -314,7 +318,7 @@ def _unzstd(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
 def _zstd_content(file: BinaryIO, library: "ZstdDecompressor") -> Iterator[bytes]:
     """Decompress concatenated zstd frames.
 
-    The library's own reader would treat an unfinished frame as the end of the file.
+    The library's own reader does not report a file that ends inside a frame.
 
     Raises:
         EOFError: the file ends inside a frame.
@@ -357,7 +361,7 @@ def check_files(paths: Iterable[Path], errors: str, advice: Advice) -> None:
 
     Raises:
         WorkhorseError: the first bytes of a file show that it is not text or has another encoding;
-            or one of them is not UTF-8 and `errors` is not "replace".
+            or they are not UTF-8 and `errors` is not "replace".
     """
     for path in paths:
         with open_bytes(path) as file:
@@ -371,7 +375,7 @@ def check_files(paths: Iterable[Path], errors: str, advice: Advice) -> None:
 
 
 def glob_of_texts(paths: Iterable[Path]) -> str | None:
-    """Return a glob pattern for the most common suffix that only text files have, or None."""
+    """Return a glob pattern for the most common file suffix that only text files have, if any."""
     texts: Counter[str] = Counter()
     others: set[str] = set()
     for path in paths:

@@ -1,4 +1,4 @@
-"""The manifest of a prepared data set: the sources, the shards, and checksums."""
+"""The manifest of a prepared data set: its sources, its token shards, and their checksums."""
 
 import hashlib
 import io
@@ -22,7 +22,7 @@ MANIFEST_BYTES = 100_000_000
 class ShardConfig(Config):
     """One shard: tokens in `NAME.tokens.npy`, end positions of documents in `NAME.ends.npy`.
 
-    A document may continue in the next shard. Its end is then stored with that shard.
+    If a document continues in the next shard, its end is stored with the next shard.
     """
 
     name: str
@@ -32,7 +32,8 @@ class ShardConfig(Config):
     bytes: int
     """Number of UTF-8 bytes of the text."""
     pieces: int
-    """Number of document pieces in this shard. A resumed preparation does not read them again."""
+    """Number of documents in this shard, counting each piece of a long document. A resumed
+    preparation skips them."""
     unknown: int = 0
     """Number of tokens that stand for characters outside the vocabulary. Always 0 in data sets of
     older versions, which did not count them."""
@@ -64,7 +65,7 @@ class StreamConfig(Config):
 
 
 class ManifestConfig(Config):
-    """The description of a data set: everything except the tokens."""
+    """The content of a manifest: everything about a data set except its tokens."""
 
     format: Literal[1] = 1
     tokenizer: str
@@ -75,11 +76,11 @@ class ManifestConfig(Config):
     eos: bool
     sources: dict[str, dict[str, Any]]
     """The config of each source, with the number and total bytes of its files, and a SHA-256 over
-    their paths, sizes and times of change."""
+    their paths, sizes and modification times."""
     train: dict[str, StreamConfig] = Field(default={})
-    """The training stream of each source."""
+    """The training token stream of each source."""
     validation: dict[str, StreamConfig] = Field(default={})
-    """The validation stream of each source that has one."""
+    """The validation token stream of each source that has one."""
     complete: bool = False
     """True if all shards of all streams are written."""
 

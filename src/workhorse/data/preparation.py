@@ -4,10 +4,10 @@ The `tokenizers` library encodes a block of strings in its own threads. Meanwhil
 read or converted to arrays. The tokens and their order do not depend on the number of threads.
 
 The folder of a data set is named after a hash of everything that determines its tokens: the
-tokenizer, the configs of the sources, and the path, size and time of change of each file. So a
-change makes a new data set, and runs that share a folder share the work. Shards have a fixed number
-of tokens and are written one by one, and the manifest after each; an interrupted preparation
-resumes after the last complete shard.
+tokenizer, the configs of the sources, and the path, size and modification time of each file. So a
+change of any of these makes a new data set, and runs with the same data can share one. Shards are
+written one by one, and the manifest after each shard. An interrupted preparation resumes after the
+last complete shard.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 BLOCK_CHARS = 2 << 20
 BLOCK_PIECES = 4096
-"""A block of pieces to encode ends at this number of characters or pieces."""
+"""Number of characters, or of document pieces, that are encoded together as a block."""
 
 # Two: while the library encodes one block, the other is read or converted to arrays.
 BLOCKS_AT_ONCE = 2
@@ -77,7 +77,7 @@ class Encoded(NamedTuple, Generic[Stream]):
     """A document, or a piece of a document, with its tokens."""
 
     stream: Stream
-    """Identifies the token stream of the document, such as (split, source)."""
+    """The token stream that the document belongs to, such as (split, source)."""
     document: Document
     tokens: np.ndarray
     unknown: int
@@ -175,7 +175,8 @@ def prepare_tokenizer(
             loaded and nothing is stored.
         data_config: the corpus; its `cache_dir`, if set, replaces `folder`.
         folder: folder for trained tokenizers. Each is stored in a subfolder named after a hash of
-            the two configs and of the state of the corpus's files.
+            its config, the configs of the sources, and the path, size and modification time of
+            each file of the corpus.
         progress: called with the bytes of text read so far and in total.
         notify: called with a warning if the tokenizer has fewer tokens than requested.
 
@@ -402,7 +403,7 @@ class _ShardBuffer:
 
 
 def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
-    """Return a manifest without shards. It has everything that determines the data set's tokens."""
+    """Return a manifest without shards, with everything that determines the data set's tokens."""
     check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
     return ManifestConfig(
         tokenizer=tokenizer.fingerprint,
@@ -417,10 +418,7 @@ def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfi
 def check_separators(config: DataConfig, *, bos: bool, eos: bool) -> None:
     """Check that the tokenizer has the bos and eos tokens that the config asks for.
 
-    Args:
-        config: the config with the keys `bos` and `eos`.
-        bos: True if the tokenizer has a bos token.
-        eos: True if the tokenizer has an eos token.
+    `bos` and `eos` are True if the tokenizer has the token.
 
     Raises:
         WorkhorseError: a token that the config asks for is missing.
@@ -438,9 +436,9 @@ def _key(manifest: ManifestConfig) -> str:
 
 
 def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestConfig:
-    """Return the manifest stored in a folder, without damaged shards and the shards after them.
+    """Return the manifest stored in a folder, or `fresh` if there is no valid one.
 
-    If there is no valid manifest, return `fresh`.
+    Damaged shards, and the shards after them, are removed from it, so that they are written again.
     """
     try:
         manifest = read_manifest(home)
@@ -455,7 +453,7 @@ def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestCon
 
 
 def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
-    """Return the stream's entry in the manifest, up to the first damaged shard."""
+    """Return a stream with only the shards before its first damaged shard."""
     for index, shard in enumerate(stream.shards):
         try:
             open_shard(home, shard)
@@ -468,9 +466,9 @@ def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
 
 @contextlib.contextmanager
 def _only_one_builder(home: Path) -> Iterator[None]:
-    """Let one process at a time prepare a folder; other processes wait and then find it complete.
+    """Let only one process prepare a folder at a time; other processes wait.
 
-    If the folder is empty at the end, because the preparation failed, it is removed.
+    If the preparation fails and leaves the folder empty, the folder is removed.
     """
     with one_process_at_a_time(home):
         try:

@@ -16,9 +16,9 @@ This cuts fewer documents than concatenation, with little padding. Every token e
 each document is predicted exactly once: a piece after a cut starts with the last target of the
 previous piece.
 
-The order is a pure function of the row index, for corpora of any size, on every machine and with
-every library version. A stored permutation would take eight bytes per row, and NumPy does not
-guarantee the same random streams in all versions.
+The order is a pure function of the row index, on every machine and with every library version. A
+stored permutation would take eight bytes per row, and NumPy does not guarantee the same random
+streams in all versions.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
     """Apply a keyed permutation of `range(size)` to the indices.
 
     Up to `SMALL` indices are sorted by random numbers, which is exactly uniform; a Feistel network
-    of so few bits is not. For larger sizes, a Feistel network permutes the next even power of two.
-    It is applied again to any index at or above `size` until the result is below (cycle walking:
-    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, section 4.2). This takes fewer
-    than four steps on average.
+    with so few bits is not. For larger sizes, a Feistel network permutes a range whose size is the
+    next even power of two. It is applied again to results of `size` or more until they are less
+    (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, section 4.2).
+    This takes fewer than four steps on average.
     """
     if size <= SMALL:
         return np.argsort(random_numbers(np.arange(size), key), kind="stable")[indices]
@@ -92,15 +92,15 @@ def _mixed(values: Words) -> Words:
 
 
 MIXING_BLOCK = 10_000
-"""Number of consecutive rows in which the share of each source differs from its weight by at most
-one row."""
+"""Number of rows in a block. In each block, every source has its share of the rows by weight,
+rounded to a whole number."""
 
 
 class Mixture:
-    """Assigns each row of a run to a row of one of the sources, as a pure function of its index.
+    """Maps each row index of a run to a source and a row index in that source.
 
-    Rows are assigned in blocks of `MIXING_BLOCK`. Each block has rows of every source in proportion
-    to its weight, in random order. They are the source's next rows, so none is skipped or repeated.
+    Each block of `MIXING_BLOCK` rows has rows of every source in proportion to its weight, in
+    random order. Blocks use the rows of a source consecutively, so no row is skipped or repeated.
 
     Args:
         names: names of the sources, for messages.
@@ -143,12 +143,12 @@ class Mixture:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """The document pieces of each row, stored as arrays so that millions take only megabytes."""
+    """The document pieces in each row, stored as arrays to save memory."""
 
     starts: Indices
     """Position of each piece's first token in the stream."""
     lengths: Indices
-    """Number of predictions of each piece. A piece has one token more."""
+    """Number of predictions in each piece: its number of tokens minus 1."""
     bounds: Indices
     """Bounds of the rows: row i holds the pieces `bounds[i]:bounds[i + 1]`."""
 
@@ -211,7 +211,7 @@ def _best_fit(lengths: list[int], room: int) -> Indices:
 
 IGNORE = -100
 """Target of positions that do not count in the loss. It must equal `workhorse.nn.logprobs.IGNORE`,
-which this package must not import."""
+which is not imported because this package does not depend on `workhorse.nn`."""
 
 PADDING = -1
 """Document index of positions without a token, and source index of rows without tokens."""
@@ -232,7 +232,7 @@ class Rows:
 
 
 class Sampler(Protocol):
-    """Returns training rows of one token stream by index, without an end."""
+    """Returns training rows of one token stream by index. Indices have no upper limit."""
 
     rows_per_epoch: int
 
@@ -250,7 +250,7 @@ def sampler(packing: Packing, stream: TokenStream, seq_len: int, seed: int) -> S
 class Windows:
     """Rows that are adjacent windows of the stream, in random order, each once per epoch.
 
-    Up to 2·seq_len tokens at the ends of the stream are not used in an epoch.
+    An epoch starts at a random offset, so it omits up to 2·seq_len tokens at the stream's ends.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
@@ -275,7 +275,7 @@ class Windows:
 class RandomWindows:
     """Rows that are windows at random positions.
 
-    There are no epochs: `rows_per_epoch` is the number of rows with the stream's number of tokens.
+    There are no epochs: `rows_per_epoch` is the length of the stream divided by seq_len.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
@@ -313,7 +313,7 @@ class PackedDocuments:
         return self.planned_rows(rows)
 
     def planned_rows(self, numbers: Indices) -> Rows:
-        """Return the rows with these indices in the packing plan, without shuffling."""
+        """Return the rows with these indices in the packing plan, which is not shuffled."""
         shape = (len(numbers), self.seq_len)
         documents = np.full(shape, PADDING)
         rows = Rows(np.zeros(shape, np.int64), np.full(shape, IGNORE), documents)

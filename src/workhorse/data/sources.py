@@ -33,19 +33,19 @@ Progress = Callable[[int, int | None], None]
 """Progress callback: `(bytes of text processed, approximate total or None if unknown)`."""
 
 SPLITS: tuple[SplitName, ...] = ("validation", "train")
-"""The splits in preparation order: the small one first, so that an empty one fails early."""
+"""The splits in preparation order: validation first, so that an empty one is reported early."""
 FileState = tuple[int, int]
-"""Size in bytes, and time of the last change in nanoseconds."""
+"""Size of a file in bytes, and its modification time in nanoseconds."""
 
 SIZE_IS_TEXT = {"text", "folder", "stdlib"}
-"""Kinds of source with plain text files: the size of a file is approximately that of its text."""
+"""Kinds of source with plain text files. Their file sizes approximate the number of text bytes."""
 
 
 def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
     """Describe each source: its config, its number of files and bytes, and a hash of their state.
 
-    The state of a file is its path, size and time of change. The standard input is identified by
-    its content, because it is copied to a new file each time.
+    The state of a file is its path, size and modification time. For the standard input it is a hash
+    of the content, because it is copied to a new file each time.
     """
     described = {}
     for name, source in config.sources.items():
@@ -60,9 +60,9 @@ def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
 
 
 def list_files(config: DataConfig) -> dict[str, dict[str, FileState]]:
-    """Return the size and time of each file of each source, by relative path.
+    """Return the size and modification time of each file, by source name and relative path.
 
-    The standard input has no files.
+    The standard input is not included.
     """
     listed: dict[str, dict[str, FileState]] = {}
     for name, source in config.sources.items():
@@ -91,10 +91,9 @@ def _size_and_time(path: Path) -> FileState:
 
 
 def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:
-    """Return the approximate total bytes of text; None if it cannot be known from file sizes.
+    """Return the approximate total bytes of text, or None if file sizes do not show it.
 
-    Args:
-        described: the sources, as returned by `describe_sources`.
+    `described` is the result of `describe_sources`.
     """
     if any(source["kind"] not in SIZE_IS_TEXT for source in described.values()):
         return None
@@ -135,7 +134,7 @@ def _why_undivided(source: SourceConfig) -> str:
 
 
 def check_outside(config: DataConfig, run: Path) -> None:
-    """Check that the files of a run directory would not become documents of its own corpus.
+    """Check that the files of a run will not be read as documents of the run's own corpus.
 
     Raises:
         WorkhorseError: the run directory is in a corpus folder, and the pattern matches its files.
@@ -179,11 +178,11 @@ def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:
 
 
 FILES = "files.json"
-"""Name of the file beside the manifest that lists the size and time of each source file.
+"""Name of the file beside the manifest that lists the size and modification time of source files.
 
-It is used only for messages: a data set without it is valid."""
+It is used only for messages. A data set without it is valid."""
 LARGEST = 1 << 28
-"""Maximum size in bytes of a `files.json` that is read. A million files take a tenth of it."""
+"""Maximum size of a `files.json` in bytes. A list of a million files takes a tenth of it."""
 NAMED = 3
 """Maximum number of files that a message names for each kind of change."""
 
@@ -196,7 +195,7 @@ class FileChanges:
     missing: list[str]
     resized: list[str]
     touched: list[str]
-    """Files with a different time but the same size; their text may be unchanged."""
+    """Files with a new modification time but the same size; their text may be unchanged."""
 
     @property
     def text_changed(self) -> bool:
@@ -220,15 +219,10 @@ def save_file_list(config: DataConfig, home: Path) -> None:
 
 
 def file_changes(config: DataConfig, folder: Path, fingerprint: str) -> FileChanges | None:
-    """Compare the files of a corpus with those that a data set was made from.
+    """Compare the files of a corpus with the files that a data set was made from.
 
-    Args:
-        config: the corpus as it is now.
-        folder: folder for data sets, as in `prepare`.
-        fingerprint: fingerprint of the data set.
-
-    Returns:
-        The changes; None if there is no such data set, or if it has no list of files.
+    The data set is in the folder for data sets (see `prepare`) and has this fingerprint. Returns
+    None if it does not exist, or if it has no list of files.
 
     Raises:
         WorkhorseError: the corpus cannot be read.

@@ -1,8 +1,8 @@
 """The built-in corpus: the standard library of the running Python, about 11 MB of code.
 
 It consists of all `.py` files, sorted by path, except test packages, files that the build of Python
-wrote for this machine, installed packages, and near-duplicates. The set of modules depends on the
-version of Python. The selection does not depend on the machine.
+wrote for this machine, installed packages, and near-duplicates. The modules depend on the version
+of Python, but not on the machine.
 """
 
 import functools
@@ -23,9 +23,9 @@ LEFT_OUT_FILES = ("_sysconfigdata", "sitecustomize")
 
 SHINGLE_LINES = 3
 NEAR_DUPLICATE = 0.3
-"""Jaccard similarity of the shingles of two files at which the later file is skipped.
+"""Jaccard similarity of two files, by groups of three lines, at which the later file is skipped.
 
-It is low in order to skip the many code pages of `encodings` that repeat the same tables.
+It is low enough to skip the modules of `encodings` that contain almost the same table.
 """
 
 
@@ -37,7 +37,7 @@ class Module:
     path: Path
 
     def text(self) -> str:
-        """Read the source, decoded as its encoding declaration says, with line ends as newlines."""
+        """Read the source code in its declared encoding. Line ends become newlines."""
         try:
             with tokenize.open(self.path) as file:
                 return file.read()

@@ -1,7 +1,7 @@
-"""The CPU instructions that native operators may use: all that the CPU has, or a lower level.
+"""The CPU instructions that native operators may use: by default all that the CPU has.
 
-The environment variable `WORKHORSE_NATIVE` selects the instructions, and is read only here.
-PyTorch's own operators use `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` instead.
+The environment variable `WORKHORSE_NATIVE` can select fewer instructions. It has no effect on
+PyTorch's own operators, which use `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` instead.
 """
 
 import functools
@@ -18,8 +18,7 @@ SWITCH = "WORKHORSE_NATIVE"
 only the instructions of that level. Unset, empty or 1: all instructions that the CPU has."""
 NATIVE = ("-march=native",)
 WIDENED = "-DWIDEN_BFLOAT16"
-"""Compiler flag: convert bfloat16 to float32 before multiplication if elements are used repeatedly.
-"""
+"""Compiler flag that makes native gemms convert bfloat16 to float32 before multiplication."""
 
 
 class Level(NamedTuple):
@@ -28,7 +27,7 @@ class Level(NamedTuple):
     flags: tuple[str, ...]
     """Compiler flags that enable the instructions of the level."""
     adds: frozenset[str]
-    """Instructions that the next lower level does not have, by PyTorch's names."""
+    """Instructions that this level adds to the next lower one, by PyTorch's names."""
     emulates: frozenset[str] = frozenset()
     """Instructions that our operators emulate in software if the CPU lacks them; for tests."""
 
@@ -76,9 +75,9 @@ def compiler_flags() -> tuple[str, ...]:
 def widens() -> bool:
     """True if native gemms convert bfloat16 to float32 before multiplication.
 
-    True without AVX512-BF16. With it, a multiplication of bfloat16 pairs takes as long as one in
-    float32 on AMD's CPUs, and as long as four on Intel's. So also true on Intel's CPUs, unless they
-    have AMX, which is used instead. If a level with AVX512-BF16 is selected, the level decides.
+    This is the case without AVX512-BF16, and on Intel CPUs without AMX. On Intel CPUs a bfloat16
+    multiplication of AVX512-BF16 takes as long as four in float32, on AMD CPUs as long as one. If
+    `WORKHORSE_NATIVE` selects a level with AVX512-BF16, the level decides.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -92,13 +91,12 @@ def widens() -> bool:
 
 
 def cpu_has(instructions: str) -> bool:
-    """True if native operators may use these instructions: the CPU and the level have them.
+    """True if native operators may use these instructions: CPU and selected level have them.
 
-    Args:
-        instructions: PyTorch's name of the instructions, such as `avx512_bf16`.
+    Instructions have PyTorch's names, such as `avx512_bf16`.
 
     Raises:
-        WorkhorseError: the environment variable is not a level, or this CPU does not support it.
+        WorkhorseError: `WORKHORSE_NATIVE` is not a level that this CPU supports.
     """
     level = _level()
     if level is None:
@@ -122,7 +120,7 @@ def levels_here() -> list[str]:
 
 @functools.cache
 def cpuinfo_field(*names: str) -> str:
-    """Value of the first entry of /proc/cpuinfo with one of these names; empty if there is none."""
+    """Return the value of the first line of /proc/cpuinfo with one of these names, or ''."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -139,7 +137,9 @@ def _level() -> str | None:
 @functools.cache
 def _checked(name: str) -> str:
     if name not in LEVELS:
-        raise WorkhorseError(f"{SWITCH}={name} is not a level; {nearest(name, ['0', *LEVELS])}")
+        raise WorkhorseError(
+            f"{SWITCH}={name} is not a level of CPU instructions; {nearest(name, ['0', *LEVELS])}"
+        )
     if name not in levels_here():
         known = ", ".join(levels_here())
         remedy = f"; choose one of {known}" if known else ", which supports no level; unset it"

@@ -1,8 +1,8 @@
 """Memory that this process uses, memory that is free, and allocation of tensors in large pages.
 
-If Linux provides large pages on request (transparent huge pages set to `madvise`), weights of width
-768 were read at 40 GB/s instead of 28, and of width 2048 at 40 GB/s instead of 35, on two cores of
-an Intel Xeon.
+Large pages are used if Linux provides them on request (transparent huge pages set to `madvise`). On
+two cores of an Intel Xeon, they speed up reading weights of width 768 from 28 to 40 GB/s, and of
+width 2048 from 35 to 40 GB/s.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ _WANTS_LARGE_PAGES = 14  # MADV_HUGEPAGE of <sys/mman.h>, on Linux
 def in_large_pages(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
     """Allocate contiguous CPU tensors, one after the other in memory.
 
-    They are in large pages if they fill at least one. Memory is used only when the tensors are
-    filled. Copying existing tensors into these one by one, and freeing each, therefore needs extra
-    memory for only one tensor.
+    Large pages are requested if the tensors fill at least one. Memory is used only when the tensors
+    are filled. So if existing tensors are copied into them and freed one by one, only one tensor at
+    a time uses extra memory.
     """
     steps = [-(-shape.numel() * dtype.itemsize // _LINE) * _LINE for shape in shapes]
     large = sum(steps) >= _PAGE
@@ -42,7 +42,7 @@ def in_large_pages(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Ten
 
 
 def _ask(address: int, size: int) -> None:
-    """Request large pages for a range of memory. Systems without `madvise` ignore the request."""
+    """Request large pages for a range of memory. Does nothing on systems without `madvise`."""
     try:
         advise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError, TypeError):  # not a Unix
@@ -85,7 +85,7 @@ def size(n_bytes: float) -> str:
 
 
 def available(device: torch.device, root: Path = ROOT) -> int | None:
-    """Free bytes of a device, swap included; None if the system does not report this number."""
+    """Return the free bytes of a device, swap included; None if the system does not report them."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -93,13 +93,13 @@ def available(device: torch.device, root: Path = ROOT) -> int | None:
 
 
 def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
-    """Bytes of memory that this process can still allocate on this machine.
+    """Return the number of bytes of CPU memory that this process can still allocate.
 
-    The number is the machine's free memory, or less if control groups (cgroups) limit the process.
-    None if the system does not report it (it is not Linux).
+    It is the machine's free memory, or less if control groups (cgroups) limit the process. None if
+    the system is not Linux.
 
     Args:
-        root: the folder that contains `/proc` and `/sys`.
+        root: the folder that contains `proc` and `sys`; for tests.
         swap: True to include the machine's free swap.
     """
     meminfo = root / "proc/meminfo"
@@ -111,19 +111,19 @@ def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
 
 
 def resident() -> int:
-    """Bytes of RAM that this process uses now; also resets the peak for `most_resident`."""
+    """Return the bytes of RAM that this process uses, and reset the peak of `most_resident`."""
     with contextlib.suppress(OSError):  # if forbidden, the peak covers the whole process
         CLEAR.write_text("5", encoding="utf-8")
     return _kib(STATUS, "VmRSS:")
 
 
 def most_resident() -> int:
-    """Peak number of bytes of RAM that this process used since `resident` was last called."""
+    """Return the peak bytes of RAM that this process used since the last call of `resident`."""
     return _kib(STATUS, "VmHWM:")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak number of bytes that this process allocated on a GPU, or used in RAM for a CPU."""
+    """Return the peak bytes that this process allocated on a GPU, or for a CPU used in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return most_resident()
@@ -134,9 +134,9 @@ def _kib(file: Path, name: str) -> int:
 
 
 def _left_of_limits(root: Path) -> Iterator[int]:
-    """Yield the number of bytes that are left below the limit of each control group (cgroup).
+    """Yield the number of bytes left in each control group (cgroup) that limits this process.
 
-    These are all groups of this process that have a limit. Versions 1 and 2 are supported.
+    Versions 1 and 2 of cgroups are supported.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -62,7 +62,7 @@ def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype in recipes and on the command line: `bfloat16`."""
+    """Return the name of a dtype in recipes and on the command line, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -70,8 +70,8 @@ def use_threads(count: int) -> None:
     """Set the number of threads that PyTorch uses for computation.
 
     Raises:
-        WorkhorseError: the count is so large that threads would only wait for each other, or could
-            not be created.
+        WorkhorseError: the count is more than `MOST_THREADS` per CPU: threads would only wait for
+            each other, or could not be created.
     """
     cpus = os.cpu_count() or 1
     if count > MOST_THREADS * cpus:
@@ -91,10 +91,6 @@ def training_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype in which training computes.
 
     `auto` is bfloat16 if the device has instructions for bfloat16 matmuls, else float32.
-
-    Args:
-        name: `auto`, `float32`, `bfloat16` or `float16`.
-        device: the device that computes.
     """
     if name == "auto":
         return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
@@ -104,7 +100,7 @@ def training_dtype(name: str, device: torch.device) -> torch.dtype:
 def multiplies_bfloat16(device: torch.device) -> bool:
     """True if the device has instructions for bfloat16 matmuls.
 
-    The meta device represents a GPU that has them (see `devices.tape.stand_in`).
+    The meta device is treated as a GPU that has them (see `devices.tape.stand_in`).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -114,7 +110,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def cache_folder() -> Path:
-    """Folder for compiled programs, which are specific to this machine and can be rebuilt.
+    """Return the cache folder for programs that were compiled for this machine.
 
     Raises:
         WorkhorseError: the account has no home directory, and XDG_CACHE_HOME is not set.

@@ -1,13 +1,13 @@
 """Record the memory that code would allocate, by running it on tensors without data.
 
 PyTorch's fake tensors, and tensors of its device `meta`, have shapes and storages but no memory.
-Every operator, ours included, can run on them, so code with tensors of any size can run here. The
-record shows its real allocations and needs no formula. Memory that operators allocate internally is
-not recorded.
+All operators, including the native ones, can run on them. So code with tensors of any size can run
+on this machine, and its allocations are recorded instead of estimated. Memory that operators
+allocate internally is not recorded.
 
-PyTorch takes 0.1 to 3 ms to compute the shapes of an operator's results, and microseconds to make
-tensors of known shapes. The layers of a model repeat the same calls, so the shapes are cached.
-Views are not cached: they are called directly, without the slow parts of `FakeTensorMode`.
+PyTorch takes 0.1 to 3 ms to compute the shapes of an operator's results, but only microseconds to
+make tensors of known shapes. The layers of a model repeat the same calls, so the shapes are cached.
+Views are not cached, but called directly, without the slow parts of `FakeTensorMode`.
 """
 
 import logging
@@ -37,7 +37,7 @@ class _TensorMeta(NamedTuple):
 
 class _Results(NamedTuple):
     leaves: list[Any]
-    """The results of a call, flattened. A `_TensorMeta` replaces each tensor; other values stay."""
+    """The flattened results of a call, with a `_TensorMeta` in place of each tensor."""
     structure: TreeSpec
 
 
@@ -51,10 +51,10 @@ class ShapeCache:
     def __init__(self, fake: FakeTensorMode | None) -> None:
         self._fake = fake
         self._known: dict[Hashable, _Results | None] = {}
-        """Results by call; None for calls that are not cached, because a result is not new."""
+        """Results by call; None if a call is not cached because a result shares its storage."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `func(*args, **kwargs)`; if the result shapes are cached, without calling it."""
+        """Return `func(*args, **kwargs)`, without calling it if the result shapes are cached."""
         if self._fake is not None and _is_view(func) and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self._fake):
                 made = func(*args, **kwargs)
@@ -87,7 +87,7 @@ class ShapeCache:
 
 @cache
 def _is_pure(func: Any) -> bool:
-    """True if an operator's schema says that it changes no argument and returns no alias of one."""
+    """True if an operator, by its schema, does not modify arguments or return aliases of them."""
     schema = func._schema
     named = [*schema.arguments, *schema.returns]
     return not schema.is_mutable and all(one.alias_info is None for one in named)
@@ -98,7 +98,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _described(value: Any) -> Hashable:
-    """Return a hashable key for an argument; result shapes depend only on such keys.
+    """Return a hashable key for an argument that determines its effect on result shapes.
 
     Raises:
         TypeError: the value is a tensor with data, or cannot be hashed.
@@ -123,13 +123,9 @@ def _meta_of(tensor: Tensor) -> _TensorMeta:
 
 
 def _new(made: Any, given: list[Any]) -> _Results | None:
-    """Describe the results of a call for the cache.
+    """Return the results of a call without their tensors, for the cache.
 
-    None if a result tensor shares its storage, or uses only a part of it.
-
-    Args:
-        made: the results.
-        given: the arguments of the call.
+    Return None if a result tensor shares its storage, or uses only a part of it.
     """
     results, structure = tree_flatten(made)
     tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
@@ -164,8 +160,8 @@ class Allocation:
         n_bytes: size of the storage in bytes.
         born: the number of operators that had run when it was allocated.
         died: the number of operators that had run when it was freed; None if it was not freed.
-        kind: purpose of the storage, set by `Tape.mark`.
-        part: `Tape.part` when the storage was allocated.
+        kind: purpose of the storage, such as "gradients"; set by `Tape.mark`.
+        part: name of the part of the program that allocated it (`Tape.part`).
     """
 
     n_bytes: int
@@ -207,7 +203,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def alive(self) -> Iterable[Allocation]:
-        """The allocations that have not been freed."""
+        """The allocations that have not been freed yet."""
         return self._alive.values()
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -241,8 +237,8 @@ def recording() -> bool:
 def stand_in(device: torch.device) -> torch.device:
     """Return the device to use inside `without_data` for code that would run on `device`.
 
-    For a CPU, fake tensors report a CPU as their device, as native operators require. All other
-    devices use PyTorch's own operators, which also run on `meta`.
+    For a CPU it is the CPU, since native operators require tensors on a CPU; fake tensors report
+    this device. For all other devices it is `meta`, on which PyTorch's own operators run.
     """
     return CPU if device.type == "cpu" else torch.device("meta")
 
@@ -285,7 +281,7 @@ def _read(tensor: Tensor, **options: Any) -> Any:
 
 
 def _device(tensor: Tensor) -> Any:
-    """Replaces reading the device of a fake tensor: faster than `FakeTensorMode`."""
+    """Replaces reading the device of a fake tensor: returns it faster than `FakeTensorMode`."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else NotImplemented
 
 
@@ -306,13 +302,13 @@ def _of_different_ids(ids: Tensor, rows: Tensor, *_: Any) -> tuple[Tensor, Tenso
 
 
 def _added_in_place(dense: Any, other: Any, *_: Any, **__: Any) -> Any:
-    """Replaces the addition of a sparse gradient to a dense one, which autograd does in place."""
+    """Replaces the addition of a sparse gradient to a dense one: returns the dense one."""
     sparse = isinstance(other, Tensor) and other.layout != torch.strided
     return dense if sparse else NotImplemented
 
 
 def _split(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
-    """Replaces a split whose sizes come from a tensor, such as rows per expert: splits evenly."""
+    """Replaces a split with sizes from a tensor, such as tokens per expert: splits evenly."""
     if sum(sizes) == x.shape[dim]:
         return NotImplemented
     even, rest = divmod(x.shape[dim], len(sizes))
@@ -320,7 +316,7 @@ def _split(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Replaces PyTorch's grouped matmul: its fake kernel accepts only bfloat16."""
+    """Replaces the grouped matmul, since PyTorch's fake kernel accepts only bfloat16."""
     groups = [len(ends)] if a.ndim == b.ndim == 2 else []  # noqa: PLR2004
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
@@ -336,5 +332,5 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "prim::device": _device,
     "workhorse::sum_rows": _of_different_ids,
 }
-"""Replacements of operators, by operator name. The operators depend on values, or have no fake
-kernel, or have a slow one. A replacement may return NotImplemented; the operator is then called."""
+"""Replacements of operators that depend on tensor values or lack a fast fake kernel, by name. If a
+replacement returns NotImplemented, the operator is called."""

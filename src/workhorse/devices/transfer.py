@@ -10,7 +10,7 @@ from workhorse.errors import WorkhorseError
 
 
 class Destination(Protocol):
-    """Destination of a copy: a tensor, or an object whose `copy_` converts or cuts the source."""
+    """Destination of a copy: a tensor, or an object with a `copy_` that converts or shards it."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -22,11 +22,7 @@ class Destination(Protocol):
 
 
 class SkippedDestination:
-    """Copy destination that ignores the source, for a tensor that only other ranks need.
-
-    Args:
-        shape: the shape of the tensor.
-    """
+    """Copy destination that ignores its source, for a tensor that only other ranks need."""
 
     nbytes = 0
 
@@ -41,10 +37,7 @@ class SkippedDestination:
 def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], what: str) -> None:
     """Copy each tensor of a checkpoint to the destination of the same name.
 
-    Args:
-        into: the destinations, by name.
-        source: the tensors, by name.
-        what: what the tensors are, for error messages, such as "optimizer".
+    `what` names the tensors in error messages, such as "optimizer".
 
     Raises:
         WorkhorseError: names or shapes differ.
@@ -52,13 +45,15 @@ def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], 
     for name in sorted(into.keys() ^ source.keys()):
         where = "the run's config" if name in into else "the checkpoint"
         raise WorkhorseError(
-            f"{what}: only {where} has {name!r}; checkpoint and config belong to different runs"
+            f"{what}: only {where} has {name!r}: checkpoint and config belong to different runs; "
+            "use the checkpoint's config"
         )
     for name, tensor in into.items():
         if tensor.shape != source[name].shape:
             raise WorkhorseError(
                 f"{what}: {name!r} is {tuple(source[name].shape)} in the checkpoint and "
-                f"{tuple(tensor.shape)} in the run's config; they belong to different runs"
+                f"{tuple(tensor.shape)} in the run's config: they belong to different runs; "
+                "use the checkpoint's config"
             )
         tensor.copy_(source[name])
 
@@ -66,10 +61,7 @@ def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], 
 class ToHost:
     """An asynchronous copy of a tensor to the host.
 
-    Waiting for it does not wait for work that the device gets later.
-
-    Args:
-        tensor: the tensor to copy.
+    `wait` does not wait for work that the device receives after the copy.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -8,28 +8,28 @@ import sys
 SPINS = 10_000
 """Number of times that a waiting thread checks whether it can continue before it sleeps.
 
-10,000 checks take 0.2 ms or more. GNU OpenMP's default, 300,000, takes milliseconds. If other
-programs use the remaining cores, the waiting thread then occupies a core that the threads it waits
-for could use. If threads sleep too soon, they are often woken together on one core, and stay there
-for tens of milliseconds although another core is idle.
+10,000 checks take 0.2 ms or more. GNU OpenMP's default, 300,000, takes milliseconds. During this
+time, a waiting thread occupies a core that the threads it waits for may need. If threads sleep too
+soon, they are often woken together on one core, and stay there for tens of milliseconds although
+another core is idle.
 """
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Environment variables of GNU OpenMP. If one is set, `SPINS` is not used."""
+"""Environment variables of GNU OpenMP. If the user has set one, `SPINS` is not used."""
 SLICE = 100_000
 """Nanoseconds after which Linux may give a thread's core to another program.
 
-The thread gets the same share of the core as with longer slices. But it runs again sooner, so the
-threads that wait for it wait less.
+Slices shorter than the default do not change the thread's share of the core, but it runs again
+sooner. So the threads that wait for it wait less.
 """
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 """Number of the system call `sched_setattr`, by machine."""
 
 
 def share_cores() -> None:
-    """Let waiting threads sleep soon, so that other programs on the machine slow them down less.
+    """Configure threads so that other programs on the machine slow them down less.
 
-    The command line calls this. A program must call it before it first imports torch. It configures
-    GNU OpenMP, which PyTorch's builds for Linux include, and asks Linux for short time slices.
+    Waiting threads of GNU OpenMP, which PyTorch uses on Linux, sleep sooner, and Linux gives short
+    time slices. The command line calls this. Programs must call it before they import torch.
 
     Raises:
         RuntimeError: torch is already imported.
@@ -42,7 +42,7 @@ def share_cores() -> None:
 
 
 class _Attributes(ctypes.Structure):
-    """Argument of the system call `sched_setattr`: Linux's `struct sched_attr`."""
+    """Linux's `struct sched_attr`, the argument of the system call `sched_setattr`."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),

@@ -21,12 +21,11 @@ from workhorse.files.text_formats import collector_paused, unreadable
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 * 2**20
-"""Maximum size of a header. Files with the largest known vocabularies need 25 % of it, or 50 % if
-they contain a `tokenizer.json`."""
+"""Maximum size of a header in bytes. The largest known headers need half of it."""
 MAX_KEYS = 10_000
 MAX_TENSORS = 100_000
 MAX_VALUES = 3_000_000
-"""Maximum number of elements of all lists together. The largest known vocabularies need half."""
+"""Maximum number of elements of all lists together. The largest known vocabulary needs half."""
 MAX_NAME = 256
 MAX_RANK = 4
 ALIGNMENT = "general.alignment"
@@ -59,7 +58,7 @@ _DAMAGED = "the file may be damaged: download it again"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a GGUF file: its type, shape, and bytes from `begin` to before `end`."""
+    """A tensor in a GGUF file. Its bytes are at positions `begin` to `end - 1` of the file."""
 
     kind: str
     """The tensor type, a key of `BLOCKS`."""
@@ -70,7 +69,7 @@ class StoredTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """The header of a GGUF file: keys with their values, and tensors by name."""
+    """The header of a GGUF file: values by key, and tensors by name."""
 
     keys: dict[str, Any]
     tensors: dict[str, StoredTensor]
@@ -81,7 +80,7 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
 
     Args:
         file: the file, opened unbuffered for reading, at its start.
-        path: the file's name in errors.
+        path: the file's name in error messages.
 
     Raises:
         WorkhorseError: the file is not a GGUF file, is damaged or truncated, or has an unsupported
@@ -114,7 +113,7 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
 
 
 class _TooShort(Exception):
-    """Error: the header is longer than the bytes that were read."""
+    """Error: the bytes that were read end within the header."""
 
 
 class _Unsupported(Exception):
@@ -164,7 +163,7 @@ class _Reader:
         kind, count = self.number("I"), self.number("Q")
         self.values += count
         if self.values > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES} values are too many for a model")
+            raise ValueError(f"the lists have more than {MAX_VALUES} values, too many for a model")
         if kind == TEXT:
             return [self.text() for _ in range(count)]
         return list(self.numbers(_code(kind), count))
@@ -239,7 +238,7 @@ def _placed(
         begin = data + offset
         end = begin + math.prod(shape) // block * block_bytes
         if shape[-1] % block or offset % alignment or begin < at:
-            raise ValueError(f"tensor {shown(name)} of shape {shape} has wrong offset {offset}")
+            raise ValueError(f"tensor {shown(name)} has invalid shape {shape} or offset {offset}")
         if end > size:
             raise ValueError(f"truncated: tensor {shown(name)} ends at {end} of {size} bytes")
         found[name] = StoredTensor(kind, shape, begin, end)

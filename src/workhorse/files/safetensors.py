@@ -1,6 +1,7 @@
-"""Safetensors files: reading headers, and reading and writing parts of tensors.
+"""Safetensors files: reading headers, and writing parts of tensors.
 
-A file is the length of the header in 8 bytes, the header, and the tensors' bytes. A header:
+A file is the length of the header in 8 bytes, the header, and the tensors' bytes. The header is
+JSON:
 
     {"__metadata__": {"format": "pt"},
      "NAME": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, …}
@@ -8,8 +9,8 @@ A file is the length of the header in 8 bytes, the header, and the tensors' byte
 Offsets are relative to the header's end. The tensors' bytes fill the rest of the file without gap
 or overlap. Format: huggingface/safetensors.
 
-The elements of a tensor are contiguous in the file. Therefore each process can write its own part
-in place, and the file is the same as if one process had written it.
+Each process can write its own slices of the tensors in place, and the file is the same as if one
+process had written it.
 """
 
 import itertools
@@ -28,8 +29,7 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.files.text_formats import collector_paused, parse_json, unreadable
 
 MAX_HEADER_BYTES = 32_000_000
-"""Maximum size of a header in bytes, enough for about 230,000 tensors. `parse_json` limits them to
-about half as many."""
+"""Maximum size of a header in bytes. `parse_json` allows about 100,000 tensors."""
 MAX_NAME = 512
 MAX_RANK = 16
 _LENGTH_BYTES = 8
@@ -59,7 +59,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: its dtype, its shape, and its bytes from `begin` to before `end`."""
+    """A tensor in a safetensors file. Its bytes are at positions `begin` to `end - 1`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,11 +68,11 @@ class Stored(NamedTuple):
 
 
 def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file, sorted by position. Only the header is read.
+    """Return the tensors in a file's header, sorted by position.
 
     Args:
         file: the file, opened unbuffered for reading, at its start.
-        path: the file's name in errors.
+        path: the file's name in error messages.
 
     Raises:
         WorkhorseError: the file is incomplete, or its header is invalid.
@@ -86,7 +86,8 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
         )
     if length > MAX_HEADER_BYTES:
         raise WorkhorseError(
-            f"{path} has a header of {length} bytes, larger than the limit of {MAX_HEADER_BYTES}"
+            f"{path} has a header of {length} bytes, larger than the limit of {MAX_HEADER_BYTES}; "
+            "download it again"
         )
     raw = _read(file, length, path)
     with collector_paused():
@@ -120,28 +121,32 @@ def _read(file: BinaryIO, count: int, path: Path) -> bytes:
 
 
 def _entry(name: str, entry: Any, data: int) -> Stored:
-    """Convert a tensor's entry in a header.
+    """Convert the header's description of a tensor.
 
     Raises:
-        ValueError: the entry is invalid; the message continues `tensor NAME`.
+        ValueError: the description is invalid; the message continues `tensor NAME`.
     """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise ValueError("has an invalid name")
+        raise ValueError("has an invalid name; download the file again")
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        raise ValueError(f"is {shown(entry)}, not a dtype, a shape and data_offsets")
+        raise ValueError(
+            f"is {shown(entry)}, not a dtype, a shape and data_offsets; download the file again"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"has unknown dtype {shown(dtype)}; known: {', '.join(DTYPES)}")
     if not _are_counts(shape) or len(shape) > MAX_RANK:
-        raise ValueError(f"has invalid shape {shown(shape)}")
+        raise ValueError(f"has invalid shape {shown(shape)}; download the file again")
     if not _are_counts(offsets) or len(offsets) != len(("begin", "end")):
-        raise ValueError(f"has data_offsets {shown(offsets)}, not a begin and an end")
+        raise ValueError(
+            f"has data_offsets {shown(offsets)}, not a begin and an end; download the file again"
+        )
     begin, end = offsets
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != needed:
         raise ValueError(
             f"of {dtype} and shape {shown(shape)} needs {shown(needed)} bytes, but its "
-            f"data_offsets span {shown(end - begin)}"
+            f"data_offsets span {shown(end - begin)}; download the file again"
         )
     return Stored(DTYPES[dtype], tuple(shape), data + begin, data + end)
 
@@ -170,7 +175,7 @@ def _without_gaps(
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Return the header of a file with these tensors in this order, after its length in 8 bytes.
+    """Return the beginning of a file with these tensors, in this order: header size and header.
 
     Raises:
         KeyError: the format does not support a dtype.
@@ -187,7 +192,7 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
 
 
 class Slice(NamedTuple):
-    """A part of a tensor, contiguous along each axis. It can be the whole tensor, or empty."""
+    """A part of a tensor: a range of indices along each axis. It may be empty."""
 
     values: Tensor
     starts: tuple[int, ...]
@@ -208,9 +213,9 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Slice]:
 
 
 def lay_out(path: Path, slices: Slices) -> None:
-    """Create a file of full size for the whole tensors, but write only its header.
+    """Create a file of full size for the whole tensors, but write only the header.
 
-    `fill` then writes the tensors' bytes. An existing file is replaced.
+    `fill` writes the tensors' bytes. An existing file is replaced.
     """
     path.unlink(missing_ok=True)  # a link is not followed
     with path.open("xb") as file:
@@ -230,7 +235,7 @@ def fill(path: Path, slices: Slices) -> None:
 
 
 def _runs(one: Slice) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index of the first element in the whole tensor, values) of each contiguous run."""
+    """Yield (index of the first element in the whole tensor, values) of each contiguous range."""
     if not one.values.numel():
         return
     values = one.values.cpu().contiguous()

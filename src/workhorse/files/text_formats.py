@@ -25,7 +25,7 @@ REMEDIES = {
     errno.EACCES: "give yourself read permission",
     errno.EPERM: "give yourself read permission",
 }
-"""Remedies in the message if the system refuses to open a file, by errno."""
+"""Remedies in the message of a failed attempt to open a file, by errno."""
 _GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
@@ -39,7 +39,7 @@ def to_path(given: object, rule: str) -> Path:
         rule: the beginning of the error message, such as "a folder is a path".
 
     Raises:
-        WorkhorseError: the argument is neither, or is not a valid file name.
+        WorkhorseError: the argument is not a string or Path, or is not a valid file name.
     """
     if not isinstance(given, str | Path):
         raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a string or a Path")
@@ -58,10 +58,7 @@ def unreadable(path: Path, error: OSError) -> WorkhorseError:
 def open_contained(folder: Path, name: str, *, root: Path | None = None) -> BinaryIO:
     """Open a file directly in a folder, unbuffered, for reading bytes.
 
-    Args:
-        folder: the folder that contains the file.
-        name: the file's name, without a path.
-        root: the target of a link must be inside this folder; None: inside `folder`.
+    A link must not lead out of `root`; None: out of `folder`.
 
     Raises:
         WorkhorseError: the name is a path, a link leads out of the folder, the file is missing,
@@ -94,12 +91,9 @@ def open_contained(folder: Path, name: str, *, root: Path | None = None) -> Bina
 
 
 def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
-    """Read a file as bytes.
+    """Read a regular file of up to `limit` bytes.
 
-    Args:
-        path: the path of a regular file.
-        limit: the maximum size in bytes.
-        root: the target of a link must be inside this folder; None: inside the file's folder.
+    A link must not lead out of `root`; None: out of the file's folder.
 
     Raises:
         WorkhorseError: the file is missing, unreadable, too large, a link out of the folder, or not
@@ -111,7 +105,7 @@ def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
         except OSError as error:
             raise unreadable(path, error) from None
     if len(raw) > limit:
-        raise WorkhorseError(f"{path} is larger than {limit} bytes, too large for such a file")
+        raise WorkhorseError(f"{path} is larger than {limit} bytes, the limit for such a file")
     return raw
 
 
@@ -151,11 +145,7 @@ def read_text(path: Path, *, limit: int) -> str:
 
 
 def decoded(raw: bytes, what: str) -> str:
-    """Decode UTF-8.
-
-    Args:
-        raw: the bytes to decode.
-        what: the name of the file or string in the error.
+    """Decode UTF-8. `what` names the bytes in error messages.
 
     Raises:
         WorkhorseError: a byte is not UTF-8; the message has its offset.
@@ -188,17 +178,12 @@ def _belongs(real: Path, folder: Path) -> bool:
 
 MAX_DEPTH = 64
 MAX_VALUES = 850_000
-"""Maximum number of values in a JSON file. Each costs Python about 1 µs and up to about 70 bytes in
-addition to its text. A safetensors header of 100,000 tensors has 800,000 values, more than any
-published file."""
+"""Maximum number of values in a JSON file. Each takes Python about 1 µs and up to 70 bytes. The
+header of a safetensors file with 100,000 tensors has 800,000 values. No published file has more."""
 
 
 def read_json(path: Path, *, limit: int = 4_000_000) -> dict[str, Any]:
-    """Read a JSON file that contains an object.
-
-    Args:
-        path: the path of a regular file.
-        limit: the maximum size in bytes.
+    """Read a JSON file that contains an object, of up to `limit` bytes.
 
     Raises:
         WorkhorseError: the file cannot be read, is too large, or is not valid for `parse_json`.
@@ -211,7 +196,7 @@ def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[s
 
     Args:
         raw: the JSON as UTF-8.
-        what: the name of the JSON in errors.
+        what: the name of the JSON in error messages.
         max_values: the maximum number of elements of all objects and lists together.
 
     Raises:
@@ -244,9 +229,9 @@ def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[s
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector while much plain data without reference cycles is created.
+    """Pause Python's garbage collector while a large file is parsed.
 
-    For a large file, the collector would take twice as long as the reading itself.
+    The collector would take twice as long as the parsing, and plain data has no reference cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -294,7 +279,7 @@ def _depth(data: dict[str, Any]) -> int:
 
 MAX_CHARACTERS = 300_000
 MAX_YAML_VALUES = 100_000
-"""Maximum number of values in a YAML string, with every alias expanded."""
+"""Maximum number of values in a YAML string after expansion of its aliases."""
 
 
 class BadYaml(WorkhorseError):
@@ -304,8 +289,8 @@ class BadYaml(WorkhorseError):
 class _Yaml12Loader(yaml.SafeLoader):
     """A loader for YAML 1.2. PyYAML's own loaders read YAML 1.1: `3e-4` is a string, `on` is true.
 
-    A key given twice is an error; PyYAML would keep the last value. Merge keys (`<<: *name`) are
-    supported, although they are from YAML 1.1.
+    A key that is given twice is an error, while PyYAML would keep the last value. Merge keys of
+    YAML 1.1 (`<<: *name`) are supported.
     """
 
     def __init__(self, text: str) -> None:
@@ -377,9 +362,7 @@ for _kind, (_rule, _first) in _YAML_1_2.items():
 def write_yaml(value: Any, *, on_a_line: bool = False) -> str:
     """Format plain data as YAML that `parse_yaml` reads back unchanged. Keys keep their order.
 
-    Args:
-        value: the data: mappings, lists, strings, numbers, true, false and null.
-        on_a_line: True to return a single line, without a line break at its end.
+    `on_a_line=True` returns a single line, without a line break at its end.
     """
     flow, width = (True, 2**20) if on_a_line else (False, 80)
     text = yaml.dump(  # pyright: ignore[reportUnknownMemberType]
@@ -416,7 +399,8 @@ def _weigh(node: yaml.Node, weights: dict[int, int]) -> int:
 
     Args:
         node: the node.
-        weights: counts of nodes that were already visited, by `id`; 0 while a count is in progress.
+        weights: counts of values in visited nodes, by `id` of the node; 0 while a node is being
+            counted.
 
     Raises:
         yaml.MarkedYAMLError: there are too many values, a node contains itself, or a node is not

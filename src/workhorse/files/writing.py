@@ -16,12 +16,12 @@ from workhorse.errors import WorkhorseError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 TAKES_NO_MORE = {*DISK_FULL, errno.EFBIG}
-"""Values of errno if a file cannot grow: full disk, disk quota, or limit on file sizes."""
+"""Values of errno when a file cannot grow: full disk, disk quota, or limit on file sizes."""
 TEMPORARY = ".workhorse-tmp-"
-"""Prefix of the temporary name of a file or folder being written; 16 hexadecimal digits follow."""
+"""Prefix of the temporary name of a file or folder during a write, before 16 hexadecimal digits."""
 _TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 STALE = 60
-"""Seconds after which a temporary file or folder without a lock is deleted."""
+"""Age in seconds at which a temporary file or folder is deleted if no process holds its lock."""
 
 
 class CannotWriteError(WorkhorseError):
@@ -71,8 +71,8 @@ def one_process_at_a_time(place: Path, patience: float = math.inf) -> Iterator[N
 
     Args:
         place: a file that this user may write, or a folder.
-        patience: maximum number of seconds to wait. After that the block runs without the lock. It
-            always does on systems without `flock` (Windows).
+        patience: maximum number of seconds to wait. After that, or on systems without `flock`
+            (Windows), the block runs without the lock.
 
     Raises:
         OSError: the file or folder cannot be opened or locked.
@@ -142,7 +142,7 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return True if `replacing` made this path; it holds a lock on the path while in use."""
+    """Return True if the path has a temporary name given by `replacing`."""
     return path.name.startswith(TEMPORARY)
 
 
@@ -180,7 +180,7 @@ def _delete(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or folder atomically: rename it first, so that no partial folder is visible.
+    """Delete a file or folder atomically: it is renamed first, so no partial folder is visible.
 
     If the deletion fails, the remaining files have a temporary name, and a later `replacing` in the
     same folder deletes them.
@@ -226,7 +226,7 @@ def check_place(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of entries, is on the disk."""
+    """Wait until a file's content, or a folder's list of files, is on the disk (fsync)."""
     if path.is_dir() and os.name == "nt":
         return  # Windows cannot open folders, and keeps them consistent by itself
     descriptor = os.open(path, os.O_RDONLY)

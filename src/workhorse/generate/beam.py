@@ -3,8 +3,8 @@
 The semantics are as in Hugging Face's `generate`. A hypothesis of n new tokens, including the
 stop token, scores `(sum of its log-probabilities) / n ** length_penalty`. It finishes when a stop
 token, or any token at the length limit, is among the `beams` best candidates of a step. The search
-ends when `beams` have finished and (unless `early_stopping`) no running one can beat the worst of
-them; Hugging Face calls that `early_stopping="never"`. Nothing is sampled.
+ends when `beams` hypotheses have finished and (unless `early_stopping` is True) no running one can
+score more than the worst finished one. Hugging Face calls this `early_stopping="never"`.
 """
 
 import time
@@ -50,8 +50,8 @@ def beam_search(
     """Find up to `config.beams` completions of each prompt, best first.
 
     All prompts are searched together, as a batch of `len(prompts) * beams` sequences. The sequences
-    of a finished prompt are removed. `logit_bias` changes the distribution that is searched. The
-    decoder must be in evaluation mode.
+    of a finished prompt are removed. Log-probabilities include `logit_bias`. The decoder must be in
+    evaluation mode.
 
     Raises:
         WorkhorseError: see `check_prompts`; or logits are not finite.
@@ -101,7 +101,7 @@ def beam_search(
 def _read(runner: Runner, sequences: Sequence[TokenSequence]) -> Tensor:
     """Process all tokens that are not in the cache yet.
 
-    Returns the logits after the last token of each sequence, (sequences, vocab).
+    Returns the logits after the last token of each sequence, `(sequences, vocab)`.
     """
     found: dict[TokenSequence, Tensor] = {}
     # A long prompt of an exact sequence takes several passes, one for each piece.
@@ -113,16 +113,16 @@ def _read(runner: Runner, sequences: Sequence[TokenSequence]) -> Tensor:
 
 @dataclass
 class _Search:
-    """The hypotheses of one prompt."""
+    """State of the search for completions of one prompt."""
 
     config: GenerationConfig
     stops: frozenset[int]
     limit: int
     beams: list[_Hypothesis] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    """For each of `beams`, the index in the previous `beams` of the hypothesis that it extends."""
+    """For each hypothesis, the index in the previous step's `beams` of the one that it extends."""
     finished: list[_Hypothesis] = field(default_factory=list)
-    """Finished hypotheses, best first, at most `config.beams`."""
+    """Up to `config.beams` finished hypotheses, best first."""
     done: bool = False
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class _Search:
         return hypothesis.score(self.config.length_penalty)
 
     def _decided(self, length: int) -> bool:
-        """True if no running hypothesis can replace a finished one."""
+        """True if the search can end although some hypotheses are still running."""
         if len(self.finished) < self.config.beams:
             return False
         if self.config.early_stopping:

@@ -11,7 +11,7 @@ from workhorse.nn import Decoder
 
 
 class TokenStream(Protocol):
-    """Decodes token ids one by one, without splitting a character."""
+    """Decodes token ids one by one; only complete characters are returned."""
 
     def push(self, token: int, /) -> str: ...
 
@@ -19,11 +19,11 @@ class TokenStream(Protocol):
 
 
 class StopScanner:
-    """Passes on text, received piece by piece, up to the first complete stop string.
+    """Cuts streamed text before the first stop string.
 
-    Text that may be the beginning of a stop string is held back until this is decided. The stop
-    string that *ends* first counts (the longest, if several end there), so the result does not
-    depend on how the text is split over calls.
+    Text that may be the beginning of a stop string is held back until more text shows if it is. The
+    first stop string is the one that *ends* first, or the longest of several that end there. So the
+    result does not depend on how the text is split over calls.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ class StopScanner:
 
 
 class TextStream:
-    """Decodes the tokens of one completion; returns only text that is safe to show."""
+    """Decodes the tokens of one completion, up to a stop string. Returned text is final."""
 
     def __init__(self, tokens: TokenStream, stops: Sequence[str]) -> None:
         self._tokens = tokens
@@ -81,7 +81,7 @@ class TextStream:
 
 
 class StreamingTokenizer(Protocol):
-    """The tokenizer interface that generation needs; `workhorse.tokenizers.Tokenizer` has it."""
+    """The interface of a tokenizer for generation, such as `workhorse.tokenizers.Tokenizer`."""
 
     vocab_size: int
     eos_id: int | None
@@ -90,7 +90,7 @@ class StreamingTokenizer(Protocol):
 
 
 def check_models(decoder: object, draft: object, tokenizer: object) -> None:
-    """Check the types of a decoder, a draft and a tokenizer.
+    """Check the types of a decoder, a draft model and a tokenizer.
 
     Raises:
         WorkhorseError: an argument has the wrong type.
@@ -135,7 +135,7 @@ def check_prompts(
     config: GenerationConfig,
     tokenizer: StreamingTokenizer | None,
 ) -> list[list[int]]:
-    """Convert prompts to token ids, cut to the decoder's context if the config allows it.
+    """Convert prompts to lists of token ids; `truncate="left"` drops tokens that do not fit.
 
     Raises:
         WorkhorseError: a prompt is empty or longer than the context (unless `truncate="left"`), an
@@ -194,11 +194,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def check_functions(name: str, functions: object) -> tuple[Any, ...]:
-    """Check a list of functions, and return it as a tuple.
-
-    Args:
-        name: name of the argument, for error messages.
-        functions: the functions.
+    """Check a list of functions, and return it as a tuple. `name` is its name in error messages.
 
     Raises:
         WorkhorseError: `functions` is not a list, or one of its items is not callable.
@@ -220,10 +216,10 @@ def check_draft(
     speculate: int,
     tokenizer: StreamingTokenizer | None,
 ) -> None:
-    """Check that a draft can guess tokens for this decoder.
+    """Check that a draft model can guess tokens for a decoder (speculative decoding).
 
     Raises:
-        WorkhorseError: `speculate` is 0, or the draft has another vocabulary.
+        WorkhorseError: `speculate` is 0, or the vocabularies differ.
     """
     if draft is None:
         return
@@ -274,7 +270,7 @@ def _check_id(token: int, vocab: int, whose: str, remedy: str) -> None:
 
 
 def usable_vocab(decoder: Decoder, tokenizer: StreamingTokenizer | None) -> int:
-    """Number of token ids that may be generated.
+    """Return the number of token ids that may be generated.
 
     It is less than the vocabulary size if the embedding has more rows than the tokenizer has ids.
     """
@@ -283,7 +279,7 @@ def usable_vocab(decoder: Decoder, tokenizer: StreamingTokenizer | None) -> int:
 
 
 def stop_tokens(config: GenerationConfig, tokenizer: StreamingTokenizer | None) -> frozenset[int]:
-    """Ids that end a completion: from the config if it has any, else the tokenizer's eos."""
+    """Return the ids that end a completion: `config.stop_tokens`, or eos if that is None."""
     if config.stop_tokens is not None:
         return frozenset(config.stop_tokens)
     eos = tokenizer.eos_id if tokenizer is not None else None

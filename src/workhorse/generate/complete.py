@@ -29,16 +29,16 @@ def generate(
     draft: Decoder | None = None,
     batch_size: int = 32,
 ) -> list[Completion]:
-    """Continue each prompt.
+    """Generate completions of each prompt.
 
     Args:
         decoder: the model; dropout is off while it generates.
         prompts: token ids; lengths may differ.
         config: the options; None: the defaults of `GenerationConfig`.
-        tokenizer: decodes tokens, and defines eos and the number of ids in use. Without one,
-            completions have no text, and eos is not defined.
+        tokenizer: decodes tokens, and defines eos and the number of ids in use. None: completions
+            have no text, and no eos token ends them.
         draft: a smaller decoder with the same vocabulary, which guesses `config.speculate` tokens
-            at a time. Without one, guesses are looked up in the prompt and the completion.
+            at a time. None: guesses are looked up in the prompt and the completion.
         batch_size: the maximum number of completions decoded together; affects speed and memory,
             not the completions.
 
@@ -89,7 +89,7 @@ def stream(
     draft: Decoder | None = None,
     batch_size: int = 32,
 ) -> Iterator[Delta]:
-    """Continue each prompt, and yield the tokens one by one.
+    """Generate completions of each prompt, and yield their tokens one by one.
 
     For the arguments see `generate`. The text of a completion is the concatenation of the text of
     its deltas. The decoder is in evaluation mode during each step, and in its former mode between
@@ -123,7 +123,7 @@ def _deltas(
     draft: Decoder | None,
     batch_size: int,
 ) -> Iterator[Delta]:
-    """Yield the deltas of all prompts. `Delta.index` counts completions over all prompts."""
+    """Yield the new tokens of all prompts. `Delta.index` counts completions over all prompts."""
     if not prompts:
         return
     at_once = min(max(batch_size // config.n_samples, 1), len(prompts))

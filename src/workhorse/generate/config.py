@@ -13,7 +13,7 @@ COLDEST = 1e-6
 MOST_TIMES = 1e6
 LARGEST_SHIFT = 1e9
 LARGEST_POWER = 10.0
-"""Bounds of options within which finite logits stay finite, for all combinations of options."""
+"""Bounds of options. Within these, finite logits stay finite for all combinations of options."""
 MOST_ROWS = 8192
 """Maximum number of completions generated at once for one prompt."""
 
@@ -22,8 +22,8 @@ class GenerationConfig(Config):
     """How tokens are chosen and when a completion ends.
 
     Decoding samples if `temperature > 0` and `beams == 1`, is greedy if `temperature == 0`, and
-    searches for the likeliest completion if `beams > 1`. An option that this way of decoding does
-    not use is an error, except for a seed with `temperature=0`, which has no effect.
+    searches for the likeliest completion if `beams > 1`. Setting an option that this way of
+    decoding does not use raises an error, except for `seed` with `temperature=0`.
     """
 
     max_new_tokens: int = 128
@@ -37,18 +37,18 @@ class GenerationConfig(Config):
     min_p: float = 0.0
     """Sample only from tokens with at least this fraction of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of the prompt or the completion less likely; 1e-6 to 1e6."""
+    """Values above 1 make tokens in the prompt or the completion less likely; 1e-6 to 1e6."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token already in the completion; -1e9 to 1e9."""
+    """Value subtracted once from the logit of each token in the completion; -1e9 to 1e9."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each occurrence in the completion; -1e9 to 1e9."""
+    """Value subtracted from a token's logit for each occurrence in the completion; -1e9 to 1e9."""
     logit_bias: dict[int, float] = Field(default_factory=dict)
-    """Added to the logit of a token id; -1e9 to 1e9."""
+    """Value to add to the logit, by token id; -1e9 to 1e9."""
     seed: int | None = None
-    """Seed of the request's own generator, 0 to 2^63 - 1; None draws a new seed."""
+    """Seed of the random generator, 0 to 2^63 - 1; None: a random seed."""
     n_samples: int = 1
-    """Number of completions per prompt, generated at once, up to 8192. Sample j equals the single
-    completion with `seed + j`."""
+    """Number of completions per prompt, generated at once, up to 8192. Completion j is
+    the one that `n_samples=1` gives with `seed + j`."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion. The completion ends before the string. A `Model` also stops at
     a special token of that name."""
@@ -57,21 +57,23 @@ class GenerationConfig(Config):
     logprobs: int | None = None
     """Return log-probabilities of each token and of the n likeliest at its position; n may be 0."""
     truncate: Literal["refuse", "left"] = "refuse"
-    """Behaviour at the end of the context. refuse: a longer prompt is an error, and a completion
-    ends there; left: the oldest tokens are dropped, and the completion continues."""
+    """Behaviour when the context is full. refuse: a prompt that does not fit raises an error, and a
+    completion ends. left: the oldest tokens are dropped, and the completion continues."""
     speculate: int = 0
-    """Number of tokens guessed at a time, by a draft model or by lookup in the sequence, and
-    verified in one pass of the model. Changes the speed, never the distribution. 0: no guesses."""
+    """Number of tokens guessed at a time (speculative decoding), by a draft model or from the
+    sequence. The model verifies them in one pass, so guesses change the speed but never the
+    distribution of completions. 0: no guesses."""
     exact: bool = False
-    """Make results bitwise independent of other requests and of the prefix cache. Each prompt is
-    processed by itself, in pieces that end at fixed positions. Sequences share a pass only if that
-    changes no bit (native steps); otherwise batching saves no time."""
+    """True to make results bitwise independent of other requests and of the prefix cache. This is
+    slower: prompts are never batched, and decode steps are batched only if this changes no bit
+    (native operators)."""
     beams: int = 1
     """Number of hypotheses of beam search, up to 8192; 1: no beam search."""
     length_penalty: float = 1.0
     """Beam search divides the summed log-probability by `length ** length_penalty`; -10 to 10."""
     early_stopping: bool = False
-    """End beam search with the first `beams` finished hypotheses, even if better could follow."""
+    """True to end beam search with the first `beams` finished hypotheses, even if better could
+    follow."""
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:
@@ -195,8 +197,8 @@ _BOUNDS = {
 
 
 FinishReason = Literal["eos", "stop", "length"]
-"""eos: a stop token; stop: a stop string or a stop condition; length: `max_new_tokens` or the end
-of the context."""
+"""Reason why a completion ended. eos: a stop token; stop: a stop string or a stop condition;
+length: `max_new_tokens` or the end of the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +228,12 @@ class Delta:
     finish_reason: FinishReason | None = None
     """Set on the last delta of a completion."""
     proposed: int = 0
-    """Number of tokens guessed for a pass of the model, set only on the pass's first delta; see
-    `GenerationConfig.speculate`."""
+    """Number of tokens that speculative decoding guessed for a pass of the model. Set on the first
+    delta of the pass; 0 on others."""
     accepted: bool = False
-    """True if the token was guessed."""
+    """True if the token was guessed by speculative decoding."""
     prompt_seconds: float = field(default=0.0, compare=False)
-    """Seconds to process a batch's prompts, set on the first delta of the batch."""
+    """Seconds to process the prompts of a batch. Set on the batch's first delta; 0 on others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +251,13 @@ class Completion:
     """Seed that reproduces this completion; None if nothing was sampled."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     score: float | None = None
-    """Beam search's `sum of log-probabilities / length ** length_penalty`."""
+    """`sum of log-probabilities / length ** length_penalty`; None without beam search."""
     proposed: int | None = None
     """Number of tokens guessed by speculative decoding; None without it."""
     accepted: int | None = None
     """Number of guessed tokens in the completion; None without speculative decoding."""
     prompt_seconds: float = field(default=0.0, compare=False)
-    """Seconds to process a batch's prompts, set on the first completion of the batch."""
+    """Seconds to process the prompts of a batch. Set on its first completion; 0 on others."""
     decoded: bool = True
     """True if `text` was decoded by a tokenizer; False if there was no tokenizer."""
 

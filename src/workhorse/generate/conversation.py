@@ -14,11 +14,11 @@ from workhorse.tokenizers import ChatTemplate, Tokenizer
 TextMessage = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
 REPLY_SHARE = 4
-"""The prompt leaves room for a reply: `max_new_tokens`, but at most the context divided by this."""
+"""A prompt leaves room for a reply: `max_new_tokens`, up to the context divided by this number."""
 
 
 class ChatFormat(Protocol):
-    """Formats messages as the prompt of the next reply, and lists what ends that reply."""
+    """Formats messages as the prompt of the next reply, and defines what ends the reply."""
 
     @property
     def stop(self) -> tuple[str, ...]: ...
@@ -55,7 +55,7 @@ class TemplateFormat:
 
 @dataclass(frozen=True)
 class TranscriptFormat:
-    """Formats messages as a plain-text dialogue, for models only trained to continue text."""
+    """Formats messages as a plain-text dialogue, for models without chat training."""
 
     tokenizer: Tokenizer
     prefix: tuple[int, ...] = ()
@@ -75,11 +75,11 @@ class TranscriptFormat:
 class Conversation:
     """A chat with one model.
 
-    A turn processes only the tokens after the prefix that it shares with the previous turn. This
-    prefix ends if the template renders an earlier reply differently, or if the text of the reply
-    encodes to other tokens than were generated. When the context is full, the oldest exchanges are
-    dropped; the system message stays. If a reply is interrupted or closed, the part generated so
-    far is kept.
+    The cache is kept between turns, so a turn processes only the tokens after the longest common
+    prefix with the previous turn. This prefix is shorter if the template renders an earlier reply
+    differently, or if the text of a reply encodes to other tokens than were generated. When the
+    context is full, the oldest messages are dropped, but not the system message. If a reply is
+    interrupted or closed, the part generated so far is kept.
 
     Args:
         decoder: the model.
@@ -105,7 +105,9 @@ class Conversation:
         draft: Decoder | None = None,
     ) -> None:
         if not isinstance(system, str):
-            raise WorkhorseError(f"system={shown(system)} is not a string; omit it for none")
+            raise WorkhorseError(
+                f"system={shown(system)} is not a string; give a string, or omit it"
+            )
         for name in ("n_samples", "beams"):
             if (number := getattr(config, name)) > 1:
                 raise WorkhorseError(f"{name}={number}: a chat has one reply; omit {name}")

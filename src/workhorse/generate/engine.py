@@ -4,8 +4,9 @@ Apart from beam search, this is the only decoding loop. In a step the `Scheduler
 tokens are processed, and the `Runner` processes them in one pass. Then a token is chosen for each
 request whose known tokens have all been processed, or several tokens if guesses are accepted. A
 request has its own random generator and is computed independently, so its completion does not
-depend on other requests. One exception: logits computed in batches of different shapes agree only
-up to rounding, so a choice can differ if two tokens are that close (see `GenerationConfig.exact`).
+depend on other requests, except by rounding: logits from batches of different shapes differ
+slightly, so another token can be chosen if two are almost equally likely. `GenerationConfig.exact`
+prevents this.
 """
 
 import time
@@ -44,20 +45,21 @@ class Engine:
 
     Args:
         decoder: the model; dropout is off during a step.
-        tokenizer: decodes tokens, and defines eos and the number of ids in use. Without one, deltas
-            have no text, and eos is not defined.
-        draft: a smaller decoder with the same vocabulary, which guesses tokens for requests that
-            ask for guesses. Without one, guesses are looked up in the prompt and the completion.
+        tokenizer: decodes tokens, and defines eos and the number of ids in use. None: deltas have
+            no text, and no eos token ends a completion.
+        draft: a smaller decoder with the same vocabulary, which guesses tokens for requests with
+            `speculate`. None: guesses are looked up in the prompt and the completion.
         max_sequences: the maximum number of completions that advance together; others wait.
-        max_tokens: the maximum number of tokens of all sequences in the cache, plus a block of 32
-            per sequence; None: enough for `max_sequences` full contexts. If requests need more, the
-            newest are preempted and processed again later.
+        max_tokens: the maximum number of tokens of all sequences in the cache. (One block of 32
+            tokens per sequence is added.) None: enough for `max_sequences` full contexts. If
+            requests need more, the newest are preempted and processed again later.
         token_budget: the maximum number of tokens per step, at least `max_sequences` times
             `1 + speculate`. A smaller budget makes long prompts delay other requests less. None:
             4096, or that minimum if it is larger.
         speculate: the maximum number of guessed tokens of a request per step.
-        prefix_caching: keep keys and values while the cache has room, so that a prompt with the
-            same beginning is processed only from the first difference. The weights must not change.
+        prefix_caching: True to keep keys and values while the cache has room, so that a later
+            prompt is processed only after the prefix that is in the cache. The weights must not
+            change.
 
     Raises:
         WorkhorseError: an option has a wrong type or is out of range; or see `check_draft`.
@@ -107,9 +109,9 @@ class Engine:
             prefix_caching=prefix_caching,
         )
         self.looks_ahead = decoder.device.type == "cuda"
-        """True if tokens chosen on the device may be processed before the host knows them, so that
-        the device waits less for the host. A token processed after the end of a completion is
-        discarded. If weights change between steps, the change takes effect one token later."""
+        """True if a chosen token may be processed before it is copied to the host, so that the
+        device waits less for the host. If the completion has ended, the result is discarded. If
+        weights change between steps, the change takes effect one token later."""
         self._proposer: Proposer = PromptLookup()
         if draft is not None:
             self._proposer = Draft(draft, self._runner, prefix_caching=prefix_caching)
@@ -122,13 +124,13 @@ class Engine:
         self._requests: dict[int, Request] = {}
         """All requests that have not ended."""
         self._taken: dict[int, Request] = {}
-        """Requests with deltas that no step has returned yet."""
+        """Requests with deltas that `step` has not returned yet, by index."""
         self._returned: dict[int, int] = {}
-        """Number of deltas returned so far, for each request that has started and not ended."""
+        """Number of deltas that `step` has returned, by index of each started request."""
         self._step: list[Request] = []
         self._is_stepping = False
         self._is_dirty = False
-        """True during a step, and after a step that raised until `_recover` has finished."""
+        """True during a step, and after a failed step until `_recover` has finished."""
         self._cancelled: set[int] = set()
         self._prompt_seconds = 0.0
 
@@ -157,9 +159,9 @@ class Engine:
             The indices of the prompt's `n_samples` completions; see `Delta.index`.
 
         Raises:
-            WorkhorseError: see `check_prompts`; or this engine cannot serve the request: it asks
-                for beam search, for more guesses than the engine allows, for an exact completion
-                in an engine with guesses, or for more samples or tokens than ever fit.
+            WorkhorseError: see `check_prompts`; or this engine can never serve the request: the
+                config has beam search, more guesses, samples or tokens than the engine allows, or
+                `exact` in an engine with guesses.
         """
         self._repair()
         config = checked_config(config).with_seed()
@@ -210,8 +212,8 @@ class Engine:
         piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
         if config.exact and self._scheduler.token_budget < piece:
             raise WorkhorseError(
-                f"token_budget={self._scheduler.token_budget} is too small for a piece of an exact "
-                "prompt together with the other sequences; "
+                f"token_budget={self._scheduler.token_budget} is too small for exact=True with "
+                f"max_sequences={self.max_sequences}; "
                 f"create the engine with token_budget={piece}"
             )
         if config.n_samples > self.max_sequences:
@@ -229,7 +231,7 @@ class Engine:
             )
 
     def cancel(self, index: int) -> None:
-        """Drop a waiting or running completion. One that has ended is not affected.
+        """Drop a waiting or running completion. A completion that has ended is not affected.
 
         Raises:
             WorkhorseError: no completion has this index.
@@ -244,10 +246,10 @@ class Engine:
             self._drop_cancelled()
 
     def step(self) -> list[Delta]:
-        """Process tokens of the requests, choose their next tokens and return these.
+        """Process tokens of the requests, choose their next tokens, and return the new tokens.
 
-        If it raises, no token is lost: the next step continues from there. Only requests that
-        caused the error, by their own processors, stop conditions or logits, are dropped.
+        An exception loses no token: the next step continues from there. Only requests that caused
+        the error, by their own processors, stop conditions or logits, are dropped.
 
         Raises:
             WorkhorseError: logits are not finite, a processor does not return logits, or `step` is
@@ -305,13 +307,9 @@ class Engine:
                     self._end(request)
 
     def _read(self, chunks: Sequence[tuple[Request, int]]) -> tuple[Logits, list[Request]]:
-        """Run the decoder on tokens of requests.
+        """Run the decoder on the given number of tokens of each request.
 
-        Args:
-            chunks: requests, each with the number of tokens to process.
-
-        Returns:
-            The logits, and the requests whose next tokens can be chosen from them.
+        Returns the logits, and the requests whose next tokens can be chosen from them.
         """
         started = time.perf_counter()
         reads_prompt = not all(request.sequence.is_decoding for request, _ in chunks)
@@ -350,7 +348,7 @@ class Engine:
         return copies
 
     def _settle(self, request: Request) -> None:
-        """Remove rejected guesses from the cache, and label blocks whose tokens are final."""
+        """Remove rejected guesses from the cache, and add final blocks to the prefix cache."""
         sequence = request.sequence
         certain = len(sequence.tokens) - 1
         if request.deltas and sequence.ahead is None and sequence.cached.length > certain:
@@ -416,9 +414,9 @@ class Engine:
             self._cancelled.clear()
 
     def _leave_prompt(self, request: Request) -> bool:
-        """Remove a request if other samples of its prompt wait, with it, for the shared prompt.
+        """Remove a request that shares a prompt, not processed yet, with other samples.
 
-        Returns True if the request was removed.
+        Returns False if the request does not, and True after its removal.
         """
         for queue in (self._scheduler.waiting, self._scheduler.running):
             for n, other in enumerate(queue):
@@ -448,10 +446,10 @@ class Engine:
                     self._prompt_seconds = 0.0
 
     def _can_look_ahead(self, requests: Sequence[Request]) -> bool:
-        """True if the next tokens of these requests may be processed before the host knows them.
+        """True if the next tokens of these requests may be processed before they are on the host.
 
-        They must be all requests that have not ended, have the same sampling options, and have room
-        for one more token each.
+        This requires that no other request runs or waits, that all have the same sampling options,
+        and that the cache and the context have room for one more token of each.
         """
         if not self.looks_ahead or self._scheduler.waiting:
             return False
@@ -485,7 +483,7 @@ class Engine:
     def _guess(self) -> None:
         """Guess tokens for the requests that decode.
 
-        Guesses end at `DecoderConfig.steady_length`.
+        Guesses end at `DecoderConfig.steady_length`, since later ones would change earlier logits.
         """
         for request in self._scheduler.running:
             request.expect(Guess())
@@ -510,7 +508,7 @@ class Engine:
 def _chunk(request: Request, count: int) -> Chunk:
     """Create the chunk with the next `count` tokens of a request.
 
-    If these are all its tokens, the chunk asks for the logits after the last one and each guess.
+    If no tokens are left after it, it requests the logits after the last token and each guess.
     """
     complete = count == request.sequence.pending
     return Chunk(request.sequence, count, 1 + len(request.guess.tokens) if complete else 0)

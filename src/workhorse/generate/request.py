@@ -11,10 +11,10 @@ from workhorse.generate.config import Delta, FinishReason, GenerationConfig, Tok
 from workhorse.generate.sequence import TokenSequence
 
 LogitProcessor = Callable[[Tensor, Sequence[int]], Tensor]
-"""`(logits float32 (vocab,), token ids of prompt and completion) -> logits (vocab,)`, before
-penalties and filters. -inf forbids a token."""
+"""Function that changes logits before penalties and filters: `(logits float32 (vocab,), token ids
+of prompt and completion) -> logits (vocab,)`. -inf forbids a token."""
 StopCondition = Callable[[Sequence[int], str], bool]
-"""`(token ids of the completion, its text) -> bool`: True if the completion ends here."""
+"""Function that ends a completion: `(token ids of the completion, its text) -> bool`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ _SAMPLING = {
 class Request:
     """A prompt, and the completion that is generated for it.
 
-    The state can be restored from the deltas, so an exception at any time loses no token; see
-    `restore`.
+    The state can be restored from the deltas (`restore`), so an exception at any time loses no
+    token.
 
     Args:
         index: index of the completion, in the order of arrival.
@@ -52,15 +52,17 @@ class Request:
 
     Attributes:
         sequence: the tokens that the decoder processes.
-        copies: other samples of the same prompt, which start when it has been processed.
-        sampling_key: a key that requests with the same sampling options share. The key of an exact
-            request is unique, since the shape of a batch could change its choice.
-        deltas: one for each new token.
+        copies: requests for other samples of the same prompt. They start when the prompt has been
+            processed.
+        sampling_key: a key of the sampling options. Tokens of requests with the same key are chosen
+            together. The key of an exact request is unique, because batching could change its
+            tokens.
+        deltas: a `Delta` for each new token.
         tokens: the prompt and all new tokens.
         guess: the tokens guessed for the current pass.
         agreed: number of these guessed tokens that have also been chosen so far.
-        has_more_logits: True if the last chosen token was guessed, so that this pass has the logits
-            after it as well.
+        has_more_logits: True if the last chosen token was guessed, so that this pass also computed
+            the logits after it.
         is_at_fault: True if the request itself caused an error and cannot continue.
     """
 
@@ -130,10 +132,10 @@ class Request:
 
     @property
     def may_look_ahead(self) -> bool:
-        """True if the request's next token may be processed before the host knows it.
+        """True if the next token may be processed before it is copied to the host.
 
-        False with log-probabilities: they are computed after the choice, and would have to wait for
-        the pass over that token.
+        False with log-probabilities: they are computed after the token is chosen, and would have to
+        wait until the pass over the token has finished.
         """
         return self.left > 1 and not self.config.speculate and self.config.logprobs is None
 
@@ -143,7 +145,7 @@ class Request:
         return len(self.guess.tokens) - self.agreed
 
     def uniform(self) -> float:
-        """Return the next random number in [0, 1). The generator is on the CPU for every device."""
+        """Return the next random number in [0, 1), the same for every device."""
         if self._used == len(self._numbers):
             self._draw()
         self._used += 1
@@ -222,7 +224,7 @@ class Request:
         return any(bool(stops(tokens, text)) for stops in self.stop_conditions)
 
     def restore(self) -> None:
-        """Undo an interrupted step: return to the state when the last `Delta` was emitted."""
+        """Undo an interrupted step: return to the state after the last `Delta` was created."""
         count = len(self.deltas)
         self.tokens[len(self.prompt) :] = [delta.token for delta in self.deltas]
         self.sequence.tokens = self.tokens[self.sequence.dropped :]
@@ -240,7 +242,7 @@ class Request:
             self._is_taking = False
 
     def _new_stream(self) -> TextStream | None:
-        """Create a text stream that has received all tokens so far."""
+        """Create a text stream, and pass it the completion so far; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         tokens = self._tokenizer.stream(skip_special=True, after=self.prompt)

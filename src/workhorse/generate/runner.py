@@ -15,19 +15,19 @@ from workhorse.nn.cache.paged_view import PackedView, PagedView
 
 
 class Chunk(NamedTuple):
-    """The next `count` tokens of a sequence, to be processed in a pass."""
+    """The next `count` tokens of a sequence, to be processed in one pass of the decoder."""
 
     sequence: TokenSequence
     count: int
     wanted: int = 1
-    """Number of tokens at the end of the chunk after which logits are needed."""
+    """Number of tokens, at the end of the chunk, whose next-token logits are needed."""
 
 
 class Logits(NamedTuple):
-    """The logits that were requested for several chunks; see `Chunk.wanted`."""
+    """The requested logits of several chunks; see `Chunk.wanted`."""
 
     of: Tensor
-    """The logits of all chunks, (tokens, vocab)."""
+    """The logits of all chunks, `(tokens, vocab)`."""
     last: list[int]
     """For each chunk, the row of `of` after its last token; invalid if its `wanted` is 0."""
 
@@ -38,13 +38,13 @@ def on_sampling_device(logits: Tensor) -> Tensor:
 
 
 def tokens_needed(prompt: int, new: int, context: int, slack: int = 0) -> int:
-    """The cache size, in tokens, that a prompt and up to `new` more tokens need.
+    """Return the cache size, in tokens, that a prompt and up to `new` more tokens need.
 
     Args:
         prompt: length of the prompt.
         new: maximum number of tokens after the prompt.
         context: the decoder's maximum sequence length.
-        slack: number of newest tokens that can be removed again.
+        slack: number of newest tokens that can be removed, such as rejected guesses.
     """
     return max(min(prompt + new, context) + slack, prompt)
 
@@ -52,20 +52,21 @@ def tokens_needed(prompt: int, new: int, context: int, slack: int = 0) -> int:
 class Runner:
     """A decoder and its paged cache.
 
-    All tokens of a call are processed in one packed pass, without padding. Only exact sequences are
-    processed separately; see `TokenSequence`.
+    All tokens of a call of `run` are processed in one packed pass, without padding. Only exact
+    sequences are processed separately; see `TokenSequence`.
 
     Args:
         decoder: the decoder, in evaluation mode.
         tokens: the maximum number of tokens of all sequences together.
         sequences: the maximum number of sequences at a time.
-        slack: the number of a sequence's newest tokens that can be removed again.
+        slack: the number of a sequence's newest tokens that can be removed, such as rejected
+            guesses.
 
     Attributes:
-        is_changing: True while block tables change. If an exception is raised meanwhile, the tables
-            are inconsistent until `reset`.
-        is_in_pass: True during a pass. If an exception is raised meanwhile, the sequences of the
-            pass have no valid keys and values.
+        is_changing: True while block tables change. It stays True after an exception, and the
+            tables are then inconsistent until `reset`.
+        is_in_pass: True during a pass. It stays True after an exception, and the sequences of the
+            pass then have no valid keys and values.
     """
 
     def __init__(self, decoder: Decoder, *, tokens: int, sequences: int, slack: int = 0) -> None:
@@ -89,7 +90,7 @@ class Runner:
         self.is_changing = False
 
     def reset(self) -> None:
-        """Release all blocks and drop all prefixes; existing sequences must not be used again."""
+        """Release all blocks, and clear the prefix cache. Existing sequences become invalid."""
         self.cache.reset()
         self._views = {}
 
@@ -110,7 +111,7 @@ class Runner:
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> Logits:
-        """Process the tokens of the chunks; return the logits that the chunks request.
+        """Process the tokens of the chunks, and return the logits that they request.
 
         Args:
             chunks: chunks of different sequences. A chunk may be empty only if its sequence already
@@ -142,13 +143,13 @@ class Runner:
 
     @torch.no_grad()
     def run_ahead(self, sequences: Sequence[TokenSequence], tokens: Tensor) -> None:
-        """Start to process the next token of each sequence before the host knows it.
+        """Start to process the next token of each sequence before it is copied to the host.
 
         The logits are stored in `TokenSequence.ahead`.
 
         Args:
             sequences: sequences that are not exact and have room in the cache and in the context.
-            tokens: int64 (batch,); negative ids, which mark non-finite logits, are replaced by 0.
+            tokens: int64 `(batch,)`; negative ids, which mark non-finite logits, are replaced by 0.
         """
         with self.changing():
             view = self._view([sequence.cached for sequence in sequences])

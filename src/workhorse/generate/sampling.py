@@ -1,7 +1,7 @@
-"""Sampling: the next token from logits, on one device, for a batch of requests.
+"""Sampling: choose the next token of each request in a batch from its logits.
 
-Every row is processed by itself, so its result does not depend on the others. A filter removes a
-token by setting its logit to -inf.
+Every row of logits is processed independently. A filter removes a token by setting its logit to
+-inf.
 """
 
 import math
@@ -102,14 +102,14 @@ def all_finite(logits: Tensor) -> bool:
 
 
 def argmax(logits: Tensor, decoding: Decoding | None = None) -> Tensor:
-    """The likeliest token of each row, from the unprocessed logits of a model.
+    """Return the likeliest token of each row, from the unprocessed logits of a model.
 
     The result is -1 for a row with a logit that is not finite.
 
     Args:
         logits: `(batch, vocab)`.
         decoding: native operators, which find the token and check the logits in one pass; None:
-            PyTorch.
+            use PyTorch's operators.
     """
     if decoding is not None and logits.is_cpu and logits.dtype in _READ_NATIVELY:
         return decoding.argmax(logits)
@@ -131,8 +131,8 @@ def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw a token for each row, int64 `(batch,)`, with probability proportional to its weight.
 
     Inverts the cumulative distribution in float64. Each token uses one uniform number, so a seed
-    gives the same tokens on every device. A rounding difference in the weights changes a token only
-    if the number falls within that rounding of a boundary.
+    gives the same tokens on every device, except that rounding of the weights can change a token if
+    the uniform number is almost at a boundary between two tokens.
 
     Args:
         weights: float64 `(batch, vocab)`, 0 or more, not all 0 in a row.
@@ -147,7 +147,7 @@ def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Tensor:
-    """Weights to draw the token at a guessed position from, so that it is distributed as `target`.
+    """Return weights for drawing the token at a guessed position, so that it follows `target`.
 
     With probability `min(1, target/draft)` all weight is on the guessed token; otherwise the
     weights are the excess `max(0, target - draft)`. Papers: 2211.17192 §2.3; 2302.01318,
@@ -173,7 +173,7 @@ def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Te
 
 @dataclass
 class History:
-    """The tokens that penalties count, one row per request.
+    """The tokens that penalties apply to, one row per request.
 
     Attributes:
         prompt: bool `(batch, vocab)`, tokens in the prompt.
@@ -207,7 +207,7 @@ class History:
         self.counts.index_put_((where.to(tokens.device), tokens), one, accumulate=True)
 
     def copy(self, rows: Sequence[int]) -> "History":
-        """A copy of these rows."""
+        """Return a copy of these rows."""
         index = torch.tensor(rows, device=self.counts.device)
         return History(self.prompt[index], self.counts[index])
 
@@ -216,8 +216,8 @@ class History:
 
 
 Shaper = Callable[[Tensor, History | None], Tensor]
-"""`(logits (batch, vocab), history) -> logits float32 (batch, vocab)`, with all penalties and
-filters applied, to choose a token from."""
+"""Function that applies bias, penalties, temperature and filters:
+`(logits (batch, vocab), history) -> logits float32 (batch, vocab)`."""
 
 
 def has_penalties(config: GenerationConfig) -> bool:
@@ -233,7 +233,7 @@ def takes_likeliest(config: GenerationConfig) -> bool:
 
 
 def shaping(config: GenerationConfig, vocab: int | None = None) -> Shaper:
-    """Create the function that `config` applies to logits before a token is chosen.
+    """Create the function that applies the options of `config` to logits before a token is chosen.
 
     The order is the same as in Hugging Face's `generate`: bias, penalties, temperature, top-k,
     top-p, min-p. Each filter works on the result of the previous one.
@@ -296,7 +296,7 @@ class Chooser:
         self._history: History | None = None
 
     def history(self, rows: Sequence[Request], device: torch.device) -> History | None:
-        """The tokens that penalties count, for these requests; None without penalties."""
+        """Return the tokens of these requests that penalties apply to; None without penalties."""
         if not has_penalties(self.config):
             return None
         if self._history is None or self._rows != list(rows):
@@ -322,10 +322,10 @@ class Chooser:
 
         Args:
             logits: `(tokens, vocab)`, after the last token and each guess of every request.
-            last: the row of `logits` after the last guess, for each request.
+            last: for each request, the row of `logits` after its last guess.
             rows: the requests.
-            ahead: a function called with the chosen tokens, int64 (rows,) on the device of the
-                logits, before the host waits for them.
+            ahead: a function called with the chosen tokens, int64 `(rows,)` on the device of the
+                logits, before the host waits for the tokens.
         """
         history, indices = self.history(rows, logits.device), list(range(len(rows)))
         while indices:

@@ -1,7 +1,7 @@
 """Scheduling: chooses the tokens that the next step processes.
 
-Requests are ordered by arrival. A step has a budget of tokens: each request that is decoding gets
-one and its guesses, and prompts share the rest evenly. Blocks of the cache are allocated when
+Requests are ordered by arrival. A step has a budget of tokens. Each request that is decoding gets
+one token plus its guesses, and prompts share the rest evenly. Cache blocks are allocated when
 tokens need them. If there are too few, the newest running request is preempted: it releases its
 blocks and waits, and its tokens are processed again later.
 
@@ -24,7 +24,7 @@ class Scheduler:
     """Decides which requests run, and how many tokens of each a step processes.
 
     Args:
-        cache: allocates blocks; the scheduler does not use its tensors.
+        cache: the cache whose blocks are allocated.
         token_budget: the maximum number of tokens in a step, enough for `max_sequences` requests
             that decode.
         max_sequences: the maximum number of sequences that run at a time.
@@ -32,7 +32,7 @@ class Scheduler:
 
     Attributes:
         waiting: requests without blocks, oldest first.
-        running: requests that have, or will get, blocks; oldest first.
+        running: requests that have blocks, or get them in this step; oldest first.
         preempted: requests that the last `schedule` preempted; they may run again.
     """
 
@@ -72,7 +72,7 @@ class Scheduler:
         """Choose the requests of the next step, and the number of tokens to process for each.
 
         Blocks for these tokens are allocated. The number is 0 if the tokens have already been
-        processed, so that the logits are known.
+        processed (`TokenSequence.ahead`).
         """
         self.preempted = []
         self._start_waiting()
@@ -129,7 +129,7 @@ class Scheduler:
         return self.max_sequences - sum(map(_sequences, self.running))
 
     def _shares(self) -> dict[Request, int]:
-        """The number of tokens of each running request that the step may process."""
+        """Return the number of tokens that the step may process for each running request."""
         left = self.token_budget
         shares: dict[Request, int] = {}
         prompts: list[Request] = []
@@ -157,8 +157,8 @@ class Scheduler:
         """Allocate blocks for up to `count` tokens of a request; newer requests may be preempted.
 
         Returns the number of tokens that have blocks, or 0 if the request itself was preempted. A
-        request that decodes gets blocks for all its guesses, since its use of random numbers must
-        not depend on other requests.
+        request that decodes gets blocks for all its guesses, so that its random numbers do not
+        depend on other requests.
         """
         sequence = request.sequence
         while count:

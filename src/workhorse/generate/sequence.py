@@ -9,7 +9,7 @@ from torch import Tensor
 from workhorse.nn.cache.paged import BLOCK, CachedSequence, PagedCache
 
 PIECE = 4 * BLOCK
-"""Number of prompt tokens that a pass processes, for requests with `GenerationConfig.exact`."""
+"""Maximum number of prompt tokens per pass, for requests with `GenerationConfig.exact`."""
 
 
 class TokenSequence:
@@ -32,10 +32,10 @@ class TokenSequence:
         prompt: length of an exact sequence's prompt; None if the sequence is not exact.
         dropped: number of tokens dropped because the context was full.
         guessed: number of guesses at the end of `tokens`.
-        keeps_last: True if the last known token is processed in a separate pass with the guesses
-            after it, even when all tokens are processed again.
-        ahead: logits after the last token if they were computed before the host knew that token;
-            otherwise None.
+        keeps_last: True if the last known token is always processed in a separate pass with the
+            guesses after it, even when the tokens before it must be processed again.
+        ahead: logits after the last token if they were computed before the token was copied to the
+            host; otherwise None.
     """
 
     def __init__(self, tokens: Sequence[int], cache: PagedCache, *, exact: bool = False) -> None:
@@ -60,13 +60,13 @@ class TokenSequence:
         return self.pending - self.guessed <= 1
 
     def next_tokens(self, count: int) -> list[int]:
-        """The first `count` tokens that are not in the cache yet."""
+        """Return the first `count` tokens that are not in the cache yet."""
         return self.tokens[self.cached.length : self.cached.length + count]
 
     def chunk(self, most: int) -> int:
-        """Number of tokens to process in the next pass, which may process up to `most`.
+        """Return the number of tokens to process in the next pass, up to `most`.
 
-        0 if the next piece of an exact sequence has more than `most` tokens.
+        It is 0 if the next piece of an exact sequence has more than `most` tokens.
         """
         if self.prompt is None:
             kept = self.keeps_last and not self.is_decoding
@@ -90,7 +90,7 @@ class TokenSequence:
         return self.prompt is not None and self.cached.length >= self.prompt
 
     def adopt_prefix(self, cache: PagedCache) -> None:
-        """If nothing is in the cache yet, share the blocks of the longest cached prefix.
+        """If no token is in the cache yet, reuse the longest prefix from the prefix cache.
 
         The prefix never includes the last token, because its logits must be computed.
         """
@@ -102,9 +102,9 @@ class TokenSequence:
             self._labelled = self.cached.length // BLOCK
 
     def label_prefix(self, cache: PagedCache) -> None:
-        """Let other sequences share this sequence's full blocks.
+        """Add this sequence's full blocks to the prefix cache, for other sequences.
 
-        Of an exact sequence, only whole pieces of the prompt are shared.
+        For an exact sequence, only whole pieces of the prompt (`PIECE`) are added.
         """
         length = min(self.cached.length, len(self.tokens) - self.guessed)
         if self.prompt is not None:
@@ -114,10 +114,10 @@ class TokenSequence:
             cache.label(self.cached, self._keys(self._labelled))
 
     def _keys(self, count: int) -> list[bytes]:
-        """A key for each of the first `count` blocks: a digest of all tokens up to the block's end.
+        """Return keys of the first `count` blocks: digests of all tokens up to each block's end.
 
-        Each digest includes the previous one. Sequences of `exact` requests start from a different
-        value, so they share no blocks with other sequences.
+        Each digest includes the previous one. Exact sequences start from a different value, so they
+        share no blocks with other sequences.
         """
         while len(self._prefixes) < count:
             start = len(self._prefixes) * BLOCK
@@ -135,7 +135,7 @@ class TokenSequence:
         return other
 
     def clear(self, cache: PagedCache) -> None:
-        """Release all blocks. The tokens stay, to be processed again."""
+        """Release all blocks. The tokens are kept and will be processed again."""
         self.ahead = None
         self._labelled = 0
         cache.clear(self.cached)
@@ -146,7 +146,7 @@ class TokenSequence:
         self.guessed = 0
 
     def forget_blocks(self, cache: PagedCache) -> None:
-        """Drop the block tables after a reset of the cache. The tokens stay."""
+        """Drop the block tables after a reset of the cache. The tokens are kept."""
         self.ahead = None
         self._labelled = 0
         self.cached = cache.new_sequence()

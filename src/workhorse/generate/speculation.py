@@ -2,14 +2,14 @@
 
 If a pass of the model is bound by memory bandwidth, several tokens cost little more than one. A
 pass processes the last token and the guesses after it, and returns the logits after each token.
-Tokens are chosen from these logits as usual, as long as the chosen token equals the guessed one;
-the rest of the guess is removed. Guesses change the speed, never the distribution of completions:
+Tokens are chosen from these logits as usual, as long as the chosen token equals the guessed one.
+The remaining guesses are removed. Guesses change the speed, never the distribution of completions:
 
-- A guess that was not drawn (`PromptLookup`; any guess in greedy decoding) is only compared with
+- A guess that was not drawn at random (`PromptLookup`, or greedy decoding) is only compared with
   the chosen token. The completion is the same as without guesses and with the same seed.
-- A guess drawn from a draft's distribution is accepted or replaced as in 2211.17192 §2.3 and
-  2302.01318 §2 (`after_guess`), which accepts more guesses. The completion then differs from the
-  one without guesses and with the same seed, but comes from exactly the same distribution.
+- A guess drawn from the draft model's distribution is accepted or replaced as in 2211.17192 §2.3
+  and 2302.01318 §2 (`after_guess`), which accepts more guesses. With the same seed, the completion
+  differs from the one without guesses, but it comes from exactly the same distribution.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Proposer(Protocol):
 
 
 def slack_of(config: GenerationConfig, decoder: Decoder) -> int:
-    """Number of newest tokens that a cache must be able to remove: the most guesses in a pass."""
+    """Return the maximum number of guesses in a pass. A cache must be able to remove them."""
     return min(config.speculate, config.max_new_tokens, decoder.max_seq_len)
 
 
@@ -60,9 +60,10 @@ LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to predi
 
 
 class PromptLookup:
-    """Guesses the tokens that followed the latest earlier occurrence of the sequence's ending.
+    """Guesses the tokens that followed an earlier occurrence of the last 2 or 3 tokens.
 
-    Source: Saxena, "Prompt Lookup Decoding" (2023), which takes the first occurrence.
+    The latest occurrence is used. Source: Saxena, "Prompt Lookup Decoding" (2023), which uses the
+    first one.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class _Index:
         self._read = 0  # n-grams that end up to here are in the index
 
     def continuation(self, text: Sequence[int], n: int) -> tuple[int, ...]:
-        """Guess the next n tokens of `text`; no tokens if its ending has not occurred before."""
+        """Guess the next n tokens of a sequence; none if its last tokens did not occur before."""
         # The next call indexes the n-grams at the end: no token follows them yet.
         for end in range(self._read + 1, len(text)):
             for gram in _grams_before(text, end):
@@ -105,7 +106,7 @@ class _Index:
 
 
 def _grams_before(text: Sequence[int], end: int) -> list[tuple[int, ...]]:
-    """The n-grams of `text` that end before index `end`, longest first."""
+    """Return the n-grams that end just before index `end` of a sequence, longest first."""
     longest = min(LONGEST_MATCH, end)
     return [tuple(text[end - n : end]) for n in range(longest, SHORTEST_MATCH - 1, -1)]
 
@@ -116,7 +117,7 @@ class _Followed:
 
     sequence: TokenSequence
     read: int = 0
-    """Number of tokens, prompt included, that the request had when its last guess was made."""
+    """Number of tokens, including the prompt, that the request had at its last guess."""
 
 
 class Draft:
@@ -124,8 +125,8 @@ class Draft:
 
     Args:
         decoder: the draft model, in evaluation mode when it guesses.
-        of: the runner of the model that verifies the guesses. A sequence that exceeds the context
-            of the model or of the draft is processed again from its newer half.
+        of: the runner of the model that verifies the guesses. If a sequence exceeds the context of
+            the model or of the draft, its older half is dropped and the rest processed again.
         prefix_caching: see `Engine`.
     """
 
@@ -212,9 +213,9 @@ class Draft:
         self._runner.reset()
 
     def _catch_up(self, rows: Sequence[Request]) -> Tensor:
-        """Let the draft process all tokens of these requests; returns the logits, `(batch, vocab)`.
+        """Let the draft process all tokens of these requests that it has not processed yet.
 
-        The draft's state for a request then depends only on the tokens of that request.
+        Returns the logits after the last token of each request, `(batch, vocab)`.
         """
         cache = self._runner.cache
         for row in rows:
@@ -263,6 +264,6 @@ class Draft:
 
 
 def _agreed(guessed: Sequence[int], came: Sequence[int]) -> int:
-    """Number of guessed tokens, from the first on, that equal the tokens that came."""
+    """Return the length of the common prefix of the guessed tokens and the chosen ones."""
     pairs = enumerate(zip(guessed, came, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(came)))

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workhorse.data.config import Packing
+from workhorse.data.config import Packing, TooLong
 from workhorse.data.dataset import Dataset, Split, TokenStream
 from workhorse.data.sampling import (
     IGNORE,
     PADDING,
     Indices,
     Mixture,
-    PackedDocuments,
     Rows,
+    WholeDocuments,
     derive,
     sampler,
 )
@@ -91,6 +91,7 @@ class Batches:
         batch_size: number of rows in the global batch of a step, over all ranks and micro-batches.
         seed: seed of the row order; the same seed gives the same tokens on every machine.
         packing: how rows are cut from the streams (see `workhorse.data.sampling`).
+        too_long: handling of long documents; see `DataConfig.too_long`.
         offset: added to every row index. If the batch size changes during a run,
             `offset = rows read - steps done * batch_size` continues with the next unread row. The
             batches of earlier steps are then wrong.
@@ -108,14 +109,18 @@ class Batches:
         batch_size: int,
         seed: int = 0,
         packing: Packing = "windows",
+        too_long: TooLong | None = None,
         offset: int = 0,
     ) -> None:
         _check_sizes(seq_len, batch_size)
+        _check_groups(split, batch_size)
+        self._split = split
         self.seq_len, self.batch_size, self.offset = seq_len, batch_size, offset
         self.packing: Packing = packing
         self.source_names = tuple(stream.name for stream in split.streams)
         self._samplers = [
-            sampler(packing, stream, seq_len, derive(seed, stream.name)) for stream in split.streams
+            sampler(packing, stream, seq_len, derive(seed, stream.name), too_long)
+            for stream in split.streams
         ]
         self._mixture = Mixture(self.source_names, split.weights, seed)
 
@@ -124,6 +129,12 @@ class Batches:
         """Number of rows in an epoch of each source, by source name."""
         pairs = zip(self.source_names, self._samplers, strict=True)
         return {name: sampler.rows_per_epoch for name, sampler in pairs}
+
+    @property
+    def left_out(self) -> list[str]:
+        """A line for each source with documents that are not used."""
+        whole = [one for one in self._samplers if isinstance(one, WholeDocuments)]
+        return [line for one in whole if (line := one.left_out)]
 
     def __getitem__(self, step: int) -> Batch:
         """Return the global batch of a step."""
@@ -134,12 +145,14 @@ class Batches:
         first = self.offset + step * self.batch_size
         assert first >= 0
         assert 0 <= start <= stop <= self.batch_size
-        sources, numbers = self._mixture.locate(np.arange(first + start, first + stop))
+        groups, members = np.divmod(np.arange(first + start, first + stop), self._split.group)
+        sources, numbers = self._mixture.locate(groups)
+        numbers = numbers * self._split.group + members
         parts = []
         for source in sorted(set(sources.tolist())):
             places = np.flatnonzero(sources == source)
             parts.append((places, self._samplers[source].rows(numbers[places])))
-        return _batch(parts, sources, self.seq_len, self.packing)
+        return _batch(parts, sources, self.seq_len, self._split, self.packing)
 
 
 class ValidationBatches:
@@ -156,6 +169,7 @@ class ValidationBatches:
         seq_len: number of predictions per row.
         batch_size: number of rows per batch.
         packing: the packing used in training; `random_windows` is validated like `windows`.
+        too_long: handling of long documents; see `DataConfig.too_long`.
         max_rows: maximum number of rows, spread evenly over the split; None: all rows.
 
     Raises:
@@ -169,21 +183,40 @@ class ValidationBatches:
         seq_len: int,
         batch_size: int,
         packing: Packing = "windows",
+        too_long: TooLong | None = None,
         max_rows: int | None = None,
     ) -> None:
         _check_sizes(seq_len, batch_size)
+        _check_groups(split, batch_size)
+        self._split = split
         self.seq_len, self.batch_size = seq_len, batch_size
         self.packing: Packing = packing
         self.source_names = tuple(stream.name for stream in split.streams)
-        kind = PackedDocuments if packing == "documents" else _TiledWindows
-        self._samplers = [kind(stream, seq_len, 0) for stream in split.streams]
+        self._samplers = [
+            WholeDocuments(stream, seq_len, 0, packing, too_long)
+            if packing in ("documents", "padded")
+            else _TiledWindows(stream, seq_len)
+            for stream in split.streams
+        ]
         self._ends = np.cumsum([sampler.rows_per_epoch for sampler in self._samplers])
         total = int(self._ends[-1])
         if total == 0:
             raise WorkhorseError("the validation split has no token to predict; add text to it")
-        taken = total if max_rows is None else min(max_rows, total)
-        # Indices of `taken` rows, spread evenly over all rows.
-        self._rows = np.arange(taken) * total // taken
+        size = split.group
+        groups = total // size
+        taken = groups if max_rows is None else min(max(max_rows // size, 1), groups)
+        # Indices of `taken` groups of rows, spread evenly over all groups.
+        chosen = np.arange(taken) * groups // taken
+        self._rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
+
+    def documents(self, source: int) -> Indices:
+        """Return the index in its stream of the document in each row of a source, in order.
+
+        Only for `packing="padded"`, with all rows.
+        """
+        sampler = self._samplers[source]
+        assert isinstance(sampler, WholeDocuments)
+        return sampler.plan.documents
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -204,13 +237,13 @@ class ValidationBatches:
             sampler = self._samplers[source]
             numbers = rows[places] - (self._ends[source] - sampler.rows_per_epoch)
             parts.append((places, sampler.planned_rows(numbers)))
-        return _batch(parts, sources, self.seq_len, self.packing)
+        return _batch(parts, sources, self.seq_len, self._split, self.packing)
 
 
 class _TiledWindows:
     """Cuts a whole token stream into adjacent windows, in order. The last window is padded."""
 
-    def __init__(self, stream: TokenStream, seq_len: int, _seed: int) -> None:
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
         self.stream, self.seq_len = stream, seq_len
         self.rows_per_epoch = math.ceil((len(stream) - 1) / seq_len)
 
@@ -226,22 +259,47 @@ class _TiledWindows:
 
 
 def _batch(
-    parts: list[tuple[Indices, Rows]], sources: Indices, seq_len: int, packing: Packing
+    parts: list[tuple[Indices, Rows]],
+    sources: Indices,
+    seq_len: int,
+    split: Split,
+    packing: Packing,
 ) -> Batch:
-    """Build a batch from `parts`: for each source, its row indices in the batch, and its rows."""
-    shape = (len(sources), seq_len)
-    tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE)
-    documents = np.full(shape, PADDING) if packing == "documents" else None
+    """Build a batch. `parts` has, for each source, the positions in the batch and the rows.
+
+    Which fields it has depends only on the split and the packing, so that all batches are alike.
+    """
+    n_rows, streams = len(sources), split.streams
+    shape = (n_rows, seq_len)
+    fields: dict[str, np.ndarray] = {
+        "tokens": np.zeros(shape, np.int64),
+        "targets": np.full(shape, IGNORE),
+    }
+    if packing == "documents":
+        fields["documents"] = np.full(shape, PADDING)
+    if split.weighted:
+        fields["weights"] = np.ones(shape, np.float32)
+    if any(stream.values is not None for stream in streams):
+        fields["values"] = np.zeros(n_rows, np.float32)
+    if any(stream.reference is not None for stream in streams):
+        fields["reference"] = np.zeros(n_rows, np.float32)
     for places, rows in parts:
-        tokens[places], targets[places] = rows.tokens, rows.targets
-        if documents is not None:
-            documents[places] = rows.documents
-    return Batch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(targets),
-        None if documents is None else torch.from_numpy(documents),
-        torch.from_numpy(sources),
-    )
+        for name, into in fields.items():
+            given = getattr(rows, name)
+            if given is not None:
+                into[places] = given
+    fields["sources"] = sources
+    if split.group > 1:
+        fields["group"] = np.arange(n_rows) // split.group
+    return Batch(**{"documents": None, **{k: torch.from_numpy(one) for k, one in fields.items()}})
+
+
+def _check_groups(split: Split, batch_size: int) -> None:
+    if batch_size % split.group:
+        raise WorkhorseError(
+            f"batch_size={batch_size} splits groups of {split.group} rows; choose a multiple of "
+            f"{split.group}"
+        )
 
 
 def _check_sizes(seq_len: int, batch_size: int) -> None:
@@ -260,7 +318,10 @@ class SegmentView:
     text: str
     """The input tokens as a string, special tokens included."""
     last_target: str
-    """The target token of the last position as a string; empty if it has no target."""
+    """The target of the last position, decoded; empty if it has no target."""
+    pieces: tuple[tuple[str, float], ...] | None = None
+    """Each token as text, also the last target, with the weight of its loss; None if tokens have no
+    weights. The text of an incomplete character is in its last token."""
 
 
 @dataclass(frozen=True)
@@ -289,12 +350,20 @@ def view_rows(
             if documents[start] == PADDING:
                 continue
             last = targets[stop - 1]
+            pieces = None
+            if batch.weights is not None:
+                pushed = tokenizer.stream().push
+                shown = tokens[start:stop] if last == IGNORE else [*tokens[start:stop], last]
+                # A token's weight is that of the position before it, which predicts it.
+                learned = [0.0, *_weights(batch, row)[start:stop]]
+                pieces = tuple(zip(map(pushed, shown), learned, strict=False))
             segments.append(
                 SegmentView(
                     document=None if batch.documents is None else documents[start],
                     tokens=stop - start,
                     text=tokenizer.decode(tokens[start:stop]),
                     last_target="" if last == IGNORE else tokenizer.decode([last]),
+                    pieces=pieces,
                 )
             )
         read = sum(segment.tokens for segment in segments)
@@ -307,6 +376,12 @@ def view_rows(
             )
         )
     return tuple(views)
+
+
+def _weights(batch: Batch, row: int) -> list[float]:
+    """Return the weight of each target of a row; 0 if it is ignored."""
+    assert batch.weights is not None
+    return batch.weights[row].where(batch.targets[row] != IGNORE, 0).tolist()
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:

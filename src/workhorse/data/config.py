@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,7 +25,9 @@ SHORTHANDS = {
 """Sources that a recipe can give as a bare name, such as `corpus: stdlib`, and their configs."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Packing = Literal["windows", "random_windows", "documents"]
+Packing = Literal["windows", "random_windows", "documents", "padded"]
+TooLong = Literal["split", "drop", "keep_start", "keep_end"]
+Learn = Literal["assistant", "last", "all"]
 
 
 class HeldOut(Config):
@@ -124,6 +126,40 @@ class ParquetConfig(HeldOut):
     U+FFFD."""
 
 
+class ConversationsConfig(HeldOut):
+    """Conversations in JSON Lines or Parquet files, rendered with the tokenizer's chat template.
+
+    Only what an assistant must write is learned. A record has these fields, by `rows`:
+
+    - `conversations`: `messages`, each with `role` and `content`; or ShareGPT's `conversations`,
+      each with `from` and `value`; or `prompt` and `completion`. Optional: `tools`, `system`.
+    - `pairs`: `chosen` and `rejected`, both complete or both answers to `prompt`. Optional:
+      `margin`.
+    - `labels`: `prompt`, `completion`, and a boolean `label`, true if the answer is desirable.
+
+    Prompts and answers are messages, or strings, which are encoded without the template. A hash of
+    a conversation, or of the prompt, decides if a record is held out for validation.
+    """
+
+    kind: Literal["conversations"] = "conversations"
+    path: Annotated[Path, OnResume.SAME_DATA]
+    """A file, or a folder of files: `.jsonl`, `.jsonl.gz`, `.jsonl.zst` or `.parquet`."""
+    rows: Literal["conversations", "pairs", "labels"] = "conversations"
+    """The meaning of a record. Each record of `pairs` is two sequences."""
+    learn: Learn = "assistant"
+    """The tokens to learn: of all assistant messages, only of the `last` one, or `all` tokens. A
+    message's `weight` (a number) or `train` (a boolean) takes precedence."""
+    overlap: Literal["keep", "drop"] = "keep"
+    """Training records that are also in `validation`: `drop` skips them; `keep` only reports their
+    number."""
+    errors: ClassVar[Literal["strict"]] = "strict"
+
+    @property
+    def group(self) -> int:
+        """Number of sequences per record."""
+        return 2 if self.rows == "pairs" else 1
+
+
 class StdlibConfig(Config):
     """The source code of the running Python's standard library: each module is one document.
 
@@ -144,7 +180,7 @@ class StdlibConfig(Config):
 
 
 SourceConfig = Annotated[
-    TextConfig | FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
+    TextConfig | FolderConfig | JsonlConfig | ParquetConfig | ConversationsConfig | StdlibConfig,
     Field(discriminator="kind"),
 ]
 """The config of one source, selected by `kind`."""
@@ -213,14 +249,23 @@ class DataConfig(Config):
     """The training and validation data of a run."""
 
     corpus: Annotated[
-        TextConfig | FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig | MixtureConfig,
+        TextConfig
+        | FolderConfig
+        | JsonlConfig
+        | ParquetConfig
+        | ConversationsConfig
+        | StdlibConfig
+        | MixtureConfig,
         Field(discriminator="kind"),
     ]
     """One source, or a mixture of several. `stdlib` and `stdin` can be given as a bare name."""
     packing: Packing = "windows"
-    """How training rows are cut from the token stream. `windows`: adjacent windows, each used once
-    per epoch. `random_windows`: windows at random positions. `documents`: whole documents, packed
-    into rows, that do not attend to each other."""
+    """How training rows are made of documents (see `workhorse.data.sampling`). The default for
+    conversations is `documents`, and `padded` for pairs and labels."""
+    too_long: TooLong | None = None
+    """Documents with more than `train.seq_len` predictions, if `packing` is `documents` or
+    `padded`: `split` them into several rows, `drop` them, or keep only their start or their end.
+    None: `split` for text, `drop` for conversations and if `packing` is `padded`."""
     bos: bool = False
     """True to begin every document with the tokenizer's bos token."""
     eos: bool = True
@@ -232,6 +277,53 @@ class DataConfig(Config):
     @classmethod
     def _shorthand(cls, corpus: Any) -> Any:
         return _spelled_out(corpus)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _packing_of_conversations(cls, fields: Any) -> Any:
+        """Set the default packing of conversations."""
+        if not isinstance(fields, dict) or "packing" in fields:
+            return fields
+        corpus: Any = fields.get("corpus")
+        several = corpus.get("sources") if isinstance(corpus, dict) else None
+        sources = [*several.values()] if isinstance(several, dict) else [corpus]
+        rows = [
+            one.get("rows")
+            for one in sources
+            if isinstance(one, dict) and one.get("kind") == "conversations"
+        ]
+        if not rows:
+            return fields
+        padded = any(one in ("pairs", "labels") for one in rows)
+        return {**fields, "packing": "padded" if padded else "documents"}
+
+    @model_validator(mode="after")
+    def _rows_of_conversations(self) -> "DataConfig":
+        chats = [one for one in self.sources.values() if isinstance(one, ConversationsConfig)]
+        kinds = {one.rows for one in chats}
+        whole = self.packing in ("documents", "padded")
+        if chats and not whole:
+            raise ConfigError(
+                f"packing={self.packing} mixes conversations; set it to documents or padded",
+            )
+        if kinds - {"conversations"} and (len(kinds) > 1 or len(chats) < len(self.sources)):
+            raise ConfigError("pairs or labels cannot be mixed with other rows; use one kind")
+        if kinds - {"conversations"} and self.packing != "padded":
+            raise ConfigError(
+                f"packing={self.packing} puts several answers into a row; set it to padded"
+            )
+        if self.too_long is not None and not whole:
+            raise ConfigError(
+                f"too_long={self.too_long} has no effect with packing={self.packing}; remove it, "
+                "or set packing=documents"
+            )
+        if self.too_long == "split" and self.packing == "padded":
+            raise ConfigError("padded rows cannot be split; choose drop, keep_start or keep_end")
+        return self
+
+    @property
+    def has_conversations(self) -> bool:
+        return any(isinstance(one, ConversationsConfig) for one in self.sources.values())
 
     def kept_in(self, folder: Path) -> Path:
         """Return the folder of the token shards: `cache_dir`, or `folder` if it is not set."""

@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from workhorse.data.manifest import ManifestConfig, ShardConfig, StreamConfig, read_manifest
+from workhorse.data.manifest import (
+    ENDS,
+    TOKENS,
+    VALUES,
+    WEIGHTS,
+    ManifestConfig,
+    ShardConfig,
+    StreamConfig,
+    read_manifest,
+)
 from workhorse.errors import WorkhorseError
 from workhorse.files.text_formats import open_plain
 
@@ -28,6 +37,14 @@ class TokenStream:
             length of the stream.
         n_bytes: number of UTF-8 bytes of the text.
         n_unknown: number of tokens that stand for characters outside the vocabulary.
+        weights: the loss weight of each token, in arrays of the same lengths as `shards`, float32;
+            None: 1 for each.
+        values: a number for each document that the objective uses, float32; None: none.
+        group: number of consecutive documents that belong together, such as 2 for pairs.
+
+    Attributes:
+        reference: the reference model's log-probability of each document, float64, NaN where it is
+            not computed; None: not needed.
     """
 
     def __init__(
@@ -37,12 +54,20 @@ class TokenStream:
         ends: npt.NDArray[np.int64],
         n_bytes: int = 0,
         n_unknown: int = 0,
+        *,
+        weights: Sequence[np.ndarray] | None = None,
+        values: npt.NDArray[np.float32] | None = None,
+        group: int = 1,
     ) -> None:
         self.name = name
         self.ends = ends
         self.n_bytes = n_bytes
         self.n_unknown = n_unknown
+        self.values = values
+        self.group = group
+        self.reference: npt.NDArray[np.float64] | None = None
         self._shards = shards
+        self._weights = weights
         self._starts = [0, *accumulate(len(shard) for shard in shards)]
         assert (ends[-1] if len(ends) else 0) == len(self), "a document has no end"
 
@@ -60,18 +85,35 @@ class TokenStream:
         Raises:
             WorkhorseError: a memory-mapped file has been truncated.
         """
-        assert 0 <= start <= stop <= len(self), f"tokens {start} to {stop} of {len(self)}"
         tokens = np.empty(stop - start, dtype=np.int64)
+        self._read(self._shards, start, tokens)
+        return tokens
+
+    @property
+    def weighted(self) -> bool:
+        """True if tokens have loss weights."""
+        return self._weights is not None
+
+    def read_weights(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Return the loss weights of the tokens `start:stop`."""
+        weights = np.ones(stop - start, dtype=np.float32)
+        if self._weights is not None:
+            self._read(self._weights, start, weights)
+        return weights
+
+    def _read(self, shards: Sequence[np.ndarray], start: int, into: np.ndarray) -> None:
+        """Copy a range of an array that is split into shards."""
+        stop = start + len(into)
+        assert 0 <= start <= stop <= len(self), f"tokens {start} to {stop} of {len(self)}"
         position = start
         while position < stop:
             index = bisect_right(self._starts, position) - 1
             first = self._starts[index]
             last = min(stop, self._starts[index + 1])
-            shard = self._shards[index]
+            shard = shards[index]
             _check_whole(shard)
-            tokens[position - start : last - start] = shard[position - first : last - first]
+            into[position - start : last - start] = shard[position - first : last - first]
             position = last
-        return tokens
 
 
 def _check_whole(shard: np.ndarray) -> None:
@@ -89,8 +131,6 @@ def _check_whole(shard: np.ndarray) -> None:
         )
 
 
-TOKENS = ".tokens.npy"
-ENDS = ".ends.npy"
 _verified: set[tuple[str | int, ...]] = set()
 """Files whose checksum this process has verified: (checksum, device, inode, size, mtime, ctime)."""
 
@@ -115,6 +155,16 @@ class Split:
     def n_bytes(self) -> int:
         """Number of UTF-8 bytes of the text."""
         return sum(stream.n_bytes for stream in self.streams)
+
+    @property
+    def weighted(self) -> bool:
+        """True if tokens have loss weights."""
+        return any(stream.weighted for stream in self.streams)
+
+    @property
+    def group(self) -> int:
+        """Number of consecutive documents that belong together, such as 2 for pairs."""
+        return max(stream.group for stream in self.streams)
 
     @property
     def unknown_rate(self) -> float:
@@ -192,10 +242,16 @@ def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Da
             "run workhorse data prepare again"
         )
 
+    def of_pairs(source: str) -> bool:
+        return manifest.sources[source].get("rows") == "pairs"
+
     def split(name: str, streams: Mapping[str, StreamConfig]) -> Split:
         return Split(
             name,
-            tuple(_open_stream(folder, source, stream) for source, stream in streams.items()),
+            tuple(
+                _open_stream(folder, source, stream, 2 if of_pairs(source) else 1)
+                for source, stream in streams.items()
+            ),
             tuple((weights or {}).get(source, 1.0) for source in streams),
         )
 
@@ -203,16 +259,34 @@ def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Da
     return Dataset(folder, manifest, split("train", manifest.train), validation)
 
 
-def open_shard(folder: Path, shard: ShardConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Open one shard: its tokens (memory-mapped) and the ends of its documents.
+class Shard(NamedTuple):
+    """The arrays of one shard; weights and values may be missing."""
+
+    tokens: np.ndarray
+    """The tokens, memory-mapped."""
+    ends: np.ndarray
+    """The ends of its documents."""
+    weights: np.ndarray | None
+    """The weight of each token, memory-mapped."""
+    values: np.ndarray | None
+    """The value of each document that ends in the shard."""
+
+
+def open_shard(folder: Path, shard: ShardConfig) -> Shard:
+    """Open one shard.
 
     Raises:
         WorkhorseError: a file is missing, truncated, too long, or changed.
     """
+    lengths = {WEIGHTS: shard.tokens, VALUES: shard.documents}
     tokens = _open_array(folder / (shard.name + TOKENS), shard.tokens)
     ends = np.array(_open_array(folder / (shard.name + ENDS), shard.documents), dtype=np.int64)
+    weights, values = (
+        _open_array(folder / (shard.name + suffix), length) if suffix in shard.checksums else None
+        for suffix, length in lengths.items()
+    )
     check_sums(folder, shard)
-    return tokens, ends
+    return Shard(tokens, ends, weights, values)
 
 
 def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None:
@@ -223,7 +297,7 @@ def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None
     Raises:
         WorkhorseError: the checksum of a file differs.
     """
-    for suffix, expected in ((TOKENS, shard.tokens_sha256), (ENDS, shard.ends_sha256)):
+    for suffix, expected in shard.checksums.items():
         path = folder / (shard.name + suffix)
         with open_plain(path) as file:
             at = os.fstat(file.fileno())
@@ -235,14 +309,24 @@ def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None
             _verified.add(known)
 
 
-def _open_stream(folder: Path, source: str, stream: StreamConfig) -> TokenStream:
-    shards, ends, position = [], [np.zeros(0, dtype=np.int64)], 0
-    for shard in stream.shards:
-        tokens, own_ends = open_shard(folder, shard)
-        shards.append(tokens)
-        ends.append(own_ends + position)
-        position += shard.tokens
-    return TokenStream(source, shards, np.concatenate(ends), stream.bytes, stream.unknown)
+def _open_stream(folder: Path, source: str, stream: StreamConfig, group: int) -> TokenStream:
+    shards = [open_shard(folder, shard) for shard in stream.shards]
+    ends, position = [np.zeros(0, dtype=np.int64)], 0
+    for shard in shards:
+        ends.append(shard.ends + position)
+        position += len(shard.tokens)
+    weights = [shard.weights for shard in shards if shard.weights is not None]
+    values = [shard.values for shard in shards if shard.values is not None]
+    return TokenStream(
+        source,
+        [shard.tokens for shard in shards],
+        np.concatenate(ends),
+        stream.bytes,
+        stream.unknown,
+        weights=weights or None,
+        values=np.concatenate(values) if values else None,
+        group=group,
+    )
 
 
 def _open_array(path: Path, length: int) -> np.ndarray:

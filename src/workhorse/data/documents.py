@@ -11,13 +11,15 @@ larger than memory.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from workhorse.data import stdlib
 from workhorse.data.config import (
     STDIN,
+    ConversationsConfig,
     DataConfig,
     FolderConfig,
     JsonlConfig,
@@ -26,6 +28,7 @@ from workhorse.data.config import (
     StdlibConfig,
     TextConfig,
 )
+from workhorse.data.conversations import Record, record_of
 from workhorse.data.files import (
     HEAD_BYTES,
     Advice,
@@ -44,6 +47,8 @@ from workhorse.errors import WorkhorseError, nearest, to_install
 
 if TYPE_CHECKING:
     import pyarrow
+
+    from workhorse.data.conversations import Example
 
 HASHES = 2**64
 
@@ -86,6 +91,12 @@ PIECE_CHARS = 1 << 18
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = {
+    "jsonl": JSONL_SUFFIXES,
+    "parquet": PARQUET_SUFFIXES,
+    "conversations": JSONL_SUFFIXES + PARQUET_SUFFIXES,
+}
+"""Names of the files that each kind of source reads in a folder."""
 PARQUET_ROWS = 1024
 
 
@@ -100,6 +111,8 @@ class Document:
     text: str
     begins: bool = True
     ends: bool = True
+    example: "Example | None" = None
+    """A conversation; `text` then holds what was typed in it."""
 
 
 def read_documents(
@@ -120,6 +133,9 @@ def read_documents(
         yield from _read_text_file(source, split, advice)
         return
     files = data_files(source, split)
+    if isinstance(source, ConversationsConfig):
+        yield from _read_conversations(source, split, files, advice)
+        return
     below = None  # the splits are separate files
     if isinstance(source, StdlibConfig) or source.validation is None:
         whole = _whole_documents(source, split, files, advice)
@@ -156,7 +172,8 @@ def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
         WorkhorseError: a file is not UTF-8 text.
     """
     if not isinstance(source, StdlibConfig | ParquetConfig):
-        check_files(all_files(source), source.errors, _advice(source, key))
+        files = [path for path in all_files(source) if path.suffix not in PARQUET_SUFFIXES]
+        check_files(files, source.errors, _advice(source, key))
 
 
 def _advice(source: SourceConfig, key: str | None) -> Advice:
@@ -188,10 +205,59 @@ def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
             return [stdin_copy() if path == STDIN else existing_file(path)]
         case FolderConfig():
             return visible_files(path, source.glob)
-        case JsonlConfig():
-            return source_files(path, JSONL_SUFFIXES)
-        case ParquetConfig():
-            return source_files(path, PARQUET_SUFFIXES)
+        case JsonlConfig() | ParquetConfig() | ConversationsConfig():
+            return source_files(path, SUFFIXES[source.kind])
+
+
+def _read_conversations(
+    source: ConversationsConfig, split: SplitName, files: list[Path], advice: Advice
+) -> Iterator[Document]:
+    """Yield one document per sequence, that is, two per record of `pairs`."""
+
+    def records(files: Iterable[Path]) -> Iterator[Record]:
+        for path in files:
+            for where, fields in _fields(path, advice):
+                yield record_of(fields, source.rows, where)
+
+    other: set[str] = set()
+    below = None
+    if source.validation is None:
+        every = ((record.identity, [record.identity]) for record in records(files))
+        below = threshold(source.held_out, every)
+    elif split == "train" and source.overlap == "drop":
+        other = {record.identity for record in records(data_files(source, "validation"))}
+    for record in records(files):
+        held_out = below is not None and hash_of(record.identity) < below
+        wanted = below is None or held_out == (split == "validation")
+        if wanted and record.identity not in other:
+            for example in record.examples:
+                yield Document(record.where, example.text, example=example)
+
+
+def overlap_of(source: SourceConfig) -> int:
+    """Count the training records of a source that are also in its file for validation."""
+    if not isinstance(source, ConversationsConfig) or source.validation is None:
+        return 0
+    advice = _advice(source, None)
+
+    def identities(split: SplitName) -> Iterator[str]:
+        for path in data_files(source, split):
+            for where, fields in _fields(path, advice):
+                yield record_of(fields, source.rows, where).identity
+
+    held_out = set(identities("validation"))
+    return sum(identity in held_out for identity in identities("train"))
+
+
+def _fields(path: Path, advice: Advice) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, fields) of each record of a JSON Lines or Parquet file."""
+    if path.suffix not in PARQUET_SUFFIXES:
+        yield from json_records(path, "strict", advice)
+        return
+    with parquet_file(path) as file:
+        rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield f"{path}:{number}", row
 
 
 def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Iterator[Document]:
@@ -243,23 +309,35 @@ def _records(
 
 
 def _read_jsonl(path: Path, source: JsonlConfig, advice: Advice) -> Iterator[tuple[str, str]]:
+    for where, record in json_records(path, source.errors, advice):
+        yield where, _text_of(record, source, where, advice)
+
+
+def json_records(
+    path: Path, errors: Literal["strict", "replace"], advice: Advice
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file and line, object) for each line of a JSON Lines file that is not blank.
+
+    Raises:
+        WorkhorseError: a line is not UTF-8, or not a JSON object.
+    """
     offset = 0
     with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             if not offset:
                 check_head(path, line[:HEAD_BYTES], advice)
             try:
-                text = line.decode("utf-8", source.errors)
+                text = line.decode("utf-8", errors)
             except UnicodeDecodeError as error:
                 raise bad_byte(path, error, offset, advice) from None
             text = text if offset else text.removeprefix("\ufeff")
             offset += len(line)
             if text.strip():
                 where = f"{path}:{number}"
-                yield where, _text_of(text, source, where, advice)
+                yield where, _object_of(text, where)
 
 
-def _text_of(line: str, source: JsonlConfig, where: str, advice: Advice) -> str:
+def _object_of(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except RecursionError:
@@ -269,6 +347,10 @@ def _text_of(line: str, source: JsonlConfig, where: str, advice: Advice) -> str:
         raise WorkhorseError(f"{where} is not JSON: {reason}; correct or remove the line") from None
     if not isinstance(record, dict):
         raise WorkhorseError(f"{where} is not a JSON object; write one object per line")
+    return record
+
+
+def _text_of(record: dict[str, Any], source: JsonlConfig, where: str, advice: Advice) -> str:
     if source.text_field not in record:
         remedy = advice.other_field(nearest(source.text_field, record))
         raise WorkhorseError(f"{where} has no field {source.text_field!r}; {remedy}")
@@ -288,6 +370,27 @@ def _text_of(line: str, source: JsonlConfig, where: str, advice: Advice) -> str:
 
 
 def _read_parquet(path: Path, source: ParquetConfig, advice: Advice) -> Iterator[tuple[str, str]]:
+    with parquet_file(path) as file:
+        _check_column(path, source.text_field, file.schema_arrow, advice)
+        number = 0
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
+            # Decode here: pyarrow does not check that its strings are UTF-8.
+            for data in _as_bytes(batch.column(0)).to_pylist():
+                where = f"{path}:{number}"
+                try:
+                    yield where, (data or b"").decode("utf-8", source.errors)
+                except UnicodeDecodeError as error:
+                    raise bad_byte(where, error, 0, advice, "correct the row") from None
+                number += 1
+
+
+@contextmanager
+def parquet_file(path: Path) -> Iterator[Any]:
+    """Open a Parquet file as pyarrow's `ParquetFile`.
+
+    Raises:
+        WorkhorseError: pyarrow is not installed, or the file is damaged.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
@@ -297,17 +400,7 @@ def _read_parquet(path: Path, source: ParquetConfig, advice: Advice) -> Iterator
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
-            _check_column(path, source.text_field, file.schema_arrow, advice)
-            number = 0
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
-                # Decode here: pyarrow does not check that its strings are UTF-8.
-                for data in _as_bytes(batch.column(0)).to_pylist():
-                    where = f"{path}:{number}"
-                    try:
-                        yield where, (data or b"").decode("utf-8", source.errors)
-                    except UnicodeDecodeError as error:
-                        raise bad_byte(where, error, 0, advice, "correct the row") from None
-                    number += 1
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise WorkhorseError(f"cannot read {path}: {reason}; download it again") from None

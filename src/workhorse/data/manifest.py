@@ -15,6 +15,8 @@ from workhorse.files.text_formats import read_text
 from workhorse.files.writing import write_atomically
 
 MANIFEST = "manifest.json"
+TOKENS, ENDS, WEIGHTS, VALUES = (f".{name}.npy" for name in ("tokens", "ends", "weights", "values"))
+"""Ends of the names of a shard's files."""
 MANIFEST_BYTES = 100_000_000
 """Maximum size of a manifest in bytes. Each shard takes about 400 bytes."""
 
@@ -39,6 +41,22 @@ class ShardConfig(Config):
     older versions, which did not count them."""
     tokens_sha256: str
     ends_sha256: str
+    weights_sha256: str | None = None
+    """Checksum of `NAME.weights.npy`, the loss weight of each token; None: every weight is 1."""
+    values_sha256: str | None = None
+    """Checksum of `NAME.values.npy`, the number of each document that an objective uses; see
+    `Batch.values`. None: there are none."""
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each file of the shard, by the end of its name."""
+        sums = {
+            TOKENS: self.tokens_sha256,
+            ENDS: self.ends_sha256,
+            WEIGHTS: self.weights_sha256,
+            VALUES: self.values_sha256,
+        }
+        return {suffix: value for suffix, value in sums.items() if value is not None}
 
 
 class StreamConfig(Config):
@@ -89,7 +107,7 @@ class ManifestConfig(Config):
         """SHA-256 over the checksums of all shards; equal for data sets with the same tokens."""
         sums = {
             split: {
-                name: [(shard.tokens_sha256, shard.ends_sha256) for shard in stream.shards]
+                name: [tuple(shard.checksums.values()) for shard in stream.shards]
                 for name, stream in sorted(getattr(self, split).items())
             }
             for split in ("train", "validation")

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from workhorse.data.config import DataConfig
+from workhorse.data.config import ConversationsConfig, DataConfig, Learn, SourceConfig
+from workhorse.data.conversations import Example, check_template, encode_example
 from workhorse.data.dataset import (
-    ENDS,
-    TOKENS,
     Dataset,
     TokenStream,
     check_sums,
@@ -40,9 +39,14 @@ from workhorse.data.documents import (
     SplitName,
     check_text_files,
     iterate_documents,
+    overlap_of,
     read_documents,
 )
 from workhorse.data.manifest import (
+    ENDS,
+    TOKENS,
+    VALUES,
+    WEIGHTS,
     ManifestConfig,
     ShardConfig,
     StreamConfig,
@@ -82,6 +86,8 @@ class Encoded(NamedTuple, Generic[Stream]):
     tokens: np.ndarray
     unknown: int
     """Number of tokens that stand for characters outside the vocabulary."""
+    weights: np.ndarray | None = None
+    """The loss weight of each token, float32; None if the document is not a conversation."""
 
 
 def encoded(
@@ -91,6 +97,7 @@ def encoded(
     bos: bool,
     eos: bool,
     dtype: str,
+    learn: Callable[[Stream], Learn] = lambda stream: "assistant",
 ) -> Iterator[Encoded[Stream]]:
     """Encode documents or document pieces in parallel, and yield them in their order.
 
@@ -101,12 +108,27 @@ def encoded(
         bos: True to begin each document with the tokenizer's bos token.
         eos: True to end each document with the tokenizer's eos token.
         dtype: the NumPy dtype of the tokens, an integer type.
+        learn: returns which tokens of the conversations of a stream are learned.
     """
 
+    def encode_chat(stream: Stream, document: Document, example: Example) -> Encoded[Stream]:
+        try:
+            ids, weights = encode_example(example, tokenizer, learn(stream), bos=bos, eos=eos)
+        except WorkhorseError as error:
+            raise WorkhorseError(f"{document.name}: {error}") from None
+        tokens = np.array(ids, dtype=dtype)
+        unknown = tokenizer.count_unknown(ids)
+        return Encoded(stream, document, tokens, unknown, np.array(weights, dtype=np.float32))
+
     def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
-        ids = tokenizer.encode_batch([document.text for _, document in block])
-        found = []
-        for (stream, document), tokens in zip(block, ids, strict=True):
+        texts = (document.text for _, document in block if document.example is None)
+        ids = iter(tokenizer.encode_batch(list(texts)))
+        found: list[Encoded[Stream]] = []
+        for stream, document in block:
+            if document.example is not None:
+                found.append(encode_chat(stream, document, document.example))
+                continue
+            tokens = next(ids)
             before = [tokenizer.bos_id] if bos and document.begins else []
             after = [tokenizer.eos_id] if eos and document.ends else []
             array = np.array([*before, *tokens, *after], dtype=dtype)
@@ -132,16 +154,27 @@ def stream_of(
     name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
 ) -> TokenStream:
     """Encode a few documents into a token stream in memory, without writing a data set."""
-    tokens, ends, size, unknown = [np.zeros(0, np.int64)], [], 0, 0
-    pairs = ((name, document) for document in documents)
-    for found in encoded(pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"):
-        tokens.append(found.tokens)
-        size += len(found.document.text.encode())
-        unknown += found.unknown
-        if found.document.ends:
-            ends.append(sum(map(len, tokens)))
+    source = config.sources.get(name)
+    buffer, size = _ShardBuffer(), 0
+    found = encoded(
+        ((name, document) for document in documents),
+        tokenizer,
+        bos=config.bos,
+        eos=config.eos,
+        dtype="int64",
+        learn=lambda _: getattr(source, "learn", "assistant"),
+    )
+    for piece in found:
+        size += buffer.add(piece)
     return TokenStream(
-        name, [np.concatenate(tokens)], np.array(ends, dtype=np.int64), size, unknown
+        name,
+        [np.concatenate([np.zeros(0, np.int64), *buffer.tokens])],
+        np.array(buffer.ends, dtype=np.int64),
+        size,
+        buffer.n_unknown,
+        weights=[np.concatenate(buffer.weights)] if buffer.weights else None,
+        values=np.array(buffer.values, np.float32) if buffer.values else None,
+        group=getattr(source, "group", 1),
     )
 
 
@@ -262,6 +295,9 @@ def prepare(
     with _only_one_builder(home):
         manifest = _what_stands(home, fresh, verify)
         if not manifest.complete:
+            for name, source in config.sources.items():
+                if overlap := overlap_of(source):
+                    notify(_overlap_line(overlap, config.key_of(name), source))
             for leftover in home.glob(f"{TEMPORARY}*"):
                 leftover.unlink()
             _Build(config, tokenizer, home, manifest, progress).run()
@@ -270,6 +306,12 @@ def prepare(
         if line is not None:
             notify(line)
     return dataset
+
+
+def _overlap_line(overlap: int, key: str, source: SourceConfig) -> str:
+    dropped = getattr(source, "overlap", "keep") == "drop"
+    outcome = "are skipped" if dropped else f"stay; {key}.overlap=drop skips them"
+    return f"{overlap:,} training records are also in the validation data and {outcome}"
 
 
 class _Build:
@@ -303,13 +345,14 @@ class _Build:
             bos=self.config.bos,
             eos=self.config.eos,
             dtype=self.manifest.dtype,
+            learn=lambda key: getattr(self.config.sources[key[1]], "learn", "assistant"),
         )
         for key, documents in groupby(tokens, key=lambda item: item.stream):
             self._fill(*key, documents)
             self._finish(*key)
         for key in wanted:  # streams whose last shard was written just before an interruption
             self._finish(*key)
-        if describe_sources(self.config) != self.manifest.sources:
+        if _fresh_manifest(self.config, self.tokenizer).sources != self.manifest.sources:
             raise WorkhorseError(
                 "a source changed while it was read; run workhorse data prepare again"
             )
@@ -375,16 +418,23 @@ class _ShardBuffer:
 
     def __init__(self) -> None:
         self.tokens: list[np.ndarray] = []
+        self.weights: list[np.ndarray] = []
+        self.values: list[float] = []
         self.ends: list[int] = []
         self.n_tokens = self.n_bytes = self.n_unknown = 0
 
-    def add(self, piece: Encoded[StreamKey]) -> int:
+    def add(self, piece: Encoded[Any]) -> int:
         """Add a document, or a piece of one, and return its number of UTF-8 bytes."""
         n_bytes = len(piece.document.text.encode())
         self.tokens.append(piece.tokens)
         self.n_tokens += len(piece.tokens)
         self.n_bytes += n_bytes
         self.n_unknown += piece.unknown
+        if piece.weights is not None:
+            self.weights.append(piece.weights)
+        example = piece.document.example
+        if example is not None and example.value is not None:
+            self.values.append(example.value)
         if piece.document.ends:
             self.ends.append(self.n_tokens)
         return n_bytes
@@ -399,19 +449,34 @@ class _ShardBuffer:
             unknown=self.n_unknown,
             tokens_sha256=write_array(home / (name + TOKENS), np.concatenate(self.tokens)),
             ends_sha256=write_array(home / (name + ENDS), np.array(self.ends, dtype=np.int64)),
+            weights_sha256=(
+                write_array(home / (name + WEIGHTS), np.concatenate(self.weights))
+                if self.weights
+                else None
+            ),
+            values_sha256=(
+                write_array(home / (name + VALUES), np.array(self.values, dtype=np.float32))
+                if self.values
+                else None
+            ),
         )
 
 
 def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
     """Return a manifest without shards, with everything that determines the data set's tokens."""
     check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
+    sources = describe_sources(config)
+    for name, source in config.sources.items():
+        if isinstance(source, ConversationsConfig):
+            check_template(tokenizer, config.key_of(name))
+            sources[name]["template"] = tokenizer.chat_templates
     return ManifestConfig(
         tokenizer=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         bos=config.bos,
         eos=config.eos,
-        sources=describe_sources(config),
+        sources=sources,
     )
 
 

@@ -1,20 +1,13 @@
-"""Cuts token streams into training rows and orders them: windows, packing, mixing, permutations.
+"""Turns token streams into training rows and orders them: windows, mixing, permutations.
 
-A row has seq_len predictions. There are three kinds of packing:
+A row has seq_len predictions. There are four kinds of packing:
 
 - `windows`: the stream is cut into adjacent windows. Each is used once per epoch. Every epoch draws
   its own order and starting point. As in GPT-2, a row may hold several documents, and attention
   crosses between them.
 - `random_windows`: windows start at independent random positions, without epochs, as in nanoGPT.
-- `documents`: a row holds whole documents that do not attend to each other.
-
-For `documents`, rows are packed by best fit (Ding et al., "Fewer Truncations Improve Language
-Modeling", 2404.10830, section 3). A document of n tokens has n - 1 predictions. Documents with more
-than seq_len predictions are cut into full rows and a remainder. Remainders and shorter documents
-are placed longest first, each in the row with the least room that still fits it, else in a new row.
-This cuts fewer documents than concatenation, with little padding. Every token except the first of
-each document is predicted exactly once: a piece after a cut starts with the last target of the
-previous piece.
+- `documents`: a row holds whole documents that do not attend to each other (see `packing`).
+- `padded`: a row holds one document, or its start or end.
 
 The order is a pure function of the row index, on every machine and with every library version. A
 stored permutation would take eight bytes per row, and NumPy does not guarantee the same random
@@ -22,19 +15,18 @@ streams in all versions.
 """
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from workhorse.data.config import Packing
+from workhorse.data.config import Packing, TooLong
 from workhorse.data.dataset import TokenStream
+from workhorse.data.packing import Indices, one_per_row, pack
 from workhorse.errors import WorkhorseError
 
-Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 SMALL = 256
@@ -141,74 +133,6 @@ class Mixture:
         return sources, blocks * self.counts[sources] + within
 
 
-@dataclass(frozen=True)
-class PackingPlan:
-    """The document pieces in each row, stored as arrays to save memory."""
-
-    starts: Indices
-    """Position of each piece's first token in the stream."""
-    lengths: Indices
-    """Number of predictions in each piece: its number of tokens minus 1."""
-    bounds: Indices
-    """Bounds of the rows: row i holds the pieces `bounds[i]:bounds[i + 1]`."""
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    def row(self, index: int) -> list[tuple[int, int]]:
-        """Return (start position, number of predictions) of each piece of a row."""
-        pieces = slice(self.bounds[index], self.bounds[index + 1])
-        return list(zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True))
-
-
-def pack(ends: Indices, seq_len: int) -> PackingPlan:
-    """Pack the documents of a stream into rows; `ends` is as in `TokenStream`."""
-    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-    predictions = np.maximum(ends - begins - 1, 0)
-    full, rest = predictions // seq_len, predictions % seq_len
-    # Full rows: one for each multiple of seq_len in each document.
-    owner = np.repeat(np.arange(len(ends)), full)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
-    full_starts = begins[owner] + nth * seq_len
-    # Remainders, longest first; equal lengths stay in corpus order.
-    order = np.argsort(-rest, kind="stable")
-    order = order[rest[order] > 0]
-    rest_starts, rest_lengths = (begins + full * seq_len)[order], rest[order]
-    rows = np.concatenate(
-        [np.arange(len(owner)), len(owner) + _best_fit(rest_lengths.tolist(), seq_len)]
-    )
-    by_row = np.argsort(rows, kind="stable")
-    starts = np.concatenate([full_starts, rest_starts])[by_row]
-    lengths = np.concatenate([np.full(len(owner), seq_len), rest_lengths])[by_row]
-    n_rows = int(rows.max()) + 1 if len(rows) else 0
-    return PackingPlan(starts, lengths, np.searchsorted(rows[by_row], np.arange(n_rows + 1)))
-
-
-def _best_fit(lengths: list[int], room: int) -> Indices:
-    """Return a row index for each length, by best fit into rows of length `room`.
-
-    The lengths must be sorted, longest first.
-    """
-    rows_with: dict[int, list[int]] = defaultdict(list)  # room left -> rows
-    cache_stores = 0  # bit r is set while some row has exactly r left
-    placed = np.empty(len(lengths), dtype=np.int64)
-    n_rows = 0
-    for index, length in enumerate(lengths):
-        enough = cache_stores >> length
-        if enough:
-            left = length + (enough & -enough).bit_length() - 1  # the lowest set bit
-            row = rows_with[left].pop()
-            if not rows_with[left]:
-                cache_stores &= ~(1 << left)
-        else:
-            left, row, n_rows = room, n_rows, n_rows + 1
-        placed[index] = row
-        left -= length
-        rows_with[left].append(row)
-        cache_stores |= 1 << left
-    return placed
-
-
 IGNORE = -100
 """Target of positions that do not count in the loss. It must equal `workhorse.nn.logprobs.IGNORE`,
 which is not imported because this package does not depend on `workhorse.nn`."""
@@ -219,11 +143,16 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs, targets and document indices of rows, each `(rows, seq)`."""
+    """Inputs, targets and document indices of rows, each `(rows, seq)`; see `Batch`."""
 
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int64] | None = None
+    weights: npt.NDArray[np.float32] | None = None
+    values: npt.NDArray[np.float32] | None = None
+    """(rows)"""
+    reference: npt.NDArray[np.float32] | None = None
+    """(rows)"""
 
     @classmethod
     def of_windows(cls, windows: npt.NDArray[np.int64]) -> "Rows":
@@ -241,10 +170,17 @@ class Sampler(Protocol):
         ...
 
 
-def sampler(packing: Packing, stream: TokenStream, seq_len: int, seed: int) -> Sampler:
-    """Make the sampler of a token stream for a kind of packing."""
-    kinds = {"windows": Windows, "random_windows": RandomWindows, "documents": PackedDocuments}
-    return kinds[packing](stream, seq_len, seed)
+def sampler(
+    packing: Packing, stream: TokenStream, seq_len: int, seed: int, too_long: TooLong | None = None
+) -> Sampler:
+    """Make the sampler of a token stream for a kind of packing; see `DataConfig.too_long`."""
+    match packing:
+        case "windows":
+            return Windows(stream, seq_len, seed)
+        case "random_windows":
+            return RandomWindows(stream, seq_len, seed)
+        case "documents" | "padded":
+            return WholeDocuments(stream, seq_len, seed, packing, too_long)
 
 
 class Windows:
@@ -289,44 +225,102 @@ class RandomWindows:
         return _windows_at(self.stream, starts.astype(np.int64), self.seq_len)
 
 
-class PackedDocuments:
-    """Rows of packed documents, each once per epoch, in a new random order every epoch."""
+class WholeDocuments:
+    """Rows of whole documents, each once per epoch, in a new random order every epoch.
 
-    def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
-        self.stream, self.seq_len, self.seed = stream, seq_len, seed
-        self.plan = pack(stream.ends, seq_len)
+    The rows of a group, such as a pair, stay adjacent.
+
+    Args:
+        stream: the documents.
+        seq_len: the number of predictions per row.
+        seed: the seed of the order.
+        packing: `documents` for several documents per row, `padded` for one.
+        too_long: see `DataConfig.too_long`.
+
+    Raises:
+        WorkhorseError: no document has a token to learn, or all are too long.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        seed: int,
+        packing: Literal["documents", "padded"] = "documents",
+        too_long: TooLong | None = None,
+    ) -> None:
+        self.stream, self.seq_len, self.seed, self.packing = stream, seq_len, seed, packing
+        if packing == "padded":
+            self.plan = one_per_row(stream, seq_len, too_long or "drop")
+        else:
+            default: TooLong = "drop" if stream.weighted else "split"
+            self.plan = pack(stream, seq_len, too_long or default)
         self.rows_per_epoch = len(self.plan)
         if not self.rows_per_epoch:
+            plan = self.plan
+            if plan.dropped:
+                raise WorkhorseError(
+                    f"all {plan.dropped:,} documents of {stream.name!r} that could be learned have "
+                    f"more than {seq_len:,} predictions; increase train.seq_len, or set "
+                    "data.too_long=keep_end"
+                )
             raise WorkhorseError(
                 f"the documents of {stream.name!r} have no token to predict; add longer documents"
             )
 
+    @property
+    def left_out(self) -> str | None:
+        """A line that says how many documents are not used; None if all are."""
+        reasons = {
+            f"longer than {self.seq_len:,} predictions": self.plan.dropped,
+            "without a token to learn": self.plan.unlearned,
+        }
+        counts = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
+        if not counts:
+            return None
+        return (
+            f"{self.stream.name}: {' and '.join(counts)} of {self.stream.n_documents:,} documents "
+            "are not used; see train.seq_len and data.too_long"
+        )
+
     def rows(self, indices: Indices) -> Rows:
         rows = np.empty_like(indices)
         epochs = indices // self.rows_per_epoch
+        size = self.stream.group
         for epoch in sorted(set(epochs.tolist())):
             chosen = epochs == epoch
             order = derive(self.seed, "order", epoch)
-            rows[chosen] = permute(
-                indices[chosen] % self.rows_per_epoch, self.rows_per_epoch, order
-            )
+            groups, members = np.divmod(indices[chosen] % self.rows_per_epoch, size)
+            rows[chosen] = permute(groups, self.rows_per_epoch // size, order) * size + members
         return self.planned_rows(rows)
 
     def planned_rows(self, numbers: Indices) -> Rows:
-        """Return the rows with these indices in the packing plan, which is not shuffled."""
-        shape = (len(numbers), self.seq_len)
+        """Return the rows with these indices in the packing plan, without shuffling."""
+        shape, stream = (len(numbers), self.seq_len), self.stream
         documents = np.full(shape, PADDING)
-        rows = Rows(np.zeros(shape, np.int64), np.full(shape, IGNORE), documents)
+        weights = np.zeros(shape, np.float32)
+        tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE)
         for row, number in enumerate(numbers.tolist()):
             column = 0
             for document, (start, length) in enumerate(self.plan.row(number)):
-                tokens = self.stream.read(start, start + length + 1)
+                piece = stream.read(start, start + length + 1)
+                weight = stream.read_weights(start + 1, start + length + 1)
                 place = slice(column, column + length)
-                rows.tokens[row, place] = tokens[:-1]
-                rows.targets[row, place] = tokens[1:]
+                tokens[row, place] = piece[:-1]
+                targets[row, place] = np.where(weight > 0, piece[1:], IGNORE)
+                weights[row, place] = weight
                 documents[row, place] = document
                 column += length
-        return rows
+        if self.packing == "documents":
+            return Rows(tokens, targets, documents, weights if stream.weighted else None)
+        own = self.plan.documents[numbers]
+        return Rows(
+            tokens,
+            targets,
+            weights=weights if stream.weighted else None,
+            values=None if stream.values is None else stream.values[own],
+            reference=None if stream.reference is None else stream.reference[own].astype("f4"),
+        )
 
 
 def _windows_at(stream: TokenStream, starts: Indices, seq_len: int) -> Rows:

@@ -21,6 +21,7 @@ from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.config.base import ConfigError
 from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer, sequence_start
 from workhorse.devices.names import name_of, training_dtype, use_threads
+from workhorse.errors import WorkhorseError
 from workhorse.execute.body import with_parameters_of
 from workhorse.execute.choose import decoding_body, training_announcement
 from workhorse.memory.capacity import check_training, fit_micro_batch
@@ -34,6 +35,7 @@ from workhorse.train.init_from import check_tokens, start_optimizer, start_weigh
 from workhorse.train.loop import Loop
 from workhorse.train.minutes import settle
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.reference import compute_references, load_references
 from workhorse.train.report.metrics import Event, MetricsFile, open_tracker
 from workhorse.train.resume import Resumption, check_same_run, seed_everything
 from workhorse.train.speed import Peak
@@ -73,8 +75,7 @@ def assemble(
         if recipe.init is not None and checkpoint is None:
             check_tokens(recipe.init, tokenizer)
         dataset = _dataset(recipe, tokenizer, run, on_event)
-    batches = _batches(recipe, dataset, at)
-    _check_needs(config, batches, at)
+    batches = _batches(recipe, dataset, at, notify)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
     constants = _constants(decoder_config, tokenizer, dataset)
     if checkpoint is not None:
@@ -93,6 +94,8 @@ def assemble(
         world,
         partial(_give_weights, recipe, decoder_config, checkpoint, notify=notify),
     )
+    _reference(recipe, run, dataset, built, at, world=world, notify=notify)
+    _check_needs(config, batches, at)
     minutes = config.minutes
     recipe = _with_steps(recipe, built, batches, dataset, world=world, notify=notify)
     config = recipe.train
@@ -170,6 +173,46 @@ def _built(
     return _Built(decoder, step, teams)
 
 
+def _reference(
+    recipe: Recipe,
+    run: RunDirectory,
+    dataset: Dataset,
+    built: Callable[[], _Built],
+    at: Resumption,
+    *,
+    world: World,
+    notify: Callable[[str], None],
+) -> None:
+    """Load the reference model's log-probabilities if the objective needs them.
+
+    A new run computes them first.
+    """
+    if "reference" not in recipe.train.objective.needs:
+        return
+    if load_references(dataset, run.reference_folder):
+        return
+    if at.checkpoint is not None:
+        raise WorkhorseError(
+            f"{run.reference_folder} is missing, the log-probabilities of the model that this run "
+            "started from; restore it, or start a new run"
+        )
+    notify("computing the reference model's log-probabilities")
+    step = built().step
+    compute = partial(
+        compute_references,
+        step,
+        dataset,
+        run.reference_folder,
+        seq_len=recipe.train.seq_len,
+        too_long=recipe.data.too_long,
+        world=world,
+    )
+    together = _together(step, world, compute)
+    assert together is not None
+    together()
+    gc.collect()  # frees the memory of this model
+
+
 def _with_steps(
     recipe: Recipe,
     built: Callable[[], _Built],
@@ -203,17 +246,23 @@ def _dataset(
     )
 
 
-def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
+def _batches(
+    recipe: Recipe, dataset: Dataset, at: Resumption, notify: Callable[[str], None]
+) -> Batches:
     """Return the training batches, offset so that the next step gets the first unread row."""
     config = recipe.train
-    return Batches(
+    batches = Batches(
         dataset.train,
         seq_len=config.seq_len,
         batch_size=config.batch_size,
         seed=config.seed,
         packing=recipe.data.packing,
+        too_long=recipe.data.too_long,
         offset=at.rows - at.step * config.batch_size,
     )
+    for line in batches.left_out:
+        notify(line)
+    return batches
 
 
 def _check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
@@ -349,6 +398,7 @@ def _validator(
         seq_len=recipe.train.seq_len,
         batch_size=step.micro_batch_size,
         packing=recipe.data.packing,
+        too_long=recipe.data.too_long,
         world=world,
     )
 
@@ -373,7 +423,7 @@ def _sampler(
         return None
     execution = "reference" if recipe.train.execution == "reference" else "auto"
     trained = step.objective.decoder
-    begin = sequence_start(tokenizer, recipe.data)
+    begin = None if recipe.data.has_conversations else sequence_start(tokenizer, recipe.data)
     sampler = Sampler(tokenizer, samples, begin, trained.max_seq_len)
     if not world.lockstep:
         return partial(sampler, decoding_body(reference, execution, wait=True).decoder)

@@ -153,6 +153,7 @@ def check_length(recipe: Recipe) -> None:
             seq_len=recipe.train.seq_len,
             batch_size=recipe.train.batch_size,
             packing=recipe.data.packing,
+            too_long=recipe.data.too_long,
         )
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from workhorse.data import DataConfig, SequenceStart, Split, ValidationBatches
-from workhorse.data.config import Packing
+from workhorse.data.config import Packing, TooLong
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tokenizers import Tokenizer
+from workhorse.tokenizers.chat.template import ChatTemplate
 from workhorse.train.objectives.objective import Objective, Outcome
 from workhorse.train.recipe.recipe import SamplesConfig
 from workhorse.train.step.step import Precision
@@ -27,7 +28,8 @@ class Sampler:
     Args:
         tokenizer: the tokenizer of the model.
         config: the prompts and the sampling options.
-        begin: encodes a prompt like the beginning of a document in training.
+        begin: encodes the beginning of a document as in training; None: the model is trained on
+            conversations, and each prompt is a user's message.
         context: the maximum length of a sequence, in tokens.
 
     Raises:
@@ -36,11 +38,16 @@ class Sampler:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, config: SamplesConfig, begin: SequenceStart, context: int
+        self, tokenizer: Tokenizer, config: SamplesConfig, begin: SequenceStart | None, context: int
     ) -> None:
         self.tokenizer = tokenizer
         self.prompts = config.prompts
-        self.tokens = [begin.encode(tokenizer, prompt) for prompt in config.prompts]
+        if begin is None:
+            template = ChatTemplate.of(tokenizer)
+            chats = [[{"role": "user", "content": prompt}] for prompt in config.prompts]
+            self.tokens = [template.encode(tokenizer, chat) for chat in chats]
+        else:
+            self.tokens = [begin.encode(tokenizer, prompt) for prompt in config.prompts]
         if not all(self.tokens):
             raise _no_beginning()
         self.generation = GenerationConfig(
@@ -67,6 +74,8 @@ def check_samples(config: SamplesConfig | None, data: DataConfig) -> None:
 
     An empty prompt needs one of these tokens to start a completion.
     """
+    if data.has_conversations:
+        return
     if config is not None and "" in config.prompts and not (data.bos or data.eos):
         raise _no_beginning()
 
@@ -86,13 +95,14 @@ class Validation:
     """Mean loss per prediction, in nats."""
     bits_per_byte: float | None
     """`loss` in bits, times tokens per byte of the documents; None if the number of bytes is not
-    known. All tokens that training sees count, predicted or not, including eos and bos, which have
-    no bytes. `workhorse.evaluate` does not count eos and bos; see docs/evaluation.md."""
+    known, or if tokens have weights. All tokens that training sees count, predicted or not,
+    including eos and bos, which have no bytes. `workhorse.evaluate` does not count eos and bos; see
+    docs/evaluation.md."""
     unknown_rate: float
     """Fraction of the tokens that stand for characters unknown to the tokenizer. If it is not 0,
     the other figures are too low: the model does not have to predict which characters they are."""
     tokens: int
-    """Number of predictions."""
+    """Number of predictions, or of what else the objective divides by; weights are added up."""
 
 
 class Validator:
@@ -106,6 +116,7 @@ class Validator:
         seq_len: predictions per row.
         batch_size: rows per forward pass.
         packing: the packing used in training.
+        too_long: handling of long documents; see `DataConfig.too_long`.
         world: the processes that divide the batches among themselves.
     """
 
@@ -119,6 +130,7 @@ class Validator:
         seq_len: int,
         batch_size: int,
         packing: Packing,
+        too_long: TooLong | None = None,
         world: World = ALONE,
     ) -> None:
         self.objective = objective
@@ -130,6 +142,7 @@ class Validator:
             "seq_len": seq_len,
             "batch_size": batch_size,
             "packing": packing,
+            "too_long": too_long,
         }
 
     @torch.no_grad()
@@ -141,7 +154,7 @@ class Validator:
         """
         batches = ValidationBatches(self.split, **self._sizes, max_rows=max_rows)
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
-        counts = torch.zeros(len(batches), dtype=torch.int64, device=self.device)
+        counts = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         self.objective.eval()
         try:
             for number, counts_here in self.world.passes(len(batches)):
@@ -155,12 +168,12 @@ class Validator:
             self.objective.train()
         for tensor in (losses, counts):  # an element is 0 on all ranks but the one that computed it
             self.world.add_(tensor)
-        tokens = int(counts.sum())
-        mean = float(losses.cpu().sum()) / tokens
-        return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)
+        counted = float(counts.cpu().sum())
+        mean = float(losses.cpu().sum()) / counted
+        return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, round(counted))
 
     def _bits_per_byte(self, loss: float) -> float | None:
         """Convert a mean loss to bits per byte; bos and eos count as tokens."""
-        if not self.split.n_bytes:
+        if not self.split.n_bytes or self.split.weighted:
             return None
         return loss / math.log(2) * self.split.n_tokens / self.split.n_bytes

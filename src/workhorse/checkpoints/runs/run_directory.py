@@ -148,6 +148,7 @@ class RunDirectory:
         self.config_file = self.path / "config.json"
         self.tokenizer_folder = self.path / "tokenizer"
         self.data_folder = self.path / "data"
+        self.reference_folder = self.path / "reference"
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_folder = self.path / "checkpoints"
         self.report_file = self.path / "report.html"

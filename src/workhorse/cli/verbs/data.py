@@ -1,13 +1,15 @@
 """`workhorse data`: prepare a recipe's data, or inspect its training rows."""
 
+import sys
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from workhorse.cli.loading import PATH, json_option, recipe_of_run
-from workhorse.cli.output import print_result, progress, warn
+from workhorse.cli.output import for_terminal, print_result, progress, warn
 
 if TYPE_CHECKING:
     from workhorse.data import Batch, Dataset, RowView
@@ -96,6 +98,7 @@ def inspect_command(
         "seq_len": settings.train.seq_len,
         "batch_size": settings.train.batch_size,
         "packing": settings.data.packing,
+        "too_long": settings.data.too_long,
     }
     training = Batches(dataset.train, **sizes, seed=settings.train.seed)
     batch = training[step] if split == "train" else _validation_batch(dataset, step, sizes)
@@ -180,5 +183,25 @@ def _page(result: dict[str, Any], views: tuple["RowView", ...]) -> str:
         for segment in view.segments:
             document = "" if segment.document is None else f"document {segment.document}, "
             lines.append(f"   [{document}{segment.tokens} tokens]")
-            lines.append(f"{segment.text}⟶{segment.last_target!r}")
+            if segment.pieces is None:
+                lines.append(f"{segment.text}⟶{segment.last_target!r}")
+            else:
+                lines.append(_learned(segment.pieces))
     return "\n".join(lines)
+
+
+def _learned(pieces: tuple[tuple[str, float], ...]) -> str:
+    """Show the tokens that are learned: green in a terminal, between ⟦ and ⟧ in a pipe or file.
+
+    Weights other than 0 and 1 are printed after their tokens.
+    """
+    spans = []
+    for weight, group in groupby(pieces, key=lambda piece: piece[1]):
+        text = for_terminal("".join(piece for piece, _ in group))
+        if not weight:
+            spans.append(text)
+            continue
+        text = text if weight == 1 else f"{text}×{weight:g}"
+        styled = click.style(text, fg="green", bold=True)
+        spans.append(styled if sys.stdout.isatty() else f"⟦{text}⟧")
+    return "".join(spans)

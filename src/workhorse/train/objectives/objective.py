@@ -147,6 +147,15 @@ class ModelObjective(Objective):
         matrix = self.logprobs.matrix(head)  # must precede the forward pass, see `NativeLogprobs`
         return self.logprobs(self._hidden(batch), batch.targets, head, matrix=matrix, **options)
 
+    def sequence_logprobs(self, batch: Batch) -> Tensor:
+        """Compute the weighted sum of the log-probabilities of each row's targets, (rows).
+
+        If sequences are split among ranks, all ranks get the sums over whole sequences.
+        """
+        of_tokens = self.score(batch).target
+        weights = 1 if batch.weights is None else batch.weights
+        return self.over_sequences((of_tokens * weights).sum(dim=1))
+
     def over_sequences(self, of_own_tokens: Tensor) -> Tensor:
         """Sum a value per sequence over the ranks that have parts of the sequences.
 

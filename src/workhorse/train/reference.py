@@ -1,0 +1,137 @@
+"""Log-probabilities of the reference model, computed once before training.
+
+Preference objectives compare the model with the model that training started from. Its
+log-probability of each sequence never changes, so it is computed from the initial weights and
+stored in the run directory; no second model is kept in memory.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workhorse.data import Batch, Dataset, Split
+from workhorse.data.batches import ValidationBatches
+from workhorse.data.config import TooLong
+from workhorse.data.manifest import write_array
+from workhorse.errors import WorkhorseError
+from workhorse.parallel.processes.world import World
+from workhorse.train.objectives.objective import (
+    Divided,
+    ModelObjective,
+    Objective,
+    UncountedObjective,
+    Wrapped,
+)
+from workhorse.train.step.step import TrainingStep
+
+Progress = Callable[[int, int], None]
+"""Called with the number of batches done and in total."""
+
+
+def load_references(dataset: Dataset, folder: Path) -> bool:
+    """Set `TokenStream.reference` of all streams from the files in a folder.
+
+    Returns:
+        False if a file is missing.
+
+    Raises:
+        WorkhorseError: a file does not fit the data.
+    """
+    for path, split, number in _places(dataset, folder):
+        if not path.exists():
+            return False
+        values = np.load(path, allow_pickle=False)
+        stream = split.streams[number]
+        if values.shape != (stream.n_documents,):
+            raise WorkhorseError(
+                f"{path} has {len(values)} values for {stream.n_documents} documents; delete "
+                f"{folder} and start a new run"
+            )
+        stream.reference = values
+    return True
+
+
+def compute_references(
+    step: TrainingStep,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    seq_len: int,
+    too_long: TooLong | None,
+    world: World,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Compute the log-probability of every sequence with the current weights, and store it.
+
+    Args:
+        step: the training step, with the weights of the reference model. All ranks call this.
+        dataset: prepared data with one sequence per row; `TokenStream.reference` is set.
+        folder: the folder for the files, which rank 0 writes.
+        seq_len: predictions per row.
+        too_long: see `DataConfig.too_long`; sequences that are left out get NaN.
+        world: the processes that divide the sequences among themselves.
+        progress: called after every batch.
+    """
+    for path, split, number in _places(dataset, folder):
+        stream = split.streams[number]
+        batches = ValidationBatches(
+            Split(split.name, (stream,), (1.0,)),
+            seq_len=seq_len,
+            batch_size=step.micro_batch_size,
+            packing="padded",
+            too_long=too_long,
+        )
+        sums = torch.zeros(len(batches) * step.micro_batch_size, dtype=torch.float64)
+        sums = sums.to(step.device)
+        step.objective.eval()
+        with torch.no_grad():
+            for index, counts_here in world.passes(len(batches)):
+                rows = batches[index].to(step.device)
+                with step.precision.products(), step.precision():
+                    of_rows = sequence_logprobs(step.objective, rows)
+                if counts_here and of_rows is not None:
+                    sums[index * step.micro_batch_size :][: len(rows)] = of_rows.double()
+                progress(index, len(batches))
+        step.objective.train()
+        world.add_(sums)
+        values = np.full(stream.n_documents, np.nan)
+        documents = batches.documents(0)
+        values[documents] = sums.cpu().numpy()[: len(documents)]
+        stream.reference = values
+        if world.is_first:
+            folder.mkdir(exist_ok=True)
+            write_array(path, values)
+
+
+def sequence_logprobs(objective: Objective, batch: Batch) -> Tensor | None:
+    """Compute the weighted sum of the log-probabilities of each row's targets, (rows).
+
+    Args:
+        objective: the objective in training, also if it is wrapped or its model is divided.
+        batch: rows of one sequence each.
+
+    Returns:
+        The sums; None on a rank whose result another rank also computes.
+    """
+    counted = True
+    while isinstance(objective, Wrapped):
+        counted &= not isinstance(objective, UncountedObjective)
+        if isinstance(objective, Divided):
+            batch = batch.columns(objective.team.own(batch.tokens.shape[1]))
+        objective = objective.objective
+    assert isinstance(objective, ModelObjective)
+    of_rows = objective.sequence_logprobs(batch)
+    return of_rows if counted else None
+
+
+def _places(dataset: Dataset, folder: Path) -> list[tuple[Path, Split, int]]:
+    """Return the file of each stream, its split, and its index there."""
+    splits = [split for split in (dataset.train, dataset.validation) if split is not None]
+    return [
+        (folder / f"{split.name}-{stream.name}.npy", split, number)
+        for split in splits
+        for number, stream in enumerate(split.streams)
+    ]

@@ -140,6 +140,7 @@ class ControlEncoder:
         added = definition["added_tokens"]
         controls = [entry for entry in added if entry["special"] or entry["content"] in extra]
         self._spelled = {entry["content"]: f"<{nonce}.{entry['id']}>" for entry in controls}
+        self._marker = re.compile(rf"<{nonce}\.\d+>")
         spelled = [
             {**entry, "content": self._spelled.get(entry["content"], entry["content"])}
             for entry in added
@@ -167,3 +168,13 @@ class ControlEncoder:
         """Encode a string. Markers become control tokens, and everything else is typed text."""
         (ids,) = ids_of(self._backend, [text])
         return [self._id_of.get(number, number) for number in ids]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a string, and return where each token begins and ends in it, in characters."""
+        ids = self.encode(text)  # reports errors
+        found = self._backend.encode(text, add_special_tokens=False)
+        return ids, found.offsets
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return where each control token begins and ends in a string for `encode`."""
+        return [match.span() for match in self._marker.finditer(text)]

@@ -7,7 +7,7 @@ control tokens, typed text replaces the placeholders, and the result is encoded 
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -23,6 +23,7 @@ from workhorse.tokenizers.chat.messages import (
     with_reasoning,
 )
 from workhorse.tokenizers.chat.process import RENDERER
+from workhorse.tokenizers.control import ControlEncoder
 from workhorse.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = """\
@@ -193,9 +194,68 @@ class ChatTemplate:
             )
         chat = _chat(messages, tools, documents, variables)
         encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
-        if not allow_special:
-            _check_roles(chat, [*encoder.names])
         now = datetime.now()
+        if allow_special:
+            chat, _, _ = self._marked(chat, add_generation_prompt, now, tokenizer, encoder)
+            text = self._render(chat, add_generation_prompt, now)
+            return tokenizer.encode(text, allow_special=True)
+        return encoder.encode(self._spelled(chat, add_generation_prompt, now, tokenizer, encoder))
+
+    def spelling(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[ControlEncoder, Callable[[Messages, bool], str]]:
+        """Return an encoder, and a function from messages to the string that `encode` encodes.
+
+        The function's second argument is `add_generation_prompt`. Control tokens are spelled in the
+        same way in all strings, and the current time is the same in all.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            tools: see `render`.
+            variables: see `render`.
+        """
+        if tools is not None and self.with_tools is not None:
+            return self.with_tools.spelling(tokenizer, tools=tools, **variables)
+        encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
+        now = datetime.now()
+
+        def spelled(messages: Messages, add_generation_prompt: bool) -> str:
+            chat = _chat(messages, tools, None, variables)
+            return self._spelled(chat, add_generation_prompt, now, tokenizer, encoder)
+
+        return encoder, spelled
+
+    def _spelled(
+        self,
+        chat: Chat,
+        add_generation_prompt: bool,
+        now: datetime,
+        tokenizer: Tokenizer,
+        encoder: ControlEncoder,
+    ) -> str:
+        """Render a chat for the encoder, in which typed text cannot be a control token."""
+        _check_roles(chat, [*encoder.names])
+        _, typed, text = self._marked(chat, add_generation_prompt, now, tokenizer, encoder)
+        plain = self._render(typed.without_names, add_generation_prompt, now)
+        return typed.put_back(text, plain)
+
+    def _marked(
+        self,
+        chat: Chat,
+        add_generation_prompt: bool,
+        now: datetime,
+        tokenizer: Tokenizer,
+        encoder: ControlEncoder,
+    ) -> tuple[Chat, Placeholders, str]:
+        """Render a chat with placeholders; its contents as parts if the template needs that.
+
+        Returns:
+            The chat as the template reads it, its placeholders, and the rendered text.
+        """
 
         def marked(chat: Chat) -> tuple[Chat, Placeholders, str]:
             typed = Placeholders(chat, encoder, tokenizer.special_tokens)
@@ -204,19 +264,14 @@ class ChatTemplate:
             return chat, typed, text
 
         try:
-            chat, typed, text = marked(chat)
+            return marked(chat)
         except WorkhorseError as error:
             if not self._knows_parts:
                 raise
             try:
-                chat, typed, text = marked(in_parts(chat))
+                return marked(in_parts(chat))
             except WorkhorseError:
                 raise error from None
-        if allow_special:
-            text = self._render(chat, add_generation_prompt, now)
-            return tokenizer.encode(text, allow_special=True)
-        plain = self._render(typed.without_names, add_generation_prompt, now)
-        return encoder.encode(typed.put_back(text, plain))
 
     def _written_tokens(self, tokenizer: Tokenizer) -> frozenset[str]:
         """Return the added tokens that the template writes as control tokens, such as `<think>`."""

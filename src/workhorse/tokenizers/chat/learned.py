@@ -1,0 +1,297 @@
+"""Finds the tokens of a conversation that are learned, from the chat template as it is.
+
+A template does not say which of its output the assistant must write. Comparing renderings shows it.
+In the rendering of the whole conversation, the assistant's turn i
+
+- begins where it no longer equals the rendering of the messages before i with the generation
+  prompt,
+- ends where it no longer equals the rendering of the messages up to i, without what follows the
+  last control token there: a line break after the end of the turn, for example.
+
+Renderings of a part of a conversation may differ from that part of the whole rendering: templates
+omit earlier reasoning, or move the system message. So positions are always compared from an anchor:
+a random string that is added to each message and found again in each rendering.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import isfinite
+from typing import Any, Literal, NamedTuple
+
+from workhorse.errors import WorkhorseError, shown
+from workhorse.tokenizers.chat.template import ChatTemplate, Messages
+from workhorse.tokenizers.tokenizer import Tokenizer
+
+Learn = Literal["assistant", "last", "all"]
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
+OURS = ("weight", "train")
+"""Keys of a message that are options of `encode_conversation`; templates do not see them."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Render = Callable[[Messages, bool], str]
+"""Renders messages, with the generation prompt if the second argument is True."""
+
+
+class Learned(NamedTuple):
+    """A conversation as token ids."""
+
+    ids: list[int]
+    weights: list[float]
+    """The loss weight of each token; 0: it is not learned."""
+
+
+def encode_conversation(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    *,
+    learn: Learn = "assistant",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> Learned:
+    """Encode a conversation, and weight the tokens that the assistant must produce.
+
+    These are its reasoning, content, tool calls, and the token that ends its turn; not the
+    generation prompt.
+
+    Args:
+        template: the model's chat template.
+        tokenizer: the model's tokenizer.
+        messages: the messages. A message's `weight` (a number) or `train` (a boolean) replaces the
+            weight of its turn, which is 1 for the messages that `learn` selects and 0 for others.
+        learn: `assistant`: all assistant messages; `last`: only the last one; `all`: every token,
+            whatever the messages' weights are.
+        tools: see `ChatTemplate.render`.
+        variables: see `ChatTemplate.render`.
+
+    Raises:
+        WorkhorseError: the template refuses the messages, a role is unknown, the last message is
+            not the assistant's, a learned message is empty, or its turn cannot be found.
+    """
+    weights = _weights(messages, learn)
+    messages = [{name: one for name, one in each.items() if name not in OURS} for each in messages]
+    encoder, spelled = template.spelling(tokenizer, tools=tools, **variables)
+    text = spelled(messages, False)
+    ids, offsets = encoder.encode_with_offsets(text)
+    if learn == "all":
+        return Learned(ids, [1.0] * len(ids))
+    learned = [0.0] * len(ids)
+    turns = _Turns(messages, spelled, text, encoder.spans(text))
+    for number, weight in weights.items():
+        start, end = turns.span(number)
+        inside = [index for index, (begin, _) in enumerate(offsets) if start <= begin < end]
+        if not inside:
+            raise WorkhorseError(f"message {number} has no token to learn; remove it")
+        for index in inside:
+            learned[index] = weight
+    return Learned(ids, learned)
+
+
+def _weights(messages: Messages, learn: Learn) -> dict[int, float]:
+    """Return the weight of each message that is learned, after checking the messages."""
+    if not messages:
+        raise WorkhorseError("the conversation has no messages; remove it")
+    for number, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            raise WorkhorseError(
+                f"message {number} has the role {shown(message.get('role'))}; use one of "
+                f"{', '.join(sorted(ROLES))}"
+            )
+    speakers = [message["role"] for message in messages]
+    if learn != "all" and speakers[-1] != "assistant":
+        raise WorkhorseError(
+            f"the last message is of the role {speakers[-1]}, not of the assistant; add an answer"
+        )
+    last = len(messages) - 1
+    weights: dict[int, float] = {}
+    for number, (message, role) in enumerate(zip(messages, speakers, strict=True)):
+        chosen = role == "assistant" and (learn == "assistant" or number == last)
+        weight = _weight(message, number, float(chosen))
+        if not weight:
+            continue
+        if not any(message.get(name) for name in ("content", "tool_calls", *REASONING)):
+            raise WorkhorseError(f"message {number} ({role}) is empty; remove it or set weight: 0")
+        weights[number] = weight
+    if not weights and learn != "all":
+        raise WorkhorseError("all messages have weight 0, so nothing is learned; remove the record")
+    return weights
+
+
+def _weight(message: Mapping[str, Any], number: int, default: float) -> float:
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise WorkhorseError(f"message {number}: train={shown(train)} is not true or false")
+    if weight is None:
+        return default if train is None else float(train)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+        raise WorkhorseError(f"message {number}: weight={shown(weight)} is not a finite number")
+    if weight < 0:
+        raise WorkhorseError(f"message {number}: weight={shown(weight)} is not 0 or more")
+    return float(weight)
+
+
+class _Turns:
+    """Finds the turns of messages in the rendering of a conversation.
+
+    Args:
+        messages: the messages.
+        render: renders messages; control tokens are spelled in a way that no message can contain.
+        text: the rendering of all messages.
+        controls: (start, end) of each control token in the text.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        render: Render,
+        text: str,
+        controls: Sequence[tuple[int, int]],
+    ) -> None:
+        self.render = render
+        self.text = text
+        self.controls = controls
+        self.messages = messages
+        self._nonce = secrets.token_hex(8)
+        self._mark = re.compile(rf"x{self._nonce}(\d{{6}})x")
+        self.anchored, self.anchors = self._anchor()
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the start and end of what is learned of a message."""
+        if number not in self.anchors:
+            raise WorkhorseError(
+                f"the chat template omits or changes message {number} "
+                f"({self.messages[number]['role']}); set its weight to 0"
+            )
+        start, end = self._start(number), self._end(number)
+        if not start <= self.anchors[number] <= end:
+            raise WorkhorseError(
+                f"the chat template moves message {number} ({self.messages[number]['role']}), so "
+                "its turn cannot be found; set its weight to 0"
+            )
+        return start, end
+
+    def _start(self, number: int) -> int:
+        """Find the end of the generation prompt before a message."""
+        before = [one for one in self.anchors if one < number]
+        origin = self.anchors[before[-1]] if before else 0
+        prompt = ""
+        if number:
+            is_answer = self.messages[number]["role"] == "assistant"
+            prompt = self._after(number, before[-1] if before else None, is_answer)
+        at = origin + _common(self.text[origin:], prompt)
+        if at < origin + len(prompt):  # the prompt continues differently, for example with <think>
+            breaks = [origin, self.text.rfind("\n", origin, at) + 1]
+            at = max(*breaks, *(end for _, end in self.controls if end <= at), origin)
+        return at
+
+    def _end(self, number: int) -> int:
+        """Find the end of a message's turn, including its last control token."""
+        anchor, end = self.anchors[number], len(self.text)
+        if number < len(self.messages) - 1:
+            end = anchor + _common(self.text[anchor:], self._after(number + 1, number, False))
+            end = next((one for one, stop in self.controls if one < end < stop), end)
+        stops = [stop for start, stop in self.controls if anchor <= start < end]
+        if stops:
+            return stops[-1]
+        close = anchor + len(self.text[anchor:end].rstrip())
+        following = [one for one in self.controls if one[0] >= close]
+        if following and not self.text[close : following[0][0]].strip():
+            return following[0][1]  # a template may end the last turn with another token
+        return close
+
+    def _after(self, count: int, anchor: int | None, prompt: bool) -> str:
+        """Render the first messages, and return what follows an anchor; None: everything."""
+        text, positions = self._found(self.render(self.anchored[:count], prompt))
+        if anchor is None:
+            return text
+        if anchor not in positions:
+            raise WorkhorseError(
+                f"the chat template omits message {anchor} if only {count} messages are rendered; "
+                "learn only the last message"
+            )
+        return text[positions[anchor] :]
+
+    def _anchor(self) -> tuple[list[Mapping[str, Any]], dict[int, int]]:
+        """Add an anchor to each message, in the first string where the template keeps it.
+
+        Returns:
+            The messages, and the position in the text of each anchor that was kept.
+        """
+        copies = [self._anchored(number) for number in range(len(self.messages))]
+        anchored = [each[0] if each else self.messages[n] for n, each in enumerate(copies)]
+        text, anchors = self._found(self.render(anchored, False))
+        if text == self.text and len(anchors) == sum(map(bool, copies)):
+            return anchored, anchors
+        anchored, anchors = list(self.messages), {}
+        for number, each in enumerate(copies):
+            for changed in each:
+                attempt = [*anchored[:number], changed, *self.messages[number + 1 :]]
+                text, found = self._found(self.render(attempt, False))
+                if text == self.text and found.keys() == {*anchors, number}:
+                    anchored, anchors = attempt, found
+                    break
+        return anchored, anchors
+
+    def _found(self, rendered: str) -> tuple[str, dict[int, int]]:
+        """Remove the anchors from a rendering.
+
+        Returns:
+            The rendering without them, and the position there of each anchor that occurs once.
+        """
+        parts = self._mark.split(rendered)
+        numbers = [int(one) for one in parts[1::2]]
+        ends = [*accumulate(map(len, parts[::2]))]
+        found = {
+            number: end
+            for number, end in zip(numbers, ends, strict=False)
+            if numbers.count(number) == 1
+        }
+        return "".join(parts[::2]), dict(sorted(found.items()))
+
+    def _anchored(self, number: int) -> list[Mapping[str, Any]]:
+        """Return copies of a message with its anchor in its content, tool calls, or reasoning."""
+        return _anchored(self.messages[number], f"x{self._nonce}{number:06d}x")
+
+
+def _anchored(message: Mapping[str, Any], mark: str) -> list[Mapping[str, Any]]:
+    """Return copies of a message with the mark in its content, tool calls, or reasoning."""
+    copies: list[Mapping[str, Any]] = []
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        copies.append({**message, "content": _marked(content, mark)})
+    if isinstance(content, list):
+        for number in reversed(range(len(content))):
+            part = content[number]
+            if isinstance(part, Mapping) and str(part.get("text") or "").strip():
+                changed = {**part, "text": _marked(part["text"], mark)}
+                copies.append(
+                    {**message, "content": [*content[:number], changed, *content[number + 1 :]]}
+                )
+                break
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls and isinstance(last := calls[-1], Mapping):
+        function = last.get("function", last)
+        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+            changed = {**function, "name": name + mark}
+            call = {**last, "function": changed} if "function" in last else changed
+            copies.append({**message, "tool_calls": [*calls[:-1], call]})
+    for key in REASONING:
+        if isinstance(reasoning := message.get(key), str) and reasoning.strip():
+            copies.append({**message, key: _marked(reasoning, mark)})
+    return copies
+
+
+def _marked(text: str, mark: str) -> str:
+    """Insert a mark before the white space at the end of a text."""
+    core = text.rstrip()
+    return core + mark + text[len(core) :]
+
+
+def _common(first: str, second: str) -> int:
+    """Return the length of the common prefix."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))

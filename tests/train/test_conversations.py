@@ -1,0 +1,182 @@
+"""Training on conversations: the data that a step sees, its loss, and exact resuming."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.chats import chat, chat_tokenizer, sums, write_lines
+from tests.train.conftest import MODEL
+from tests.train.runs import assert_same_run, notices
+from workhorse.config.base import ConfigError
+from workhorse.data import Batch, Batches, Dataset, prepare
+from workhorse.errors import WorkhorseError
+from workhorse.nn import IGNORE, DecoderConfig
+from workhorse.tokenizers import Tokenizer
+from workhorse.train import Recipe, train
+from workhorse.train.objectives.next_token import NextToken
+
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return chat_tokenizer()
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: Tokenizer) -> Make:
+    tokenizer.save(tmp_path / "tokenizer")
+    write_lines(tmp_path / "chats.jsonl", sums(24))
+
+    def recipe(data: dict[str, Any] | None = None, **source: Any) -> Recipe:
+        corpus = {"kind": "conversations", "path": str(tmp_path / "chats.jsonl"), **source}
+        return Recipe.from_dict(
+            {
+                "name": "chat",
+                "model": MODEL,
+                "tokenizer": {"kind": "file", "path": str(tmp_path / "tokenizer")},
+                "data": {"corpus": corpus, **(data or {})},
+                "train": {
+                    "steps": 6,
+                    "batch_size": 4,
+                    "seq_len": 32,
+                    "log_every": 1,
+                    "checkpoint_every": 3,
+                    "samples": {"prompts": ["3+1?"], "every": 6, "max_new_tokens": 3},
+                },
+            }
+        )
+
+    return recipe
+
+
+def prepared(recipe: Recipe, tokenizer: Tokenizer, folder: Path, lines: Any = print) -> Dataset:
+    return prepare(recipe.data, tokenizer, folder, notify=lines)
+
+
+def learned_text(batch: Batch, tokenizer: Tokenizer) -> list[str]:
+    return [
+        tokenizer.decode([one for one in row if one != IGNORE]) for row in batch.targets.tolist()
+    ]
+
+
+def test_the_answers_and_their_ends_are_learned(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    recipe = make({"packing": "padded"}, validation_fraction=0.2)
+    dataset = prepared(recipe, tokenizer, tmp_path)
+    batches = Batches(dataset.train, seq_len=32, batch_size=24, packing="padded")
+    texts = learned_text(batches[0], tokenizer)
+    wanted = {f"{n + 1}<|end|>" + "yes<|end|>" * (n % 2) for n in range(24)}
+    assert set(texts) < wanted
+    assert dataset.validation is not None
+    assert dataset.train.n_documents + dataset.validation.n_documents == 24
+    last = make({"packing": "padded"}, learn="last", validation_fraction=0)
+    batches = Batches(
+        prepared(last, tokenizer, tmp_path).train, seq_len=32, batch_size=24, packing="padded"
+    )
+    assert set(learned_text(batches[0], tokenizer)) == {
+        "yes<|end|>" if n % 2 else f"{n + 1}<|end|>" for n in range(24)
+    }
+
+
+def test_the_loss_is_the_mean_over_learned_tokens(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Packed and padded rows have the same sum and the same count, in float64."""
+    decoder = DecoderConfig.from_dict(
+        {**MODEL, "vocab_size": tokenizer.vocab_size, "max_seq_len": 64}
+    ).build()
+    objective = NextToken(decoder).double().eval()
+    found: dict[str, Tensor] = {}
+    for packing, rows in (("padded", 24), ("documents", 12)):
+        dataset = prepared(make({"packing": packing}, validation_fraction=0), tokenizer, tmp_path)
+        batches = Batches(dataset.train, seq_len=32, batch_size=rows, packing=packing)
+        assert batches.rows_per_epoch == {"corpus": rows}
+        loss, count, _ = objective(batches[0])
+        found[packing] = torch.stack([loss, count])
+    expected = torch.zeros(2, dtype=torch.float64)
+    for record in sums(24):
+        for number in range(1, len(record["messages"]), 2):
+            given = "".join(
+                f"<|{one['role']}|>{one['content']}<|end|>" for one in record["messages"][:number]
+            )
+            answer = f"{record['messages'][number]['content']}<|end|>"
+            prompt = tokenizer.encode(f"{given}<|assistant|>", allow_special=True)
+            ids = [*prompt, *tokenizer.encode(answer, allow_special=True)]
+            logits = decoder(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+            chosen = logits[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][len(prompt) - 1 :]
+            expected += torch.stack([-chosen.sum(), torch.tensor(float(len(chosen)))])
+    for sums_of in found.values():
+        torch.testing.assert_close(sums_of, expected, rtol=1e-12, atol=0)
+
+
+def test_a_run_resumes_bit_for_bit(make: Make, tmp_path: Path) -> None:
+    recipe, told = make(), []
+    result = train(recipe, tmp_path / "whole", on_event=told.append)
+    assert result.validation_loss is not None
+    assert result.bits_per_byte is None
+    (event,) = [event for event in told if event["kind"] == "samples"]
+    assert [sample["prompt"] for sample in event["samples"]] == ["3+1?"]
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").glob("*6")))
+    train(recipe, tmp_path / "resumed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=6)
+
+
+def test_what_is_left_out_is_said(make: Make, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_lines(tmp_path / "chats.jsonl", [*sums(24), {"messages": chat("a" * 40, "b")}])
+    told: list[dict[str, Any]] = []
+    train(make(), tmp_path / "run", on_event=told.append)
+    assert any("1 longer than 32 predictions" in line for line in notices(told))
+
+
+def test_training_records_in_the_validation_file(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    held_out = write_lines(tmp_path / "held.jsonl", sums(5))
+    lines: list[str] = []
+    for overlap, left in (("keep", 24), ("drop", 19)):
+        recipe = make(validation=str(held_out), overlap=overlap)
+        dataset = prepared(recipe, tokenizer, tmp_path, lines.append)
+        assert dataset.train.n_documents == left
+    assert lines[0].startswith("5 training records are also in the validation data and stay; ")
+    assert lines[1].endswith("validation data and are skipped")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": chat("a", "b", "c")}, "the last message is of the role user"),
+        ({"messages": chat("a", "")}, "message 1 (assistant) is empty"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]},
+            "message 1 has the role 'bot'; use one of assistant",
+        ),
+        (
+            {"messages": [{**one, "weight": 0} for one in chat("a", "b")]},
+            "all messages have weight 0",
+        ),
+        (
+            {"messages": [{**one, "weight": -1} for one in chat("a", "b")]},
+            "message 0: weight=-1 is not 0 or more",
+        ),
+    ],
+)
+def test_a_record_that_teaches_nothing_is_an_error(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path, record: Any, message: str
+) -> None:
+    write_lines(tmp_path / "chats.jsonl", [*sums(3), record])
+    with pytest.raises(WorkhorseError) as raised:
+        prepared(make(validation_fraction=0), tokenizer, tmp_path)
+    assert f"chats.jsonl:4: {message}" in str(raised.value)
+
+
+def test_a_tokenizer_without_a_template_is_refused(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
+        prepared(make(), chat_tokenizer(None), tmp_path)

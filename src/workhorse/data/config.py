@@ -143,7 +143,9 @@ class ConversationsConfig(HeldOut):
 
     kind: Literal["conversations"] = "conversations"
     path: Annotated[Path, OnResume.SAME_DATA]
-    """A file, or a folder of files: `.jsonl`, `.jsonl.gz`, `.jsonl.zst` or `.parquet`."""
+    """A file, or a folder of files: `.jsonl`, `.jsonl.gz`, `.jsonl.zst` or `.parquet`. `stdlib`:
+    questions about the functions and classes of Python's standard library, if there is no file of
+    this name."""
     rows: Literal["conversations", "pairs", "labels"] = "conversations"
     """The meaning of a record. Each record of `pairs` is two sequences."""
     learn: Learn = "assistant"
@@ -153,6 +155,11 @@ class ConversationsConfig(HeldOut):
     """Training records that are also in `validation`: `drop` skips them; `keep` only reports their
     number."""
     errors: ClassVar[Literal["strict"]] = "strict"
+
+    @property
+    def of_stdlib(self) -> bool:
+        """True if the conversations are questions about the standard library."""
+        return self.path == Path("stdlib") and not self.path.exists()
 
     @property
     def group(self) -> int:

@@ -171,9 +171,14 @@ def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
     Raises:
         WorkhorseError: a file is not UTF-8 text.
     """
-    if not isinstance(source, StdlibConfig | ParquetConfig):
+    if not isinstance(source, StdlibConfig | ParquetConfig) and not of_stdlib(source):
         files = [path for path in all_files(source) if path.suffix not in PARQUET_SUFFIXES]
         check_files(files, source.errors, _advice(source, key))
+
+
+def of_stdlib(source: SourceConfig) -> bool:
+    """Return True if a source has questions about the standard library."""
+    return isinstance(source, ConversationsConfig) and source.of_stdlib
 
 
 def _advice(source: SourceConfig, key: str | None) -> Advice:
@@ -195,7 +200,7 @@ def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
 
     If the splits share files, all of these files are returned for each split.
     """
-    if isinstance(source, StdlibConfig):
+    if isinstance(source, StdlibConfig) or of_stdlib(source):
         return [module.path for module in stdlib.candidates()]
     if split == "validation" and not source.has_validation:
         return []
@@ -215,9 +220,8 @@ def _read_conversations(
     """Yield one document per sequence, that is, two per record of `pairs`."""
 
     def records(files: Iterable[Path]) -> Iterator[Record]:
-        for path in files:
-            for where, fields in _fields(path, advice):
-                yield record_of(fields, source.rows, where)
+        for where, fields in _fields(source, files, advice):
+            yield record_of(fields, source.rows, where)
 
     other: set[str] = set()
     below = None
@@ -241,23 +245,29 @@ def overlap_of(source: SourceConfig) -> int:
     advice = _advice(source, None)
 
     def identities(split: SplitName) -> Iterator[str]:
-        for path in data_files(source, split):
-            for where, fields in _fields(path, advice):
-                yield record_of(fields, source.rows, where).identity
+        for where, fields in _fields(source, data_files(source, split), advice):
+            yield record_of(fields, source.rows, where).identity
 
     held_out = set(identities("validation"))
     return sum(identity in held_out for identity in identities("train"))
 
 
-def _fields(path: Path, advice: Advice) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, fields) of each record of a JSON Lines or Parquet file."""
-    if path.suffix not in PARQUET_SUFFIXES:
-        yield from json_records(path, "strict", advice)
+def _fields(
+    source: ConversationsConfig, files: Iterable[Path], advice: Advice
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, fields) of each record of JSON Lines and Parquet files."""
+    if source.of_stdlib:
+        yield from stdlib.questions(source.rows)
         return
-    with parquet_file(path) as file:
-        rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in batch.to_pylist())
-        for number, row in enumerate(rows):
-            yield f"{path}:{number}", row
+    for path in files:
+        if path.suffix not in PARQUET_SUFFIXES:
+            yield from json_records(path, "strict", advice)
+            continue
+        with parquet_file(path) as file:
+            batches = file.iter_batches(PARQUET_ROWS)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows):
+                yield f"{path}:{number}", row
 
 
 def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Iterator[Document]:

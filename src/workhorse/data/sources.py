@@ -21,6 +21,7 @@ from workhorse.data.documents import (
     all_files,
     check_text_files,
     data_files,
+    of_stdlib,
     read_documents,
 )
 from workhorse.data.files import visible_files
@@ -67,7 +68,7 @@ def list_files(config: DataConfig) -> dict[str, dict[str, FileState]]:
     listed: dict[str, dict[str, FileState]] = {}
     for name, source in config.sources.items():
         files = listed[name] = {}
-        if isinstance(source, StdlibConfig):
+        if isinstance(source, StdlibConfig) or of_stdlib(source):
             files |= {module.name: _size_and_time(module.path) for module in stdlib.candidates()}
             continue
         roots: dict[SplitName, Path | None] = {

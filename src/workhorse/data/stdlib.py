@@ -5,6 +5,7 @@ wrote for this machine, installed packages, and near-duplicates. The modules dep
 of Python, but not on the machine.
 """
 
+import ast
 import functools
 import sysconfig
 import tokenize
@@ -12,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workhorse.errors import WorkhorseError
 
@@ -71,6 +73,51 @@ def modules() -> tuple[Module, ...]:
     modules = candidates()
     kept = unlike(module.text() for module in modules)
     return tuple(modules[index] for index in kept)
+
+
+QUESTIONS = ("What is {}?", "What does {} do?", "Explain {}.", "Describe {} in one sentence.")
+SHORTEST, LONGEST = 20, 200
+"""Limits of the characters in an answer's summary."""
+
+
+def questions(rows: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, fields) of questions and answers about documented functions and classes.
+
+    An answer names the object, its kind and its module, then gives the first sentence of its
+    docstring. A rejected or undesirable answer lacks the name.
+
+    Args:
+        rows: the kind of the records; see `ConversationsConfig.rows`.
+    """
+    for module in modules():
+        for number, (name, kind, summary) in enumerate(_documented(module.text())):
+            asked = QUESTIONS[number % len(QUESTIONS)].format(f"{module.name}.{name}")
+            prompt = [{"role": "user", "content": asked}]
+            good, bad = (
+                [{"role": "assistant", "content": text}]
+                for text in (f"`{name}` is a {kind} of `{module.name}`. {summary}", summary)
+            )
+            records: dict[str, dict[str, Any]] = {
+                "conversations": {"messages": [*prompt, *good]},
+                "pairs": {"prompt": prompt, "chosen": good, "rejected": bad},
+                "labels": {
+                    "prompt": prompt,
+                    "completion": bad if number % 2 else good,
+                    "label": not number % 2,
+                },
+            }
+            yield f"{module.name}.{name}", records[rows]
+
+
+def _documented(source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, kind, summary) of each public function and class with a short summary."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
+        summary = " ".join(paragraph.split())
+        if SHORTEST <= len(summary) <= LONGEST and summary.endswith("."):
+            yield node.name, "class" if isinstance(node, ast.ClassDef) else "function", summary
 
 
 def unlike(texts: Iterable[str]) -> Iterator[int]:

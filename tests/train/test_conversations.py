@@ -12,11 +12,12 @@ from torch import Tensor
 from tests.train.chats import chat, chat_tokenizer, sums, write_lines
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run, notices
-from workhorse.config.base import ConfigError
-from workhorse.data import Batch, Batches, Dataset, prepare
+from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE, DecoderConfig
 from workhorse.tokenizers import Tokenizer
+from workhorse.tokenizers.chat.template import with_template
+from workhorse.tokenizers.config import BytesConfig
 from workhorse.train import Recipe, train
 from workhorse.train.objectives.next_token import NextToken
 
@@ -177,6 +178,12 @@ def test_a_record_that_teaches_nothing_is_an_error(
     assert f"chats.jsonl:4: {message}" in str(raised.value)
 
 
-def test_a_tokenizer_without_a_template_is_refused(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-        prepared(make(), chat_tokenizer(None), tmp_path)
+def test_a_tokenizer_with_role_tokens_gets_the_default_template(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    bare = Tokenizer(tokenizer.definition, tokenizer.roles)
+    assert with_template(bare).chat_templates == tokenizer.chat_templates
+    assert with_template(tokenizer) is tokenizer
+    recipe = make()
+    with pytest.raises(WorkhorseError, match="nor the special tokens <.system.> "):
+        prepare_tokenizer(BytesConfig(), make().data, tmp_path)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from workhorse.config.base import ConfigError
 from workhorse.data.config import Learn
 from workhorse.errors import WorkhorseError, nearest, shown
 
@@ -148,18 +147,6 @@ def encode_example(
         tools=example.tools,
     )
     return Weighted(found.ids, found.weights)
-
-
-def check_template(tokenizer: "Tokenizer", key: str) -> None:
-    """Check that a tokenizer has a chat template, before conversations are encoded.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if not tokenizer.chat_templates:
-        raise ConfigError(
-            "the tokenizer has no chat template; set tokenizer.chat=true, or use a model's", key
-        )
 
 
 def _conversation(fields: Mapping[str, Any]) -> Example:

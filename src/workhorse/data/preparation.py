@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from workhorse.data.config import ConversationsConfig, DataConfig, Learn, SourceConfig
-from workhorse.data.conversations import Example, check_template, encode_example
+from workhorse.data.conversations import Example, encode_example
 from workhorse.data.dataset import (
     Dataset,
     TokenStream,
@@ -206,7 +206,8 @@ def prepare_tokenizer(
     Args:
         tokenizer_config: config of the tokenizer. With `kind: file`, an existing tokenizer is
             loaded and nothing is stored.
-        data_config: the corpus; its `cache_dir`, if set, replaces `folder`.
+        data_config: the corpus; its `cache_dir`, if set, replaces `folder`. If it has
+            conversations, the tokenizer gets a chat template.
         folder: folder for trained tokenizers. Each is stored in a subfolder named after a hash of
             its config, the configs of the sources, and the path, size and modification time of
             each file of the corpus.
@@ -217,9 +218,11 @@ def prepare_tokenizer(
         WorkhorseError: a source cannot be read, or the tokenizer cannot be trained on it.
     """
     from workhorse.tokenizers import load_tokenizer, missing_tokens, train_tokenizer
+    from workhorse.tokenizers.chat.template import with_template
 
+    finish = with_template if data_config.has_conversations else lambda tokenizer: tokenizer
     if tokenizer_config.kind == "file":
-        return train_tokenizer(tokenizer_config, ())
+        return finish(train_tokenizer(tokenizer_config, ()))
     sources = describe_sources(data_config)
     decides = [tokenizer_config.to_dict(), sources]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
@@ -241,7 +244,7 @@ def prepare_tokenizer(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, {missing:,} fewer than "
             "tokenizer.vocab_size: the corpus is too small for more"
         )
-    return tokenizer
+    return finish(tokenizer)
 
 
 def _watched(texts: Iterable[str], total: int | None, progress: Progress | None) -> Iterator[str]:
@@ -468,7 +471,6 @@ def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfi
     sources = describe_sources(config)
     for name, source in config.sources.items():
         if isinstance(source, ConversationsConfig):
-            check_template(tokenizer, config.key_of(name))
             sources[name]["template"] = tokenizer.chat_templates
     return ManifestConfig(
         tokenizer=tokenizer.fingerprint,

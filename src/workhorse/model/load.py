@@ -121,16 +121,18 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
     if tokenizer is None:
         notify(f"{stored.path} {NO_TOKENIZER}")
     is_run = isinstance(stored, RunDirectory)
+    data = _data_of(stored) if is_run else None
+    of_chats = data is not None and data.has_conversations
     return Model(
         str(stored.path),
         decoder,
         tokenizer,
         trained=True,
-        data=_data_of(stored) if is_run else None,
+        data=data,
         stop_tokens=stored.stop_tokens,
         trained_to_chat=tokenizer is not None
         and bool(tokenizer.chat_templates)
-        and (not is_run or stored.recipe().get("init") is not None),
+        and (not is_run or stored.recipe().get("init") is not None or of_chats),
         family=stored.family,
         sampling=_sampling_of(stored, notify),
     )

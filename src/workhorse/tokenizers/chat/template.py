@@ -35,6 +35,8 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 """Template for tokenizers without one: role token, content, and `<|end|>` for each turn."""
+DEFAULT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+"""The control tokens of the default template."""
 TOOL_USE = "tool_use"
 """Name of the template for chats with tools."""
 
@@ -291,6 +293,23 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         return RENDERER.ask(self.source, variables, (now or datetime.now()).isoformat())
+
+
+def with_template(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer with a chat template: its own, or the default one if it has its tokens.
+
+    Raises:
+        WorkhorseError: the tokenizer has neither a template nor the tokens of the default one.
+    """
+    if tokenizer.chat_templates:
+        return tokenizer
+    missing = [name for name in DEFAULT_TOKENS if name not in tokenizer.special_tokens]
+    if missing:
+        raise WorkhorseError(
+            "conversations need a chat template, but the tokenizer has none, nor the special "
+            f"tokens {' '.join(missing)} of the default one; use the tokenizer of a chat model"
+        )
+    return Tokenizer(tokenizer.definition, tokenizer.roles, DEFAULT_TEMPLATE)
 
 
 def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str, Any]) -> Chat:

@@ -6,7 +6,8 @@ In the rendering of the whole conversation, the assistant's turn i
 - begins where it no longer equals the rendering of the messages before i with the generation
   prompt,
 - ends where it no longer equals the rendering of the messages up to i, without what follows the
-  last control token there: a line break after the end of the turn, for example.
+  last control token there: a line break after the end of the turn, for example. If the template
+  ends turns with the first token of the next one, that token is included.
 
 Renderings of a part of a conversation may differ from that part of the whole rendering: templates
 omit earlier reasoning, or move the system message. So positions are always compared from an anchor:
@@ -16,6 +17,7 @@ a random string that is added to each message and found again in each rendering.
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from math import isfinite
 from typing import Any, Literal, NamedTuple
@@ -29,6 +31,9 @@ ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipytho
 OURS = ("weight", "train")
 """Keys of a message that are options of `encode_conversation`; templates do not see them."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
+
+_WORD = re.compile(r"[<\[]?/?\w*\Z")
+"""Matches the word, or the beginning of a tag, at the end of a string."""
 
 Render = Callable[[Messages, bool], str]
 """Renders messages, with the generation prompt if the second argument is True."""
@@ -54,7 +59,8 @@ def encode_conversation(
     """Encode a conversation, and weight the tokens that the assistant must produce.
 
     These are its reasoning, content, tool calls, and the token that ends its turn; not the
-    generation prompt.
+    generation prompt. A message of another role that has a weight is learned from its content to
+    the token that ends its turn.
 
     Args:
         template: the model's chat template.
@@ -78,7 +84,7 @@ def encode_conversation(
     if learn == "all":
         return Learned(ids, [1.0] * len(ids))
     learned = [0.0] * len(ids)
-    turns = _Turns(messages, spelled, text, encoder.spans(text))
+    turns = _Turns(messages, spelled, text, encoder.spans)
     for number, weight in weights.items():
         start, end = turns.span(number)
         inside = [index for index, (begin, _) in enumerate(offsets) if start <= begin < end]
@@ -139,7 +145,7 @@ class _Turns:
         messages: the messages.
         render: renders messages; control tokens are spelled in a way that no message can contain.
         text: the rendering of all messages.
-        controls: (start, end) of each control token in the text.
+        spans: returns (start, end) of each control token in a rendering.
     """
 
     def __init__(
@@ -147,14 +153,15 @@ class _Turns:
         messages: Messages,
         render: Render,
         text: str,
-        controls: Sequence[tuple[int, int]],
+        spans: Callable[[str], Sequence[tuple[int, int]]],
     ) -> None:
         self.render = render
         self.text = text
-        self.controls = controls
+        self.spans = spans
+        self.controls = spans(text)
         self.messages = messages
-        self._nonce = secrets.token_hex(8)
-        self._mark = re.compile(rf"x{self._nonce}(\d{{6}})x")
+        self._nonce = f"{secrets.randbelow(10**20):020}"  # digits: filters do not change their case
+        self._mark = re.compile(rf"{self._nonce}(\d{{6}})")
         self.anchored, self.anchors = self._anchor()
 
     def span(self, number: int) -> tuple[int, int]:
@@ -165,53 +172,102 @@ class _Turns:
                 f"({self.messages[number]['role']}); set its weight to 0"
             )
         start, end = self._start(number), self._end(number)
-        if not start <= self.anchors[number] <= end:
-            raise WorkhorseError(
-                f"the chat template moves message {number} ({self.messages[number]['role']}), so "
-                "its turn cannot be found; set its weight to 0"
-            )
+        others = [one for one, at in self.anchors.items() if one != number and start < at <= end]
+        if others or not start <= self.anchors[number] <= end:
+            raise self._moved(number)
         return start, end
 
+    def _moved(self, number: int) -> WorkhorseError:
+        return WorkhorseError(
+            f"the chat template mixes message {number} ({self.messages[number]['role']}) with "
+            "others, so its turn cannot be found; set its weight to 0"
+        )
+
     def _start(self, number: int) -> int:
-        """Find the end of the generation prompt before a message."""
-        before = [one for one in self.anchors if one < number]
-        origin = self.anchors[before[-1]] if before else 0
-        prompt = ""
-        if number:
-            is_answer = self.messages[number]["role"] == "assistant"
-            prompt = self._after(number, before[-1] if before else None, is_answer)
+        """Find the end of the generation prompt before a message, or the start of its content."""
+        if self.messages[number]["role"] != "assistant":
+            return self._content(number)
+        prefix, positions = self._prefix(number, True)
+        origin, begin = self._previous(number, positions)
+        prompt = prefix[begin:]
         at = origin + _common(self.text[origin:], prompt)
         if at < origin + len(prompt):  # the prompt continues differently, for example with <think>
-            breaks = [origin, self.text.rfind("\n", origin, at) + 1]
-            at = max(*breaks, *(end for _, end in self.controls if end <= at), origin)
+            at = next((start for start, end in self.controls if start < at < end), at)
+            known = max(origin, *(end for _, end in self.controls if end <= at), 0)
+            at = known + len(_WORD.sub("", self.text[known:at]))
         return at
 
+    def _content(self, number: int) -> int:
+        """Find the start of a message's content."""
+        content = self.messages[number].get("content")
+        if not isinstance(content, str):
+            raise self._moved(number)
+        core = content.lstrip()
+        changed = content.removesuffix(core) + self._anchor_of(number) + core
+        messages = [*self.messages]
+        messages[number] = {**messages[number], "content": changed}
+        text, found = self._tried(messages)
+        if text != self.text or number not in found:
+            raise self._moved(number)
+        return found[number]
+
     def _end(self, number: int) -> int:
-        """Find the end of a message's turn, including its last control token."""
+        """Find the end of a message's turn, including the control token that ends it."""
         anchor, end = self.anchors[number], len(self.text)
         if number < len(self.messages) - 1:
-            end = anchor + _common(self.text[anchor:], self._after(number + 1, number, False))
+            prefix, positions = self._prefix(number + 1, False)
+            at = positions.get(number, 0)
+            origin, begin = self._previous(number, positions)
+            here, there = self.text[origin:anchor], prefix[begin:at]
+            kept = _common(here, there) + _common(here[::-1], there[::-1])
+            if kept < len(here):  # more than reasoning is missing
+                raise self._moved(number)
+            end = anchor + _common(self.text[anchor:], prefix[at:])
             end = next((one for one, stop in self.controls if one < end < stop), end)
-        stops = [stop for start, stop in self.controls if anchor <= start < end]
-        if stops:
+        stops = [stop for one, stop in self.controls if anchor <= one < end]
+        if stops and self._closes(number):
             return stops[-1]
         close = anchor + len(self.text[anchor:end].rstrip())
         following = [one for one in self.controls if one[0] >= close]
         if following and not self.text[close : following[0][0]].strip():
-            return following[0][1]  # a template may end the last turn with another token
+            return following[0][1]  # the first token of the next turn, or another one than usual
         return close
 
-    def _after(self, count: int, anchor: int | None, prompt: bool) -> str:
-        """Render the first messages, and return what follows an anchor; None: everything."""
-        text, positions = self._found(self.render(self.anchored[:count], prompt))
-        if anchor is None:
-            return text
-        if anchor not in positions:
+    def _closes(self, number: int) -> bool:
+        """Return True if a control token ends turns, not only tool calls or reasoning in them."""
+        message = self.messages[number]
+        if message.get("content") and not message.get("tool_calls"):
+            return True
+        plain = {"role": message["role"], "content": self._anchor_of(number)}
+        text, found = self._tried([*self.anchored[:number], plain])
+        return number not in found or any(one >= found[number] for one, _ in self.spans(text))
+
+    def _prefix(self, count: int, prompt: bool) -> tuple[str, dict[int, int]]:
+        """Render the first messages; return what `_found` returns."""
+        try:
+            return self._found(self.render(self.anchored[:count], prompt))
+        except WorkhorseError as error:
+            if count:
+                raise
             raise WorkhorseError(
-                f"the chat template omits message {anchor} if only {count} messages are rendered; "
-                "learn only the last message"
-            )
-        return text[positions[anchor] :]
+                "message 0 is the assistant's, but the chat template has no generation prompt "
+                "without messages; set its weight to 0"
+            ) from error
+
+    def _previous(self, number: int, positions: Mapping[int, int]) -> tuple[int, int]:
+        """Return the position of the last anchor before a message, in `text` and in a prefix."""
+        before = [one for one in self.anchors if one < number]
+        if not before:
+            return 0, 0
+        if before[-1] not in positions:
+            raise self._moved(number)
+        return self.anchors[before[-1]], positions[before[-1]]
+
+    def _tried(self, messages: Messages) -> tuple[str, dict[int, int]]:
+        """Render messages as `_found`; an error of the template counts as an empty rendering."""
+        with suppress(WorkhorseError):
+            return self._found(self.render(messages, False))
+        return "", {}
 
     def _anchor(self) -> tuple[list[Mapping[str, Any]], dict[int, int]]:
         """Add an anchor to each message, in the first string where the template keeps it.
@@ -219,16 +275,16 @@ class _Turns:
         Returns:
             The messages, and the position in the text of each anchor that was kept.
         """
-        copies = [self._anchored(number) for number in range(len(self.messages))]
+        copies = [_anchored(each, self._anchor_of(n)) for n, each in enumerate(self.messages)]
         anchored = [each[0] if each else self.messages[n] for n, each in enumerate(copies)]
-        text, anchors = self._found(self.render(anchored, False))
+        text, anchors = self._tried(anchored)
         if text == self.text and len(anchors) == sum(map(bool, copies)):
             return anchored, anchors
         anchored, anchors = list(self.messages), {}
         for number, each in enumerate(copies):
             for changed in each:
                 attempt = [*anchored[:number], changed, *self.messages[number + 1 :]]
-                text, found = self._found(self.render(attempt, False))
+                text, found = self._tried(attempt)
                 if text == self.text and found.keys() == {*anchors, number}:
                     anchored, anchors = attempt, found
                     break
@@ -238,21 +294,22 @@ class _Turns:
         """Remove the anchors from a rendering.
 
         Returns:
-            The rendering without them, and the position there of each anchor that occurs once.
+            The rendering without them, and the position there of each anchor that occurs once, or
+            first after a function's name.
         """
         parts = self._mark.split(rendered)
         numbers = [int(one) for one in parts[1::2]]
-        ends = [*accumulate(map(len, parts[::2]))]
-        found = {
-            number: end
-            for number, end in zip(numbers, ends, strict=False)
-            if numbers.count(number) == 1
-        }
+        ends = accumulate(map(len, parts[::2]))
+        found: dict[int, int] = {}
+        for number, part, end in zip(numbers, parts[::2], ends, strict=False):
+            called = _functions(self.messages[number])  # templates repeat the name at the result
+            if numbers.count(number) == 1 or part.endswith(called):
+                found.setdefault(number, end)
         return "".join(parts[::2]), dict(sorted(found.items()))
 
-    def _anchored(self, number: int) -> list[Mapping[str, Any]]:
-        """Return copies of a message with its anchor in its content, tool calls, or reasoning."""
-        return _anchored(self.messages[number], f"x{self._nonce}{number:06d}x")
+    def _anchor_of(self, number: int) -> str:
+        """Return the anchor of a message."""
+        return f"{self._nonce}{number:06d}"
 
 
 def _anchored(message: Mapping[str, Any], mark: str) -> list[Mapping[str, Any]]:
@@ -270,13 +327,11 @@ def _anchored(message: Mapping[str, Any], mark: str) -> list[Mapping[str, Any]]:
                     {**message, "content": [*content[:number], changed, *content[number + 1 :]]}
                 )
                 break
-    calls = message.get("tool_calls")
-    if isinstance(calls, list) and calls and isinstance(last := calls[-1], Mapping):
-        function = last.get("function", last)
-        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
-            changed = {**function, "name": name + mark}
-            call = {**last, "function": changed} if "function" in last else changed
-            copies.append({**message, "tool_calls": [*calls[:-1], call]})
+    calls = message.get("tool_calls") or ()
+    for number, name in reversed([*enumerate(_functions(message))]):
+        function = {**calls[number].get("function", calls[number]), "name": name + mark}
+        call = {**calls[number], "function": function} if "function" in calls[number] else function
+        copies.append({**message, "tool_calls": [*calls[:number], call, *calls[number + 1 :]]})
     for key in REASONING:
         if isinstance(reasoning := message.get(key), str) and reasoning.strip():
             copies.append({**message, key: _marked(reasoning, mark)})
@@ -287,6 +342,16 @@ def _marked(text: str, mark: str) -> str:
     """Insert a mark before the white space at the end of a text."""
     core = text.rstrip()
     return core + mark + text[len(core) :]
+
+
+def _functions(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the functions that a message calls; none if a call is malformed."""
+    calls = message.get("tool_calls") or ()
+    try:
+        names = tuple(call.get("function", call)["name"] for call in calls)
+    except (AttributeError, KeyError, TypeError):
+        return ()
+    return names if all(isinstance(name, str) and name for name in names) else ()
 
 
 def _common(first: str, second: str) -> int:

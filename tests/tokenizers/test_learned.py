@@ -206,6 +206,19 @@ def test_a_system_message_at_the_end_is_an_error() -> None:
         learned(source, [{"role": "system", "content": "S"}, *chat("Hi", "Hello.")])
 
 
+def test_a_result_repeated_inside_the_turn_of_the_assistant_is_an_error() -> None:
+    source = (
+        "{% for m in messages %}{% set next = loop.nextitem %}"
+        "{% if m.role == 'assistant' %}<|a|>{% if next and next.role == 'tool' %}"
+        "{{ next.content }}{{ next.content }}{% endif %}{{ m.content }}<|end|>"
+        "{% elif m.role == 'user' %}<|u|>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    messages = [*chat("Q", "A"), {"role": "tool", "content": "4"}, *chat("Q", "B")]
+    with pytest.raises(WorkhorseError, match="mixes message 1"):
+        learned(source, messages)
+
+
 def test_the_first_message_may_be_the_assistants() -> None:
     text = learned(CHATML, [{"role": "assistant", "content": "Hi"}])
     assert text == "<|im_start|>assistant\n⟦Hi<|im_end|>⟧\n"
@@ -253,5 +266,7 @@ def test_turns_equal_those_of_trls_training_templates(name: str, case: str) -> N
     theirs = spans(marked(wrapped.decode, found["input_ids"], found["assistant_masks"]))
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
+        if name == "qwen3" and case == "white space":  # TRL's removes line breaks before contents
+            one = one.lstrip("\n")  # noqa: PLW2901
         accepted = {start + one + end for start in ("", *PROMPTS) for end in ("", "\n", "<|user|>")}
         assert other in accepted

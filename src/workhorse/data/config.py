@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from workhorse.config.base import Config, ConfigError, OnResume
+from workhorse.data.tasks import TaskName
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -186,10 +187,43 @@ class StdlibConfig(Config):
         return self.validation_fraction > 0
 
 
-SourceConfig = Annotated[
-    TextConfig | FolderConfig | JsonlConfig | ParquetConfig | ConversationsConfig | StdlibConfig,
-    Field(discriminator="kind"),
-]
+class TaskConfig(Config):
+    """Generated prompts and answers of a verifiable task; see `workhorse.data.tasks`.
+
+    A hash of the prompt decides if an example is held out for validation. Only answers are learned.
+    """
+
+    kind: Literal["task"] = "task"
+    task: TaskName
+    """The task."""
+    difficulty: int = Field(default=4, ge=1, le=100)
+    """Largest number of letters, digits, or numbers to combine in a prompt."""
+    count: int = Field(default=10_000, ge=2)
+    """Number of different prompts, over both splits."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the prompts."""
+    validation_fraction: Fraction = DEFAULT_FRACTION
+    """Fraction of the prompts held out for validation."""
+
+    @property
+    def held_out(self) -> float:
+        return self.validation_fraction
+
+    @property
+    def has_validation(self) -> bool:
+        return self.validation_fraction > 0
+
+
+AnySource = (
+    TextConfig
+    | FolderConfig
+    | JsonlConfig
+    | ParquetConfig
+    | ConversationsConfig
+    | StdlibConfig
+    | TaskConfig
+)
+SourceConfig = Annotated[AnySource, Field(discriminator="kind")]
 """The config of one source, selected by `kind`."""
 
 
@@ -256,13 +290,7 @@ class DataConfig(Config):
     """The training and validation data of a run."""
 
     corpus: Annotated[
-        TextConfig
-        | FolderConfig
-        | JsonlConfig
-        | ParquetConfig
-        | ConversationsConfig
-        | StdlibConfig
-        | MixtureConfig,
+        AnySource | MixtureConfig,
         Field(discriminator="kind"),
     ]
     """One source, or a mixture of several. `stdlib` and `stdin` can be given as a bare name."""
@@ -297,7 +325,7 @@ class DataConfig(Config):
         rows = [
             one.get("rows")
             for one in sources
-            if isinstance(one, dict) and one.get("kind") == "conversations"
+            if isinstance(one, dict) and one.get("kind") in ("conversations", "task")
         ]
         if not rows:
             return fields
@@ -306,10 +334,15 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _rows_of_conversations(self) -> "DataConfig":
-        chats = [one for one in self.sources.values() if isinstance(one, ConversationsConfig)]
+        weighted = [
+            one
+            for one in self.sources.values()
+            if isinstance(one, ConversationsConfig | TaskConfig)
+        ]
+        chats = [one for one in weighted if isinstance(one, ConversationsConfig)]
         kinds = {one.rows for one in chats}
         whole = self.packing in ("documents", "padded")
-        if chats and not whole:
+        if weighted and not whole:
             raise ConfigError(
                 f"packing={self.packing} mixes conversations; set it to documents or padded",
             )

@@ -26,9 +26,10 @@ from workhorse.data.config import (
     ParquetConfig,
     SourceConfig,
     StdlibConfig,
+    TaskConfig,
     TextConfig,
 )
-from workhorse.data.conversations import Record, record_of
+from workhorse.data.conversations import Example, Record, record_of
 from workhorse.data.files import (
     HEAD_BYTES,
     Advice,
@@ -43,14 +44,15 @@ from workhorse.data.files import (
     stdin_copy,
     visible_files,
 )
+from workhorse.data.tasks import examples
 from workhorse.errors import WorkhorseError, nearest, to_install
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from workhorse.data.conversations import Example
-
 HASHES = 2**64
+GENERATED = StdlibConfig | TaskConfig
+"""The sources without a path."""
 
 
 def hash_of(identity: str) -> int:
@@ -111,7 +113,7 @@ class Document:
     text: str
     begins: bool = True
     ends: bool = True
-    example: "Example | None" = None
+    example: Example | None = None
     """A conversation; `text` then holds what was typed in it."""
 
 
@@ -131,6 +133,9 @@ def read_documents(
     advice = _advice(source, key)
     if isinstance(source, TextConfig):
         yield from _read_text_file(source, split, advice)
+        return
+    if isinstance(source, TaskConfig):
+        yield from _read_task(source, split)
         return
     files = data_files(source, split)
     if isinstance(source, ConversationsConfig):
@@ -171,7 +176,7 @@ def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
     Raises:
         WorkhorseError: a file is not UTF-8 text.
     """
-    if not isinstance(source, StdlibConfig | ParquetConfig) and not of_stdlib(source):
+    if not isinstance(source, GENERATED | ParquetConfig) and not of_stdlib(source):
         files = [path for path in all_files(source) if path.suffix not in PARQUET_SUFFIXES]
         check_files(files, source.errors, _advice(source, key))
 
@@ -190,7 +195,7 @@ def _advice(source: SourceConfig, key: str | None) -> Advice:
 def all_files(source: SourceConfig) -> list[Path]:
     """Return the files of both splits of a source."""
     files = data_files(source, "train")
-    if not isinstance(source, StdlibConfig) and source.validation is not None:
+    if not isinstance(source, GENERATED) and source.validation is not None:
         files = [*files, *data_files(source, "validation")]
     return files
 
@@ -200,6 +205,8 @@ def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
 
     If the splits share files, all of these files are returned for each split.
     """
+    if isinstance(source, TaskConfig):
+        return []
     if isinstance(source, StdlibConfig) or of_stdlib(source):
         return [module.path for module in stdlib.candidates()]
     if split == "validation" and not source.has_validation:
@@ -212,6 +219,15 @@ def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
             return visible_files(path, source.glob)
         case JsonlConfig() | ParquetConfig() | ConversationsConfig():
             return source_files(path, SUFFIXES[source.kind])
+
+
+def _read_task(source: TaskConfig, split: SplitName) -> Iterator[Document]:
+    made = [*examples(source.task, source.count, source.difficulty, source.seed)]
+    below = threshold(source.held_out, ((prompt, [prompt]) for prompt, _ in made))
+    for strings in made:
+        if (hash_of(strings[0]) < below) == (split == "validation"):
+            example = Example(strings=strings)
+            yield Document(strings[0], example.text, example=example)
 
 
 def _read_conversations(

@@ -14,9 +14,11 @@ from workhorse.data.config import (
     FolderConfig,
     SourceConfig,
     StdlibConfig,
+    TaskConfig,
     TextConfig,
 )
 from workhorse.data.documents import (
+    GENERATED,
     SplitName,
     all_files,
     check_text_files,
@@ -68,6 +70,8 @@ def list_files(config: DataConfig) -> dict[str, dict[str, FileState]]:
     listed: dict[str, dict[str, FileState]] = {}
     for name, source in config.sources.items():
         files = listed[name] = {}
+        if isinstance(source, TaskConfig):
+            continue
         if isinstance(source, StdlibConfig) or of_stdlib(source):
             files |= {module.name: _size_and_time(module.path) for module in stdlib.candidates()}
             continue
@@ -104,8 +108,14 @@ def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:
 def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
     """Return the error message for a source that has no text in one of its splits."""
     source = config.sources[name]
-    where = "the standard library" if isinstance(source, StdlibConfig) else str(source.path)
-    if not isinstance(source, StdlibConfig) and source.validation is not None:
+    match source:
+        case StdlibConfig():
+            where = "the standard library"
+        case TaskConfig():
+            where = f"the task {source.task}"
+        case _:
+            where = str(source.path)
+    if not isinstance(source, GENERATED) and source.validation is not None:
         where = str(source.validation) if split == "validation" else where
     elif next(read_documents(source, "validation" if split == "train" else "train"), None):
         return (
@@ -172,7 +182,7 @@ def check_sources(config: DataConfig) -> None:
 
 
 def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:
-    if not isinstance(source, StdlibConfig) and source.path == STDIN:
+    if not isinstance(source, GENERATED) and source.path == STDIN:
         with path.open("rb") as file:
             return str(STDIN), path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
     return str(path.resolve()), *_size_and_time(path)
@@ -276,7 +286,7 @@ def _listed_in(home: Path | None) -> Mapping[tuple[str, str], FileState] | None:
 
 def _name(config: DataConfig, source: str, inside: str) -> str:
     read = config.sources[source]
-    name = str(read.path) if inside == "." and not isinstance(read, StdlibConfig) else inside
+    name = str(read.path) if inside == "." and not isinstance(read, GENERATED) else inside
     return name if len(config.sources) == 1 else f"{source}: {name}"
 
 

@@ -1,0 +1,143 @@
+"""Verifiable tasks: prompts whose answers a program can check, for learning by rewards.
+
+Each task is a function from a random generator and a difficulty to a prompt and an answer.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from random import Random
+from typing import Literal
+
+TaskName = Literal["copy", "reverse", "sort", "spelling", "addition", "countdown"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+LARGEST = 20
+"""Largest number in a countdown."""
+
+
+def _letters(random: Random, difficulty: int) -> str:
+    return "".join(random.choices(LETTERS, k=random.randint(1, difficulty)))
+
+
+def copy(random: Random, difficulty: int) -> tuple[str, str]:
+    """Repeat up to `difficulty` letters."""
+    word = _letters(random, difficulty)
+    return f"copy {word}=", word
+
+
+def reverse(random: Random, difficulty: int) -> tuple[str, str]:
+    """Write up to `difficulty` letters in reverse order."""
+    word = _letters(random, difficulty)
+    return f"reverse {word}=", word[::-1]
+
+
+def sort(random: Random, difficulty: int) -> tuple[str, str]:
+    """Sort up to `difficulty` letters."""
+    word = _letters(random, difficulty)
+    return f"sort {word}=", "".join(sorted(word))
+
+
+def spelling(random: Random, difficulty: int) -> tuple[str, str]:
+    """Separate up to `difficulty` letters by hyphens."""
+    word = _letters(random, difficulty)
+    return f"spell {word}=", "-".join(word)
+
+
+def addition(random: Random, difficulty: int) -> tuple[str, str]:
+    """Add two numbers of up to `difficulty` digits."""
+    first, second = (random.randrange(10 ** random.randint(1, difficulty)) for _ in range(2))
+    return f"{first}+{second}=", str(first + second)
+
+
+def countdown(random: Random, difficulty: int) -> tuple[str, str]:
+    """Combine `difficulty` numbers, each used once, to a target; see `reaches`."""
+    while True:
+        numbers = [random.randint(1, LARGEST) for _ in range(difficulty)]
+        value, expression = Fraction(numbers[0]), str(numbers[0])
+        for number in numbers[1:]:
+            sign = random.choice("+-*")
+            value = OPERATORS[sign](value, Fraction(number))
+            expression = f"({expression})" if sign == "*" else expression
+            expression = f"{expression}{sign}{number}"
+        if value > 0:
+            return f"{' '.join(map(str, numbers))} make {value}=", expression
+
+
+TASKS: dict[TaskName, Callable[[Random, int], tuple[str, str]]] = {
+    "copy": copy,
+    "reverse": reverse,
+    "sort": sort,
+    "spelling": spelling,
+    "addition": addition,
+    "countdown": countdown,
+}
+
+
+def examples(task: TaskName, count: int, difficulty: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield up to `count` different prompts of a task with their answers.
+
+    There are fewer if the task has fewer prompts of this difficulty.
+    """
+    random, seen = Random(f"{task}/{difficulty}/{seed}"), set[str]()
+    for _ in range(20 * count):  # far more than needed, unless the prompts are exhausted
+        prompt, answer = TASKS[task](random, difficulty)
+        if prompt not in seen:
+            seen.add(prompt)
+            yield prompt, answer
+        if len(seen) == count:
+            return
+
+
+def similarity(completion: str, answer: str) -> float:
+    """Return the fraction of positions at which two strings are equal; 1 only if they are equal."""
+    equal = sum(one == other for one, other in zip(completion, answer, strict=False))
+    return equal / max(len(completion), len(answer), 1) if answer or completion else 1.0
+
+
+def reaches(prompt: str, expression: str) -> float:
+    """Score an expression for a countdown: 1 if it is right, 0.1 if it only uses the numbers.
+
+    An expression has integers, `+ - * /` and parentheses. It must use each number of the prompt
+    exactly once.
+    """
+    numbers, _, target = prompt.removesuffix("=").rpartition(" make ")
+    if sorted(re.findall(r"\d+", expression)) != sorted(numbers.split()):
+        return 0.0
+    try:
+        value = _value(re.findall(r"\d+|\S", expression))
+    except (ValueError, IndexError, ZeroDivisionError):
+        return 0.0
+    return 1.0 if value == Fraction(target) else 0.1
+
+
+def _value(tokens: list[str]) -> Fraction:
+    """Evaluate an expression by precedence climbing; raises ValueError if it is malformed."""
+    rest = tokens[:]
+
+    def operand() -> Fraction:
+        token = rest.pop(0)
+        if token == "(":
+            inner = climb(0)
+            if rest.pop(0) != ")":
+                raise ValueError(token)
+            return inner
+        return Fraction(int(token))
+
+    def climb(least: int) -> Fraction:
+        left = operand()
+        while rest and rest[0] in OPERATORS and (level := 1 + (rest[0] in "*/")) > least:
+            sign = rest.pop(0)
+            left = OPERATORS[sign](left, climb(level))
+        return left
+
+    value = climb(0)
+    if rest:
+        raise ValueError(rest)
+    return value

@@ -6,9 +6,10 @@ the step number to resume, and micro-batches and ranks read slices of the same g
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,8 +99,17 @@ class Batches:
 
     Raises:
         WorkhorseError: `seq_len` or `batch_size` is below 1, a source has too few tokens for one
-            row, or a weight gives a source less than one row in 10,000.
+            row, or the weight of a source is too small.
+
+    Attributes:
+        ahead: True if a batch may be read before the update of the previous step.
+        figures: values to log with every step.
+        shown: completions to show with every logged step.
     """
+
+    ahead = True
+    figures: Mapping[str, float] = MappingProxyType({})
+    shown: Sequence[dict[str, Any]] = ()
 
     def __init__(
         self,

@@ -19,18 +19,26 @@ from workhorse.checkpoints import (
 )
 from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.config.base import ConfigError
-from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer, sequence_start
+from workhorse.data import (
+    Batches,
+    Dataset,
+    ValidationBatches,
+    prepare,
+    prepare_tokenizer,
+    sequence_start,
+)
 from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import with_parameters_of
 from workhorse.execute.choose import decoding_body, training_announcement
+from workhorse.generate.conversation import TemplateFormat
 from workhorse.memory.capacity import check_training, fit_micro_batch
 from workhorse.models.describe import active_parameters, count_parameters, flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
-from workhorse.tokenizers import Tokenizer
+from workhorse.tokenizers import ChatTemplate, Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
 from workhorse.train.loop import Loop
 from workhorse.train.minutes import settle
@@ -38,10 +46,11 @@ from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.reference import compute_references, load_references
 from workhorse.train.report.metrics import Event, MetricsFile, open_tracker
 from workhorse.train.resume import Resumption, check_same_run, seed_everything
+from workhorse.train.rollouts import Rollouts
 from workhorse.train.speed import Peak
 from workhorse.train.step.build import build_step, measured_peak, training_operators
 from workhorse.train.step.step import TrainingStep
-from workhorse.train.validation import Sampler, Validator
+from workhorse.train.validation import RolloutValidator, Sampler, Validator
 
 Listener = Callable[[Event], None]
 GiveWeights = Callable[[Decoder, Places], Checkpoint | None]
@@ -95,21 +104,23 @@ def assemble(
         partial(_give_weights, recipe, decoder_config, checkpoint, notify=notify),
     )
     _reference(recipe, run, dataset, built, at, world=world, notify=notify)
-    _check_needs(config, batches, at)
     minutes = config.minutes
     recipe = _with_steps(recipe, built, batches, dataset, world=world, notify=notify)
     config = recipe.train
     constants["recipe"] = recipe.to_dict()
     seed_everything(config.seed)
     reference, step, teams = built()
+    rollouts = _rollouts(recipe, reference, batches, tokenizer, world)
+    if rollouts is None:
+        _check_needs(config, batches, at)
     constants["micro_batch_size"] = step.micro_batch_size
     together = partial(_together, step, world)
     loop = Loop(
         config=config,
         step=step,
         weights=lambda: step.optimizer.masters.weights(step.objective.decoder),
-        batches=batches,
-        validate=together(_validator(recipe, step, dataset, world)),
+        batches=rollouts or batches,
+        validate=together(_validator(recipe, step, dataset, world, rollouts)),
         sample=together(_sampler(recipe, reference, step, tokenizer, teams, world=world)),
         store=store,
         metrics=MetricsFile(run.metrics_file, at.step),
@@ -251,14 +262,15 @@ def _batches(
 ) -> Batches:
     """Return the training batches, offset so that the next step gets the first unread row."""
     config = recipe.train
+    each = config.rollouts.completions if config.rollouts else 1
     batches = Batches(
         dataset.train,
         seq_len=config.seq_len,
-        batch_size=config.batch_size,
+        batch_size=config.batch_size // each,
         seed=config.seed,
         packing=recipe.data.packing,
         too_long=recipe.data.too_long,
-        offset=at.rows - at.step * config.batch_size,
+        offset=(at.rows - at.step * config.batch_size) // each,
     )
     for line in batches.left_out:
         notify(line)
@@ -381,15 +393,51 @@ def _tokenizer(recipe: Recipe, run: RunDirectory, notify: Callable[[str], None])
     return run.tokenizer()
 
 
+def _rollouts(
+    recipe: Recipe, reference: Decoder, prompts: Batches, tokenizer: Tokenizer, world: World
+) -> Rollouts | None:
+    """Return the batches of a run that learns from rewards; None for other runs."""
+    config = recipe.train.rollouts
+    if config is None:
+        return None
+    execution = "reference" if recipe.train.execution == "reference" else "auto"
+    return Rollouts(
+        prompts,
+        decoding_body(reference, execution, wait=True).decoder,
+        tokenizer,
+        config,
+        stop_tokens=_stop_tokens(recipe, tokenizer),
+        reward=config.reward.build(),
+        seed=recipe.train.seed,
+        world=world,
+    )
+
+
+def _stop_tokens(recipe: Recipe, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the token ids that end a completion."""
+    if recipe.data.has_conversations:
+        return TemplateFormat(ChatTemplate.of(tokenizer), tokenizer).stop_tokens
+    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+
+
 def _validator(
-    recipe: Recipe, step: TrainingStep, dataset: Dataset, world: World
-) -> Validator | None:
+    recipe: Recipe, step: TrainingStep, dataset: Dataset, world: World, rollouts: Rollouts | None
+) -> Validator | RolloutValidator | None:
     """Return the validator; None without validation data.
 
     It shares the objective with training, so that modules are compiled only once.
     """
     if dataset.validation is None:
         return None
+    if rollouts is not None:
+        prompts = ValidationBatches(
+            dataset.validation,
+            seq_len=recipe.train.seq_len,
+            batch_size=recipe.train.batch_size,
+            packing="padded",
+            too_long=recipe.data.too_long,
+        )
+        return RolloutValidator(rollouts, prompts)
     return Validator(
         step.objective,
         dataset.validation,

@@ -30,6 +30,7 @@ from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.resume import random_state, set_random_state
+from workhorse.train.rollouts import Rollouts
 from workhorse.train.saver import Saver
 from workhorse.train.speed import Peak
 from workhorse.train.step.step import StepResult, TrainingStep
@@ -149,7 +150,7 @@ class Loop:
     config: TrainConfig
     step: TrainingStep
     weights: TensorsOf
-    batches: Batches
+    batches: Batches | Rollouts
     validate: Callable[[int | None], Validation] | None
     sample: Callable[[], list[dict[str, str]]] | None
     store: CheckpointStore
@@ -238,13 +239,16 @@ class Loop:
         mark = self._mark()
         of_processes: dict[str, list[float]] = {}
         warming_up = True  # the first step of a session waits for compilation and page faults
-        batch = self._read(counters.step)
-        while batch is not None and not self._is_to_stop(signals):
+        batch: Batch | None = None
+        while counters.step < config.length and not self._is_to_stop(signals):
+            batch = batch or self._read(counters.step)
+            assert batch is not None
             loss, counted = self.step.backward(batch, counters.step)
             following = counters.step + 1
-            batch = self._read(following)  # while a GPU computes; only `update` waits for it
+            # While a GPU computes; only `update` waits for it.
+            batch = self._read(following) if self.batches.ahead else None
             schedule = config.schedule.factor(counters.step, config.length)
-            ended = batch is None
+            ended = following == config.length
             logs = following % config.log_every == 0 or ended
             if logs:
                 # before the update, so that no collective can fail between the update and the
@@ -378,6 +382,7 @@ class Loop:
             loss=result.loss,
             **result.terms,
             **self.step.objective.state_of_update(),
+            **self.batches.figures,
             learning_rate=self.config.optimizer.learning_rate * schedule,
             grad_norm=result.grad_norm,
             tokens=self.counters.tokens,
@@ -388,6 +393,8 @@ class Loop:
             seconds=self.counters.seconds,
             **of_processes,
         )
+        if self.batches.shown:
+            self.notify("rollouts", rollouts=self.batches.shown)
 
     def _look(self, ended: bool) -> None:
         """Validate and generate samples when they are due."""

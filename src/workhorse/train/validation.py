@@ -17,6 +17,7 @@ from workhorse.tokenizers import Tokenizer
 from workhorse.tokenizers.chat.template import ChatTemplate
 from workhorse.train.objectives.objective import Objective, Outcome
 from workhorse.train.recipe.recipe import SamplesConfig
+from workhorse.train.rollouts import Rollouts, prompts_of
 from workhorse.train.step.step import Precision
 
 
@@ -177,3 +178,42 @@ class Validator:
         if not self.split.n_bytes or self.split.weighted:
             return None
         return loss / math.log(2) * self.split.n_tokens / self.split.n_bytes
+
+
+@dataclass(frozen=True)
+class RolloutValidation(Validation):
+    """The result of a validation by greedy completions; `loss` is the negative mean reward."""
+
+    exact_match: float = 0.0
+    """Fraction of completions that equal the answer."""
+
+
+class RolloutValidator:
+    """Measures the mean reward of greedy completions of held-out prompts.
+
+    Args:
+        rollouts: the rollouts in training.
+        prompts: the held-out prompts and answers.
+    """
+
+    def __init__(self, rollouts: Rollouts, prompts: ValidationBatches) -> None:
+        self.rollouts = rollouts
+        self.prompts = prompts
+
+    def __call__(self, max_rows: int | None = None) -> RolloutValidation:
+        """Validate on the first `max_rows` prompts; None: on all."""
+        own, found, rewards = self.rollouts, [], []
+        read = [batch.rows(0, int((batch.sources >= 0).sum())) for batch in self.prompts]
+        asked = [one for batch in read for one in prompts_of(batch, own.tokenizer)][:max_rows]
+        size = self.prompts.batch_size
+        for start in range(0, len(asked), size):
+            part = asked[start : start + size]
+            rolled = own.complete(part, None)
+            texts = [one.text for one in rolled]
+            answers = [one.answer for one in part]
+            rewards += own.reward([one.text for one in part], texts, answers)
+            found += [
+                text.strip() == answer.strip() for text, answer in zip(texts, answers, strict=True)
+            ]
+        mean = sum(rewards) / len(rewards)
+        return RolloutValidation(-mean, None, 0.0, len(asked), sum(found) / len(found))

@@ -68,7 +68,7 @@ class Objective(nn.Module, ABC):
     """
 
     decoder: Decoder
-    denominator: ClassVar[Denominator] = "tokens"
+    denominator: Denominator = "tokens"
 
     @abstractmethod
     def count(self, batch: Any) -> Tensor:

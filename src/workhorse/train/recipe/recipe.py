@@ -21,7 +21,9 @@ from workhorse.parallel.division.parts import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
 from workhorse.train.objectives.next_token import NextTokenConfig
+from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.report.metrics import TrackerName
+from workhorse.train.rollouts import RolloutConfig
 
 
 class LossSpikeConfig(Config):
@@ -76,8 +78,8 @@ def with_init(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 Count = Annotated[int, Field(ge=1)]
-AnyObjective = NextTokenConfig
-"""The config of any objective; with several objectives, a union discriminated by `kind`."""
+AnyObjective = Annotated[NextTokenConfig | PolicyConfig, Field(discriminator="kind")]
+"""The config of any objective."""
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
 """Defaults: number of validations in a run, minimum number of steps between validations, and time
 of all validations as a fraction of the time of all steps."""
@@ -129,6 +131,9 @@ class TrainConfig(Config):
 
     objective: AnyObjective = NextTokenConfig()
     """The loss that training minimises."""
+    rollouts: RolloutConfig | None = None
+    """Learn from rewards: each batch has completions that the model generates for prompts of the
+    data. Needs `objective: {kind: policy}`. None: learn from the data itself."""
     optimizer: Annotated[OptimizerConfig, OnResume.CONTINUES] = MuonConfig()
     """How a step updates the weights from the gradient."""
     schedule: Annotated[ScheduleConfig, OnResume.CONTINUES] = CosineConfig()
@@ -246,6 +251,15 @@ class TrainConfig(Config):
                     f"{name}={rows} splits groups of {together} rows, which the objective "
                     f"{self.objective.kind} needs in one pass; choose a multiple of {together}"
                 )
+        if (self.rollouts is None) != (self.objective.kind != "policy"):
+            raise ConfigError(
+                "rollouts and the objective policy need each other; set both or none of them"
+            )
+        if self.rollouts is not None and self.batch_size % self.rollouts.completions:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is not divisible by rollouts.completions="
+                f"{self.rollouts.completions}; choose a multiple"
+            )
         if self.dtype == "float16" and self.device in ("cpu", "mps"):
             raise ConfigError(
                 f"float16 needs CUDA, but device is {self.device}; use bfloat16 or float32",
@@ -356,6 +370,22 @@ class Recipe(Config):
                 f"groups of {together} that the objective needs in one pass; choose a multiple of "
                 f"{together} for each process",
                 "train",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rollouts_fit(self) -> Self:
+        if self.train.rollouts is None:
+            return self
+        if self.data.packing != "padded":
+            raise ConfigError(
+                f"packing={self.data.packing} puts several prompts into a row; set it to padded",
+                "data",
+            )
+        ways = self.parallel.ways
+        if any(count > 1 for name, count in ways.items() if name != "data"):
+            raise ConfigError(
+                "rollouts need whole weights on each process; set only parallel.data", "parallel"
             )
         return self
 

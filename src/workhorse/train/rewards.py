@@ -1,0 +1,185 @@
+"""Rewards of completions: comparison with an answer, or a Python function of the user.
+
+A function is called with three lists of strings, the prompts, completions and answers of a batch,
+and returns one number for each completion. It runs in another process with a time limit.
+"""
+
+import json
+import math
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from workhorse.config.base import Config, ConfigError
+from workhorse.data.tasks import reaches, similarity
+from workhorse.errors import WorkhorseError, shown
+
+
+class Reward(Protocol):
+    """Scores the completions of a batch."""
+
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
+    ) -> list[float]:
+        """Return one number per completion; higher is better."""
+        ...
+
+
+class AnswerRewardConfig(Config):
+    """Comparison with the answer in the data."""
+
+    kind: Literal["answer"] = "answer"
+    partial: bool = False
+    """False: 1 for the exact answer, else 0. True: the fraction of equal positions."""
+
+    def build(self) -> Reward:
+        score: Callable[[str, str], float] = similarity if self.partial else _is_equal
+        return lambda prompts, completions, answers: [
+            score(completion.strip(), answer.strip())
+            for completion, answer in zip(completions, answers, strict=True)
+        ]
+
+
+class CountdownRewardConfig(Config):
+    """Evaluation of the expression for a `countdown` task; see `workhorse.data.tasks.reaches`."""
+
+    kind: Literal["countdown"] = "countdown"
+
+    def build(self) -> Reward:
+        return lambda prompts, completions, answers: [
+            reaches(prompt, completion.strip())
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+
+class PythonRewardConfig(Config):
+    """A Python function; see `workhorse.train.rewards`."""
+
+    kind: Literal["python"] = "python"
+    path: Path
+    """The file with the function. It is imported in a process of its own."""
+    function: str = "reward"
+    """Name of the function."""
+    seconds: float = Field(default=60.0, gt=0, le=86400)
+    """Time limit of a call, for a whole batch."""
+
+    def build(self) -> Reward:
+        if not self.path.is_file():
+            raise ConfigError(f"{self.path} is not a file; check the path", "train.rollouts.reward")
+        return PythonReward(self)
+
+
+RewardConfig = Annotated[
+    AnswerRewardConfig | CountdownRewardConfig | PythonRewardConfig, Field(discriminator="kind")
+]
+
+
+def _is_equal(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+class PythonReward:
+    """Calls a function of the user in another process, which is started by the first call.
+
+    Args:
+        config: the file, the name of the function, and the time limit.
+    """
+
+    def __init__(self, config: PythonRewardConfig) -> None:
+        self.config = config
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
+    ) -> list[float]:
+        """Return the rewards.
+
+        Raises:
+            WorkhorseError: the function does not exist, raises an error, exceeds the time limit, or
+                does not return one finite number per completion.
+        """
+        name = f"the reward function {self.config.path}:{self.config.function}"
+        request = json.dumps([[*prompts], [*completions], [*answers]])
+        answer = self._ask(request.encode() + b"\n")
+        if answer is None:
+            raise WorkhorseError(
+                f"{name} did not return within {self.config.seconds:g} seconds, or ended its "
+                "process; correct it, or raise train.rollouts.reward.seconds"
+            )
+        if "error" in answer:
+            raise WorkhorseError(f"{name} raised {answer['error']}; correct it")
+        rewards = answer["rewards"]
+        if not isinstance(rewards, list) or len(rewards) != len(completions):
+            raise WorkhorseError(
+                f"{name} returned {shown(rewards)} for {len(completions)} completions; return one "
+                "number for each"
+            )
+        for reward in rewards:
+            good = isinstance(reward, int | float) and math.isfinite(reward)
+            if not good:
+                raise WorkhorseError(f"{name} returned {shown(reward)}; return finite numbers")
+        return [float(reward) for reward in rewards]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, request: bytes) -> dict[str, Any] | None:
+        """Send a request and return the answer; None if there is none in time."""
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], self.config.seconds)[0]:
+                line = process.stdout.readline()
+                if line:
+                    return json.loads(line)
+        except (OSError, ValueError):
+            pass
+        except BaseException:
+            self.close()  # else the next call would read this answer
+            raise
+        self.close()
+        return None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _WORKER, str(self.config.path), self.config.function],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        return self._process
+
+
+_WORKER = """
+import contextlib, importlib.util, json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the function prints goes to stderr
+def one_line(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+try:
+    spec = importlib.util.spec_from_file_location("reward", sys.argv[1])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function, failed = getattr(module, sys.argv[2]), None
+except BaseException as error:
+    failed = one_line(error)
+for line in sys.stdin:
+    try:
+        answer = {"error": failed} if failed else {"rewards": list(function(*json.loads(line)))}
+        text = json.dumps(answer)
+    except BaseException as error:
+        text = json.dumps({"error": one_line(error)})
+    print(text, file=answers, flush=True)
+"""

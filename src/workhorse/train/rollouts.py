@@ -1,0 +1,281 @@
+"""Rollouts: completions that the model in training generates, as the batch of a step.
+
+The batch of a step depends on the weights at that step, the seed and the step alone. So a resumed
+run generates the same rollouts again, and a checkpoint needs no state for them. Token ids and their
+log-probabilities go from generation to the loss as they are; nothing is tokenized again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from workhorse.config.base import Config
+from workhorse.data import IGNORE, Batch, Batches
+from workhorse.data.sampling import derive
+from workhorse.generate import GenerationConfig
+from workhorse.generate.engine import Engine
+from workhorse.nn import Decoder
+from workhorse.parallel.processes.world import ALONE, World
+from workhorse.tokenizers import Tokenizer
+from workhorse.train.objectives.policy import Baseline, PolicyBatch, advantages
+from workhorse.train.rewards import AnswerRewardConfig, Reward, RewardConfig
+
+
+class RolloutConfig(Config):
+    """Completions of training prompts, sampled with temperature 1 from the model in training."""
+
+    completions: int = Field(default=8, ge=1)
+    """Number of completions per prompt, a divisor of `train.batch_size`."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Maximum number of tokens of a completion; fewer if `train.seq_len` does not have room."""
+    reward: RewardConfig = AnswerRewardConfig()
+    """The reward of a completion."""
+    baseline: Baseline = "group"
+    """Subtracted from rewards to give advantages: `none`, the mean over the `batch`, the mean over
+    the completions of a prompt (`group`; Dr. GRPO, 2503.20783), the same divided by the standard
+    deviation (`group_std`; GRPO, 2402.03300), or the mean over the other completions of the prompt
+    (`leave_one_out`; RLOO, 2402.14740)."""
+    keep_unfinished: bool = True
+    """False to ignore completions that reached `max_new_tokens` (DAPO, 2503.14476 §3.4)."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of the data with its answer."""
+
+    tokens: list[int]
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """One completion."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """The model's log-probability of each token when it was chosen."""
+    text: str
+    finished: bool
+    """False if it ended because of its length."""
+
+
+def prompts_of(batch: Batch, tokenizer: Tokenizer) -> list[Prompt]:
+    """Return the prompt and the answer of each row: the tokens before and from the first target."""
+    found = []
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        learned = [at for at, target in enumerate(targets) if target != IGNORE]
+        prompt = tokens[: learned[0] + 1]
+        answer = [targets[at] for at in learned]
+        text = tokenizer.decode(answer, skip_special=True)
+        found.append(Prompt(prompt, tokenizer.decode(prompt), text))
+    return found
+
+
+def roll(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int] | None,
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+) -> list[Rolled]:
+    """Generate one completion for each prompt.
+
+    Args:
+        decoder: the decoding body of the model in training.
+        prompts: token ids.
+        seeds: the seed of each completion; None: choose the likeliest tokens.
+        tokenizer: the model's tokenizer.
+        seq_len: maximum number of predictions of prompt and completion together.
+        max_new_tokens: maximum number of tokens of a completion.
+        stop_tokens: ids that end a completion.
+    """
+    rooms = [min(max_new_tokens, seq_len + 1 - len(prompt)) for prompt in prompts]
+    most = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
+    engine = Engine(
+        decoder,
+        tokenizer=tokenizer,
+        max_sequences=len(prompts),
+        max_tokens=len(prompts) * (most + 32),
+    )
+    for row, (prompt, room) in enumerate(zip(prompts, rooms, strict=True)):
+        config = GenerationConfig(
+            max_new_tokens=room,
+            temperature=0.0 if seeds is None else 1.0,
+            seed=None if seeds is None else seeds[row],
+            stop_tokens=stop_tokens,
+            logprobs=0,
+        )
+        engine.add(prompt, config)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    finished = [False] * len(prompts)
+    with torch.no_grad():
+        while not engine.is_idle:
+            for delta in engine.step():
+                assert delta.logprob is not None
+                tokens[delta.index].append(delta.token)
+                logprobs[delta.index].append(delta.logprob.logprob)
+                finished[delta.index] = delta.finish_reason == "eos"
+    texts = [tokenizer.decode(one, skip_special=True) for one in tokens]
+    return [Rolled(*one) for one in zip(tokens, logprobs, texts, finished, strict=True)]
+
+
+class Rollouts:
+    """The batches of a run that learns from rewards, by step.
+
+    Args:
+        prompts: batches of rows with prompts and answers; `prompts.batch_size` is the number of
+            prompts per step.
+        decoder: the decoding body of the model in training, with its current weights.
+        tokenizer: the model's tokenizer.
+        config: how completions are generated and scored.
+        stop_tokens: ids that end a completion.
+        reward: scores completions.
+        seed: seed of the completions.
+        world: the processes that divide the prompts among themselves.
+
+    Attributes:
+        ahead: False: a batch must not be read before the previous update.
+        figures: means of the last rollouts, to log.
+        shown: the first prompts of the last rollouts with their completions and rewards.
+    """
+
+    ahead = False
+
+    def __init__(
+        self,
+        prompts: Batches,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        config: RolloutConfig,
+        *,
+        stop_tokens: tuple[int, ...],
+        reward: Reward,
+        seed: int,
+        world: World = ALONE,
+    ) -> None:
+        self.prompts = prompts
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.config = config
+        self.stop_tokens = stop_tokens
+        self.reward = reward
+        self.seed = seed
+        self.world = world
+        self.source_names = prompts.source_names
+        self.rows_per_epoch = prompts.rows_per_epoch
+        self.figures: dict[str, float] = {}
+        self.shown: list[dict[str, Any]] = []
+
+    def __getitem__(self, step: int) -> PolicyBatch:
+        """Generate the completions of a step with the current weights, and score them."""
+        read = self.prompts[step]
+        asked = [prompt for prompt in prompts_of(read, self.tokenizer) for _ in range(self._each)]
+        seeds = [derive(self.seed, "rollout", step, row) >> 1 for row in range(len(asked))]
+        rolled = self.complete(asked, seeds)
+        rewards = self.reward(
+            [prompt.text for prompt in asked],
+            [one.text for one in rolled],
+            [prompt.answer for prompt in asked],
+        )
+        self._note(asked, rolled, rewards)
+        return self._batch(asked, rolled, rewards, read)
+
+    @property
+    def _each(self) -> int:
+        return self.config.completions
+
+    def complete(self, asked: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Rolled]:
+        """Complete each prompt, divided among the ranks.
+
+        Args:
+            asked: the prompts.
+            seeds: the seed of each completion; None: choose the likeliest tokens.
+        """
+        share, longest = self.world.share(len(asked)), self.config.max_new_tokens
+        own: list[Rolled] = []
+        if share:
+            own = roll(
+                self.decoder,
+                [asked[row].tokens for row in share],
+                None if seeds is None else [seeds[row] for row in share],
+                tokenizer=self.tokenizer,
+                seq_len=self.prompts.seq_len,
+                max_new_tokens=longest,
+                stop_tokens=self.stop_tokens,
+            )
+        if self.world.size == 1:
+            return own
+        tokens = torch.zeros(len(asked), longest + 2, dtype=torch.int64)
+        logprobs = torch.zeros(len(asked), longest, dtype=torch.float64)
+        for row, one in zip(share, own, strict=True):
+            tokens[row, : len(one.tokens)] = torch.tensor(one.tokens)
+            logprobs[row, : len(one.logprobs)] = torch.tensor(one.logprobs, dtype=torch.float64)
+            tokens[row, -2:] = torch.tensor([len(one.tokens), one.finished])
+        device = self.decoder.device
+        tokens, logprobs = tokens.to(device), logprobs.to(device)
+        self.world.add_(tokens)
+        self.world.add_(logprobs)
+        found = []
+        for row, values in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+            *ids, count, finished = row
+            text = self.tokenizer.decode(ids[:count], skip_special=True)
+            found.append(Rolled(ids[:count], values[:count], text, bool(finished)))
+        return found
+
+    def _batch(
+        self,
+        asked: Sequence[Prompt],
+        rolled: Sequence[Rolled],
+        rewards: Sequence[float],
+        read: Batch,
+    ) -> PolicyBatch:
+        shape = (len(rolled), self.prompts.seq_len)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        targets = torch.full(shape, IGNORE)
+        old = torch.zeros(shape)
+        for row, (prompt, one) in enumerate(zip(asked, rolled, strict=True)):
+            first, count = len(prompt.tokens) - 1, len(one.tokens)
+            whole = torch.tensor([*prompt.tokens, *one.tokens])
+            tokens[row, : first + count] = whole[:-1]
+            if one.finished or self.config.keep_unfinished:
+                targets[row, first : first + count] = whole[first + 1 :]
+                old[row, first : first + count] = torch.tensor(one.logprobs)
+        group = torch.arange(len(rolled)) // self._each
+        values = torch.tensor(rewards, dtype=torch.float32)
+        return PolicyBatch(
+            tokens,
+            targets,
+            None,
+            read.sources.repeat_interleave(self._each),
+            group=group,
+            values=values,
+            old=old,
+            advantages=advantages(values, group, self.config.baseline),
+        )
+
+    def _note(
+        self, asked: Sequence[Prompt], rolled: Sequence[Rolled], rewards: Sequence[float]
+    ) -> None:
+        count = len(rolled)
+        exact = sum(
+            one.text.strip() == prompt.answer.strip()
+            for prompt, one in zip(asked, rolled, strict=True)
+        )
+        self.figures = {
+            "reward": sum(rewards) / count,
+            "exact_match": exact / count,
+            "completion_tokens": sum(len(one.tokens) for one in rolled) / count,
+            "unfinished": sum(not one.finished for one in rolled) / count,
+        }
+        self.shown = [
+            {"prompt": asked[row].text, "text": rolled[row].text, "reward": rewards[row]}
+            for row in range(0, count, self._each)
+        ][:4]

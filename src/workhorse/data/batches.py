@@ -52,6 +52,12 @@ class Batch:
     group: Tensor | None = None
     """Index of each row's group, `(batch,)`. A group is a set of adjacent rows, such as all answers
     to one prompt. None: each row is its own group."""
+    values: Tensor | None = None
+    """A number for each row that the objective uses, `(batch,)` float32: for example 1 for a
+    desirable and 0 for an undesirable answer."""
+    reference: Tensor | None = None
+    """The reference model's log-probability of each row, `(batch,)` float32: the sum over its
+    targets, each multiplied by its weight."""
 
     def __len__(self) -> int:
         """Number of rows."""

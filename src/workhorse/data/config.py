@@ -295,8 +295,10 @@ class DataConfig(Config):
     ]
     """One source, or a mixture of several. `stdlib` and `stdin` can be given as a bare name."""
     packing: Packing = "windows"
-    """How training rows are made of documents (see `workhorse.data.sampling`). The default for
-    conversations is `documents`, and `padded` for pairs and labels."""
+    """How training rows are cut from the token stream. `windows`: adjacent windows, each used once
+    per epoch. `random_windows`: windows at random positions. `documents`: whole documents, packed
+    into rows, that do not attend to each other. `padded`: one document per row. The default for
+    conversations is `documents`, and for pairs and labels `padded`."""
     too_long: TooLong | None = None
     """Documents with more than `train.seq_len` predictions, if `packing` is `documents` or
     `padded`: `split` them into several rows, `drop` them, or keep only their start or their end.

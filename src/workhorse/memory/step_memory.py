@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_a
 import torch
 from torch import Tensor, nn
 
-from workhorse.data import Batch
 from workhorse.devices.tape import Tape, stand_in, without_data
 from workhorse.errors import WorkhorseError
 from workhorse.models.describe import components_of
@@ -209,9 +208,7 @@ def step_memory(
         recorder = _Recorder(tape, step.objective, decoder)
         begin = tape.now
         tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=here)
-        batch = Batch(
-            tokens, tokens, tokens if packed else None, torch.zeros(rows, dtype=torch.int64)
-        )
+        batch = train.objective.synthetic(tokens, tokens if packed else None)
         loss, count = step.backward(batch)
         tape.mark(optimizer.masters.sums.values(), "sums")
         if updates:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.data import Batch, iterate_documents
+from workhorse.data import iterate_documents
 from workhorse.devices.memory import available
 from workhorse.devices.names import use_threads
 from workhorse.memory.account import account
@@ -130,7 +130,7 @@ def time_steps(
     """
     train = fit_micro_batch(config, train, device, parallel=parallel)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
-    batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
+    batch = train.objective.synthetic(tokens)
     times = []
     step = build_step(config.build(train.kernel, device=device), train, device, parallel=parallel)
     for _ in range(1 + TIMED_STEPS):

@@ -183,6 +183,7 @@ class Loop:
         """
         self.step.optimizer.load(checkpoint.optimizer)
         self.step.scale.load(checkpoint.state["loss_scale"])
+        self.step.objective.load(checkpoint.state.get("objective", {}))
         self.counters = Counters(**{**checkpoint.state["counters"], "rows": rows})
         if self.counters.bad_in_a_row >= self.config.max_bad_steps:
             self.counters.bad_in_a_row = 0  # the run stopped because of these; allow new ones
@@ -315,6 +316,7 @@ class Loop:
             **self.constants,
             "counters": asdict(self.counters),
             "loss_scale": self.step.scale.state(),
+            "objective": self.step.objective.state(),
             "random": random_state(),
         }
         tensors = {MODEL: self.weights, OPTIMIZER: self.step.optimizer.tensors}

@@ -1,4 +1,4 @@
-"""The objective of language modelling: cross-entropy of the next token."""
+"""The objective of language modelling: cross-entropy of the next token, also of conversations."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -6,23 +6,37 @@ from pydantic import Field
 
 from workhorse.config.base import OnResume
 from workhorse.data import Batch
-from workhorse.nn import Decoder, HeadLoss
-from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome
+from workhorse.nn import Decoder, HeadLoss, TokenLogprobs
+from workhorse.train.objectives.objective import (
+    ModelObjective,
+    ObjectiveConfig,
+    Outcome,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.sequences import ContextParallelGroup
 
 
 class NextTokenConfig(ObjectiveConfig):
-    """The cross-entropy of the next token, weighted by the weights in the data, if any."""
+    """The cross-entropy of the next token, weighted if the data has weights.
+
+    With conversations this is supervised fine-tuning (SFT): only their learned tokens have a
+    weight. The denominator is the sum of the weights in the whole batch.
+    """
 
     kind: Literal["next_token"] = "next_token"
     z_loss: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
     """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), which is
     added to the loss. The reported loss is the cross-entropy without it."""
+    dft: bool = False
+    """Multiply the loss of each token by its probability, without a gradient through the factor:
+    dynamic fine-tuning (2508.05629 eq. 9). The reported loss is the cross-entropy."""
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "NextToken":
-        return NextToken(decoder, self.z_loss, team)
+    def build(
+        self, decoder: Decoder, team: "ContextParallelGroup | None" = None
+    ) -> "NextToken | DynamicFineTuning":
+        return (DynamicFineTuning if self.dft else NextToken)(decoder, self.z_loss, team)
 
 
 class NextToken(ModelObjective):
@@ -47,3 +61,32 @@ class NextToken(ModelObjective):
         cross_entropy, z = losses.detach().unbind()
         figures = {"loss": cross_entropy} | ({"z_loss": z} if z_loss else {})
         return Outcome(losses.sum(), count, figures)
+
+
+class DynamicFineTuning(ModelObjective):
+    """`Σ -p(target) · log p(target)`, in nats, where the factor p has no gradient.
+
+    Paper: 2508.05629 eq. 9.
+
+    Args:
+        decoder: the model to train.
+        z_loss: weight of the z-loss, as for `NextToken`; it is not multiplied by the probability.
+        team: the ranks that each have a part of the same sequences; None if sequences are not
+            split.
+    """
+
+    def __init__(
+        self, decoder: Decoder, z_loss: float = 0.0, team: "ContextParallelGroup | None" = None
+    ) -> None:
+        super().__init__(decoder, TokenLogprobs(), team)
+        self.z_loss = z_loss
+
+    def forward(self, batch: Batch) -> Outcome:
+        scores, weights = self.score(batch), weights_of(batch)
+        z_loss = self.z_loss if self.training else 0.0
+        losses = -(scores.target * scores.target.detach().exp() * weights).sum()
+        z = z_loss * (scores.logsumexp.square() * weights).sum()
+        cross_entropy = -(scores.target.detach() * weights).sum()
+        figures = {"loss": cross_entropy, "dft_loss": losses.detach()}
+        figures |= {"z_loss": z.detach()} if z_loss else {}
+        return Outcome(losses + z, self.count(batch), figures)

@@ -51,6 +51,19 @@ class ObjectiveConfig(Config):
         """Number of rows that one pass must contain together, such as 2 for a loss of pairs."""
         return 1
 
+    def synthetic(self, tokens: Tensor, documents: Tensor | None = None) -> Batch:
+        """Create a batch with all fields that the objective needs, to measure memory or time.
+
+        Args:
+            tokens: (batch, seq) token ids.
+            documents: (batch, seq) document ids, or None.
+        """
+        rows = torch.zeros(len(tokens), device=tokens.device)
+        order = torch.arange(len(tokens), device=tokens.device)
+        optional = {"group": order // self.rows_together, "values": rows, "reference": rows}
+        needed = {name: optional[name] for name in self.needs if name in optional}
+        return Batch(tokens, tokens, documents, torch.zeros_like(order), **needed)
+
     @abstractmethod
     def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Objective":
         """Build the objective of a decoder.
@@ -110,6 +123,13 @@ class Objective(nn.Module, ABC):
         """Return values about the last update, to log in addition to `Outcome.figures`."""
         return {}
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must store in addition to the parameters, as plain data."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state`; it is empty if another kind of objective was saved."""
+
 
 class ModelObjective(Objective):
     """Base class of objectives that use the log-probabilities of a batch's targets.
@@ -131,11 +151,12 @@ class ModelObjective(Objective):
         self.team = team
 
     def count(self, batch: Batch) -> Tensor:
+        if self.denominator == "tokens":
+            return count_of(batch.targets, batch.weights)
+        counted = (batch.targets != IGNORE).any(dim=1)
         if self.denominator == "groups" and batch.group is not None:
-            return torch.tensor(len(batch.group.unique()))
-        if self.denominator != "tokens":
-            return (batch.targets != IGNORE).any(dim=1).sum()
-        return count_of(batch.targets, batch.weights)
+            counted[1:] &= batch.group[1:] != batch.group[:-1]  # the first row of each group
+        return counted.sum()
 
     def score(self, batch: Batch, **options: Any) -> Any:
         """Run the decoder and `logprobs` on a batch, and return the result of `logprobs`.
@@ -153,8 +174,11 @@ class ModelObjective(Objective):
         If sequences are split among ranks, all ranks get the sums over whole sequences.
         """
         of_tokens = self.score(batch).target
-        weights = 1 if batch.weights is None else batch.weights
-        return self.over_sequences((of_tokens * weights).sum(dim=1))
+        return self.over_sequences((of_tokens * weights_of(batch)).sum(dim=1))
+
+    def sequence_weights(self, batch: Batch) -> Tensor:
+        """Compute the sum of the weights of each row's targets, (rows); see `sequence_logprobs`."""
+        return self.over_sequences(weights_of(batch).sum(dim=1))
 
     def over_sequences(self, of_own_tokens: Tensor) -> Tensor:
         """Sum a value per sequence over the ranks that have parts of the sequences.
@@ -169,6 +193,12 @@ class ModelObjective(Objective):
             return self.decoder.hidden(batch.tokens, documents=batch.documents)
         view = self.team.view(self.decoder, batch.tokens, batch.documents)
         return self.decoder.hidden(batch.tokens, cache=view)
+
+
+def weights_of(batch: Batch) -> Tensor:
+    """The weight of each target of a batch, (batch, seq) float32; 0 if the target is `IGNORE`."""
+    counted = batch.targets != IGNORE
+    return counted.float() if batch.weights is None else batch.weights.where(counted, 0)
 
 
 class Wrapped(Objective):
@@ -201,6 +231,12 @@ class Wrapped(Objective):
     def state_of_update(self) -> dict[str, Any]:
         return self.objective.state_of_update()
 
+    def state(self) -> dict[str, Any]:
+        return self.objective.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.objective.load(state)
+
 
 class UncountedObjective(Wrapped):
     """Wraps an objective on a rank whose result must not be added to the total.
@@ -213,6 +249,9 @@ class UncountedObjective(Wrapped):
         loss, count, figures = self.objective(batch)
         none = {name: torch.zeros_like(figure) for name, figure in figures.items()}
         return Outcome(loss - loss.detach(), torch.zeros_like(count), none)
+
+    def tallies(self) -> list[Tensor]:
+        return [tally.zero_() for tally in super().tallies()]
 
 
 def counts_here(objective: Objective, teams: "Teams") -> bool:

@@ -22,6 +22,7 @@ from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
 from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.objectives.policy import PolicyConfig
+from workhorse.train.objectives.preferences import DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from workhorse.train.report.metrics import TrackerName
 from workhorse.train.rollouts import RolloutConfig
 
@@ -78,7 +79,10 @@ def with_init(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 Count = Annotated[int, Field(ge=1)]
-AnyObjective = Annotated[NextTokenConfig | PolicyConfig, Field(discriminator="kind")]
+AnyObjective = Annotated[
+    NextTokenConfig | DpoConfig | KtoConfig | OrpoConfig | SimpoConfig | PolicyConfig,
+    Field(discriminator="kind"),
+]
 """The config of any objective."""
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
 """Defaults: number of validations in a run, minimum number of steps between validations, and time

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.nn.grid import error, make, random_tokens
 from tests.parallel.forked import start
-from tests.train.preference import Preference
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.execute.training import checkpoint_activations
@@ -30,6 +29,9 @@ from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Divided, Objective, UncountedObjective, counts_here
+from workhorse.train.objectives.policy import PolicyBatch, PolicyConfig
+from workhorse.train.objectives.preferences import DpoConfig, KtoConfig, OrpoConfig
+from workhorse.train.objectives.reward import RewardConfig
 
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])
@@ -41,7 +43,17 @@ def batch_of(config: DecoderConfig, documents: Tensor | None) -> Batch:
     targets = rows[:, 1:].clone()
     targets[0, 4] = targets[1, -1] = IGNORE
     one = torch.zeros(ROWS, dtype=torch.int64)
-    return Batch(rows[:, :-1], targets, documents, one, group=one)
+    values = torch.tensor([1.0, 0.0])
+    old = torch.full(targets.shape, -3.0)
+    return PolicyBatch(
+        *(rows[:, :-1], targets, documents, one),
+        group=one,
+        values=values,
+        reference=-40 * values,
+        old=old,
+        advantages=1 - 3 * values,
+        reference_tokens=old - 1,
+    )
 
 
 def pass_over(decoder: Decoder, objective: Objective, batch: Batch) -> list[Tensor]:
@@ -122,8 +134,16 @@ def worst_of_parts(
     return max(error(ours, expected) for ours, expected in zip(together, alone, strict=True))
 
 
-OBJECTIVES = (lambda decoder, team: NextToken(decoder, team=team), Preference)
-"""An objective that sums over tokens, and one that sums over pairs of sequences."""
+OBJECTIVES = (
+    lambda decoder, team: NextToken(decoder, team=team),
+    DpoConfig(sft_weight=0.1).build,
+    KtoConfig().build,
+    OrpoConfig().build,
+    RewardConfig(token=3).build,
+    PolicyConfig(clip_high=0.2, kl_weight=0.1, entropy_weight=0.1).build,
+    PolicyConfig(ratio="sequence", clip="weight", denominator="sequences").build,
+)
+"""An objective that sums over tokens, and those that sum over whole sequences or pairs."""
 
 
 def compare_parts(
@@ -156,7 +176,9 @@ def compare_parts(
                     continue
                 teams = make_teams(world, parallel, config.vocab_size)
                 of = partial(worst_of_parts, teams, config)
-                worst = max(of(documents, OBJECTIVES[number % 2]) for documents in rows)
+                worst = max(
+                    of(documents, OBJECTIVES[number % len(OBJECTIVES)]) for documents in rows
+                )
                 found[number] = max(worst, found.get(number, 0.0))
     finally:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Training on conversations: the data that a step sees, its loss, and exact resuming."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from workhorse.nn import IGNORE, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.tokenizers.chat.template import with_template
 from workhorse.tokenizers.config import BytesConfig
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe, train, with_init
 from workhorse.train.objectives.next_token import NextToken
 
 Make = Callable[..., Recipe]
@@ -186,3 +187,39 @@ def test_a_tokenizer_with_role_tokens_gets_the_default_template(
     assert with_template(tokenizer) is tokenizer
     with pytest.raises(WorkhorseError, match="nor the special tokens"):
         prepare_tokenizer(BytesConfig(), make().data, tmp_path)
+
+
+def test_a_run_of_dpo_starts_at_the_reference_and_resumes_bit_for_bit(
+    make: Make, tmp_path: Path
+) -> None:
+    train(make(), tmp_path / "base")
+    pairs = [
+        {
+            "prompt": chat(f"{n}+1?"),
+            "chosen": [{"role": "assistant", "content": str(n + 1)}],
+            "rejected": [{"role": "assistant", "content": str(n)}],
+        }
+        for n in range(24)
+    ]
+    path = write_lines(tmp_path / "pairs.jsonl", pairs)
+    fields = make(rows="pairs", path=str(path), validation_fraction=0.25).to_dict()
+    fields |= {"init": str(tmp_path / "base")}
+    fields["train"] |= {"objective": {"kind": "dpo", "beta": 0.5}, "samples": None}
+    fields["model"] = {}
+    recipe, told = Recipe.from_dict(with_init(fields)), []
+    train(recipe, tmp_path / "whole", on_event=told.append)
+    first, *_, last = [event for event in told if event["kind"] == "step"]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)  # equal to the reference
+    assert last["accuracy"] > 0.5
+    assert last["loss"] < first["loss"]
+    assert {one.name for one in (tmp_path / "whole" / "reference").iterdir()} == {
+        "train-corpus.npy",
+        "validation-corpus.npy",
+    }
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").glob("*6")))
+    train(recipe, tmp_path / "resumed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=6)
+    shutil.rmtree(tmp_path / "resumed" / "reference")
+    with pytest.raises(WorkhorseError, match="reference is missing, the log-probabilities of"):
+        train(recipe, tmp_path / "resumed", resume=True)

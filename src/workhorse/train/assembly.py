@@ -280,7 +280,7 @@ def _batches(
 def _check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
     """Raise ConfigError if the batches lack a field that the objective needs."""
     needs = config.objective.needs
-    missing = [name for name in needs if getattr(batches[at.step], name) is None]
+    missing = [name for name in needs if getattr(batches[at.step], name, None) is None]
     if missing:
         raise ConfigError(
             f"the objective {config.objective.kind} needs {' and '.join(missing)}, which this data "

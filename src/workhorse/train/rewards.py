@@ -74,7 +74,7 @@ class PythonRewardConfig(Config):
         return PythonReward(self)
 
 
-RewardConfig = Annotated[
+AnyReward = Annotated[
     AnswerRewardConfig | CountdownRewardConfig | PythonRewardConfig, Field(discriminator="kind")
 ]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from workhorse.config.base import Config
+from workhorse.config.base import Config, ConfigError
 from workhorse.data import IGNORE, Batch, Batches
 from workhorse.data.sampling import derive
 from workhorse.generate import GenerationConfig
@@ -20,8 +20,8 @@ from workhorse.generate.engine import Engine
 from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.objectives.policy import Baseline, PolicyBatch, advantages
-from workhorse.train.rewards import AnswerRewardConfig, Reward, RewardConfig
+from workhorse.train.objectives.policy import Baseline, PolicyBatch, advantages_of
+from workhorse.train.rewards import AnswerRewardConfig, AnyReward, Reward
 
 
 class RolloutConfig(Config):
@@ -31,7 +31,7 @@ class RolloutConfig(Config):
     """Number of completions per prompt, a divisor of `train.batch_size`."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Maximum number of tokens of a completion; fewer if `train.seq_len` does not have room."""
-    reward: RewardConfig = AnswerRewardConfig()
+    reward: AnyReward = AnswerRewardConfig()
     """The reward of a completion."""
     baseline: Baseline = "group"
     """Subtracted from rewards to give advantages: `none`, the mean over the `batch`, the mean over
@@ -40,6 +40,14 @@ class RolloutConfig(Config):
     (`leave_one_out`; RLOO, 2402.14740)."""
     keep_unfinished: bool = True
     """False to ignore completions that reached `max_new_tokens` (DAPO, 2503.14476 §3.4)."""
+
+    @model_validator(mode="after")
+    def _several(self) -> "RolloutConfig":
+        if self.completions == 1 and self.baseline in ("group", "group_std", "leave_one_out"):
+            raise ConfigError(
+                f"completions=1 leaves nothing to compare for baseline={self.baseline}; increase it"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -258,7 +266,7 @@ class Rollouts:
             group=group,
             values=values,
             old=old,
-            advantages=advantages(values, group, self.config.baseline),
+            advantages=advantages_of(values, group, self.config.baseline),
         )
 
     def _note(

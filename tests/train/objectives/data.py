@@ -7,6 +7,7 @@ from tests.train.conftest import MODEL
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.train.objectives.objective import Objective
+from workhorse.train.objectives.policy import PolicyBatch
 
 VOCAB, SEQ = 11, 8
 
@@ -47,6 +48,16 @@ def logprobs(decoder: Decoder, batch: Batch) -> Tensor:
     of_all = decoder(batch.tokens).log_softmax(dim=-1)
     counted = batch.targets != IGNORE
     return of_all.gather(2, batch.targets.where(counted, 0)[..., None])[..., 0] * counted
+
+
+def rollouts(decoder: Decoder) -> PolicyBatch:
+    """Completions that were sampled by a slightly different model; garbage in their padding."""
+    batch, generator = rows(group=4), torch.Generator().manual_seed(5)
+    noise = torch.randn(2, 8, SEQ, generator=generator, dtype=torch.float64) / 2
+    now = logprobs(decoder, batch).detach()
+    old, reference = (torch.where(batch.targets != IGNORE, now + one, 99.0) for one in noise)
+    advantages = torch.randn(8, generator=generator, dtype=torch.float64)
+    return PolicyBatch(**vars(batch), old=old, advantages=advantages, reference_tokens=reference)
 
 
 def gradients(decoder: Decoder, loss: Tensor) -> list[Tensor]:

@@ -5,14 +5,18 @@ import copy
 import pytest
 import torch
 
-from tests.train.objectives.data import SEQ, model, rows
+from tests.train.objectives.data import SEQ, model, rollouts, rows
+from workhorse.data import Batch
 from workhorse.memory.step_memory import step_memory
 from workhorse.nn import Decoder
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.train import TrainConfig
 from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.objectives.objective import ObjectiveConfig
+from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.objectives.preferences import DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
+from workhorse.train.objectives.reward import RewardConfig
+from workhorse.train.rollouts import RolloutConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 
@@ -25,11 +29,19 @@ ALL: list[ObjectiveConfig] = [
     KtoConfig(),
     OrpoConfig(),
     SimpoConfig(),
+    RewardConfig(token=3, centre=0.1),
+    PolicyConfig(clip_low=0.2, clip_high=0.2, kl_weight=0.1),
+    PolicyConfig(ratio="sequence", clip_high=0.2, denominator="sequences", entropy_weight=0.1),
+    PolicyConfig(clip="weight", clip_high=0.2, denominator="constant", max_length=9),
 ]
 
 
 def name(config: ObjectiveConfig) -> str:
     return "-".join(map(str, vars(config).values()))
+
+
+def batch_of(objective: ObjectiveConfig) -> Batch:
+    return rollouts(model()) if objective.kind == "policy" else rows()
 
 
 def config_of(objective: ObjectiveConfig, micro_batch: int) -> TrainConfig:
@@ -40,6 +52,7 @@ def config_of(objective: ObjectiveConfig, micro_batch: int) -> TrainConfig:
         micro_batch_size=micro_batch,
         optimizer=AdamWConfig(),
         objective=objective,
+        rollouts=RolloutConfig(completions=2) if objective.needs[:1] == ("old",) else None,
         grad_clip=None,
     )
 
@@ -51,7 +64,7 @@ def step_of(decoder: Decoder, objective: ObjectiveConfig, micro_batch: int) -> T
 @pytest.mark.parametrize("objective", ALL, ids=name)
 def test_micro_batches_do_not_change_the_gradient(objective: ObjectiveConfig) -> None:
     """Micro-batches of 2 and 6 rows of different lengths, which is also how ranks divide rows."""
-    decoder, batch = model().float(), rows()
+    decoder, batch = model().float(), batch_of(objective)
     whole = step_of(decoder, objective, 8)
     expected, counted = whole.backward(batch)
     gradients = whole.optimizer.gradients()
@@ -70,14 +83,15 @@ def test_micro_batches_do_not_change_the_gradient(objective: ObjectiveConfig) ->
             torch.testing.assert_close(step._terms[figure], value, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("objective", ALL, ids=name)
+@pytest.mark.parametrize("objective", ALL[:-1], ids=name)
 def test_steps_reduce_the_loss(objective: ObjectiveConfig) -> None:
-    step = step_of(model().float(), objective, 4)
-    losses = [step.update(*step.backward(rows()), schedule=5.0).loss for _ in range(6)]
+    """Except the last, whose value changes with the weights although its gradient does not."""
+    step, batch = step_of(model().float(), objective, 4), batch_of(objective)
+    losses = [step.update(*step.backward(batch), schedule=5.0).loss for _ in range(6)]
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("objective", [DpoConfig(), KtoConfig()], ids=name)
+@pytest.mark.parametrize("objective", [DpoConfig(), PolicyConfig()], ids=name)
 def test_the_memory_of_a_step_can_be_computed(objective: ObjectiveConfig) -> None:
     found = step_memory(model().config, config_of(objective, 4), CPU)
     assert max(found.totals) > 0

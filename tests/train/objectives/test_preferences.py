@@ -93,7 +93,7 @@ def test_kto_is_the_papers_with_a_reference_point_from_the_step_before() -> None
     objective = config.build(DECODER)
 
     def loss(point: float) -> Tensor:
-        """2402.01306 eq. 8, for a given z."""
+        """2402.01306 §4.1, for a given z."""
         rewards = sums(batch)[0] - batch.reference
         v = torch.stack(
             [

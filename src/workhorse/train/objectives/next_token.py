@@ -31,7 +31,7 @@ class NextTokenConfig(ObjectiveConfig):
     added to the loss. The reported loss is the cross-entropy without it."""
     dft: bool = False
     """Multiply the loss of each token by its probability, without a gradient through the factor:
-    dynamic fine-tuning (2508.05629 eq. 9). The reported loss is the cross-entropy."""
+    dynamic fine-tuning (2508.05629). The reported loss is the cross-entropy."""
 
     def build(
         self, decoder: Decoder, team: "ContextParallelGroup | None" = None
@@ -66,7 +66,7 @@ class NextToken(ModelObjective):
 class DynamicFineTuning(ModelObjective):
     """`Σ -p(target) · log p(target)`, in nats, where the factor p has no gradient.
 
-    Paper: 2508.05629 eq. 9.
+    Paper: 2508.05629.
 
     Args:
         decoder: the model to train.

@@ -42,9 +42,11 @@ class ObjectiveConfig(Config):
 
     Attributes:
         needs: the optional fields of a `Batch` that the objective requires.
+        needs_all_logits: True if layers and depth of the model cannot be divided among ranks.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
+    needs_all_logits: ClassVar[bool] = False
 
     @property
     def rows_together(self) -> int:
@@ -166,7 +168,8 @@ class ModelObjective(Objective):
         """
         head = self.decoder.head
         matrix = self.logprobs.matrix(head)  # must precede the forward pass, see `NativeLogprobs`
-        return self.logprobs(self._hidden(batch), batch.targets, head, matrix=matrix, **options)
+        x = self.hidden(self.decoder, batch)
+        return self.logprobs(x, batch.targets, head, matrix=matrix, **options)
 
     def sequence_logprobs(self, batch: Batch) -> Tensor:
         """Compute the weighted sum of the log-probabilities of each row's targets, (rows).
@@ -188,11 +191,12 @@ class ModelObjective(Objective):
         """
         return of_own_tokens if self.team is None else self.team.summed(of_own_tokens)
 
-    def _hidden(self, batch: Batch) -> Hidden:
+    def hidden(self, decoder: Decoder, batch: Batch) -> Hidden:
+        """Compute a decoder's hidden states; if sequences are split, for this rank's tokens."""
         if self.team is None:
-            return self.decoder.hidden(batch.tokens, documents=batch.documents)
-        view = self.team.view(self.decoder, batch.tokens, batch.documents)
-        return self.decoder.hidden(batch.tokens, cache=view)
+            return decoder.hidden(batch.tokens, documents=batch.documents)
+        view = self.team.view(decoder, batch.tokens, batch.documents)
+        return decoder.hidden(batch.tokens, cache=view)
 
 
 def weights_of(batch: Batch) -> Tensor:

@@ -1,212 +1,308 @@
-"""Policy gradients: completions that the model generated are made more or less likely.
+"""Policy gradients on sampled completions, from REINFORCE to GSPO, and their advantages."""
 
-With the probability p of a token, its value q when the token was chosen, the ratio r = p / q and
-the advantage A of the completion, the loss of a token is
-
-- without ratio: -A log p (REINFORCE),
-- with `clip: surrogate`: -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, 1707.06347 eq. 7),
-- with `clip: weight`: -min(r, 1 + high) A log p, where the first factor has no gradient (CISPO,
-  2506.13585).
-
-method                     baseline        ratio     clip       clip_high  denominator
-REINFORCE                  batch           none
-RLOO (2402.14740)          leave_one_out   none                            sequences
-PPO without values         batch           token     surrogate  0.2        tokens
-GRPO (2402.03300)          group_std       token     surrogate  0.2        sequences
-Dr. GRPO (2503.20783)      group           token     surrogate  0.2        constant
-DAPO (2503.14476)          group_std       token     surrogate  0.28       tokens
-GSPO (2507.18071)          group_std       sequence  surrogate  4e-4       sequences
-CISPO (2506.13585)         group_std       token     weight                tokens
-
-The baseline is an option of `train.rollouts`. For RLOO the log-probabilities of a completion are
-added up, which is the constant denominator with `max_length: 1`.
-"""
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
-from workhorse.config.base import ConfigError, OnResume
-from workhorse.data import IGNORE, Batch
-from workhorse.nn import Decoder, TokenLogprobs
-from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome
+from workhorse.config.base import ConfigError
+from workhorse.data import Batch
+from workhorse.errors import WorkhorseError
+from workhorse.nn import IGNORE, Decoder, TokenLogprobs
+from workhorse.nn.logprobs import count_of
+from workhorse.train.objectives.objective import (
+    ModelObjective,
+    ObjectiveConfig,
+    Outcome,
+    weights_of,
+)
+from workhorse.train.objectives.preferences import Weight
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.sequences import ContextParallelGroup
 
-Baseline = Literal["none", "batch", "group", "group_std", "leave_one_out"]
-EPSILON = 1e-4
-"""Added to a standard deviation before a division by it."""
+FAR_FROM_ONE = 0.1
+"""The logged `ratio_outside` counts ratios that differ from 1 by more than this."""
 
 
 @dataclass(frozen=True)
 class PolicyBatch(Batch):
-    """Completions to learn from. Prompts have no targets."""
+    """Sampled completions; `targets` is `IGNORE` except for sampled tokens."""
 
     old: Tensor | None = None
-    """Log-probability of each target when it was chosen, `(batch, seq)` float32."""
+    """Log-probabilities of the targets, recorded when they were sampled, `(batch, seq)`."""
     advantages: Tensor | None = None
-    """The advantage of each row, `(batch,)` float32."""
+    """Advantages, `(batch,)` or, one for each target, `(batch, seq)`."""
     reference_tokens: Tensor | None = None
-    """The reference model's log-probability of each target, `(batch, seq)` float32."""
+    """Log-probabilities of the targets under the reference model, `(batch, seq)`."""
 
 
-def advantages(rewards: Tensor, group: Tensor, baseline: Baseline) -> Tensor:
-    """Subtract a baseline from rewards.
+class PolicyConfig(ObjectiveConfig):
+    """A policy gradient on completions: `-ratio · advantage`, summed and divided as configured.
+
+    | method | ratio | clip | limits: low, high | denominator | advantages |
+    |---|---|---|---|---|---|
+    | REINFORCE, RLOO (2402.14740) | none | | none | constant, 1 | batch, leave_one_out |
+    | PPO (1707.06347 eq. 7) | token | surrogate | 0.2, 0.2 | tokens | `gae` |
+    | GRPO (2402.03300 eq. 3) | token | surrogate | 0.2, 0.2 | sequences | group_std |
+    | Dr. GRPO (2503.20783 §3.2) | token | surrogate | 0.2, 0.2 | constant | group |
+    | DAPO (2503.14476 eq. 8) | token | surrogate | 0.2, 0.28 | tokens | group_std |
+    | GSPO (2507.18071 eq. 5) | sequence | surrogate | 3e-4, 4e-4 | sequences | group_std |
+    | CISPO (2506.13585 eq. 4) | token | weight | none, tuned | tokens | group_std |
+
+    GRPO adds `kl_weight` 0.04 with the estimator k3; the others of this table do not need it.
+    """
+
+    kind: Literal["policy"] = "policy"
+    needs = ("old", "advantages")
+    ratio: Literal["token", "sequence", "none"] = "token"
+    """Probability of the sampled tokens now, divided by that when they were sampled: of each token,
+    or the geometric mean over each completion. `none`: 1, with the gradient of log p, which is
+    right if the model has not changed since."""
+    clip: Literal["surrogate", "weight"] = "surrogate"
+    """`surrogate`: `-min(r A, clip(r) A)`, so tokens beyond a limit can lose their gradient.
+    `weight`: `-clip(r) A log p`, where the factor has no gradient, so all tokens keep theirs."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """The lower limit of a ratio is 1 minus this; None: no limit."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """The upper limit of a ratio is 1 plus this; None: no limit."""
+    denominator: Literal["tokens", "sequences", "constant"] = "tokens"
+    """`tokens`: mean over all tokens of the batch. `sequences`: mean over completions of the means
+    over their tokens. `constant`: mean over completions of the sums divided by `max_length`."""
+    max_length: int | None = Field(default=None, ge=1)
+    """The constant denominator of a completion, in tokens; 1 for sums over tokens."""
+    kl_weight: Weight = 0.0
+    """Weight of the estimated KL divergence from the reference, averaged as the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate from `d = log p - log p_reference` of each token, for completions of the model
+    itself. `k1`: d; the mean of its gradient is 0. `k2`: `d² / 2`, with the gradient of
+    KL(model || reference). `k3`: `exp(-d) - 1 + d`, with that of KL(reference || model)."""
+    entropy_weight: Weight = 0.0
+    """Weight of the entropy of the predictions, averaged as the loss and subtracted from it."""
+
+    def model_post_init(self, _context: object) -> None:
+        limits = self.clip_low, self.clip_high
+        if self.ratio == "none" and limits != (None, None):
+            raise ConfigError("clip_low and clip_high have no effect on ratio=none; remove them")
+        if (self.denominator == "constant") != (self.max_length is not None):
+            raise ConfigError(
+                f"denominator={self.denominator} does not fit max_length={self.max_length}; "
+                "set max_length if, and only if, denominator is constant"
+            )
+
+    def synthetic(self, tokens: Tensor, documents: Tensor | None = None) -> PolicyBatch:
+        batch, zeros = super().synthetic(tokens, documents), torch.zeros_like(tokens).float()
+        return PolicyBatch(**vars(batch), old=zeros, advantages=zeros[:, 0], reference_tokens=zeros)
+
+    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Policy":
+        low, high = self.clip_low, self.clip_high
+        limits = -inf if low is None else 1 - low, inf if high is None else 1 + high
+        kinds = {"token": Policy, "sequence": SequencePolicy, "none": OnPolicy}
+        return kinds[self.ratio](
+            decoder,
+            loss=partial(LOSSES[self.clip], limits=limits),
+            kl=KL_ESTIMATORS[self.kl_estimator],
+            kl_weight=self.kl_weight,
+            entropy_weight=self.entropy_weight,
+            per_token=self.denominator == "tokens",
+            max_length=self.max_length,
+            team=team,
+        )
+
+
+class Policy(ModelObjective):
+    """`Σ loss(ratio, advantage, log p) + kl_weight · kl - entropy_weight · entropy` over targets.
 
     Args:
-        rewards: (batch).
-        group: (batch), the index of each row's prompt.
-        baseline: see `RolloutConfig.baseline`. The standard deviation is the unbiased one.
+        decoder: the model to train.
+        loss: one of `LOSSES`, with its limits.
+        kl: one of `KL_ESTIMATORS`.
+        kl_weight: weight of the estimated KL divergence.
+        entropy_weight: weight of the entropy.
+        per_token: True if the denominator is the number of targets; otherwise the sum of each row
+            is divided by `max_length`, and the denominator is the number of rows.
+        max_length: divisor of the sum of a row; None: its number of targets.
+        team: the ranks that each have a part of the same sequences; None if sequences are not
+            split. Each of them computes the loss of whole rows.
+    """
 
-    Returns:
-        (batch), in the dtype of the rewards. It is 0 if a group has equal rewards, or if
-        `leave_one_out` or `group_std` has only one row.
+    denominator = "sequences"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        loss: "PolicyLoss",
+        kl: "KlEstimator",
+        kl_weight: float = 0.0,
+        entropy_weight: float = 0.0,
+        per_token: bool = True,
+        max_length: int | None = None,
+        team: "ContextParallelGroup | None" = None,
+    ) -> None:
+        super().__init__(decoder, TokenLogprobs(entropy=True), team)
+        self.loss = loss
+        self.kl = kl
+        self.kl_weight = kl_weight
+        self.entropy_weight = entropy_weight
+        self.per_token = per_token
+        self.max_length = max_length
+
+    def count(self, batch: PolicyBatch) -> Tensor:
+        return count_of(batch.targets, batch.weights) if self.per_token else super().count(batch)
+
+    def forward(self, batch: PolicyBatch) -> Outcome:
+        logprobs, _, entropy = self.score(batch)
+        weights, lengths = weights_of(batch), self.sequence_weights(batch)
+        real = lengths > 0
+        assert batch.advantages is not None
+        assert batch.reference_tokens is not None or not self.kl_weight
+        advantages = batch.advantages.view(len(real), -1)  # (batch, 1) or (batch, seq)
+        log_ratios = self.log_ratios(logprobs, batch)
+        losses, clipped = self.loss(log_ratios.exp(), advantages, logprobs)
+        losses = losses - self.entropy_weight * entropy
+        figures = {
+            "entropy": entropy,
+            "clip_fraction": clipped.float(),
+            "ratio_outside": ((log_ratios.exp() - 1).abs() > FAR_FROM_ONE).float(),
+            "kl_old": k3(-log_ratios),
+        }
+        if batch.reference_tokens is not None:
+            kl = self.kl(_difference(logprobs, batch.reference_tokens, batch))
+            losses, figures["kl"] = losses + self.kl_weight * kl, kl
+
+        def in_rows(of_tokens: Tensor, divisor: Tensor | int) -> Tensor:
+            return self.over_sequences((of_tokens * weights).sum(dim=1)) / divisor
+
+        mean = 1 if self.per_token else lengths.clamp(min=1)
+        divisor = mean if self.max_length is None else self.max_length
+        sums = {
+            name: in_rows(figure.detach().expand_as(weights), mean).sum()
+            for name, figure in figures.items()
+        }
+        count = lengths.sum() if self.per_token else real.sum()
+        return Outcome(in_rows(losses, divisor).sum(), count, sums)
+
+    def log_ratios(self, logprobs: Tensor, batch: PolicyBatch) -> Tensor:
+        """Compute the logarithm of each token's ratio, (batch, seq), or of each row's, (batch, 1).
+
+        It is 0 at positions without a target.
+        """
+        assert batch.old is not None
+        return _difference(logprobs, batch.old, batch)
+
+
+class SequencePolicy(Policy):
+    """A policy gradient whose ratio is the geometric mean over a row (GSPO, 2507.18071 eq. 7)."""
+
+    def log_ratios(self, logprobs: Tensor, batch: PolicyBatch) -> Tensor:
+        of_tokens = super().log_ratios(logprobs, batch) * weights_of(batch)
+        total = self.over_sequences(of_tokens.sum(dim=1))
+        return (total / self.sequence_weights(batch).clamp(min=1))[:, None]
+
+
+class OnPolicy(Policy):
+    """A policy gradient for completions of the current model: ratios of 1 that have a gradient."""
+
+    def log_ratios(self, logprobs: Tensor, batch: PolicyBatch) -> Tensor:
+        return logprobs - logprobs.detach()
+
+
+def _difference(logprobs: Tensor, before: Tensor, batch: Batch) -> Tensor:
+    """`logprobs - before` at targets, and 0 at other positions, such as padding."""
+    return (logprobs - before).where(batch.targets != IGNORE, 0)
+
+
+Limits = tuple[float, float]
+PolicyLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Computes the losses of tokens from ratios, advantages and log-probabilities, and a bool tensor,
+True if a ratio was clipped. The shapes are (batch, seq), or (batch, 1) if equal for a row."""
+KlEstimator = Callable[[Tensor], Tensor]
+
+
+def surrogate(
+    ratios: Tensor, advantages: Tensor, logprobs: Tensor, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """`-min(ratio · A, clip(ratio) · A)` (PPO, 1707.06347 eq. 7)."""
+    free, clipped = ratios * advantages, ratios.clamp(*limits) * advantages
+    return -torch.minimum(free, clipped).expand_as(logprobs), clipped < free
+
+
+def clipped_weight(
+    ratios: Tensor, advantages: Tensor, logprobs: Tensor, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """`-clip(ratio) · A · log p`, with a gradient only through log p (CISPO, 2506.13585 eq. 4)."""
+    weights = ratios.detach().clamp(*limits)
+    return -weights * advantages * logprobs, weights != ratios
+
+
+def k3(d: Tensor) -> Tensor:
+    """`exp(-d) - 1 + d`, which is never negative."""
+    return torch.expm1(-d) + d
+
+
+LOSSES = {"surrogate": surrogate, "weight": clipped_weight}
+KL_ESTIMATORS: dict[str, KlEstimator] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d.square() / 2,
+    "k3": k3,
+}
+Baseline = Literal["none", "batch", "group", "group_std", "leave_one_out"]
+
+
+def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float = 1e-4) -> Tensor:
+    """Compute the advantages of completions from their rewards, (batch).
+
+    Args:
+        rewards: (batch) rewards.
+        group: (batch) group ids; the completions of a prompt are adjacent and have the same id.
+        baseline: the value that is subtracted from each reward. `batch`: the mean of the batch.
+            `group`: the mean of the group (Dr. GRPO). `group_std`: the same, and the difference is
+            divided by the group's standard deviation, with n - 1 degrees of freedom, plus eps
+            (GRPO). `leave_one_out`: the mean of the other completions of the group (RLOO).
+        eps: see `group_std`.
+
+    Raises:
+        WorkhorseError: a group has only one completion, but the baseline compares several.
     """
     if baseline == "none":
         return rewards
     if baseline == "batch":
         return rewards - rewards.mean()
-    _, index, size = group.unique(return_inverse=True, return_counts=True)
-    total = torch.zeros(len(size), dtype=rewards.dtype).index_add_(0, index, rewards)
-    centred = rewards - (total / size)[index]
-    others = (size - 1).clamp(min=1)
-    if baseline == "group":
-        return centred
+    _, index, sizes = group.unique_consecutive(return_inverse=True, return_counts=True)
+    if sizes.min() < 2:  # noqa: PLR2004 - two completions can be compared
+        raise WorkhorseError(f"a group has 1 completion; baseline={baseline} needs at least 2")
+    zeros = rewards.new_zeros(len(sizes))
+    centred = rewards - (zeros.index_add(0, index, rewards) / sizes)[index]
     if baseline == "leave_one_out":
-        return torch.where(size[index] > 1, centred * size[index] / others[index], 0)
-    squares = torch.zeros_like(total).index_add_(0, index, centred.square())
-    return centred / ((squares / others).sqrt()[index] + EPSILON)
+        return centred * (sizes / (sizes - 1))[index]
+    if baseline == "group_std":
+        variances = zeros.index_add(0, index, centred.square()) / (sizes - 1)
+        return centred / (variances.sqrt()[index] + eps)
+    return centred
 
 
-class PolicyConfig(ObjectiveConfig):
-    """Policy gradients on completions that the model generates; needs `train.rollouts`."""
+def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
+    """Generalised advantage estimates `A_t = δ_t + gamma · lam · A_t+1`, (batch, seq).
 
-    kind: Literal["policy"] = "policy"
-    needs = ("old", "advantages")
-
-    ratio: Annotated[Literal["none", "token", "sequence"], OnResume.CONTINUES] = "token"
-    """The importance ratio: of each token, or of each completion (its geometric mean)."""
-    clip: Annotated[Literal["surrogate", "weight"], OnResume.CONTINUES] = "surrogate"
-    """What is clipped: the surrogate loss, or the ratio as a weight without gradient."""
-    clip_low: Annotated[float, OnResume.CONTINUES] = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below 1 minus this value."""
-    clip_high: Annotated[float, OnResume.CONTINUES] = Field(default=0.2, ge=0)
-    """The ratio is clipped above 1 plus this value."""
-    denominator: Annotated[Literal["tokens", "sequences", "constant"], OnResume.CONTINUES] = (
-        "tokens"
-    )
-    """The mean of the loss: over all tokens of the batch; over completions, each with the mean over
-    its tokens; or over completions, each with the sum over its tokens divided by `max_length`."""
-    max_length: Annotated[int | None, OnResume.CONTINUES] = Field(default=None, ge=1)
-    """The divisor for `denominator: constant`."""
-    entropy: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
-    """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
-    kl: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the reference model, which is added to the loss."""
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnResume.CONTINUES] = "k3"
-    """With d = log p - log p_reference: k1 is d, whose gradient has the mean 0; k2 is d² / 2, whose
-    gradient is that of the KL divergence; k3 is exp(-d) + d - 1 (GRPO), whose value is unbiased."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> "PolicyConfig":
-        if (self.denominator == "constant") != (self.max_length is not None):
-            raise ConfigError(
-                f"denominator={self.denominator} and max_length={self.max_length} do not fit; set "
-                "max_length only with denominator=constant"
-            )
-        if self.ratio == "sequence" and self.clip == "weight":
-            raise ConfigError("clip=weight needs the ratio of each token; set ratio=token")
-        return self
-
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Policy":
-        return Policy(decoder, self, team)
-
-
-class Policy(ModelObjective):
-    """The policy-gradient loss of a `PolicyBatch`.
+    `δ_t = r_t + gamma · V_t+1 - V_t`. Paper: 1506.02438 eq. 16.
 
     Args:
-        decoder: the model to train.
-        config: the kind of loss.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        rewards: (batch, seq) the reward after each token.
+        values: (batch, seq) estimated value before each token; 0 after the last one.
+        gamma: discount of later rewards.
+        lam: weight of long against short estimates, from 0 to 1.
     """
-
-    def __init__(
-        self, decoder: Decoder, config: PolicyConfig, team: "ContextParallelGroup | None" = None
-    ) -> None:
-        super().__init__(decoder, TokenLogprobs(entropy=config.entropy > 0), team)
-        self.config = config
-        self.denominator = "tokens" if config.denominator == "tokens" else "sequences"
-
-    def count(self, batch: Batch) -> Tensor:
-        counted = batch.targets != IGNORE
-        return counted.sum() if self.denominator == "tokens" else counted.any(dim=1).sum()
-
-    def forward(self, batch: PolicyBatch) -> Outcome:
-        config = self.config
-        assert batch.old is not None
-        assert batch.advantages is not None
-        counted = (batch.targets != IGNORE).float()
-        lengths = self.over_sequences(counted.sum(dim=1)).clamp(min=1)
-        weights = counted * self._of_tokens(lengths)[:, None]
-        found = self.score(batch)
-        logprobs, advantage = found.target, batch.advantages[:, None]
-        change = (logprobs - batch.old) * counted
-        if config.ratio == "sequence":
-            change = (self.over_sequences(change.sum(dim=1)) / lengths)[:, None].expand_as(change)
-        ratio = change.exp()
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        if config.ratio == "none":
-            of_tokens = -advantage * logprobs
-            clips = torch.zeros_like(ratio)
-        elif config.clip == "weight":
-            clipped = ratio.clamp(max=1 + config.clip_high)
-            of_tokens = -clipped.detach() * advantage * logprobs
-            clips = (clipped != ratio).float()
-        else:
-            of_tokens = -torch.minimum(ratio * advantage, clipped * advantage)
-            clips = (ratio * advantage > clipped * advantage).float()
-        figures = {
-            "clip_fraction": clips,
-            "ratio_change": (ratio - 1).abs(),
-            "change_kl": change.detach().expm1() - change.detach(),
-        }
-        if found.entropy is not None:
-            of_tokens = of_tokens - config.entropy * found.entropy
-            figures["entropy"] = found.entropy
-        if config.kl:
-            assert batch.reference_tokens is not None
-            divergence = _divergence(logprobs - batch.reference_tokens, config.kl_estimator)
-            of_tokens = of_tokens + config.kl * divergence
-            figures["kl"] = divergence
-        loss = (of_tokens * weights).sum()
-        sums = {name: (one.detach() * weights).sum() for name, one in figures.items()}
-        count = counted.sum() if self.denominator == "tokens" else counted.any(dim=1).sum()
-        return Outcome(loss, count, sums)
-
-    def _of_tokens(self, lengths: Tensor) -> Tensor:
-        """Return the weight of each row's tokens."""
-        match self.config.denominator:
-            case "tokens":
-                return torch.ones_like(lengths)
-            case "sequences":
-                return 1 / lengths
-            case "constant":
-                assert self.config.max_length is not None
-                return torch.full_like(lengths, 1 / self.config.max_length)
-
-
-def _divergence(change: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate the KL divergence from a log-ratio; see `PolicyConfig.kl_estimator`."""
-    match estimator:
-        case "k1":
-            return change
-        case "k2":
-            return change.square() / 2
-        case "k3":
-            return (-change).expm1() + change
+    after = torch.cat((values[:, 1:], torch.zeros_like(values[:, :1])), dim=1)
+    deltas = rewards + gamma * after - values
+    advantages = torch.zeros_like(deltas)
+    following = torch.zeros_like(deltas[:, 0])
+    for step in reversed(range(deltas.shape[1])):
+        following = deltas[:, step] + gamma * lam * following
+        advantages[:, step] = following
+    return advantages

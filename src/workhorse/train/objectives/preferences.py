@@ -70,7 +70,7 @@ class DpoConfig(PairsConfig):
     - `hinge`: `max(0, 1 - m)` (SLiC, 2305.10425, as 2309.06657 §3.2 relates it to DPO).
     - `ipo`: `(m / beta - 1 / (2 beta))²` (2310.12036 eq. 17, beta is its τ).
     - `robust`: `(-(1 - ε) log σ(m) + ε log σ(-m)) / (1 - 2 ε)`, unbiased if labels are wrong with
-      the probability ε (2403.00409 eq. 12).
+      the probability ε (2403.00409 §3).
     """
 
     kind: Literal["dpo"] = "dpo"
@@ -86,7 +86,7 @@ class DpoConfig(PairsConfig):
     experiments, and length-normalised DPO (Tülu 3, 2411.15124 §5.1.2)."""
     sft_weight: Weight = 0.0
     """Weight of the mean negative log-likelihood per token of each chosen answer, which is added to
-    the loss of its pair (2404.19733 eq. 1)."""
+    the loss of its pair (2404.19733 §2)."""
 
     def model_post_init(self, _context: object) -> None:
         if self.label_smoothing and self.loss in ("hinge", "ipo"):
@@ -207,7 +207,7 @@ class Preference(AnswersObjective):
 
 
 class KtoConfig(ObjectiveConfig):
-    """Kahneman-Tversky optimisation (2402.01306 eq. 8) on answers that are desirable or not.
+    """Kahneman-Tversky optimisation (2402.01306 §4.1) on answers that are desirable or not.
 
     With the reward `r = log p - log p_reference` of an answer and a reference point z, the loss is
     `desirable_weight · σ(-beta (r - z))` of a desirable answer, and

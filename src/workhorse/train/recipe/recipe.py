@@ -20,9 +20,11 @@ from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
 from workhorse.parallel.division.parts import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
+from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.objectives.preferences import DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
+from workhorse.train.objectives.reward import RewardConfig
 from workhorse.train.report.metrics import TrackerName
 from workhorse.train.rollouts import RolloutConfig
 
@@ -80,7 +82,14 @@ def with_init(fields: dict[str, Any]) -> dict[str, Any]:
 
 Count = Annotated[int, Field(ge=1)]
 AnyObjective = Annotated[
-    NextTokenConfig | DpoConfig | KtoConfig | OrpoConfig | SimpoConfig | PolicyConfig,
+    NextTokenConfig
+    | DpoConfig
+    | KtoConfig
+    | OrpoConfig
+    | SimpoConfig
+    | RewardConfig
+    | PolicyConfig
+    | DistillConfig,
     Field(discriminator="kind"),
 ]
 """The config of any objective."""
@@ -374,6 +383,13 @@ class Recipe(Config):
                 f"groups of {together} that the objective needs in one pass; choose a multiple of "
                 f"{together} for each process",
                 "train",
+            )
+        divided = [name for name in ("tensor", "pipeline") if self.parallel.ways[name] > 1]
+        if self.train.objective.needs_all_logits and divided:
+            raise ConfigError(
+                f"{divided[0]}={self.parallel.ways[divided[0]]} divides the logits, which the "
+                f"objective {self.train.objective.kind} needs together; use shard or context",
+                "parallel",
             )
         return self
 

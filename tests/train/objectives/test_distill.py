@@ -1,0 +1,78 @@
+"""Distillation against the divergences of GKD (2306.13649 §3), in float64."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import workhorse
+from tests.train.objectives.data import SEQ, assert_same, model, rows
+from workhorse.config.base import ConfigError
+from workhorse.memory.step_memory import step_memory
+from workhorse.nn import IGNORE
+from workhorse.optim.adamw import AdamWConfig
+from workhorse.train import Recipe, TrainConfig
+from workhorse.train.objectives.distill import Distill, DistillConfig
+from workhorse.train.step.build import build_step
+
+
+def kl(of: Tensor, to: Tensor) -> Tensor:
+    return (of * (of / to).log()).sum(dim=-1)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("max_logits", [None, 70])
+def test_the_divergences_are_those_of_the_paper(beta: float, max_logits: int | None) -> None:
+    """The same if the logits of only three positions are computed at a time."""
+    student, teacher = model(0), model(1, d_model=24)
+    batch = replace(rows(), weights=torch.rand(8, 8, generator=torch.Generator().manual_seed(1)))
+    p, q = (decoder(batch.tokens).softmax(-1) for decoder in (teacher, student))
+    mixture = beta * p + (1 - beta) * q
+    between = beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+    each = {0.0: kl(p, q), 1.0: kl(q, p)}.get(beta, between)
+    weights = batch.weights * (batch.targets != IGNORE)
+    objective = Distill(student, teacher, beta)
+    objective.logprobs.max_logits = max_logits
+    assert_same(objective, batch, (each * weights).sum() / weights.sum())
+
+
+def test_the_teacher_is_neither_trained_nor_saved_and_the_model_approaches_it() -> None:
+    student, teacher = model(0).float(), model(1).float()
+    before = copy.deepcopy(teacher.state_dict())
+    objective = Distill(student, teacher)
+    assert set(objective.trainable()) == {name for name, _ in student.named_parameters()}
+    optimizer = torch.optim.Adam(student.parameters(), lr=0.02)
+    losses = []
+    for _ in range(30):
+        loss, count, _ = objective(rows())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item() / count.item())
+    assert losses[-1] < losses[0] / 2
+    for name, weight in teacher.state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert Distill(copy.deepcopy(teacher), teacher)(rows()).loss.abs() < 1e-4
+
+
+def test_a_recipe_names_the_teacher_in_a_folder(tmp_path: Path, make_recipe) -> None:
+    teacher = model(1, vocab_size=13).float()
+    workhorse.save(teacher, tmp_path / "teacher")
+    config = DistillConfig(teacher=str(tmp_path / "teacher"), beta=0.5)
+    student = model(0, vocab_size=13).float()
+    train = TrainConfig(
+        steps=1, batch_size=8, seq_len=SEQ, objective=config, optimizer=AdamWConfig()
+    )
+    found, counted = build_step(student, train, torch.device("cpu")).backward(rows())
+    torch.testing.assert_close(found, Distill(student, teacher, 0.5)(rows()).loss / counted)
+    assert max(step_memory(student.config, train, torch.device("cpu")).totals) > 0
+    with pytest.raises(ConfigError, match=r"has vocab_size=\d+, but the model has 11; choose"):
+        config.build(model())
+    with pytest.raises(ConfigError, match=r"train\.objective\.teacher"):
+        DistillConfig(teacher=str(tmp_path / "none")).build(model())
+    fields = make_recipe(objective=config.to_dict()).to_dict()
+    with pytest.raises(ConfigError, match="tensor=2 divides the logits, which the objective"):
+        Recipe.from_dict({**fields, "parallel": {"tensor": 2}})

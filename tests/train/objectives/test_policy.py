@@ -1,0 +1,209 @@
+"""Policy gradients against their papers, in float64, one completion at a time."""
+
+import statistics
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.objectives.data import assert_same, logprobs, model
+from tests.train.objectives.data import rollouts as rollouts_of
+from workhorse.config.base import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.nn import IGNORE
+from workhorse.train.objectives.policy import PolicyBatch, PolicyConfig, advantages_of, gae
+
+DECODER = model()
+CLIPPED = {"clip_low": 0.2, "clip_high": 0.2}
+rollouts = partial(rollouts_of, DECODER)
+
+
+def completions(batch: PolicyBatch) -> list[dict[str, Tensor]]:
+    """For each row, the values of its sampled tokens only."""
+    now = logprobs(DECODER, batch)
+    found = []
+    for row, targets in enumerate(batch.targets):
+        own = targets != IGNORE
+        values = {"now": now[row][own], "old": batch.old[row][own], "a": batch.advantages[row]}
+        found.append(values | {"reference": batch.reference_tokens[row][own]})
+    return found
+
+
+def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    return torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def test_reinforce_on_the_policy_itself() -> None:
+    """The gradient is that of `-Σ A log p`, and both forms of the loss have it."""
+    batch = rollouts()
+    expected = -sum((one["now"] * one["a"]).sum() for one in completions(batch)) / 8
+    options = {"ratio": "none", "denominator": "constant", "max_length": 1}
+    assert_same(PolicyConfig(**options, clip="weight").build(DECODER), batch, expected)
+    value = sum(len(one["now"]) * one["a"] for one in completions(batch)) / 8
+    on_policy = PolicyConfig(**options).build(DECODER)
+    assert_same(on_policy, batch, expected - expected.detach() - value)
+
+
+def test_ppo_and_dapo_average_over_all_tokens() -> None:
+    batch = rollouts()
+    for low, high in ((0.2, 0.2), (0.2, 0.28)):
+        parts = [
+            clipped((one["now"] - one["old"]).exp(), one["a"], low, high)
+            for one in completions(batch)
+        ]
+        expected = -torch.cat(parts).mean()
+        config = PolicyConfig(clip_low=low, clip_high=high, denominator="tokens")
+        assert_same(config.build(DECODER), batch, expected)
+
+
+def test_grpo_averages_completions_and_adds_the_third_estimate_of_the_kl() -> None:
+    batch, losses = rollouts(), []
+    for one in completions(batch):
+        ratio = (one["now"] - one["old"]).exp()
+        back = one["reference"] - one["now"]
+        kl = back.exp() - back - 1
+        losses.append(-(clipped(ratio, one["a"], 0.2, 0.2) - 0.04 * kl).mean())
+    config = PolicyConfig(**CLIPPED, denominator="sequences", kl_weight=0.04)
+    assert_same(config.build(DECODER), batch, torch.stack(losses).mean())
+
+
+def test_dr_grpo_divides_by_a_constant() -> None:
+    batch = rollouts()
+    sums = [
+        clipped((one["now"] - one["old"]).exp(), one["a"], 0.2, 0.2).sum()
+        for one in completions(batch)
+    ]
+    config = PolicyConfig(**CLIPPED, denominator="constant", max_length=20)
+    assert_same(config.build(DECODER), batch, -torch.stack(sums).mean() / 20)
+
+
+def test_gspo_has_one_ratio_per_completion() -> None:
+    batch = rollouts()
+    parts = [
+        clipped((one["now"] - one["old"]).mean().exp(), one["a"], 0.05, 0.1)
+        for one in completions(batch)
+    ]
+    options = {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.1}
+    config = PolicyConfig(**options, denominator="sequences")
+    assert_same(config.build(DECODER), batch, -torch.stack(parts).mean())
+    lengths = [len(one["now"]) for one in completions(batch)]
+    weighted = sum(part * n for part, n in zip(parts, lengths, strict=True)) / sum(lengths)
+    assert_same(PolicyConfig(**options).build(DECODER), batch, -weighted)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient_of_every_token() -> None:
+    batch, parts = rollouts(), []
+    for one in completions(batch):
+        weight = (one["now"] - one["old"]).exp().detach().clamp(max=1.3)
+        parts.append(-weight * one["a"] * one["now"])
+    config = PolicyConfig(clip="weight", clip_high=0.3)
+    assert_same(config.build(DECODER), batch, torch.cat(parts).mean())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_estimates_of_the_kl_divergence(estimator: str) -> None:
+    """Without advantages the loss is the estimate; see `PolicyConfig.kl_estimator`."""
+    batch = rollouts()
+    batch = replace(batch, advantages=torch.zeros(8))
+    d = torch.cat([one["now"] - one["reference"] for one in completions(batch)])
+    expected = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[estimator].mean()
+    objective = PolicyConfig(kl_weight=1.0, kl_estimator=estimator).build(DECODER)
+    assert_same(objective, batch, expected)
+    outcome = objective(batch)
+    torch.testing.assert_close(outcome.figures["kl"] / outcome.count, expected.detach())
+
+
+@pytest.mark.parametrize(("estimator", "forward"), [("k2", False), ("k3", True)])
+def test_their_expected_gradients(estimator: str, forward: bool) -> None:
+    """Over all tokens with their probabilities: of KL(model || ref), or of KL(ref || model)."""
+    from workhorse.train.objectives.policy import KL_ESTIMATORS
+
+    generator = torch.Generator().manual_seed(2)
+    logits, other = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    log_p, log_q = logits.log_softmax(0), other.log_softmax(0)
+    mean = (log_p.exp().detach() * KL_ESTIMATORS[estimator](log_p - log_q)).sum()
+    of, to = (log_q, log_p) if forward else (log_p, log_q)
+    kl = (of.exp() * (of - to)).sum()
+    found, expected = (torch.autograd.grad(one, logits, retain_graph=True) for one in (mean, kl))
+    torch.testing.assert_close(found, expected)
+    noise = torch.autograd.grad((log_p.exp().detach() * KL_ESTIMATORS["k1"](log_p)).sum(), logits)
+    torch.testing.assert_close(noise[0], torch.zeros(9, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+def test_an_entropy_bonus_and_advantages_of_tokens() -> None:
+    batch = rollouts()
+    counted = batch.targets != IGNORE
+    advantages = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).double()
+    batch = replace(batch, advantages=advantages)
+    log_p = DECODER(batch.tokens).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    now = log_p.gather(2, batch.targets.where(counted, 0)[..., None])[..., 0]
+    each = -(now - batch.old).exp() * advantages - 0.1 * entropy
+    expected = each[counted].mean()
+    assert_same(PolicyConfig(entropy_weight=0.1).build(DECODER), batch, expected)
+
+
+def test_figures_show_clipped_tokens_and_the_distance_to_the_old_policy() -> None:
+    batch = rollouts()
+    outcome = PolicyConfig(**CLIPPED).build(DECODER)(batch)
+    ratios = torch.cat([(one["now"] - one["old"]).exp() for one in completions(batch)]).detach()
+    a = torch.cat([one["a"].expand(len(one["now"])) for one in completions(batch)])
+    lost = ((ratios > 1.2) & (a > 0)) | ((ratios < 0.8) & (a < 0))
+    figures = {name: figure / outcome.count for name, figure in outcome.figures.items()}
+    assert 0 < lost.double().mean() < 1
+    torch.testing.assert_close(figures["clip_fraction"].double(), lost.double().mean())
+    far = ((ratios - 1).abs() > 0.1).double().mean()
+    torch.testing.assert_close(figures["ratio_outside"].double(), far)
+    torch.testing.assert_close(figures["kl_old"], (ratios - 1 - ratios.log()).mean())
+
+
+def test_advantages() -> None:
+    rewards = torch.tensor([1.0, 0, 0, 5, 3, 4, 4], dtype=torch.float64)
+    group = torch.tensor([7, 7, 7, 9, 9, 9, 9])
+    values = rewards.tolist()
+    first, second = values[:3], values[3:]
+    means = [statistics.mean(first)] * 3 + [statistics.mean(second)] * 4
+    spreads = [statistics.stdev(first)] * 3 + [statistics.stdev(second)] * 4
+    others = [statistics.mean(first[:i] + first[i + 1 :]) for i in range(3)]
+    others += [statistics.mean(second[:i] + second[i + 1 :]) for i in range(4)]
+    centred = [value - mean for value, mean in zip(values, means, strict=True)]
+    expected = {
+        "none": values,
+        "batch": [value - statistics.mean(values) for value in values],
+        "group": centred,
+        "group_std": [one / (std + 1e-4) for one, std in zip(centred, spreads, strict=True)],
+        "leave_one_out": [value - other for value, other in zip(values, others, strict=True)],
+    }
+    for baseline, wanted in expected.items():
+        found = advantages_of(rewards, group, baseline)
+        torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+    equal = advantages_of(torch.ones(4), torch.zeros(4), "group_std")
+    assert torch.equal(equal, torch.zeros(4))
+    with pytest.raises(WorkhorseError, match="a group has 1 completion; baseline=leave_one_out"):
+        advantages_of(torch.ones(3), torch.tensor([0, 0, 1]), "leave_one_out")
+
+
+def test_generalised_advantages_are_discounted_sums_of_errors() -> None:
+    rewards, values = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(4)).double()
+    gamma, lam = 0.9, 0.8
+    found = gae(rewards, values, gamma, lam)
+    for row in range(3):
+        v = [*values[row].tolist(), 0.0]
+        errors = [rewards[row, t].item() + gamma * v[t + 1] - v[t] for t in range(5)]
+        for t in range(5):
+            total = sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, 5))
+            assert found[row, t].item() == pytest.approx(total, rel=1e-9)
+    returns = gae(rewards, torch.zeros_like(values), 1.0, 1.0)
+    torch.testing.assert_close(returns, rewards.flip(1).cumsum(1).flip(1))
+
+
+def test_options_that_would_be_ignored_are_refused() -> None:
+    with pytest.raises(ConfigError, match="have no effect on ratio=none"):
+        PolicyConfig(ratio="none", clip_high=0.2)
+    with pytest.raises(ConfigError, match="denominator=tokens does not fit max_length=9"):
+        PolicyConfig(max_length=9)
+    with pytest.raises(ConfigError, match="denominator=constant does not fit max_length=None"):
+        PolicyConfig(denominator="constant")

@@ -1,0 +1,91 @@
+"""Rewards: comparison with answers, and Python functions in another process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from workhorse.errors import WorkhorseError
+from workhorse.train.rewards import (
+    AnswerRewardConfig,
+    CountdownRewardConfig,
+    PythonReward,
+    PythonRewardConfig,
+)
+
+ANSWERS = ["p", "p"], ["abc ", "abd"], ["abc", "abc"]
+
+
+def test_rewards_of_answers() -> None:
+    assert AnswerRewardConfig().build()(*ANSWERS) == [1.0, 0.0]
+    assert AnswerRewardConfig(partial=True).build()(*ANSWERS) == [1.0, pytest.approx(2 / 3)]
+    made = CountdownRewardConfig().build()(["3 4 make 7="] * 2, ["4+3", "3-4"], ["", ""])
+    assert made == [1.0, 0.1]
+
+
+def reward(tmp_path: Path, body: str, seconds: float = 20) -> PythonReward:
+    path = tmp_path / "rewards.py"
+    path.write_text(body)
+    made = PythonRewardConfig(path=path, seconds=seconds).build()
+    assert isinstance(made, PythonReward)
+    return made
+
+
+def test_a_python_function_scores_a_batch_and_may_print(tmp_path: Path) -> None:
+    made = reward(
+        tmp_path,
+        "calls = []\n"
+        "def reward(prompts, completions, answers):\n"
+        "    print('scoring')\n"
+        "    calls.append(1)\n"
+        "    return [len(one) + len(calls) for one in completions]\n",
+    )
+    assert made(*ANSWERS) == [5.0, 4.0]
+    assert made(*ANSWERS) == [6.0, 5.0]
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def reward(p, c, a):\n    raise ValueError('no\\nscore')", "raised ValueError: no score"),
+        ("def score(p, c, a):\n    return [0, 0]", "raised AttributeError: module 'reward' has no"),
+        ("def reward(p, c, a):\n    return [1]", "returned [1] for 2 completions"),
+        (
+            "def reward(p, c, a):\n    return [1, float('nan')]",
+            "returned nan; return finite numbers",
+        ),
+        ("def reward(p, c, a):\n    return ['x', 1]", "returned 'x'; return finite numbers"),
+        ("def reward(p, c, a):\n    return None", "raised TypeError"),
+        ("import os\ndef reward(p, c, a):\n    os._exit(3)", "or ended its process"),
+        ("syntax error", "raised SyntaxError"),
+    ],
+)
+def test_a_function_that_fails_is_one_line(tmp_path: Path, body: str, message: str) -> None:
+    made = reward(tmp_path, body)
+    with pytest.raises(WorkhorseError, match=re.escape(message)) as raised:
+        made(*ANSWERS)
+    assert "rewards.py:reward" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    made.close()
+
+
+def test_a_function_that_hangs_is_stopped_and_can_be_called_again(tmp_path: Path) -> None:
+    made = reward(
+        tmp_path,
+        "import time\n"
+        "def reward(prompts, completions, answers):\n"
+        "    if prompts[0] == 'p':\n"
+        "        time.sleep(60)\n"
+        "    return [1, 2]\n",
+        seconds=3,
+    )
+    with pytest.raises(WorkhorseError, match="did not return within 3 seconds"):
+        made(*ANSWERS)
+    assert made(["q", "q"], *ANSWERS[1:]) == [1.0, 2.0]
+    made.close()
+
+
+def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(WorkhorseError, match="is not a file; check the path"):
+        PythonRewardConfig(path=tmp_path / "none.py").build()

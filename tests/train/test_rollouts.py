@@ -1,0 +1,151 @@
+"""Learning from rewards: rollouts, their log-probabilities, and exact resuming."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.conftest import MODEL
+from tests.train.runs import assert_same_run
+from workhorse.config.base import ConfigError
+from workhorse.data import IGNORE, Batches, prepare, prepare_tokenizer
+from workhorse.execute.choose import decoding_body
+from workhorse.nn import DecoderConfig
+from workhorse.train import Recipe, read_metrics, train
+from workhorse.train.objectives.policy import PolicyConfig
+from workhorse.train.rollouts import RolloutConfig, Rollouts
+
+
+def recipe(**train: Any) -> Recipe:
+    return Recipe.from_dict(
+        {
+            "name": "rewards",
+            "model": MODEL,
+            "tokenizer": {"kind": "bytes"},
+            "data": {
+                "corpus": {"kind": "task", "task": "copy", "difficulty": 3, "count": 60},
+                "packing": "padded",
+            },
+            "train": {
+                "steps": 4,
+                "batch_size": 8,
+                "seq_len": 20,
+                "log_every": 1,
+                "checkpoint_every": 2,
+                "eval_every": 2,
+                "objective": {"kind": "policy"},
+                "rollouts": {
+                    "completions": 4,
+                    "max_new_tokens": 5,
+                    "reward": {"kind": "answer", "partial": True},
+                },
+                **train,
+            },
+        }
+    )
+
+
+def rollouts(tmp_path: Path, **config: Any) -> tuple[Rollouts, Any]:
+    settings = recipe()
+    tokenizer = prepare_tokenizer(settings.tokenizer, settings.data, tmp_path)
+    dataset = prepare(settings.data, tokenizer, tmp_path)
+    prompts = Batches(dataset.train, seq_len=20, batch_size=2, packing="padded")
+    fields = {**MODEL, "vocab_size": tokenizer.vocab_size, "max_seq_len": 32}
+    torch.manual_seed(0)
+    decoder = DecoderConfig.from_dict(fields).build()
+    options = RolloutConfig(completions=4, max_new_tokens=5, **config)
+    made = Rollouts(
+        prompts,
+        decoding_body(decoder, wait=True).decoder,
+        tokenizer,
+        options,
+        stop_tokens=(tokenizer.eos_id,) if tokenizer.eos_id is not None else (),
+        reward=options.reward.build(),
+        seed=3,
+    )
+    return made, decoder
+
+
+def test_the_rows_of_a_step(tmp_path: Path) -> None:
+    made, decoder = rollouts(tmp_path)
+    batch = made[5]
+    assert batch.old is not None
+    assert batch.advantages is not None
+    assert batch.group is not None
+    assert batch.group.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert batch.advantages.view(2, 4).sum(dim=1).tolist() == pytest.approx([0, 0], abs=1e-6)
+    asked = made.prompts[5]
+    for row in range(8):
+        learned = batch.targets[row] != IGNORE
+        first = int(learned.nonzero()[0])
+        assert 1 <= int(learned.sum()) <= 5
+        prompt = batch.tokens[row, : first + 1]
+        assert prompt.tolist() == asked.tokens[row // 4, : first + 1].tolist()
+        assert (asked.targets[row // 4, :first] == IGNORE).all()  # the answer is not in the prompt
+        assert asked.targets[row // 4, first] != IGNORE
+        inputs = batch.tokens[row, first + 1 : first + int(learned.sum())]
+        assert inputs.tolist() == batch.targets[row, first:][: len(inputs)].tolist()
+    assert len({tuple(row.tolist()) for row in batch.targets}) > 4  # seeds differ
+    # Recorded log-probabilities are those of the model; the ratio of the first update is 1.
+    _, count, figures = PolicyConfig().build(decoder)(batch)
+    assert float(figures["kl_old"] / count) < 1e-9
+    assert float(figures["ratio_outside"]) == 0
+    assert batch.values is not None
+    assert made.figures["reward"] == pytest.approx(float(batch.values.mean()))
+    assert made[5].targets.tolist() == batch.targets.tolist()
+    assert made[6].targets.tolist() != batch.targets.tolist()
+
+
+def test_rollouts_follow_the_weights(tmp_path: Path) -> None:
+    made, decoder = rollouts(tmp_path)
+    before = made[0]
+    with torch.no_grad():
+        for weight in decoder.parameters():
+            weight.mul_(2)
+    assert made[0].targets.tolist() != before.targets.tolist()
+
+
+def test_unfinished_completions_can_be_ignored(tmp_path: Path) -> None:
+    made, _ = rollouts(tmp_path, keep_unfinished=False)
+    batch = made[0]
+    kept = (batch.targets != IGNORE).any(dim=1)
+    assert int(kept.sum()) == round(8 * (1 - made.figures["unfinished"]))
+    assert not kept.all()
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    settings, told = recipe(), []
+    result = train(settings, tmp_path / "whole", on_event=told.append)
+    assert result.validation_loss is not None
+    assert -1 <= result.validation_loss <= 0
+    steps = [event for event in told if event["kind"] == "step"]
+    assert all(0 <= event["reward"] <= 1 for event in steps)
+    assert {"exact_match", "unfinished", "completion_tokens", "clip_fraction"} <= set(steps[0])
+    shown = [
+        event
+        for event in read_metrics(tmp_path / "whole" / "metrics.jsonl")
+        if event["kind"] == "rollouts"
+    ]
+    assert shown[0]["rollouts"][0].keys() == {"prompt", "text", "reward"}
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").glob("*4")))
+    train(settings, tmp_path / "resumed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollouts": None}, "rollouts and the objective policy need each other"),
+        (
+            {"objective": {"kind": "next_token"}},
+            "rollouts and the objective policy need each other",
+        ),
+        ({"batch_size": 6}, "batch_size=6 is not divisible by rollouts.completions=4"),
+    ],
+)
+def test_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe(**fields)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import torch
 
 from tests.train.objectives.data import assert_same, logprobs, model, rows
+from workhorse.data import Batch
+from workhorse.nn import IGNORE
 from workhorse.train.objectives.next_token import NextTokenConfig
 
 
@@ -33,3 +35,23 @@ def test_its_z_loss_is_that_of_the_cross_entropy() -> None:
     validated = NextTokenConfig(z_loss=0.01, dft=True).build(decoder).eval()(batch)
     assert "z_loss" not in validated.figures
     torch.testing.assert_close(validated.figures["loss"], plain.figures["loss"])
+
+
+def test_packed_sequences_have_the_loss_of_sequences_in_rows_of_their_own() -> None:
+    """The masks of documents separate them, so also the probabilities are the same."""
+    decoder, batch = model(), rows(2)
+    lengths = (5, 3)
+    places = [(row, slice(0, length)) for row, length in enumerate(lengths)]
+    apart = replace(batch, targets=torch.full_like(batch.targets, IGNORE))
+    for place in places:
+        apart.targets[place] = batch.targets[place]
+    tokens, targets = (
+        torch.cat([one[place] for place in places])[None] for one in (batch.tokens, batch.targets)
+    )
+    documents = torch.tensor([[0] * 5 + [1] * 3])
+    packed = Batch(tokens, targets, documents, batch.sources[:1])
+    objective = NextTokenConfig(dft=True).build(decoder)
+    assert objective.count(packed) == objective.count(apart)
+    torch.testing.assert_close(objective(packed).loss, objective(apart).loss)
+    mixed = replace(packed, documents=None)
+    assert not torch.allclose(objective(mixed).loss, objective(apart).loss)

@@ -274,8 +274,7 @@ GRPO: list[tuple[str, str, PolicyConfig]] = [
 def test_grpo(name: str, level: str, config: PolicyConfig, ours: Decoder, theirs: nn.Module):
     """All loss types, in one micro-batch.
 
-    TRL's limit of CISPO is the largest ratio, here that minus 1. Its LUSPO sums the loss of a
-    sequence over its tokens, or counts it once if nothing is added per token.
+    TRL's limit of CISPO is the largest ratio, here that minus 1.
     """
     from trl import GRPOTrainer
 
@@ -323,22 +322,22 @@ def test_grpo(name: str, level: str, config: PolicyConfig, ours: Decoder, theirs
     rollouts = PolicyBatch(
         **vars(batch), old=old, advantages=advantages, reference_tokens=reference
     )
-    if name == "luspo":
-        config = config.replace(max_length=1)
-        rollouts = replace(rollouts, weights=counted / counted.sum(1, keepdim=True))
     assert_equal(config.build(ours), rollouts, theirs, loss)
 
 
-def test_sft_and_dynamic_fine_tuning(ours: Decoder, theirs: nn.Module) -> None:
+@pytest.mark.parametrize("dft", [False, True])
+def test_sft_and_dynamic_fine_tuning(dft: bool, ours: Decoder, theirs: nn.Module) -> None:
+    """With the log-probabilities of TRL's head, reduced as in `SFTTrainer.compute_loss`."""
     batch = rows()
     fields = whole(batch)
     labels = fields["input_ids"].masked_fill(fields["completion_mask"] == 0, -100)
-    counted = (batch.targets != IGNORE).sum()
-    logits = theirs(fields["input_ids"]).logits[:, :-1]
-    each = -nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none"
-    )
-    assert_equal(NextTokenConfig().build(ours), batch, theirs, -each.sum() / counted)
+    inputs = {"input_ids": fields["input_ids"], "attention_mask": fields["attention_mask"]}
+    outputs = theirs(**inputs, labels=labels, fused_lm_head=True)
+    losses = -outputs.log_probs * (outputs.log_probs.exp().detach() if dft else 1)
+    loss = losses.sum() / outputs.label_mask.sum()
+    objective = NextTokenConfig(dft=dft).build(ours)
+    torch.testing.assert_close(objective(batch).figures["loss"], -outputs.log_probs.sum().detach())
+    assert_equal(objective, batch, theirs, loss)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -22,11 +22,9 @@ from workhorse.train.objectives.objective import (
     ModelObjective,
     ObjectiveConfig,
     Outcome,
+    Team,
     weights_of,
 )
-
-if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import ContextParallelGroup
 
 LogProbabilities = Float[Tensor, "tokens vocab"]
 
@@ -48,7 +46,7 @@ class DistillConfig(ObjectiveConfig):
     `beta · KL(teacher || m) + (1 - beta) · KL(model || m)`, where m is the mixture
     `beta · teacher + (1 - beta) · model`."""
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Distill":
+    def build(self, decoder: Decoder, team: Team = None) -> "Distill":
         try:
             stored = open_stored(self.teacher)
         except WorkhorseError as error:
@@ -78,8 +76,7 @@ class Distill(ModelObjective):
         decoder: the model to train.
         teacher: a model with the same tokens; it is frozen, and moved to the device of the model.
         beta: kind of the divergence, see `DistillConfig`.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: see `Team`.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class Distill(ModelObjective):
         decoder: Decoder,
         teacher: Decoder,
         beta: float = 0.0,
-        team: "ContextParallelGroup | None" = None,
+        team: Team = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
         self.teacher = (teacher.eval().requires_grad_(requires_grad=False),)

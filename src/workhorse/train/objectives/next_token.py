@@ -1,6 +1,6 @@
 """The objective of language modelling: cross-entropy of the next token, also of conversations."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,11 +11,9 @@ from workhorse.train.objectives.objective import (
     ModelObjective,
     ObjectiveConfig,
     Outcome,
+    Team,
     weights_of,
 )
-
-if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import ContextParallelGroup
 
 
 class NextTokenConfig(ObjectiveConfig):
@@ -33,9 +31,7 @@ class NextTokenConfig(ObjectiveConfig):
     """Multiply the loss of each token by its probability, without a gradient through the factor:
     dynamic fine-tuning (2508.05629). The reported loss is the cross-entropy."""
 
-    def build(
-        self, decoder: Decoder, team: "ContextParallelGroup | None" = None
-    ) -> "NextToken | DynamicFineTuning":
+    def build(self, decoder: Decoder, team: Team = None) -> "NextToken | DynamicFineTuning":
         return (DynamicFineTuning if self.dft else NextToken)(decoder, self.z_loss, team)
 
 
@@ -45,13 +41,10 @@ class NextToken(ModelObjective):
     Args:
         decoder: the model to train.
         z_loss: weight of the z-loss, see `next_token_loss`; the z-loss is logged unless this is 0.
-        team: the context-parallel group: ranks that each have a part of the same sequences; None
-            if sequences are not split.
+        team: see `Team`.
     """
 
-    def __init__(
-        self, decoder: Decoder, z_loss: float = 0.0, team: "ContextParallelGroup | None" = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, z_loss: float = 0.0, team: Team = None) -> None:
         super().__init__(decoder, HeadLoss(), team)
         self.z_loss = z_loss
 
@@ -71,13 +64,10 @@ class DynamicFineTuning(ModelObjective):
     Args:
         decoder: the model to train.
         z_loss: weight of the z-loss, as for `NextToken`; it is not multiplied by the probability.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: see `Team`.
     """
 
-    def __init__(
-        self, decoder: Decoder, z_loss: float = 0.0, team: "ContextParallelGroup | None" = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, z_loss: float = 0.0, team: Team = None) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
         self.z_loss = z_loss
 

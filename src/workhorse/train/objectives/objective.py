@@ -5,7 +5,7 @@ returns the log-probabilities of targets, also if model or sequences are split a
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.sequences import ContextParallelGroup
     from workhorse.parallel.division.teams import Teams
 
+Team: TypeAlias = "ContextParallelGroup | None"
+"""The ranks that each have a part of the same sequences; None if sequences are not split."""
 Denominator = Literal["tokens", "sequences", "groups"]
 """Denominator of a batch's mean loss: the number of predictions (or the sum of their weights), of
 rows with a prediction, or of groups of rows."""
@@ -67,11 +69,12 @@ class ObjectiveConfig(Config):
         return Batch(tokens, tokens, documents, torch.zeros_like(order), **needed)
 
     @abstractmethod
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Objective":
+    def build(self, decoder: Decoder, team: Team = None) -> "Objective":
         """Build the objective of a decoder.
 
-        `team` is the context-parallel group: ranks that each have a part of the same sequences;
-        None if sequences are not split.
+        Args:
+            decoder: the model to train.
+            team: see `Team`.
         """
 
 
@@ -140,13 +143,10 @@ class ModelObjective(Objective):
         decoder: the model to train. Keep a frozen reference model in a tuple, so that it is not
             registered as a submodule.
         logprobs: computes log-probabilities, or a loss, from hidden states.
-        team: the context-parallel group: ranks that each have a part of the same sequences; None
-            if sequences are not split.
+        team: see `Team`.
     """
 
-    def __init__(
-        self, decoder: Decoder, logprobs: TokenLogprobs, team: "ContextParallelGroup | None" = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, logprobs: TokenLogprobs, team: Team = None) -> None:
         super().__init__()
         self.decoder = decoder
         self.logprobs = logprobs

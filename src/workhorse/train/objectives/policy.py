@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -19,12 +19,10 @@ from workhorse.train.objectives.objective import (
     ModelObjective,
     ObjectiveConfig,
     Outcome,
+    Team,
     weights_of,
 )
 from workhorse.train.objectives.preferences import Weight
-
-if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import ContextParallelGroup
 
 FAR_FROM_ONE = 0.1
 """The logged `ratio_outside` counts ratios that differ from 1 by more than this."""
@@ -99,7 +97,7 @@ class PolicyConfig(ObjectiveConfig):
         batch, zeros = super().synthetic(tokens, documents), torch.zeros_like(tokens).float()
         return PolicyBatch(**vars(batch), old=zeros, advantages=zeros[:, 0], reference_tokens=zeros)
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Policy":
+    def build(self, decoder: Decoder, team: Team = None) -> "Policy":
         low, high = self.clip_low, self.clip_high
         limits = -inf if low is None else 1 - low, inf if high is None else 1 + high
         kinds = {"token": Policy, "sequence": SequencePolicy, "none": OnPolicy}
@@ -128,7 +126,7 @@ class Policy(ModelObjective):
             is divided by `max_length`, and the denominator is the number of rows.
         max_length: divisor of the sum of a row; None: its number of targets.
         team: the ranks that each have a part of the same sequences; None if sequences are not
-            split. Each of them computes the loss of whole rows.
+            split.
     """
 
     denominator = "sequences"
@@ -143,7 +141,7 @@ class Policy(ModelObjective):
         entropy_weight: float = 0.0,
         per_token: bool = True,
         max_length: int | None = None,
-        team: "ContextParallelGroup | None" = None,
+        team: Team = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(entropy=True), team)
         self.loss = loss

@@ -8,7 +8,7 @@ also their terms of likelihood, so they do not depend on the choice of micro-bat
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,7 @@ from torch import Tensor
 from workhorse.config.base import ConfigError, OnResume
 from workhorse.data import Batch
 from workhorse.nn import Decoder, TokenLogprobs
-from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome
-
-if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import ContextParallelGroup
+from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome, Team
 
 Weight = Annotated[float, OnResume.CONTINUES, Field(ge=0)]
 Scale = Annotated[float, OnResume.CONTINUES, Field(gt=0)]
@@ -95,12 +92,13 @@ class DpoConfig(PairsConfig):
                 "remove it"
             )
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Preference":
+    def build(self, decoder: Decoder, team: Team = None) -> "Preference":
+        flipped, kept = self.label_smoothing, 1 - 2 * self.label_smoothing
         losses: dict[str, MarginLoss] = {
-            "sigmoid": partial(sigmoid_loss, flipped=self.label_smoothing),
+            "sigmoid": partial(sigmoid_loss, right=1 - flipped, wrong=flipped),
             "hinge": lambda margins: F.relu(1 - margins),
             "ipo": lambda margins: ((margins - 0.5) / self.beta).square(),
-            "robust": partial(robust_loss, flipped=self.label_smoothing),
+            "robust": partial(sigmoid_loss, right=(1 - flipped) / kept, wrong=-flipped / kept),
         }
         rewards = partial(relative_reward, beta=self.beta, per_token=self.per_token)
         return Preference(decoder, rewards, losses[self.loss], self.sft_weight, team=team)
@@ -118,10 +116,8 @@ class OrpoConfig(PairsConfig):
     beta: Scale = 0.1
     """Weight of the odds ratio's loss, λ in the paper."""
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Preference":
-        def loss(margins: Tensor) -> Tensor:
-            return -self.beta * F.logsigmoid(margins)
-
+    def build(self, decoder: Decoder, team: Team = None) -> "Preference":
+        loss = partial(sigmoid_loss, right=self.beta)
         return Preference(decoder, log_odds, loss, sft_weight=1.0, team=team)
 
 
@@ -141,13 +137,11 @@ class SimpoConfig(PairsConfig):
     """Weight of the mean negative log-likelihood per token of each chosen answer, which is added to
     the loss of its pair (CPO-SimPO)."""
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Preference":
-        def rewards(answers: Answers) -> Tensor:
-            return self.beta * answers.mean
-
+    def build(self, decoder: Decoder, team: Team = None) -> "Preference":
         def loss(margins: Tensor) -> Tensor:
-            return -F.logsigmoid(margins - self.gamma)
+            return sigmoid_loss(margins - self.gamma)
 
+        rewards = partial(mean_reward, beta=self.beta)
         return Preference(decoder, rewards, loss, self.sft_weight, team=team)
 
 
@@ -179,8 +173,7 @@ class Preference(AnswersObjective):
         rewards: computes the rewards of answers, with a gradient.
         loss: computes the loss of each margin.
         sft_weight: weight of the likelihood of the chosen answers.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: see `Team`.
     """
 
     denominator = "groups"
@@ -192,7 +185,7 @@ class Preference(AnswersObjective):
         loss: MarginLoss,
         sft_weight: float = 0.0,
         *,
-        team: "ContextParallelGroup | None" = None,
+        team: Team = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
         self.rewards = rewards
@@ -232,7 +225,7 @@ class KtoConfig(ObjectiveConfig):
     """True to estimate z. False: z is 0, which suits answers that are better and worse than the
     reference model's own (the unpaired form of APO-zero, 2408.06266)."""
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Kto":
+    def build(self, decoder: Decoder, team: Team = None) -> "Kto":
         weights = self.desirable_weight, self.undesirable_weight
         return Kto(decoder, self.beta, weights, kl=self.kl, team=team)
 
@@ -245,8 +238,7 @@ class Kto(AnswersObjective):
         beta: factor on the rewards.
         weights: weights of desirable and of undesirable answers.
         kl: True to estimate z; otherwise it is 0.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: see `Team`.
 
     Attributes:
         point: the reference point z.
@@ -261,7 +253,7 @@ class Kto(AnswersObjective):
         weights: tuple[float, float] = (1.0, 1.0),
         *,
         kl: bool = True,
-        team: "ContextParallelGroup | None" = None,
+        team: Team = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
         self.beta = beta
@@ -319,6 +311,11 @@ def relative_reward(answers: Answers, beta: float = 1.0, *, per_token: bool = Fa
     return beta * (ratios / answers.weights if per_token else ratios)
 
 
+def mean_reward(answers: Answers, beta: float) -> Tensor:
+    """`beta · log p` of each answer, where log p is its mean log-probability per token."""
+    return beta * answers.mean
+
+
 def log_odds(answers: Answers) -> Tensor:
     """`log(p / (1 - p))` of each answer, where log p is its mean log-probability per token."""
     # An answer whose probability is rounded to 1 would have infinite odds.
@@ -326,15 +323,9 @@ def log_odds(answers: Answers) -> Tensor:
     return mean - (-mean.expm1()).log()
 
 
-def sigmoid_loss(margins: Tensor, flipped: float = 0.0) -> Tensor:
-    """`-log σ(margin)`, the mean over both orders of a pair that is flipped with a probability."""
-    return -(1 - flipped) * F.logsigmoid(margins) - flipped * F.logsigmoid(-margins)
-
-
-def robust_loss(margins: Tensor, flipped: float) -> Tensor:
-    """The loss whose mean over randomly flipped pairs is `-log σ(margin)` of the true order."""
-    kept, other = F.logsigmoid(margins), F.logsigmoid(-margins)
-    return (flipped * other - (1 - flipped) * kept) / (1 - 2 * flipped)
+def sigmoid_loss(margins: Tensor, right: float = 1.0, wrong: float = 0.0) -> Tensor:
+    """`-right · log σ(margin) - wrong · log σ(-margin)`."""
+    return -right * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)
 
 
 def pair_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ a scalar head: a reward model is an ordinary model, divided among ranks and expo
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,8 @@ from torch import Tensor
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
-from workhorse.train.objectives.objective import ModelObjective, Outcome
+from workhorse.train.objectives.objective import ModelObjective, Outcome, Team
 from workhorse.train.objectives.preferences import PairsConfig, Weight, pair_figures, summed
-
-if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import ContextParallelGroup
 
 
 class RewardConfig(PairsConfig):
@@ -37,7 +34,7 @@ class RewardConfig(PairsConfig):
     """Weight of `(r_chosen + r_rejected)²`, which keeps the mean reward near 0 (2312.09244 eq. 2;
     0.01 is a usual value)."""
 
-    def build(self, decoder: Decoder, team: "ContextParallelGroup | None" = None) -> "Reward":
+    def build(self, decoder: Decoder, team: Team = None) -> "Reward":
         if self.token >= decoder.config.vocab_size:
             raise ConfigError(
                 f"token={self.token} is not in a vocabulary of {decoder.config.vocab_size} tokens; "
@@ -54,8 +51,7 @@ class Reward(ModelObjective):
         decoder: the model to train.
         token: id of the token whose logit is the reward.
         centre: weight of the squared sum of the rewards.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: see `Team`.
     """
 
     denominator = "groups"
@@ -65,7 +61,7 @@ class Reward(ModelObjective):
         decoder: Decoder,
         token: int,
         centre: float = 0.0,
-        team: "ContextParallelGroup | None" = None,
+        team: Team = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
         self.token = token

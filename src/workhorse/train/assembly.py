@@ -103,6 +103,8 @@ def assemble(
         world,
         partial(_give_weights, recipe, decoder_config, checkpoint, notify=notify),
     )
+    if config.rollouts is None:
+        _check_needs(config, batches, at)
     _reference(recipe, run, dataset, built, at, world=world, notify=notify)
     minutes = config.minutes
     recipe = _with_steps(recipe, built, batches, dataset, world=world, notify=notify)
@@ -111,8 +113,6 @@ def assemble(
     seed_everything(config.seed)
     reference, step, teams = built()
     rollouts = _rollouts(recipe, reference, batches, tokenizer, world)
-    if rollouts is None:
-        _check_needs(config, batches, at)
     constants["micro_batch_size"] = step.micro_batch_size
     together = partial(_together, step, world)
     loop = Loop(
@@ -208,6 +208,7 @@ def _reference(
             "started from; restore it, or start a new run"
         )
     notify("computing the reference model's log-probabilities")
+    seed_everything(recipe.train.seed)  # so that random weights are those that training starts from
     step = built().step
     compute = partial(
         compute_references,
@@ -279,7 +280,7 @@ def _batches(
 
 def _check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
     """Raise ConfigError if the batches lack a field that the objective needs."""
-    needs = config.objective.needs
+    needs = [name for name in config.objective.needs if name != "reference"]  # see `_reference`
     missing = [name for name in needs if getattr(batches[at.step], name, None) is None]
     if missing:
         raise ConfigError(

@@ -55,7 +55,7 @@ def rollouts(decoder: Decoder) -> PolicyBatch:
     batch, generator = rows(group=4), torch.Generator().manual_seed(5)
     noise = torch.randn(2, 8, SEQ, generator=generator, dtype=torch.float64) / 2
     now = logprobs(decoder, batch).detach()
-    old, reference = (torch.where(batch.targets != IGNORE, now + one, 99.0) for one in noise)
+    old, reference = (torch.where(batch.targets != IGNORE, now + one, -999.0) for one in noise)
     advantages = torch.randn(8, generator=generator, dtype=torch.float64)
     return PolicyBatch(**vars(batch), old=old, advantages=advantages, reference_tokens=reference)
 

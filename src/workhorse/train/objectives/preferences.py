@@ -138,11 +138,13 @@ class SimpoConfig(PairsConfig):
     the loss of its pair (CPO-SimPO)."""
 
     def build(self, decoder: Decoder, team: Team = None) -> "Preference":
-        def loss(margins: Tensor) -> Tensor:
-            return sigmoid_loss(margins - self.gamma)
-
-        rewards = partial(mean_reward, beta=self.beta)
-        return Preference(decoder, rewards, loss, self.sft_weight, team=team)
+        return Preference(
+            decoder,
+            lambda answers: self.beta * answers.mean,
+            lambda margins: sigmoid_loss(margins - self.gamma),
+            self.sft_weight,
+            team=team,
+        )
 
 
 class AnswersObjective(ModelObjective):
@@ -152,14 +154,12 @@ class AnswersObjective(ModelObjective):
         """Score the answers of a batch.
 
         Returns:
-            The values of all rows, and a bool tensor (rows), True if a row has a prediction. Other
-            rows, such as padding of a validation batch, get values without a gradient for which all
-            losses are finite.
+            The values of all rows, and a bool tensor (rows), True if a row has a prediction. The
+            log-probability of other rows, such as padding of a validation batch, is 0.
         """
         logprobs = self.sequence_logprobs(batch)
         weights = self.sequence_weights(batch).to(logprobs.dtype)
         real = weights > 0
-        logprobs = logprobs.where(real, -1)
         return Answers(logprobs, weights.where(real, 1), batch.reference), real
 
 
@@ -271,7 +271,8 @@ class Kto(AnswersObjective):
         losses = (-gains).sigmoid()
         losses = (self.weights[0] * losses).where(desirable, self.weights[1] * losses)
         if self.training:
-            self._count(rewards.detach().where(real, 0).double().sum(), real.double().sum())
+            sums = torch.stack([rewards.detach().where(real, 0).sum(), real.sum()]).double()
+            self._sums = [self._sums[0] + sums] if self._sums else [sums]
         figures = {
             "reward": self.beta * rewards,
             "reward_gain": gains,
@@ -284,14 +285,14 @@ class Kto(AnswersObjective):
         return self._sums
 
     def after_update(self, finite: bool) -> None:
-        total, count = map(float, self._sums or (0, 0))
+        total, count = self._sums[0].tolist() if self._sums else (0.0, 0.0)
         if self.kl and finite and count:
             self.point = max(0.0, total / count)
         self.forget()
 
     def forget(self) -> None:
         self._sums: list[Tensor] = []
-        """Sum of the rewards since the last update, and their number."""
+        """Sum of the rewards since the last update, and their number; empty if there are none."""
 
     def state(self) -> dict[str, Any]:
         return {"point": self.point}
@@ -299,21 +300,12 @@ class Kto(AnswersObjective):
     def load(self, state: dict[str, Any]) -> None:
         self.point = state.get("point", 0.0)
 
-    def _count(self, *more: Tensor) -> None:
-        before = self._sums or [torch.zeros_like(one) for one in more]
-        self._sums = [total + one for total, one in zip(before, more, strict=True)]
-
 
 def relative_reward(answers: Answers, beta: float = 1.0, *, per_token: bool = False) -> Tensor:
     """`beta · (log p - log p_reference)` of each answer, divided by its length if `per_token`."""
     assert answers.reference is not None
     ratios = answers.logprobs - answers.reference
     return beta * (ratios / answers.weights if per_token else ratios)
-
-
-def mean_reward(answers: Answers, beta: float) -> Tensor:
-    """`beta · log p` of each answer, where log p is its mean log-probability per token."""
-    return beta * answers.mean
 
 
 def log_odds(answers: Answers) -> Tensor:

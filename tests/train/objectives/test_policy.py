@@ -141,7 +141,7 @@ def test_an_entropy_bonus_and_advantages_of_tokens() -> None:
     log_p = DECODER(batch.tokens).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     now = log_p.gather(2, batch.targets.where(counted, 0)[..., None])[..., 0]
-    each = -(now - batch.old).exp() * advantages - 0.1 * entropy
+    each = -(now - batch.old).where(counted, 0).exp() * advantages - 0.1 * entropy
     expected = each[counted].mean()
     assert_same(PolicyConfig(entropy_weight=0.1).build(DECODER), batch, expected)
 

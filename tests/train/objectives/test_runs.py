@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.parallel import forked
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run
 from workhorse.config.base import ConfigError
@@ -97,3 +98,25 @@ def test_data_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(recipe_of(tmp_path, rows, objective), tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "kind"), [("pairs", "dpo"), ("labels", "kto")])
+@pytest.mark.parametrize("divided", [{"data": 2}, {"shard": 2}, {"context": 2}, {"pipeline": 2}])
+def test_two_processes_train_as_one(
+    tmp_path: Path, rows: str, kind: str, divided: dict[str, int]
+) -> None:
+    """The reference's log-probabilities and the point of KTO are those of the whole batch."""
+    recipe = recipe_of(tmp_path, rows, {"kind": kind, "beta": 1.0}, batch_size=8)
+    train(recipe, tmp_path / "one")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(recipe.to_yaml())
+    words = [str(file), "--out", str(tmp_path / "two")]
+    words += [f"parallel.{name}={ways}" for name, ways in divided.items()]
+    forked.train(words, 2, tmp_path / "said")
+    pairs = zip(*(events(tmp_path / name, "step") for name in ("one", "two")), strict=True)
+    for one, two in pairs:
+        names = {"loss", "accuracy", "kl", "margin", "reward"} & one.keys()
+        assert len(names) > 2
+        for name in names:
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5)

@@ -90,7 +90,7 @@ def test_a_run_without_a_reference(tmp_path: Path, objective: dict[str, Any]) ->
     ("rows", "objective", "message"),
     [
         ("labels", {"kind": "dpo"}, "objective dpo needs group, which this data"),
-        ("pairs", {"kind": "policy"}, "objective policy needs old and advantages, which"),
+        ("pairs", {"kind": "policy"}, "rollouts and the objective policy need each other"),
     ],
 )
 def test_data_that_does_not_fit_is_refused(

@@ -376,11 +376,13 @@ class Recipe(Config):
         except ConfigError as error:
             raise error.below("parallel") from None
         together = self.train.objective.rows_together
-        own = self.parallel.micro_batches(self.train.batch_size).size
-        if own % together:
+        given = self.train.micro_batch_size
+        given = given if isinstance(given, int) else None
+        own = self.parallel.micro_batches(self.train.batch_size, given)
+        if own.rows % together or own.size % together:
             raise ConfigError(
-                f"batch_size={self.train.batch_size} gives each process {own} rows, which splits "
-                f"groups of {together} that the objective needs in one pass; choose a multiple of "
+                f"batch_size={self.train.batch_size} gives each process {own.rows} rows in passes "
+                f"of {own.size}, which splits groups of {together}; choose a multiple of "
                 f"{together} for each process",
                 "train",
             )

@@ -143,6 +143,10 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
             {"objective": {"kind": "next_token"}},
             "rollouts and the objective policy need each other",
         ),
+        (
+            {"objective": {"kind": "policy", "kl_weight": 0.1}},
+            "kl_weight=0.1 needs a reference model",
+        ),
         ({"batch_size": 6}, "batch_size=6 is not divisible by rollouts.completions=4"),
     ],
 )

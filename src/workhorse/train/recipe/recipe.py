@@ -237,6 +237,25 @@ class TrainConfig(Config):
         }
 
     @model_validator(mode="after")
+    def _rollouts_fit(self) -> Self:
+        if (self.rollouts is None) != (self.objective.kind != "policy"):
+            raise ConfigError(
+                "rollouts and the objective policy need each other; set both or none of them"
+            )
+        if isinstance(self.objective, PolicyConfig) and self.objective.kl_weight:
+            raise ConfigError(
+                f"kl_weight={self.objective.kl_weight} needs a reference model, which rollouts do "
+                "not have yet; remove it",
+                "objective",
+            )
+        if self.rollouts is not None and self.batch_size % self.rollouts.completions:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is not divisible by rollouts.completions="
+                f"{self.rollouts.completions}; choose a multiple"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.steps is None and self.minutes is None:
             raise ConfigError("'steps' is missing; set one such as steps: 2000 or minutes: 5")
@@ -264,15 +283,6 @@ class TrainConfig(Config):
                     f"{name}={rows} splits groups of {together} rows, which the objective "
                     f"{self.objective.kind} needs in one pass; choose a multiple of {together}"
                 )
-        if (self.rollouts is None) != (self.objective.kind != "policy"):
-            raise ConfigError(
-                "rollouts and the objective policy need each other; set both or none of them"
-            )
-        if self.rollouts is not None and self.batch_size % self.rollouts.completions:
-            raise ConfigError(
-                f"batch_size={self.batch_size} is not divisible by rollouts.completions="
-                f"{self.rollouts.completions}; choose a multiple"
-            )
         if self.dtype == "float16" and self.device in ("cpu", "mps"):
             raise ConfigError(
                 f"float16 needs CUDA, but device is {self.device}; use bfloat16 or float32",

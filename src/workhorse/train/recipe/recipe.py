@@ -242,12 +242,6 @@ class TrainConfig(Config):
             raise ConfigError(
                 "rollouts and the objective policy need each other; set both or none of them"
             )
-        if isinstance(self.objective, PolicyConfig) and self.objective.kl_weight:
-            raise ConfigError(
-                f"kl_weight={self.objective.kl_weight} needs a reference model, which rollouts do "
-                "not have yet; remove it",
-                "objective",
-            )
         if self.rollouts is not None and self.batch_size % self.rollouts.completions:
             raise ConfigError(
                 f"batch_size={self.batch_size} is not divisible by rollouts.completions="
@@ -409,6 +403,13 @@ class Recipe(Config):
     def _rollouts_fit(self) -> Self:
         if self.train.rollouts is None:
             return self
+        objective = self.train.objective
+        if isinstance(objective, PolicyConfig) and objective.kl_weight:
+            raise ConfigError(
+                f"kl_weight={objective.kl_weight} needs a reference model, which rollouts do not "
+                "have yet; remove it",
+                "train.objective",
+            )
         if self.data.packing != "padded":
             raise ConfigError(
                 f"packing={self.data.packing} puts several prompts into a row; set it to padded",

@@ -1,7 +1,7 @@
 """Optional C++ operators for decoding, training and matmuls on a CPU; they need a C++ compiler.
 
-Code that uses an operator can also run without it, with PyTorch. The code that builds a model or a
-step calls `resolve` once to get the operators of this machine, and passes them on.
+Every computation also works without them, in PyTorch. Code that builds a model or a step calls
+`resolve` once, which returns the operators that this machine can run.
 """
 
 from workhorse.native.decoding import Decoding

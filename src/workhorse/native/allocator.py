@@ -20,8 +20,8 @@ _KEEP = {
     _TOP_PAD: 2**26,  # minimum growth of the heap in bytes
 }
 _USUAL = {_MMAP_MAX: 2**16, _MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _TOP_PAD: 2**17}
-"""Options that restore glibc's usual behaviour: its defaults, with the thresholds that it reaches
-after a block of 32 MiB was freed. The thresholds no longer adapt after the first `mallopt`."""
+"""Options that restore glibc's usual behaviour. By default, glibc adapts two thresholds to the
+largest freed block; the first call of `mallopt` stops this. These are the values after 32 MiB."""
 
 CPU = torch.device("cpu")
 _lock = threading.Lock()
@@ -32,14 +32,14 @@ _users = 0
 def keep_freed_memory(device: torch.device = CPU) -> Iterator[None]:
     """Context manager that keeps freed CPU memory for the next step or batch.
 
-    For other devices it does nothing. It changes the whole process, so only programs should use it,
-    not libraries. The command line uses it for training and evaluation.
+    For other devices it does nothing. It affects the whole process, so libraries should not use it.
+    The command line uses it for training and evaluation.
 
-    By default glibc returns every large block to the system and allocates it again, and the system
-    clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. If there is a
-    compiler, large tensors get a separate heap. glibc's own heap, set to keep freed memory,
-    scatters large tensors and takes up to a quarter more. Both heaps belong to the process, so the
-    last context to exit resets them and returns the memory.
+    By default, glibc returns every large block to the system. The system then clears its pages when
+    they are allocated again: 22 % of a step of GPT-2 in bfloat16 on two cores. This function makes
+    glibc keep freed memory. If there is a compiler, large tensors also get a separate heap, because
+    glibc's heap scatters them and takes up to a quarter more memory. When the last context exits,
+    both heaps are reset and their memory is returned.
 
     Args:
         device: the device of the model.
@@ -67,9 +67,9 @@ def keep_freed_memory(device: torch.device = CPU) -> Iterator[None]:
 def give_back_freed_memory() -> None:
     """Return freed memory to the operating system.
 
-    If the C library is not glibc, only the memory of large tensors is returned. Building a model
-    leaves gaps between its tensors that are too scattered for a step to use: 170 MiB for GPT-2 in
-    bfloat16.
+    This is useful after a model is built. Building leaves free memory between its tensors, in gaps
+    that are too small for a step: 170 MiB for GPT-2 in bfloat16. If the C library is not glibc,
+    only the memory of the heap for large tensors is returned.
     """
     _call("malloc_trim", 0)
     if (heap := _heap()) is not None:

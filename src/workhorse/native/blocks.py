@@ -1,6 +1,6 @@
 """Training operators that compute half a transformer block in one call; see `bindings/blocks.h`.
 
-They are used if `Vectors` computes the matmuls.
+They are used only if the native gemms of `Vectors` compute the matmuls.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Activation(NamedTuple):
 
 
 class NormOptions(NamedTuple):
-    """The arguments of a norm other than weight and bias; see `Training.norm`."""
+    """Arguments of `Training.norm` other than weight and bias."""
 
     offset: float
     eps: float
@@ -78,7 +78,7 @@ class BlockOperators:
             x: see `norm_project`.
             moments: the moments that `norm_project` returned.
             norm: see `norm_project`.
-            other: another gradient of x, to which the gradient is added.
+            other: the gradient of x from other operations, which is added to the result.
 
         Returns:
             The sum of `other` and the gradient of x; and the gradients of the norm's weight and
@@ -173,7 +173,7 @@ class BlockOperators:
 
 
 def _apart(weights: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Split a list of alternating matrices and biases into two lists."""
+    """Split alternating matrices and biases into a list of matrices and a list of biases."""
     return [one for one in weights[::2] if one is not None], weights[1::2]
 
 
@@ -244,4 +244,4 @@ SHAPES: dict[str, Callable[..., object]] = {
     "feed": _feed_shapes,
     "feed_backward": _feed_gradient_shapes,
 }
-"""The shapes of each operator's results, for tracing."""
+"""For each operator, a function that computes the shapes of its results, for tracing."""

@@ -1,10 +1,9 @@
 """Compile the operators of this package once per machine.
 
-`torch.compile` needs a C++ compiler on a CPU; this module uses the same one. A library is stored as
-`native/KEY/NAME-DIGEST.so` in the user's cache folder. The key is a digest of the sources, the
-compiler, PyTorch, the CPU and the instructions used, so a shared home directory serves several
-machines. The digest in the name is the digest of the library: loading an incomplete library would
-crash the process, so it is compiled again.
+A library is stored as `native/KEY/NAME-DIGEST.so` in the user's cache folder. KEY is a digest of
+the sources, the compiler, PyTorch, the CPU and the instructions used, so that different machines
+can share a home directory. DIGEST is the digest of the library's contents. A library with other
+contents is incomplete and would crash the process, so it is compiled again.
 """
 
 import functools
@@ -40,7 +39,7 @@ _REFUSED = {
     "training": "torch.ops.workhorse.activation(z, None, z, '')",
     "vectors": "torch.ops.workhorse.product(z, z, None)",
 }
-"""For each library, a call with wrong arguments, which an operator rejects by raising an error."""
+"""For each library, a call with wrong arguments, to test that its errors reach Python."""
 _TRY = """
 import sys, torch
 z = torch.zeros(())
@@ -119,11 +118,11 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
 def _crash(name: str, library: Path) -> str | None:
     """Check in another process that errors raised by a library reach Python.
 
-    They end the process if the compiler linked another C++ runtime into the library. A library that
-    cannot be loaded passes this check: `load` reports it.
+    An error ends the process if the compiler linked another C++ runtime into the library. A library
+    that cannot be loaded passes this check, because `load` reports it.
 
     Returns:
-        Why the library cannot be used, or None.
+        The reason why the library cannot be used, or None.
     """
     command = [sys.executable, "-c", _TRY, str(library), _REFUSED.get(name, "")]
     try:
@@ -148,7 +147,7 @@ Reduced = tuple[Callable[[], object], tuple[()]]
 
 
 def loading(load: Callable[..., object]) -> Reduced:
-    """Value of `__reduce__` for operators: a process that unpickles them loads their library."""
+    """Result of `__reduce__` for operators: a process that unpickles them loads their library."""
     return partial(load, wait=True), ()
 
 
@@ -186,12 +185,12 @@ def _compiled(folder: Path, name: str) -> Path | None:
 
 
 def _failure(folder: Path, name: str) -> Path:
-    """Path of the file that stores why a library did not compile."""
+    """Path of the file that stores the reason why a library did not compile."""
     return folder / f"{name}-failure.txt"
 
 
 def _whole(folder: Path, name: str) -> Path | None:
-    """Find a compiled library that may be loaded.
+    """Find a compiled library that is complete and safe to load.
 
     Its digest must be correct, and only this user or root may own and write it. Other files with
     the library's name are removed if possible.

@@ -1,4 +1,4 @@
-"""Native operators for decoding on a CPU. `torch.compile` knows them. They have no gradients."""
+"""Native operators for decoding on a CPU. They support `torch.compile`, but not gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -76,11 +76,11 @@ class Decoding:
 
         Args:
             x: bfloat16 or float32, on the CPU; its width is 32 times the number of groups.
-            codes: tiles of 16 outputs (a block) by 32 inputs (a group), 256 bytes each for 4 bits
-                and 512 bytes for 8 bits.
-            scales: the bits of a bfloat16 for each output and group.
-            levels: 128 + the integer of each 4-bit code; None for 8-bit codes, which are stored as
-                128 + the integer.
+            codes: quantised weights in tiles of 16 outputs (a block) by 32 inputs (a group). A tile
+                has 256 bytes for 4 bits and 512 bytes for 8 bits.
+            scales: the scale of each output and group: the bits of a bfloat16.
+            levels: for 4 bits, a table from codes to integers, with 128 added to each integer. None
+                for 8 bits, whose codes are the integers plus 128.
             bias: the same dtype as x.
             out_features: number of outputs; the last block may be padded.
             ends: if x is multiplied by several weights, weight i is multiplied by the rows
@@ -104,8 +104,8 @@ class Decoding:
 
         Args:
             q: bfloat16 or float32, on the CPU; a few queries per sequence.
-            k: the same dtype as q; the last axis is contiguous, the others have any strides, and a
-                block has a multiple of 16 slots. Query heads share its heads in equal groups.
+            k: the same dtype as q; the last axis is contiguous, and a block has a multiple of 16
+                slots. The number of heads must be a multiple of `kv_heads`.
             v: dtype and layout as k.
             table: the block indices of each sequence, in order, at least up to the last visible
                 slot.
@@ -118,7 +118,8 @@ class Decoding:
     def argmax(self, logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
         """Index of the largest element of each row.
 
-        Of several equal elements, the first. -1 if any element of the row is not finite.
+        It is the first index if several elements are equal, and -1 if any element of the row is not
+        finite.
 
         Args:
             logits: bfloat16 or float32, on the CPU, each row contiguous.
@@ -127,7 +128,7 @@ class Decoding:
 
 
 def load(*, wait: bool) -> Decoding:
-    """Load the decoding operators. They are compiled first if this machine never compiled them.
+    """Load the decoding operators. They are compiled first if they are not in the user's cache.
 
     Args:
         wait: True to compile now, which takes a few seconds; False to compile in the background.
@@ -140,7 +141,7 @@ def load(*, wait: bool) -> Decoding:
 
 @functools.cache
 def _load(library: Path) -> Decoding:
-    """Load the compiled library, and register functions for the shapes of results, for tracing."""
+    """Load the compiled library, and register the shapes of its results for tracing."""
     build.load(library)
     torch.library.register_fake("workhorse::linear", _linear_shape)
     torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)

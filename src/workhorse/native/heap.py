@@ -9,7 +9,7 @@ from workhorse.native import build
 
 @dataclass(frozen=True)
 class Heap:
-    """The process's heap for large tensors; an instance exists only if it could be compiled."""
+    """The process's heap for large tensors; an instance exists only if its library is loaded."""
 
     def keep(self, keeps: bool) -> bool:
         """Start or stop allocating large tensors in this heap, which keeps freed memory resident.
@@ -20,8 +20,8 @@ class Heap:
             keeps: True to start, False to stop.
 
         Returns:
-            False if the heap cannot be used: the process's address space is limited, or the system
-            is not Linux.
+            False if the heap cannot be used, because the process's address space is limited or the
+            system is not Linux.
         """
         return torch.ops.workhorse_heap.keep.default(keeps)
 
@@ -31,7 +31,7 @@ class Heap:
 
 
 def load(*, wait: bool) -> Heap:
-    """Load the heap. It is compiled first if this machine has never compiled it. See `resolve`.
+    """Load the heap. It is compiled first if it is not in the user's cache; see `decoding.load`.
 
     Raises:
         build.Unavailable: the heap cannot be used; the message is the reason in one line.

@@ -1,6 +1,7 @@
 """Gemms of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm/tiles.h`.
 
-A matrix unit is AMX on x86. These operators are compiled separately from those that run on any CPU.
+On x86, the matrix unit is AMX. These operators are in a separate library, because others run on any
+CPU.
 """
 
 import functools
@@ -34,9 +35,9 @@ class MatrixUnit:
     ) -> Float[Tensor, "rows columns"]:
         """Compute `a b + bias`, summed in float32, without gradients.
 
-        A float32 value is multiplied as the sum of two bfloat16 values, which PyTorch calls "high"
+        Each float32 value is split into a sum of two bfloat16 values, as in PyTorch's "high"
         precision of float32 matmuls. The error of a result is at most 2⁻¹⁵ of `|a| |b|`, plus the
-        rounding of float32 sums; it is 2⁻²⁰ for sums of 1,536 products of random numbers.
+        rounding of float32 sums. For random matrices with an inner size of 1,536, it is 2⁻²⁰.
 
         Args:
             a: bfloat16 or float32 on the CPU, with rows or columns contiguous; transposed views are

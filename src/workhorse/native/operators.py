@@ -20,7 +20,7 @@ from workhorse.native.vectors import Vectors
 
 Library = Literal["decoding", "heap", "matrix_unit", "steps", "training", "vectors"]
 Loaded = tuple[object, str]
-"""The operators of a library and an empty string, or None and the reason why there are none."""
+"""The operators of a library and an empty string, or None and the reason why it is not loaded."""
 
 LOADERS: dict[Library, Callable[..., object]] = {
     "training": training.load,
@@ -31,7 +31,7 @@ LOADERS: dict[Library, Callable[..., object]] = {
     "matrix_unit": matrix_unit.load,
 }
 """The function that loads each library. Libraries that take longest to compile are first, so that
-the shorter ones are compiled on other cores meanwhile."""
+compiling all of them in parallel takes less time."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,12 @@ class Operators:
 
 
 def resolve(*libraries: Library, wait: bool) -> Operators:
-    """Load native operators, as far as CPU, compiler and `WORKHORSE_NATIVE` allow.
+    """Load native operators, if the CPU, the compiler and `WORKHORSE_NATIVE` permit.
 
     Args:
         libraries: the libraries to load.
         wait: True to compile missing libraries now, in parallel, which takes up to half a minute.
-            Otherwise they are compiled in the background, and this process runs without them.
-            Training passes True.
+            False to compile them in the background; this process then runs without them.
 
     Raises:
         WorkhorseError: this CPU does not have the requested instructions.

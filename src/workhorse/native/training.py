@@ -1,7 +1,7 @@
 """Native operators for training on a CPU; see `bindings/training.cpp`.
 
-They are compiled separately from the decoding operators. A run must use them from its first step or
-not at all; otherwise its result would depend on when they were compiled.
+A run must use them from its first step or not at all. Otherwise its result would depend on the step
+at which their compilation ended.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Training(BlockOperators):
             causal: True if a query does not see later keys.
 
         Returns:
-            y, and for each query the log of the sum of the exponentials, (batch, heads, seq).
+            y, and the logsumexp of each query's scores, (batch, heads, seq), float32.
         """
         return torch.ops.workhorse.attention.default(q, k, v, scale, causal)
 
@@ -62,7 +62,7 @@ class Training(BlockOperators):
             v: shape and dtype as q.
             y: the output of `attention`, laid out as q.
             gradient: the gradient of y, laid out as q.
-            normaliser: the logs of sums that `attention` returned, float32.
+            normaliser: the logsumexps that `attention` returned.
             scale: multiplier of the scores.
             causal: True if a query does not see later keys.
         """
@@ -82,7 +82,7 @@ class Training(BlockOperators):
     def activation_backward(
         self, gradient: Tensor, x: Tensor, up: Tensor | None, act: Activation
     ) -> list[Tensor]:
-        """Return the result of `activation`, the gradient of x and, if given, that of `up`.
+        """Return the result of `activation`, the gradient of x and, if given, the gradient of `up`.
 
         Args:
             gradient: the gradient of the result.
@@ -150,12 +150,13 @@ class Training(BlockOperators):
             bias: float32 or bfloat16, or None for zeros.
             offset: added to the weight.
             eps: added to the variance.
-            centred: True to subtract the mean; False to take 0 for the mean, as RMSNorm does.
+            centred: True to subtract the mean; False for RMSNorm, whose mean is 0 in this formula.
             rounded: True to also round to the dtype of x before the multiplication by the weight;
                 not supported with `centred`.
 
         Returns:
-            The normed rows; and the moments, each row's mean and scale, (rows, 2), float32.
+            The normed rows; and the moments, each row's mean and `1 / sqrt(var + eps)`, (rows, 2),
+            float32.
         """
         return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred, rounded)
 
@@ -197,7 +198,8 @@ class Training(BlockOperators):
             x: the input of the norm.
             moments: the moments that `norm` returned.
             weight: see `norm`.
-            other: another gradient of x, to which the gradient is added; contiguous, or None.
+            other: the gradient of x from other operations, which is added to the result;
+                contiguous, or None.
             offset: see `norm`.
             centred: see `norm`.
 
@@ -243,8 +245,9 @@ class Training(BlockOperators):
         """Update weights with AdamW, in place, in one pass over memory. Tensors are contiguous.
 
         Args:
-            weights: float32; or bfloat16, with low bits.
-            low_bits: int16, as `workhorse.optim.master_weights` splits weights; empty for float32.
+            weights: float32 weights, or the bfloat16 parts of float32 weights that
+                `optim.master_weights` split.
+            low_bits: the int16 parts of split weights; empty for float32 weights.
             gradients: bfloat16 or float32; multiplied by `grad_scale`.
             means: first moments, bfloat16 or float32.
             mean_squares: second moments, float32.
@@ -410,6 +413,6 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "muon_directions": _direction_shapes,
     "split_move_": lambda *_: None,
 }
-"""For each operator, a function for the shapes of its results, for tracing. No gradient formulas
-are registered: a call through PyTorch's registry takes about 45 µs longer than an
-`autograd.Function` around operators."""
+"""For each operator, a function that computes the shapes of its results, for tracing. Gradient
+formulas are not registered, because calling them through PyTorch's registry takes about 45 µs
+longer than an `autograd.Function` that calls the operators."""

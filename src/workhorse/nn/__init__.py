@@ -1,4 +1,4 @@
-"""The transformer itself. It imports only PyTorch, `config` and `errors`."""
+"""Modules of decoder-only transformers: attention, feed-forward, norms, positions, KV caches."""
 
 from workhorse.nn.attention.grouped import Attention, AttentionConfig
 from workhorse.nn.cache.contiguous import Cache

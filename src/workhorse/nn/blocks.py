@@ -1,4 +1,4 @@
-"""Blocks (decoder layers), by where norms and residuals are placed around the sub-layers."""
+"""Blocks (decoder layers). They differ in the places of norms and residual additions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ FeedForwardConfig = Annotated[
 
 
 class WiringConfig(Config):
-    """Fields of every block config: two sub-layers, a norm, and changes to their outputs."""
+    """Fields that all block configs share."""
 
     attention: AnyAttentionConfig
     """The sub-layer that mixes positions; `kind` defaults to `attention`."""
@@ -55,7 +55,7 @@ class WiringConfig(Config):
     residual_multiplier: float = 1.0
     """Factor on each sub-layer's output, before the residual addition (Granite)."""
     convolution: ShortConvolutionConfig | None = None
-    """Short convolutions of the sub-layers' inputs, or None."""
+    """Short convolutions on the inputs of the sub-layers, or None."""
 
     @property
     def mixture(self) -> MoEConfig | None:
@@ -64,7 +64,7 @@ class WiringConfig(Config):
 
     @property
     def grouped(self) -> AttentionConfig | None:
-        """The attention config if it has key and value heads; None for latent attention."""
+        """The attention config, or None if it is a config of latent attention."""
         return self.attention if isinstance(self.attention, AttentionConfig) else None
 
     @property
@@ -84,7 +84,7 @@ class Block(nn.Module, ABC):
     Args:
         config: the config of the block.
         d_model: width of the residual stream.
-        layer: index of the layer, from 0; `scale_by_layer` attention uses it.
+        layer: index of the layer, from 0; used by attention with `scale_by_layer`.
         kernel: name of the attention kernel.
     """
 
@@ -119,9 +119,9 @@ class Block(nn.Module, ABC):
         return self.feed_forward(self.feed_forward_convolution(x, context, entry))
 
     def cache_stores(self, cache: Layers[Room]) -> list[Room]:
-        """Create this layer's parts of a cache: the attention's first, then the convolutions'.
+        """Create this layer's storage in a cache: for the attention, then for each convolution.
 
-        Each part is a cache entry, or a store of a paged cache; see `Layers.layer`.
+        Each element is a cache entry, or a store of a paged cache; see `Layers.layer`.
 
         Raises:
             ConfigError: the attention is not causal, so it cannot be cached.
@@ -131,9 +131,10 @@ class Block(nn.Module, ABC):
         return [self.attention.cache_entry(cache), *short]
 
     def entry(self, entries: Iterator[CacheEntry]) -> CacheEntry:
-        """Combine this layer's cache entries into one.
+        """Take this layer's cache entries from an iterator and combine them into one entry.
 
-        It takes them from the entries of all layers, in the order of `cache_stores`.
+        Args:
+            entries: the entries of this and later layers, in the order of `cache_stores`.
         """
         attention = next(entries)
         inputs = {name: next(entries) for name in self._convolutions()}
@@ -152,7 +153,7 @@ class PreNormConfig(WiringConfig):
 
     kind: Literal["pre_norm"] = "pre_norm"
     norm_residual: bool = False
-    """Take the residual from the normalised input (an option of BLOOM)."""
+    """Add each sub-layer's output to the normalised input, not to the input (BLOOM option)."""
     norm_attention: bool = True
     """False omits the norm before the attention. The first layer of ModernBERT-decoder does so,
     because the embedding's output is already normalised."""
@@ -328,7 +329,7 @@ BlockConfig = Annotated[
 
 
 def make_branch(dropout: float, multiplier: float) -> nn.Module:
-    """Build the module between a sub-layer and the residual addition: dropout and multiplier."""
+    """Build the dropout and multiplier on a sub-layer's output, before the residual addition."""
     if multiplier == 1.0:
         return nn.Dropout(dropout) if dropout else nn.Identity()
     return nn.Sequential(nn.Dropout(dropout), Multiplier(multiplier))

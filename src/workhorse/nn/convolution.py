@@ -18,16 +18,16 @@ SubLayer = Literal["attention", "feed_forward"]
 class ShortConvolutionConfig(Config):
     """`x[t] + Σ weight[i] · x[t - i]` over `width` tokens, for each feature separately.
 
-    A layer then sees the last few tokens without using attention for them. Papers: Canon layers
-    (Physics of Language Models 4.1, 2512.17351), with this residual form; Primer, 2109.08668 §4.
-    The weights start at 0.
+    A layer then sees the last few tokens without using attention for them. The weights start at 0.
+    Papers: Canon layers (Physics of Language Models 4.1, 2512.17351), which use this residual form;
+    Primer, 2109.08668 §4.
     """
 
     width: int = Field(default=4, ge=2, le=256)
-    """Number of tokens that are combined, including the current one. Each token adds one read of
-    the whole input."""
+    """Number of tokens that are combined, including the current one. The time of the convolution
+    grows in proportion to it."""
     before: tuple[SubLayer, ...] = Field(default=("attention", "feed_forward"), min_length=1)
-    """The sub-layers that get a convolution on their input, after the input's norm."""
+    """The sub-layers that get a convolution on their input, after the norm."""
 
     def model_post_init(self, _context: object) -> None:
         if len(set(self.before)) < len(self.before):
@@ -62,7 +62,7 @@ class ShortConvolution(nn.Module):
         return context.by_part(self.mix, x, cache=cache)
 
     def mix(self, x: Hidden, context: Context, cache: CacheEntry | None) -> Hidden:
-        """Convolve each row; with a cache, also over the earlier tokens in it."""
+        """Convolve each row, including earlier tokens that are in the cache."""
         past = _past(x, self.width, context) if cache is None else _stored(x, context, cache, self)
         y = x + self.weight[0] * x
         for weight, earlier in zip(self.weight[1:], past, strict=True):
@@ -74,7 +74,7 @@ class ShortConvolution(nn.Module):
 
 
 def _past(x: Hidden, width: int, context: Context) -> list[Hidden]:
-    """For each token, the inputs 1 … `width - 1` tokens back; 0 before the start of a sequence."""
+    """The inputs 1, 2 … `width - 1` tokens before each token; 0 before the start of a sequence."""
     shifted = [F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] for back in range(1, width)]
     if context.uniform:
         return shifted
@@ -83,10 +83,7 @@ def _past(x: Hidden, width: int, context: Context) -> list[Hidden]:
 
 
 def _stored(x: Hidden, context: Context, cache: CacheEntry, conv: ShortConvolution) -> list[Hidden]:
-    """For each token, the inputs 1 … `width - 1` tokens back; 0 before the start of a sequence.
-
-    Earlier inputs are read from the cache, and the new inputs `x` are stored in it.
-    """
+    """`_past` with a cache: store the inputs `x` in it and read earlier inputs from it."""
     new = x[:, None]  # (batch, one head, seq, d_model)
     held, _ = cache.update(new, new[..., :0])
     slots, exists = context.slots_before(conv.width)  # (batch, seq, width - 1)

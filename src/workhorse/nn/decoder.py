@@ -97,9 +97,9 @@ class DecoderConfig(Config):
         return [names[layer % len(names)] for layer in range(self.n_layers)]
 
     def steady_length(self) -> int:
-        """Maximum length, in tokens, up to which a growing sequence keeps its rotary angles.
+        """Length, in tokens, up to which a growing sequence keeps its RoPE angles.
 
-        It is `max_seq_len`, or less with a rope scaling that depends on the sequence length.
+        It is `max_seq_len`, or less with a RoPE scaling that depends on the sequence length.
         """
         ropes = (block.rope for block in self.blocks.values())
         limits = [rope.steady_length for rope in ropes if rope is not None]
@@ -129,7 +129,7 @@ class DecoderConfig(Config):
         return decoder if device.type == "meta" else decoder.initialize()
 
     def draw(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield the fresh weights that `build` would create on `device`, one module at a time."""
+        """Yield the name and value of each fresh weight that `build` would create on `device`."""
         with torch.device("meta"), undrawn(torch.float32, discard_on=device):
             decoder = Decoder(self)
         return initial_weights(decoder, self.init, self.n_layers, device)
@@ -162,9 +162,9 @@ class Decoder(nn.Module):
 
     @property
     def invariant_batch(self) -> int:
-        """The largest batch for which a decode step is batch-invariant (bitwise).
+        """Largest batch size in which a decode step computes each row bitwise as if it were alone.
 
-        1 if the order of floating-point additions depends on the shape of the batch.
+        Here it is 1, because the order of PyTorch's additions depends on the shape of the batch.
         """
         return 1
 
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
     def next_logits(
         self, tokens: Tokens, *, positions: Positions | None = None, cache: CacheView | None = None
     ) -> NextLogits:
-        """Logits of the token after the last column, `(batch, vocab)`, for a sampler."""
+        """Logits of the token after the last position, `(batch, vocab)`."""
         return self.unembed(self.hidden(tokens, positions=positions, cache=cache)[:, -1:])[:, 0]
 
     def new_cache(self, batch: int, capacity: int, slack: int = 0) -> Cache:
@@ -242,17 +242,17 @@ class Decoder(nn.Module):
         return cache
 
     def cache_stores(self, cache: Layers[Room]) -> list[Room]:
-        """Create the parts of a cache for all layers, in order; see `Block.cache_stores`."""
+        """Create the storage of all layers in a cache, in order; see `Block.cache_stores`."""
         return [room for layer in self._blocks() for room in layer.cache_stores(cache)]
 
     def next_logits_packed(
         self, tokens: Tokens, index: Sequence[int], cache: PackedView
     ) -> NextLogits:
-        """Logits of the next token at the given positions of a packed pass.
+        """Logits of the next token after some tokens of several batches packed into one row.
 
         Args:
             tokens: (1, seq), the tokens of all batches in one row.
-            index: indices in this row of the tokens whose next-token logits are needed.
+            index: indices of these tokens in the row.
             cache: the packed view of all batches.
 
         Returns:
@@ -293,7 +293,7 @@ class Decoder(nn.Module):
 
 @contextmanager
 def evaluation_mode(decoder: Decoder) -> Generator[None]:
-    """Context in which a decoder is in evaluation mode (no dropout); afterwards as before."""
+    """Context manager that turns dropout off, and restores the decoder's mode afterwards."""
     if not decoder.training:
         yield
         return

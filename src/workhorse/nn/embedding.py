@@ -1,4 +1,4 @@
-"""Both ends of a decoder: tokens to vectors, and vectors to logits."""
+"""The token embedding and the output head of a decoder."""
 
 import torch
 from pydantic import Field
@@ -18,7 +18,7 @@ from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 
 
 class EmbeddingConfig(Config):
-    """`dropout(norm(multiplier · project(table[token])) + position)`."""
+    """Token embedding: `dropout(norm(multiplier · project(table[token])) + position)`."""
 
     elsewhere = OF_THE_ATTENTION
     position: EmbeddingPositionConfig = NoPositionConfig()
@@ -32,7 +32,7 @@ class EmbeddingConfig(Config):
     norm: NormConfig = NoNormConfig()
     """A norm on the token vectors (BLOOM)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the sum of token and position."""
+    """Dropout on the sum of token and position vectors."""
 
     def model_post_init(self, _context: object) -> None:
         if self.round_multiplier and self.multiplier == 1:
@@ -93,7 +93,7 @@ class Embedding(nn.Module):
     """Maps tokens `(batch, seq)` to vectors `(batch, seq, d_model)`.
 
     Attributes:
-        width: width of the table, which a tied head shares.
+        width: width of the embedding table, which a tied head also uses.
     """
 
     def __init__(
@@ -133,16 +133,16 @@ class HeadTransformConfig(Config):
 
 
 class HeadConfig(Config):
-    """`cap(multiplier · (transform(x) Wᵀ + bias))`."""
+    """Output head: `cap(multiplier · (transform(x) Wᵀ + bias))`."""
 
     tied: bool = False
-    """Share the embedding's matrix."""
+    """Use the matrix of the token embedding to compute the logits."""
     bias: bool = False
     """A learned bias on each logit."""
     multiplier: float = 1.0
     """Factor on the logits (PaLM: 1/sqrt(d_model))."""
     cap: float | None = Field(default=None, gt=0)
-    """Soft-cap the logits at plus and minus this: `cap · tanh(logits / cap)` (Gemma 2)."""
+    """Limit the logits smoothly to ±cap: `cap · tanh(logits / cap)` (Gemma 2)."""
     transform: HeadTransformConfig | None = None
     """A dense layer, an activation and a norm before the logits, or None."""
 
@@ -155,7 +155,8 @@ class Head(nn.Module):
 
     Attributes:
         linear: True if losses may compute the logits from the head's submodules, without calling
-            `forward`. A subclass that overrides `forward` must declare it again.
+            `forward`. It does not apply to a subclass that overrides `forward`, unless the subclass
+            sets it again.
 
     Args:
         config: options of the head.

@@ -70,10 +70,10 @@ class Mlp(nn.Module):
 
 
 class GatedConfig(Config):
-    """`down(combine(gate(x), up(x)))`: the fields of every gated feed-forward."""
+    """Fields that all gated feed-forwards share: `down(combine(gate(x), up(x)))`."""
 
     d_ff: int = Field(gt=0)
-    """Width of both branches."""
+    """Hidden width: the width of `gate(x)` and of `up(x)`."""
     bias: bool = False
     """Biases on the three projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -81,7 +81,7 @@ class GatedConfig(Config):
 
     @abstractmethod
     def combine(self) -> nn.Module:
-        """Create the module that combines the gate and the other branch."""
+        """Create the module that combines `gate(x)` and `up(x)`."""
 
     def build(self, d_model: int) -> nn.Module:
         return GatedMlp(
@@ -97,7 +97,7 @@ class GatedMlpConfig(GatedConfig):
 
     kind: Literal["gated_mlp"] = "gated_mlp"
     activation: ActivationName = "silu"
-    """Activation of the gate, which then multiplies the other branch."""
+    """Activation of `gate(x)`, which then multiplies `up(x)`."""
     inner_norm: PresentNormConfig | None = None
     """A norm before the down projection (Magneto, 2210.06423 §2; BitNet), or None."""
 
@@ -116,12 +116,12 @@ class GatedMlpConfig(GatedConfig):
 
 
 class ClampedSwigluConfig(Config):
-    """`g * sigmoid(alpha g) * (u + 1)` with the gate `g` and the other branch `u` clamped."""
+    """`g * sigmoid(alpha g) * (u + 1)` with `g = gate(x)` and `u = up(x)`, both clamped."""
 
     limit: float = Field(default=7.0, gt=0)
-    """Upper bound of the gate; the other branch is clamped to plus or minus this value."""
+    """Upper bound of `gate(x)`; `up(x)` is clamped to plus or minus this value."""
     alpha: float = 1.702
-    """Steepness of the gate's sigmoid."""
+    """Factor on the input of the gate's sigmoid."""
 
     def combine(self) -> nn.Module:
         return ClampedSwiglu(self.limit, self.alpha)
@@ -140,10 +140,10 @@ class GatedMlp(nn.Module):
 
     Args:
         d_model: width of the input and output.
-        d_ff: width of both branches.
-        activation: module that combines the branches; default: SwiGLU.
+        d_ff: hidden width.
+        activation: module that combines the gate and up projections; default: SwiGLU.
         bias: True to add biases to the three projections.
-        dropout: dropout on the combined branches.
+        dropout: dropout on the result of `activation`.
         inner_norm: norm on the input of the down projection, or None.
     """
 
@@ -207,9 +207,9 @@ class ReluSquared(nn.Module):
 
 
 class XIELU(nn.Module):
-    """`a_p x² + b x` above zero and `(exp(min(x, eps)) - 1 - x) a_n + b x` below, `a` learned.
+    """xIELU: `a_p x² + b x` if x > 0, otherwise `(exp(min(x, eps)) - 1 - x) a_n + b x`.
 
-    The slopes are kept positive through a softplus: `a_p = softplus(p)`, `a_n = b + softplus(n)`.
+    `a_p = softplus(p)` and `a_n = b + softplus(n)` are positive, with learned p and n.
     Paper: Deriving Activation Functions Using Integration, 2411.13010.
     """
 

@@ -15,7 +15,7 @@ from workhorse.config.base import Config
 from workhorse.nn.experts.mixture import GroupedLinear
 
 RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
-"""The projections whose outputs are added to the residual stream."""
+"""Names of the projections into the residual stream."""
 HEAD = "head.proj"
 Weights = Mapping[str, nn.Parameter]
 
@@ -49,7 +49,7 @@ class SchemeConfig(Config):
     def draw_linear(
         self, name: str, weight: Tensor, n_layers: int, generator: torch.Generator | None
     ) -> None:
-        """Fill the matrix of the linear module called `name`, by the options for this module."""
+        """Initialise the matrix of the linear module `name`, as `residual` and `head` require."""
         residual = name.rpartition(".")[2] in RESIDUAL_PROJECTIONS
         if (residual and self.residual == "zero") or (name == HEAD and self.head == "zero"):
             nn.init.zeros_(weight)
@@ -107,13 +107,13 @@ InitConfig = Annotated[
 
 @contextmanager
 def undrawn(dtype: torch.dtype, discard_on: torch.device | None = None) -> Generator[None]:
-    """Create modules with uninitialised weights of the given dtype.
+    """Context manager in which new modules have uninitialised weights.
 
     Args:
         dtype: dtype of the weights.
-        discard_on: device whose random generator must advance as if the modules, created on the
-            meta device, were created there. Values are drawn for one tensor at a time and
-            discarded. None: nothing is drawn.
+        discard_on: for modules on the meta device: a device on which their initial values are drawn
+            and discarded, one tensor at a time, so that its random generator advances as if the
+            modules were created there. None: nothing is drawn.
     """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -125,7 +125,8 @@ def undrawn(dtype: torch.dtype, discard_on: torch.device | None = None) -> Gener
 
 
 ON_META = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
-"""Functions to skip for meta tensors: they would only import PyTorch's compiler."""
+"""Initialisers to skip for meta tensors, which have no values. Their only effect would be a slow
+import of PyTorch's compiler."""
 
 
 class _SkipDraws(TorchFunctionMode):
@@ -172,9 +173,10 @@ def initialize(
 def initial_weights(
     decoder: nn.Module, scheme: SchemeConfig, n_layers: int, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that `initialize` would give a decoder, without holding all in memory.
+    """Yield the weights that `initialize` would give a decoder, without holding all of them.
 
-    The weights are allocated one module at a time, and drawn from the global generator.
+    The weights are allocated one module at a time. Their values come from the device's global
+    random generator.
 
     Args:
         decoder: decoder on the meta device; it stays there.

@@ -35,14 +35,15 @@ IGNORE = -100
 """The target id of positions that are ignored."""
 MAX_LOGITS = 2**29
 """Default maximum number of logits in memory on a GPU, in the dtype of the weights: 1 GiB in
-bfloat16. Each part of a batch reads and writes the gradient of the head's weight, so few large
-parts are faster."""
+bfloat16. Larger batches are split. Each part reads and writes the gradient of the head's weight, so
+few large parts are faster."""
 MAX_LOGITS_ON_CPU = 2**26
 MOST_WIDE = 2**27
-"""Maximum number of float32 logits in memory for a head that is not linear: 512 MiB."""
+"""Maximum number of float32 logits in memory for a head that is not linear (see `is_linear`):
+512 MiB."""
 FAR = -1e4
-"""Lower bound of `logit - largest logit` when the entropy is computed. A logit at this bound has
-probability 0 in every dtype. The bound is finite, because 0 times -inf would be NaN."""
+"""Lower bound of `logit - largest logit` in the computation of the entropy. A logit at this bound
+has probability 0 in every dtype. The bound is finite, because 0 times -inf would be NaN."""
 
 Scalar = Float[Tensor, ""]
 Losses = Float[Tensor, " terms"]
@@ -57,7 +58,7 @@ squared logsumexp and the entropy."""
 
 
 class Shaping(NamedTuple):
-    """Changes that a linear head makes to the logits of its projection."""
+    """Multiplier and soft-cap that a linear head applies to the logits of its projection."""
 
     multiplier: float = 1.0
     cap: float | None = None
@@ -80,13 +81,13 @@ class Logprobs(NamedTuple):
 class Vocabulary:
     """The shard of the vocabulary that this rank computes logits for.
 
-    In this class it is the whole vocabulary, so nothing is reduced between ranks.
+    In this class it is the whole vocabulary. Subclasses split it and reduce results between ranks.
     """
 
     def most(self, own: int) -> int:
-        """The maximum over all ranks of `own`, this rank's number of logits per row.
+        """The largest number of logits per row on any rank; `own` is the number on this rank.
 
-        With it, all ranks split the rows into equal blocks.
+        All ranks use it to split the rows into the same blocks.
         """
         return own
 
@@ -129,7 +130,7 @@ def score(
             differentiate the terms.
         targets: target ids, or `IGNORE`.
         coefficients: factors on the terms; None: do not compute a gradient.
-        shaping: changes that the head makes to the logits of its projection.
+        shaping: multiplier and soft-cap of the head.
         entropy: True to compute the entropy.
         vocabulary: the shard of the vocabulary that these logits are for.
     """
@@ -179,7 +180,7 @@ class TokenLogprobs(nn.Module):
     """Log-probabilities of targets, from hidden states; the backward pass recomputes the logits.
 
     At most `max_logits` logits are in memory, in the dtype of x. They are converted to float32 in
-    blocks, or all at once if the head is not linear. Gradients of frozen tensors are skipped.
+    blocks, or all at once if the head is not linear (see `is_linear`).
 
     Args:
         max_logits: maximum number of logits in memory, which sets how many parts the batch is
@@ -236,8 +237,8 @@ class TokenLogprobs(nn.Module):
     def matrix(self, head: Head) -> Matrix:
         """The weight of a head's projection.
 
-        If it is called before the forward pass that computes x, the backward pass computes this
-        weight's gradient last. Subclasses need this order.
+        A subclass can return a tensor that delays this weight's gradient to the end of the backward
+        pass. For that, call this method before the forward pass that computes x.
         """
         return head.proj.weight
 
@@ -256,7 +257,7 @@ class TokenLogprobs(nn.Module):
         coefficients: Coefficients | None,
         shaping: Shaping,
     ) -> Terms:
-        """Compute what the function `score` computes, in blocks of rows and without autograd."""
+        """Call the function `score` for blocks of rows, without autograd."""
         found = logits.new_empty(len(logits), 3, dtype=wide(logits.dtype))
         size = rows_of_block(logits, self.vocabulary.most(logits.shape[1]))
         others = () if coefficients is None else (coefficients,)
@@ -283,9 +284,9 @@ class TokenLogprobs(nn.Module):
         coefficients: Coefficients | None = None,
         wanted: Sequence[bool] = (False, False, False),
     ) -> tuple[Terms, Gradients]:
-        """Compute the terms of all targets, one part of the rows at a time.
+        """Compute the `Terms` of all targets, one part of the rows at a time.
 
-        With coefficients, also compute the gradients of x, matrix and bias for which `wanted` is
+        With coefficients, also compute those gradients of x, matrix and bias for which `wanted` is
         True.
         """
         found = x.new_empty(len(x), 3, dtype=wide(x.dtype))
@@ -310,9 +311,9 @@ class TokenLogprobs(nn.Module):
 class HeadLoss(TokenLogprobs):
     """The next-token loss of a head; its forward pass also computes the gradient.
 
-    No logits are computed twice. The logits, in the dtype of x, are overwritten by their gradient,
-    one block at a time in float32, and multiplied into the gradients of x and the weights
-    immediately (the idea of Liger's fused loss, 2410.10989 §3.2). There is no second derivative.
+    The logits are computed only once. The forward pass overwrites them by their gradient, one block
+    at a time in float32, and computes the gradients of x and the head's weights from it. Liger's
+    fused loss does the same (2410.10989 §3.2). Second derivatives are not supported.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -325,7 +326,7 @@ class HeadLoss(TokenLogprobs):
         matrix: Matrix | None = None,
         weights: Float[Tensor, "batch seq"] | None = None,
     ) -> tuple[Losses, Tensor]:
-        """The summed losses, and the sum of the weights.
+        """The summed losses, and the sum of the weights of the targets.
 
         Args:
             x: (batch, seq, d_model) input of the head.
@@ -354,7 +355,8 @@ class HeadLoss(TokenLogprobs):
     def fuses(self, x: Hidden, head: Head) -> bool:
         """True if the forward pass also computes the gradient.
 
-        False under autocast: in float16, the loss must be scaled before its gradient is computed.
+        False if the head is not linear, and under autocast: a float16 loss must be scaled before
+        its gradient is computed.
         """
         return is_linear(head) and not autocast_dtype(x)
 
@@ -417,7 +419,7 @@ def shaping_of(head: Head) -> Shaping:
 
 
 def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
-    """Apply a multiplier and soft-cap to logits, in float32 or wider; may return `logits`."""
+    """Apply multiplier and soft-cap to logits, in float32 or wider; may return `logits` itself."""
     shaped = widened(logits)
     if shaping.multiplier != 1:
         shaped = shaped * shaping.multiplier
@@ -427,7 +429,7 @@ def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
 
 
 def unshape_gradient(gradient: Tensor, shaped: Tensor, shaping: Shaping) -> None:
-    """Turn the gradient of `shape_logits`' output into its input's gradient, in place."""
+    """Backward pass of `shape_logits`: change the output's gradient into the input's, in place."""
     if shaping.cap is not None:
         gradient *= 1 - (shaped / shaping.cap).square()
     if shaping.multiplier != 1:

@@ -28,9 +28,9 @@ class LayerNormConfig(Config):
     offset: bool = False
     """Store the weight as its difference from 1 (Nemotron), so that weight decay pulls it to 1."""
     precision: Literal["native", "float32", "low"] = "native"
-    """`float32` computes in float32 for every input dtype (OLMo). `low` computes in the autocast
-    dtype (MPT); this is faster but was observed to cause rare loss spikes. If input and weights are
-    bfloat16, as in bfloat16 training, all three act like `low`: sums in float32, output in
+    """`native` is PyTorch's LayerNorm. `float32` computes in float32 for every input dtype (OLMo).
+    `low` computes in the autocast dtype (MPT); this is faster but was observed to cause rare loss
+    spikes. If input and weights are bfloat16, all three compute sums in float32 and return
     bfloat16."""
 
     def build(self, width: int) -> "LayerNorm":
@@ -60,8 +60,8 @@ class Norm(nn.Module):
     """`normalised(x) * (offset + weight) + bias` over the last axis.
 
     A class declares `facts` if they describe its computation exactly. Native operators may then
-    compute the norm without calling the module. `facts` of a base class do not count: a module
-    whose own class does not declare them is always called.
+    compute the norm without calling the module. Inherited `facts` are ignored, because a subclass
+    may compute something else.
     """
 
     facts: ClassVar[NormFacts]
@@ -156,7 +156,7 @@ class RMSNormConfig(Config):
     """Store the weight as its difference from 1 (Gemma)."""
     multiply: Literal["after_cast", "before_cast"] = "after_cast"
     """Multiply by the weight after the cast back from float32 (LLaMA) or before it (OLMo 2, Gemma).
-    The two differ only in bfloat16."""
+    The results are the same if the input is float32."""
 
     def build(self, width: int) -> "RMSNorm":
         norm = RMSNorm if self.multiply == "after_cast" else RMSNormMultipliedFirst

@@ -1,4 +1,4 @@
-"""Matmuls and their gradients, computed for some of the rows at a time."""
+"""Matmuls and their gradients, computed for a part of the rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 BLOCK = {"cpu": 2**20}
-"""Number of logits converted to float32 at a time, by device type; on a CPU they fit its cache."""
+"""Number of logits converted to float32 at a time, by device type. On a CPU, the converted logits
+then fit into its cache."""
 LARGE_BLOCK = 2**24
 """Number of logits converted to float32 at a time on other devices."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -51,9 +52,8 @@ def rows_at_once(max_logits: int, vocab: int) -> int:
 def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors into parts of `size` rows; yield each part of all tensors together.
 
-    While a tape records a step (`workhorse.devices.tape`), parts between the third and the last are
-    skipped: their operations repeat those of the third part, the first one that is added to a
-    float32 sum.
+    While the memory of a step is predicted (`workhorse.devices.tape`), parts between the third and
+    the last are skipped, because they allocate the same memory as the third.
     """
     begins = range(0, max(1, len(tensors[0])), size)
     if recording():

@@ -1,7 +1,4 @@
-"""Named shapes for the signatures of `nn`.
-
-The tests check them: they run all of `nn` under jaxtyping and beartype.
-"""
+"""Named tensor shapes for the signatures of `nn`, which the tests check with beartype."""
 
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
@@ -25,7 +22,7 @@ NewValues = Float[Tensor, "batch kv_heads seq value_dim"]
 Keys = Float[Tensor, "batch kv_heads kv_seq head_dim"]
 Values = Float[Tensor, "batch kv_heads kv_seq value_dim"]
 RotaryQueries = Float[Tensor, "batch heads seq rope_dim"]
-"""The rotated part of queries, if it is a separate tensor."""
+"""The features of queries that RoPE rotates, if they are a separate tensor."""
 Latents = Float[Tensor, "batch 1 kv_seq kv_rank"]
 """Latents from which keys and values are projected up: one vector for all heads."""
 RotaryKeys = Float[Tensor, "batch 1 kv_seq rope_dim"]

@@ -1,7 +1,7 @@
-"""Detection of hooks on modules and of replaced parts.
+"""Detection of hooks on modules and of replaced submodules, parameters and buffers.
 
-Code that computes modules by other means, such as native operators, must not bypass hooks: they
-run only if a module is called. It must also notice when a part of a module was replaced.
+Native operators compute modules without calling them, so PyTorch would not run the modules' hooks.
+Their callers must therefore check for hooks, and for parts of a module that were replaced.
 """
 
 # PyTorch has no public API for this.
@@ -31,7 +31,7 @@ class Watch:
 
     Args:
         parts: modules to check.
-        from_now: True to ignore the hooks that the modules have now.
+        from_now: True to ignore hooks that were registered before this object was created.
     """
 
     def __init__(self, parts: Iterable[nn.Module], *, from_now: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""Attention kernels: three ways to compute `softmax(q kᵀ · scale + mask) v` with the same meaning.
+"""Attention kernels: three implementations of `softmax(q kᵀ · scale + mask) v`.
 
-A kernel is chosen when a model is built. It is not part of the config, so a checkpoint can move
-between machines. A kernel rejects options that it does not support (`refusal`); it never
-approximates them. In every kernel, a query that may see no key returns zeros.
+The kernel is chosen when a model is built. It is not part of the config, so that a checkpoint can
+be used on machines with different kernels. A kernel raises an error for options that it does not
+support. In every kernel, the output for a query that sees no key is zero.
 """
 
 import math
@@ -41,14 +41,14 @@ KernelName = Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"]
 
 @dataclass(frozen=True)
 class Scoring:
-    """Options of the attention scores, besides the pattern.
+    """Options of attention, except the pattern of visible keys.
 
     Attributes:
         scale: factor on `q kᵀ`.
-        softcap: the cap of `cap * tanh(score / cap)`, before mask and bias (Gemma 2, 2408.00118),
-            or None.
-        sinks: True if each head has one more learned logit in its softmax (gpt-oss). It gets a
-            weight but has no value.
+        softcap: limit of the scores, `softcap * tanh(score / softcap)`, applied before mask and
+            bias (Gemma 2, 2408.00118), or None.
+        sinks: True to add one learned logit per head to the softmax (gpt-oss). It gets a weight
+            but has no value.
         dropout: dropout on the attention weights in training.
     """
 
@@ -59,18 +59,18 @@ class Scoring:
 
 
 class Kernel(nn.Module, ABC):
-    """Attention itself: computes outputs from queries, keys and values.
+    """Base class of attention kernels: they compute outputs from queries, keys and values.
 
     Args:
-        scoring: options of the scores.
-        n_heads: number of heads; `sinks`, the kernel's only weight, has one element per head.
+        scoring: options of attention.
+        n_heads: number of query heads, and size of the parameter `sinks` if there are sinks.
     """
 
     decodes = True
-    """True if the kernel works with a cache, where the number of keys grows with every token."""
+    """True if the kernel supports a KV cache, whose number of keys grows with every token."""
     reads_blocks = False
-    """True if the kernel reads keys and values as `InBlocks`; False if it needs one contiguous
-    tensor."""
+    """True if the kernel reads keys and values from the blocks of a paged cache (`InBlocks`); False
+    if it needs one contiguous tensor."""
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class Kernel(nn.Module, ABC):
 
     @staticmethod
     def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
-        """The reason why this kernel does not support an attention, or None if it does."""
+        """Reason why this kernel does not support these options, or None if it supports them."""
         del pattern, scoring
         return None
 
     @staticmethod
     @abstractmethod
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
-        """The mask in this kernel's form; layers with the same pattern share it."""
+        """Create the mask, in the form that this kernel's `forward` expects."""
 
     @abstractmethod
     def forward(self, q: Queries, k: Keys, v: Values, mask: Any) -> AttentionOutput:
@@ -101,7 +101,7 @@ class Kernel(nn.Module, ABC):
 class Eager(Kernel):
     """The reference kernel: computes the whole attention matrix.
 
-    The submodule `weights` outputs this matrix, so that a hook can read it.
+    The submodule `weights` returns this matrix, so that a forward hook can read it.
     """
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
@@ -135,8 +135,8 @@ class Eager(Kernel):
     def shape_scores(self, scores: Tensor, allowed: Mask | None, bias: ScoreBias | None) -> Tensor:
         """Apply the soft-cap, the bias, the mask and the sinks, in this order.
 
-        Hidden scores are set to the lowest finite value, not to -inf: the softmax of a row of only
-        -inf has no gradient. Their weights are exactly 0 nevertheless.
+        Scores of hidden keys are set to the lowest finite value, not to -inf, because the softmax
+        of a row of only -inf is NaN.
         """
         if self.scoring.softcap is not None:
             scores = self.scoring.softcap * torch.tanh(scores / self.scoring.softcap)
@@ -164,10 +164,10 @@ class Sdpa(Kernel):
     def render(
         pattern: AttentionPattern, place: Placement, dtype: torch.dtype
     ) -> tuple[Tensor | None, bool]:
-        """The mask (bool, or float with ALiBi) and the flag `is_causal` for PyTorch's function.
+        """The arguments `attn_mask` and `is_causal` of `F.scaled_dot_product_attention`.
 
-        PyTorch aligns `is_causal` to the top left. This is correct only if queries and keys are the
-        same tokens.
+        `is_causal` is True only if queries and keys are the same tokens, because PyTorch aligns its
+        causal mask to the top left. The mask is bool, or float with ALiBi.
         """
         hidden = hides_something(pattern, place)
         if pattern.alibi_slopes:
@@ -194,10 +194,10 @@ class Sdpa(Kernel):
 
 
 class Flex(Kernel):
-    """FlexAttention: windows, documents, ALiBi and caps without a full mask (2412.05496).
+    """FlexAttention (2412.05496): needs no full mask for windows, documents, ALiBi or soft-caps.
 
-    It has no backward on CPU. `flex` compiles the kernel at its first call. `flex-uncompiled` is
-    for tests: it runs the same functions uncompiled and computes the whole attention matrix.
+    It has no backward pass on a CPU. This class is the kernel `flex-uncompiled` for tests, which
+    computes the whole attention matrix. The kernel `flex` is `CompiledFlex`.
     """
 
     @staticmethod
@@ -209,7 +209,7 @@ class Flex(Kernel):
     def render(
         pattern: AttentionPattern, place: Placement, dtype: torch.dtype
     ) -> tuple[BlockMask | None, Callable[..., Tensor] | None]:
-        """A block mask and the function that adds ALiBi to a score."""
+        """FlexAttention's block mask and a function that adds ALiBi; None if not needed."""
         del dtype
         queries, keys, documents = place.queries, place.keys, place.documents
         of_keys = documents if place.key_documents is None else place.key_documents
@@ -265,14 +265,14 @@ class Flex(Kernel):
         return y * kept.unsqueeze(-1).to(y.dtype)
 
     def attend(self, q: Queries, v: Values) -> Callable[..., Any]:
-        """The FlexAttention function to call for queries and values of these shapes."""
+        """The FlexAttention function to call for these queries and values."""
         del q, v
         return flex_attention
 
     def score_function(
         self, add_alibi: Callable[..., Tensor] | None
     ) -> Callable[..., Tensor] | None:
-        """The function that changes a score: first the soft-cap, then ALiBi; None if neither."""
+        """The function that applies the soft-cap and then ALiBi to a score; None if neither."""
         cap = self.scoring.softcap
         if cap is None:
             return add_alibi
@@ -293,8 +293,7 @@ class CompiledFlex(Flex):
         """The compiled FlexAttention function.
 
         Raises:
-            WorkhorseError: on this device, compiled FlexAttention does not support sinks, or heads
-                as narrow as these.
+            WorkhorseError: sinks are used on a CPU, or heads narrower than `MIN_HEAD_DIM` on a GPU.
         """
         if self.sinks is not None and q.is_cpu:
             raise WorkhorseError("kernel=flex cannot compute sinks on a CPU; use kernel=eager")
@@ -324,10 +323,10 @@ _KERNELS: dict[str, type[Kernel]] = {
 def make_kernel(
     name: KernelName, pattern: AttentionPattern, scoring: Scoring, n_heads: int
 ) -> Kernel:
-    """Create the kernel called `name`; `auto` is sdpa if it supports the attention, else eager.
+    """Create the kernel called `name`; `auto` is sdpa if it supports the options, else eager.
 
     Raises:
-        WorkhorseError: the name is unknown, or the kernel does not support this attention.
+        WorkhorseError: the name is unknown, or the kernel does not support the options.
     """
     if name == "auto":
         name = "eager" if Sdpa.refusal(pattern, scoring) else "sdpa"

@@ -38,28 +38,28 @@ from workhorse.nn.shapes import (
 class LatentAttentionConfig(SelfAttentionConfig):
     """Attention with keys and values that are projected from a latent of width `kv_rank`.
 
-    A head's query and key have `nope_dim` features without position, and `rope_dim` rotated ones.
+    In a head's query and key, `rope_dim` features are rotated by RoPE and `nope_dim` are not.
     """
 
     kind: Literal["latent_attention"] = "latent_attention"
     q_rank: int | None = Field(default=None, gt=0)
-    """Width of the latent that queries are projected from. None: they are projected from the
-    input."""
+    """Width of the latent that queries are projected from. None: queries are projected directly
+    from the input."""
     kv_rank: int = Field(gt=0)
     """Width of the latent that keys and values are projected from. The cache stores this latent."""
     nope_dim: int = Field(gt=0)
-    """Width of the part of a query and a key that has no position."""
+    """Number of features of a head's query and key that are not rotated by RoPE."""
     rope_dim: int = Field(gt=0)
-    """Width of the part of a query and a key that is rotated."""
+    """Number of features of a head's query and key that are rotated by RoPE."""
     value_dim: int = Field(gt=0)
     """Width of a value."""
     position: RopeConfig = RopeConfig()
-    """The rotation of the `rope_dim` features of queries and keys."""
+    """RoPE options for the `rope_dim` rotated features of queries and keys."""
     norm: RMSNormConfig = RMSNormConfig()
     """The norm on the latents."""
     scale: float | None = Field(default=None, gt=0)
-    """Factor on the scores. None: `1/sqrt(nope_dim + rope_dim)`. DeepSeek multiplies this by the
-    square of YaRN's factor at `mscale_all_dim`."""
+    """Factor on the scores. None: `1/sqrt(nope_dim + rope_dim)`. With YaRN, DeepSeek's models
+    multiply this default by `(0.1 mscale_all_dim ln(factor) + 1)²`."""
     qkv_bias: bool = False
     """Biases on the projections to the latents and to the rotary key. The projections from the
     latents have no biases."""
@@ -75,7 +75,7 @@ class LatentAttentionConfig(SelfAttentionConfig):
         """Width of a head's queries and keys.
 
         Raises:
-            ConfigError: the rotation does not fit `rope_dim`.
+            ConfigError: RoPE does not support this `rope_dim`.
         """
         del d_model
         self.position.rotary_dim(self.rope_dim)
@@ -94,11 +94,12 @@ class LatentAttentionConfig(SelfAttentionConfig):
 class LatentAttention(SelfAttention):
     """Attention over keys and values that are projected up from latents.
 
-    Without a cache, it computes every head's keys and values. With a cache, it stores the latent c
-    and the rotary key (`kv_rank + rope_dim` elements per token) and attends to these. A head's
-    scores `q · (W_k c)` equal `(W_kᵀ q) · c`, and its output `Σ a W_v c` equals `W_v Σ a c`.
-    Therefore queries are multiplied by `W_kᵀ` and outputs by `W_v`, and all heads share one latent
-    (2405.04434 §2.1.2).
+    Without a cache, it computes every head's keys `W_k c` and values `W_v c` from the latents c.
+
+    With a cache, it stores only the latent and the rotary key: `kv_rank + rope_dim` elements per
+    token. It attends to the latents, which all heads share: a head's score `q · (W_k c)` equals
+    `(W_kᵀ q) · c`, and its output `Σ a W_v c` equals `W_v Σ a c`. Queries are therefore multiplied
+    by `W_kᵀ` and outputs by `W_v` (2405.04434 §2.1.2).
 
     Args:
         d_model: width of the input and output.
@@ -153,7 +154,8 @@ class LatentAttention(SelfAttention):
         Args:
             q: concatenated queries of all heads, (batch, seq, heads · width).
             latent: latents of keys and values, (batch, seq, kv_rank).
-            k_rope: keys to rotate, (batch, seq, rope_dim).
+            k_rope: the rotary key that all heads share, before its rotation, (batch, seq,
+                rope_dim).
             context: context of the pass.
             cache: the layer's cache entry, or None.
         """
@@ -182,9 +184,10 @@ class LatentAttention(SelfAttention):
     def attend_to_latents(
         self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
     ) -> AttentionOutput:
-        """Attend to the latents themselves, which all heads share; equals `attend` up to rounding.
+        """Compute the result of `attend`, up to rounding, without keys and values of each head.
 
-        The projections to keys and values are applied to the queries and outputs instead.
+        The projections to keys and values are applied to the queries and outputs instead of the
+        latents.
         """
         rank = latent.shape[-1]
         w_k = self.k_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, nope_dim, kv_rank)

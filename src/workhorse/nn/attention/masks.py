@@ -1,4 +1,4 @@
-"""Attention masks: defined once (`AttentionPattern`), rendered for each kernel."""
+"""Attention masks, in a form that does not depend on the attention kernel."""
 
 from dataclasses import dataclass, replace
 
@@ -31,14 +31,14 @@ class AttentionPattern:
 
     @property
     def reach(self) -> int | None:
-        """Number of latest positions that a query can see, including its own; None: all."""
+        """Maximum number of keys that a query sees, including its own position; None: all."""
         limits = [limit for limit in (self.window, self.chunk) if limit is not None]
         return min(limits) if limits else None
 
     def within(self, length: int) -> "AttentionPattern":
-        """Return the pattern without `window` or `chunk` if it is not smaller than `length`.
+        """Return an equivalent pattern for sequences of up to `length` tokens.
 
-        At positions 0 … length - 1, both patterns show the same keys.
+        A window or chunk of at least `length` tokens hides nothing in them, so it is removed.
         """
         window = self.window if self.window is not None and self.window < length else None
         chunk = self.chunk if self.chunk is not None and self.chunk < length else None
@@ -57,7 +57,8 @@ class Placement:
         aligned: True if queries and keys are the same tokens, at positions 0, 1, 2 … in every row,
             without padding.
         last: True if each row has only one query, no key comes after it, and no key is padding.
-        in_blocks: True if the keys are in blocks: slot n of a row's blocks holds position n.
+        in_blocks: True if the keys are in the blocks of a paged cache, where slot n of a row's
+            blocks holds position n.
     """
 
     queries: Positions
@@ -93,7 +94,7 @@ def sees(pattern: AttentionPattern, i: Tensor, j: Tensor) -> Tensor:
 
 
 def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
-    """True if attention needs an explicit mask: plain causal attention is not enough."""
+    """True if attention needs an explicit mask, because it is more than causal."""
     limited = pattern.window is not None or pattern.chunk is not None
     if place.documents is not None or limited:
         return True
@@ -105,8 +106,8 @@ def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
 def alibi_bias(pattern: AttentionPattern, place: Placement) -> ScoreBias:
     """ALiBi's biases in float32: `-slope * |i - j|`.
 
-    With `alibi_bfloat16` the bias is `slope * j`, rounded as in Falcon's training. For each query,
-    the two biases differ by a constant, which the softmax removes.
+    With `alibi_bfloat16` it is `slope * j`, rounded as in Falcon's training. For keys j up to the
+    query i, this differs from `-slope * |i - j|` by a constant, which the softmax removes.
     """
     slopes = alibi_slope_column(pattern, place.keys.device)
     i = place.queries[:, None, :, None]

@@ -1,4 +1,4 @@
-"""The base of all self-attention: heads, query and key norms, rotations, cache entries."""
+"""Base classes of self-attention, and the norms and rotations of queries and keys."""
 
 from abc import ABC, abstractmethod
 from typing import Literal, TypeVar
@@ -41,7 +41,7 @@ def rotate_then_norm(x: Queries, norm: nn.Module, rotation: nn.Module, context: 
 
 
 def make_head_norm(config: QKNormConfig | None, heads: int, head_dim: int) -> nn.Module:
-    """Create a norm for queries or keys `(batch, heads, seq, head_dim)`."""
+    """Create a norm for queries or keys `(batch, heads, seq, head_dim)`; None: no norm."""
     if config is None:
         return nn.Identity()
     match config.over:
@@ -79,16 +79,16 @@ Room = TypeVar("Room")
 
 
 class SelfAttentionConfig(Config):
-    """Fields of every self-attention config: heads, and the positions that queries see."""
+    """Fields that all self-attention configs share."""
 
     n_heads: int = Field(gt=0)
     """Number of query heads."""
     causal: bool = True
-    """False lets every position see every other, as in an encoder."""
+    """True: a query sees only keys up to its own position. False: it sees all, as in an encoder."""
     window: int | None = Field(default=None, gt=0)
     """A query sees only the last `window` positions, including its own."""
     chunk: int | None = Field(default=None, gt=0)
-    """A query sees only its own chunk of `chunk` positions."""
+    """A query sees only keys in its own chunk of `chunk` consecutive positions (Llama 4)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the attention weights."""
 
@@ -101,7 +101,7 @@ class SelfAttentionConfig(Config):
             )
 
     def reach(self) -> AttentionPattern:
-        """The attention pattern, without ALiBi."""
+        """The pattern of visible keys, without ALiBi's biases."""
         return AttentionPattern(causal=self.causal, window=self.window, chunk=self.chunk)
 
     @abstractmethod
@@ -109,7 +109,7 @@ class SelfAttentionConfig(Config):
         """Width of a head's queries and keys.
 
         Raises:
-            ConfigError: the width is not a whole number, or the rotation does not fit it.
+            ConfigError: the width is not a whole number, or RoPE does not support it.
         """
 
     @abstractmethod
@@ -136,9 +136,10 @@ class SelfAttention(nn.Module, ABC):
     pattern: AttentionPattern
     kernel: Kernel
     multiplied_here: tuple[str, ...] = ()
-    """Names of linear submodules whose weights this module reads directly, without calling them."""
+    """Names of linear submodules whose `weight` this module uses in matmuls of its own. Transforms
+    must therefore not replace these submodules, for example by quantised ones."""
     attends_to_stored = True
-    """True if the kernel gets keys and values in the form in which the cache stores them."""
+    """True if the attention kernel gets keys and values exactly as the cache returns them."""
 
     @abstractmethod
     def forward(
@@ -148,13 +149,14 @@ class SelfAttention(nn.Module, ABC):
 
         Args:
             x: the input.
-            context: state shared by all layers of the pass; default: `x` holds whole sequences.
-            cache: cache entry with keys and values of earlier tokens; requires the context that was
-                created with this cache.
+            context: state shared by all layers of the pass. Default: positions 0, 1, 2 … in each
+                row, without a cache.
+            cache: cache entry with keys and values of earlier tokens. It needs the context that was
+                created for its cache.
         """
 
     def cache_entry(self, cache: Layers[Room]) -> Room:
-        """Create this layer's part of a cache; see `Layers.layer`.
+        """Create the storage for this layer's keys and values in a cache; see `Layers.layer`.
 
         Raises:
             ConfigError: the attention is not causal, so it cannot be cached.
@@ -170,18 +172,18 @@ class SelfAttention(nn.Module, ABC):
 
 
 def split_heads(x: Hidden, heads: int) -> Queries:
-    """`(batch, seq, heads · width)` to `(batch, heads, seq, width)`."""
+    """Reshape `(batch, seq, heads · width)` to `(batch, heads, seq, width)`."""
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def make_rotation(rope: RopeConfig, head_dim: int) -> "Rotation":
-    """Create a rotation for queries or keys of width `head_dim`."""
+    """Create the module that applies RoPE to queries or keys of width `head_dim`."""
     kind = Rotation if rope.precision == "native" else Float32Rotation
     return kind(rope, head_dim)
 
 
 class Rotation(nn.Module):
-    """Rotates queries or keys by their positions."""
+    """Applies RoPE to queries or keys."""
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
@@ -196,7 +198,7 @@ class Rotation(nn.Module):
 
 
 class Float32Rotation(Rotation):
-    """A rotation computed in float32 and cast back."""
+    """Applies RoPE in float32 and casts the result back to the dtype of the input."""
 
     def forward(self, x: Queries, context: Context) -> Queries:
         return super().forward(x.float(), context).to(x.dtype)

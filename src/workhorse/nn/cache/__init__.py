@@ -1,1 +1,1 @@
-"""Keys and values of earlier tokens."""
+"""KV caches: keys and values of earlier tokens."""

@@ -21,7 +21,8 @@ class CacheEntry(ABC):
 
     Attributes:
         inputs: cache entries of the layer's short convolutions, by the name of the sub-layer.
-        parts: in a packed pass, one entry per batch (see `CacheView.parts`); otherwise empty.
+        parts: if the pass packs several batches (see `CacheView.parts`), one entry per batch;
+            otherwise empty.
     """
 
     inputs: Mapping[str, "CacheEntry"] = {}
@@ -61,7 +62,7 @@ class CacheView(ABC):
         length: number of columns used so far; without padding, the length of the longest row.
         lengths: number of cached tokens in each row, int64 `(batch,)`.
         uniform: True if all rows hold the positions 0, 1, 2 … to the same length, without padding.
-        slack: number of newest tokens that can always be removed.
+        slack: number of newest tokens that `truncate` can always remove.
         parts: if the pass packs several batches into one row of tokens, the view of each batch and
             its number of new tokens per sequence; otherwise empty.
     """
@@ -84,11 +85,11 @@ class CacheView(ABC):
     def slots_before(self, reach: int) -> tuple[Slots, Slots]:
         """Find the cache slots of the `reach - 1` tokens before each new token.
 
-        The slots are those of a layer that sees the `reach` latest positions.
+        The slots are those of layers with this `reach`; see `place`.
 
         Returns:
-            slots: (batch, seq, reach - 1). The first is the slot of the token just before. Where a
-                token does not exist, the slot is arbitrary.
+            slots: (batch, seq, reach - 1), latest token first. If a token does not exist, its slot
+                is arbitrary.
             exists: bool of the same shape, True if the token exists.
         """
         place = self.place(reach)
@@ -109,16 +110,16 @@ class CacheView(ABC):
             uniform: True if the positions are those of `next_positions`, without padding.
 
         Raises:
-            WorkhorseError: there is no room for the tokens. The cache is then unchanged.
+            WorkhorseError: the cache is too small for the tokens. It is then unchanged.
         """
 
     @abstractmethod
     def place(self, reach: int | None) -> Placement:
-        """The positions of the queries and keys of this pass, for layers with one window.
+        """The positions of the queries and keys of this pass, for layers with the same window.
 
         Args:
-            reach: how many of the latest positions a query of the layer sees, including its own;
-                None: all.
+            reach: maximum number of keys that a query of these layers sees, including its own
+                position; None: all.
         """
 
 
@@ -127,13 +128,14 @@ Room_co = TypeVar("Room_co", covariant=True)
 
 @runtime_checkable
 class Layers(Protocol[Room_co]):
-    """The interface of a cache under construction: each layer requests its part of the cache."""
+    """Interface for creating a cache: each layer of a model requests its storage."""
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> Room_co:
-        """Create a layer's part of the cache: an entry, or a store of a paged cache.
+        """Create a layer's storage: a `CacheEntry`, or the `Store` of a paged cache.
 
         Args:
-            reach: how many of the latest positions a query of the layer sees; None: all.
+            reach: maximum number of keys that a query of the layer sees, including its own
+                position; None: all.
             in_blocks: True if the layer's attention kernel reads `InBlocks`; False if it needs one
                 contiguous tensor.
         """

@@ -28,11 +28,11 @@ from workhorse.nn.shapes import Hidden
 
 KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL_ALIGNMENT = 16
-"""Alignment in bytes of every row that the grouped kernel reads or writes."""
+"""Alignment, in bytes, of every row that PyTorch's grouped matmul reads or writes."""
 
 
 class Groups(NamedTuple):
-    """Groups of rows that are sorted by group, such as tokens sorted by expert."""
+    """The groups of sorted rows, such as tokens sorted by expert."""
 
     of_row: Int[Tensor, " rows"]
     """The group of each row, in ascending order."""
@@ -42,7 +42,9 @@ class Groups(NamedTuple):
 
 
 def group_sorted(of_row: Int[Tensor, " rows"], groups: int) -> Groups:
-    """Create the `Groups` of rows that are already sorted by group, without synchronisation.
+    """Create the `Groups` of rows that are already sorted by group.
+
+    This does not synchronise with the device.
 
     Args:
         of_row: the group of each row, in ascending order.
@@ -53,7 +55,7 @@ def group_sorted(of_row: Int[Tensor, " rows"], groups: int) -> Groups:
 
 
 class GroupedLinear(nn.Module):
-    """`x[r] @ weight[g]ᵀ + bias[g]` for the group g of each row r.
+    """One linear map per group of rows: `x[r] @ weight[g]ᵀ + bias[g]` for the group g of row r.
 
     Args:
         groups: number of linear maps.
@@ -77,7 +79,7 @@ class GroupedLinear(nn.Module):
         return self.product(x, groups, self.weight, self.bias)
 
     def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `forward` with the given weight and bias instead of the module's own."""
+        """Compute `forward`, but with the given weight and bias."""
         dtype = autocast_dtype(x) or weight.dtype
         y = grouped_product(x.to(dtype), weight.to(dtype), groups.ends)
         return y if bias is None else y + bias[groups.of_row].to(dtype)
@@ -92,9 +94,9 @@ def grouped_product(
 
     It uses PyTorch's grouped kernel if the kernel supports these shapes, otherwise one matmul per
     group. In bfloat16 on Hopper and Blackwell, the kernel does not synchronise with the device. On
-    one CPU thread in float32, it took 0.4 times (0.5 rows per group) to 1.1 times (1,024 rows) as
-    long as separate matmuls. Its backward fails on an expanded gradient that is not materialised,
-    such as the gradient of a plain sum.
+    one CPU thread in float32, it takes 0.4 times as long as separate matmuls for 0.5 rows per
+    group, and 1.1 times for 1,024 rows per group. The kernel's backward pass fails if the gradient
+    is an expanded tensor (stride 0), such as the gradient of `y.sum()`.
     """
     if _kernel_takes(weight):
         return F.grouped_mm(x, weight.mT, offs=ends)
@@ -104,9 +106,9 @@ def grouped_product(
 
 
 def _kernel_takes(weight: Tensor) -> bool:
-    """True if PyTorch's grouped kernel supports the weight: its dtype and the alignment of rows.
+    """True if PyTorch's grouped kernel supports the weight's dtype and the alignment of its rows.
 
-    While PyTorch compiles, only bfloat16 is supported.
+    Inside `torch.compile`, it supports only bfloat16.
     """
     aligned = all(width * weight.itemsize % KERNEL_ALIGNMENT == 0 for width in weight.shape[1:])
     types = (torch.bfloat16,) if torch.compiler.is_compiling() else KERNEL_TYPES
@@ -127,14 +129,14 @@ class MoEConfig(GatedConfig):
     activation: ActivationName = "silu"
     """Activation of an expert's gate."""
     clamped: ClampedSwigluConfig | None = None
-    """gpt-oss's clamped SwiGLU instead of the activation, or None."""
+    """gpt-oss's clamped SwiGLU, used instead of `activation`, or None."""
     router: RouterConfig = RouterConfig()
     """How the experts of a token are chosen and weighted."""
     weigh: Literal["output", "input"] = "output"
     """The tensor that the router's weight multiplies: an expert's output or input (Llama 4)."""
     shared: GatedMlpConfig | None = None
-    """An expert applied to every token. Write several shared experts as one with their total
-    width."""
+    """An expert applied to every token, or None. Several shared experts are one expert with their
+    total width."""
     shared_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate, one value per token (Qwen2-MoE)."""
     multiplier: float = Field(default=1.0, gt=0)
@@ -200,7 +202,7 @@ class SharedMixture(MixtureOfExperts):
         return super().mix(x) + self.share(x)
 
     def share(self, x: Hidden) -> Hidden:
-        """The shared expert's contribution to the sum."""
+        """The shared expert's output, which is added to the output of the routed experts."""
         return self.shared(x)
 
 
@@ -218,16 +220,16 @@ class GatedSharedMixture(SharedMixture):
 class Experts(nn.Module):
     """Gated feed-forwards with stacked weights, each applied to the tokens routed to it.
 
-    The token-expert pairs are sorted by expert, so that each projection is one grouped matmul.
-    Gathering and scattering use no sums whose order could vary, so the result is deterministic.
+    The token-expert pairs are sorted by expert, so that each projection is one grouped matmul. The
+    outputs of a token's experts are added in a fixed order, so the result is deterministic.
 
     Args:
         d_model: width of a token's vector.
         d_ff: hidden width of an expert.
         n_experts: number of experts.
-        activation: module that combines the gate and the other branch.
+        activation: module that combines the gate and up projections, such as `Gated`.
         bias: True to add biases to the three projections of each expert.
-        dropout: dropout on the combined branches.
+        dropout: dropout on the result of `activation`.
         weigh: the tensor that the router's weights multiply.
     """
 

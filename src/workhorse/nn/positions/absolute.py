@@ -27,7 +27,7 @@ OF_PARTS = {
     "position": "set learned or sinusoidal positions in model.embedding.position, rope or alibi "
     "in model.blocks.NAME.attention.position"
 }
-"""See `Config.elsewhere`."""
+"""Remedies for a `position` key in `model` itself, for error messages; see `Config.elsewhere`."""
 
 
 class NoPositionConfig(Config):
@@ -45,7 +45,7 @@ class LearnedPositionConfig(Config):
 
     kind: Literal["learned"] = "learned"
     offset: int = Field(default=0, ge=0)
-    """Unused rows before position 0 (OPT: 2)."""
+    """Number of unused rows of the table before the row of position 0 (OPT: 2)."""
 
     def build(self, max_seq_len: int, d_model: int) -> "LearnedPositions":
         return LearnedPositions(max_seq_len, d_model, offset=self.offset)
@@ -64,7 +64,7 @@ class LearnedPositions(nn.Module):
 
 
 class SinusoidalPositionConfig(Config):
-    """`sin(s / theta^(2i/d_model))` and `cos` of the same, for each pair i of features.
+    """`sin(s / theta^(2i/d_model))` and its cosine, for position s and each pair i of features.
 
     Paper: Attention Is All You Need, 1706.03762 §3.5.
     """
@@ -76,8 +76,8 @@ class SinusoidalPositionConfig(Config):
     """`interleaved` alternates sines and cosines (the paper); `halves` puts all sines first
     (CTRL, XGLM)."""
     spacing: Literal["half", "half_minus_one"] = "half"
-    """The divisor in the exponent: d_model/2, or d_model/2 - 1, which makes the slowest wave
-    exactly theta times slower (XGLM)."""
+    """The divisor of i in the exponent of theta: d_model/2, or d_model/2 - 1, with which the
+    slowest wave is exactly theta times slower than the fastest (XGLM)."""
     offset: int = Field(default=0, ge=0)
     """Added to every position (XGLM: 2)."""
 
@@ -87,7 +87,7 @@ class SinusoidalPositionConfig(Config):
 
 
 class SinusoidalPositions(nn.Module):
-    """Adds sinusoids, computed for any position when needed."""
+    """Adds sinusoidal vectors, which are computed at each call, for any position."""
 
     def __init__(self, d_model: int, config: SinusoidalPositionConfig | None = None) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ EmbeddingPositionConfig = Annotated[
 
 
 class AlibiConfig(Config):
-    """Add `-slope_h * |i - j|` to the scores. Nothing is learned.
+    """Add `-slope_h * |i - j|` to the scores of head h, for query position i and key position j.
 
     Paper: Train Short, Test Long, 2108.12409.
     """
@@ -127,7 +127,8 @@ class AlibiConfig(Config):
     scaled: bool = False
     """Multiply the bias by the attention scale, like the scores (Falcon)."""
     bfloat16: bool = False
-    """Round slopes and their products with key positions to bfloat16, in every dtype (Falcon)."""
+    """Round slopes, and their products with key positions, to bfloat16, as Falcon does even if the
+    model has another dtype."""
 
     def slopes(self, n_heads: int) -> tuple[float, ...]:
         return alibi_slopes(n_heads, self.max_bias)

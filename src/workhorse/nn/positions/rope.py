@@ -52,13 +52,14 @@ class LinearScalingConfig(ScalingConfig):
 class DynamicNtkScalingConfig(ScalingConfig):
     """Beyond the original length, theta grows with the current length of the sequence.
 
-    The angles of early tokens change as the sequence grows, so decoding with a cache cannot equal
-    the full forward pass. As in the reference, cached keys keep the angles they were stored with.
+    The angles of early tokens change as the sequence grows, but cached keys keep the angles that
+    they were stored with, as in transformers. Therefore decoding with a cache differs from a full
+    forward pass.
     """
 
     kind: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: float = Field(ge=1)
-    """Growth rate of theta with the length."""
+    """Growth rate of theta with the sequence length."""
     original_max_seq_len: int = Field(gt=0)
     """Length, in tokens, up to which sequences keep the angles of training."""
 
@@ -72,7 +73,10 @@ class DynamicNtkScalingConfig(ScalingConfig):
 
 
 class YarnScalingConfig(ScalingConfig):
-    """Slow pairs interpolated, fast pairs unchanged, a ramp between. Paper: YaRN, 2309.00071."""
+    """YaRN: slow pairs of features are slowed by `factor`, fast pairs are unchanged (2309.00071).
+
+    Pairs in between are slowed by less than `factor`.
+    """
 
     kind: Literal["yarn"] = "yarn"
     factor: float = Field(ge=1)
@@ -80,18 +84,18 @@ class YarnScalingConfig(ScalingConfig):
     original_max_seq_len: int = Field(gt=0)
     """Maximum sequence length of the original training, in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """Pairs that turn more often than this over the original length are unchanged."""
+    """Pairs that make more full turns than this in the original length are unchanged."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """Pairs that turn less often than this are fully interpolated."""
+    """Pairs that make fewer full turns than this in the original length are slowed by `factor`."""
     mscale: float = 1.0
-    """Factor on the logarithm in the amplitude; used only with `mscale_all_dim`."""
+    """`m` in the amplitude `0.1 m ln(factor) + 1`; used only with `mscale_all_dim`."""
     mscale_all_dim: float | None = None
-    """If set, the amplitude of `mscale` is divided by the amplitude of this value. DeepSeek also
-    multiplies the softmax scale by the square of the divisor."""
+    """If set, the amplitude is `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`.
+    DeepSeek's models also multiply the attention scale by the square of the divisor."""
     attention_factor: float | None = None
     """Amplitude: the factor on cosines and sines. None: the paper's `0.1 ln(factor) + 1`."""
     truncate: bool = True
-    """Round the ends of the ramp to whole pairs (gpt-oss does not)."""
+    """Round the bounds between fast and slow pairs to whole pairs (gpt-oss: false)."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -116,7 +120,7 @@ class YarnScalingConfig(ScalingConfig):
             )
 
     def _pair_turning(self, turns: float, theta: float, rotary_dim: int) -> float:
-        """The (fractional) pair that makes `turns` full turns over the original length."""
+        """Index (may be fractional) of the pair that turns `turns` times in the original length."""
         ratio = self.original_max_seq_len / (turns * 2 * math.pi)
         return rotary_dim * math.log(ratio) / (2 * math.log(theta))
 
@@ -134,15 +138,18 @@ class YarnScalingConfig(ScalingConfig):
 
 
 class Llama3ScalingConfig(ScalingConfig):
-    """Slow pairs interpolated, fast pairs unchanged, a blend between (Llama 3.1, 2407.21783)."""
+    """Slow pairs of features are slowed by `factor`, fast pairs are unchanged (Llama 3.1).
+
+    Pairs in between are slowed by less than `factor`. Paper: 2407.21783.
+    """
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(ge=1)
-    """Factor by which slow pairs are slowed."""
+    """Divisor of the frequencies of slow pairs."""
     low_freq_factor: float = Field(gt=0)
-    """Pairs that turn fewer times over the original length are slowed by the whole factor."""
+    """Pairs that make fewer full turns than this in the original length are slowed by `factor`."""
     high_freq_factor: float = Field(gt=0)
-    """Pairs that turn more often over the original length are unchanged."""
+    """Pairs that make more full turns than this in the original length are unchanged."""
     original_max_seq_len: int = Field(gt=0)
     """Maximum sequence length of the original training, in tokens."""
 
@@ -165,10 +172,10 @@ class Llama3ScalingConfig(ScalingConfig):
 
 
 class LongRopeScalingConfig(ScalingConfig):
-    """A divisor per pair found by search: one list up to the original length, another beyond it.
+    """LongRoPE: a separate divisor of each pair's frequency, found by a search (2402.13753).
 
-    Like dynamic NTK, it depends on the sequence length. Crossing the original length changes all
-    angles at once, but cached keys keep their angles. Paper: LongRoPE, 2402.13753.
+    Sequences beyond the original length use other divisors than shorter ones. When a sequence grows
+    beyond this length, cached keys keep their old angles.
     """
 
     kind: Literal["longrope"] = "longrope"
@@ -225,26 +232,26 @@ class RopeConfig(Config):
     theta: float = Field(default=10_000.0, gt=1)
     """Base of the angles: the slowest pair makes a full turn in about `2π · theta` tokens."""
     fraction: float = Field(default=1.0, gt=0, le=1)
-    """The fraction of the head's width that is rotated; the rest stays unchanged. With an odd
-    number of features, the last is paired with the one after it, as in transformers."""
+    """The fraction of the head's features that is rotated; the rest stays unchanged. If their
+    number is odd, one more feature is rotated, as in transformers."""
     pairing: Literal["half", "interleaved"] = "half"
     """Feature i is paired with i + rotary_dim/2 (`half`) or with its neighbour (`interleaved`). A
     checkpoint needs the pairing of its training; the other gives plausible but wrong outputs."""
     reverse: bool = False
     """Rotate in the opposite direction (nanochat)."""
     precision: Literal["native", "float32"] = "native"
-    """`float32` rotates queries and keys of every dtype in float32 (OLMo, Cohere)."""
+    """`float32` rotates queries and keys in float32 (OLMo, Cohere), `native` in their own dtype."""
     scaling: RopeScalingConfig | None = None
     """Scaling of the rotation for sequences longer than in training, or None."""
 
     def rotary_dim(self, head_dim: int) -> int:
-        """The width over which the frequencies are spread.
+        """Number of rotated features of a head: the denominator in the exponent of theta.
 
-        It is also the number of rotated features of a head, rounded up to an even number.
+        If it is odd, one more feature is rotated.
 
         Raises:
-            ConfigError: the features cannot be paired, or the scaling's divisors are for another
-                width.
+            ConfigError: the features cannot be paired, or the scaling does not support their
+                number.
         """
         rotary_dim = int(head_dim * self.fraction)
         pairs = (rotary_dim + 1) // 2

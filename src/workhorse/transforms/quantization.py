@@ -18,19 +18,22 @@ rare elements beyond the last level.
 
 On a CPU, a native operator multiplies by the codes (`native/ops/decoding/packed_linear.h`). Without
 the operator, the weight is dequantised to the dtype of x at every call, which is slow. The results
-differ only by rounding. The weight has no gradient.
+differ only by rounding. The weight has no gradient. The gradient of x is computed
+from one block of dequantised rows after another, so a whole weight is never dequantised for it.
 """
 
 import functools
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.devices.memory import in_large_pages
 from workhorse.devices.transfer import Destination
@@ -40,6 +43,7 @@ from workhorse.native import Decoding, resolve
 from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.experts.mixture import GroupedLinear, Groups, grouped_product
+from workhorse.nn.products import wide
 from workhorse.transforms.record import check, record
 
 FormatName = Literal["int8", "int4"]
@@ -50,6 +54,8 @@ with the search for scales. On such values the relative squared error is 0.56 %.
 levels it is 0.66 %, and 0.74 % if the scale follows from the largest value without a search."""
 OFFSET = 128
 """Offset added to levels to store them as uint8."""
+BLOCK = 2**20
+"""Number of elements of a weight that are dequantised at a time for gradients and norms."""
 _CHUNK = 2**18
 """Number of elements quantised at a time: few enough to stay in the CPU's cache."""
 
@@ -191,6 +197,12 @@ def _unpack(packed: Tensor, per_byte: int) -> Tensor:
     return codes.reshape(blocks, LANES, groups, GROUP)
 
 
+def row_blocks(rows: int, width: int) -> Iterator[slice]:
+    """Split a matrix into blocks of rows of up to `BLOCK` elements, in whole blocks of codes."""
+    at_a_time = max(1, BLOCK // (width * LANES)) * LANES
+    return (slice(first, min(first + at_a_time, rows)) for first in range(0, rows, at_a_time))
+
+
 class QuantizedWeight(nn.Module):
     """A weight matrix, or a stack of matrices, stored as codes and scales.
 
@@ -259,17 +271,62 @@ class QuantizedWeight(nn.Module):
         ]
         return torch.stack(made).to(dtype).view(self.shape)
 
-    def _operators_for(self, x: Tensor) -> Decoding | None:
-        """The native operators if they support the input x without gradients; otherwise None."""
-        known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
-        return self.decoding if known and not torch.is_grad_enabled() else None
+    def in_blocks(self) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield the dequantised weight in blocks of rows: index of the matrix, rows, and values.
 
-    def _product(
-        self, by: Decoding, x: Tensor, bias: Tensor | None, ends: Tensor | None = None
-    ) -> Tensor:
-        x = F.pad(x, (0, -self.in_features % GROUP)) if self.in_features % GROUP else x
-        packed = (self.codes, self.scales, self.table)
-        return by.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
+        The index is 0 for a single matrix. Values are float32, (rows, in_features).
+        """
+        for index in range(len(self._stacks()[0])):
+            for rows, values in self.matrix_in_blocks(index):
+                yield index, rows, values
+
+    def matrix_in_blocks(self, index: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield one dequantised matrix in blocks of rows: the rows, and their values in float32."""
+        codes, scales = (stack[index] for stack in self._stacks())
+        for rows in row_blocks(self.out_features, self.in_features):
+            here = slice(rows.start // LANES, math.ceil(rows.stop / LANES))
+            values = decode(codes[here], scales[here], self.table)
+            yield rows, values[: rows.stop - rows.start, : self.in_features]
+
+    def input_gradient(self, above: Tensor, ends: Tensor | None = None) -> Tensor:
+        """The gradient `above Ŵ` of the input x, in the dtype of `above`.
+
+        A native operator that multiplies by the codes can replace this function.
+
+        Args:
+            above: gradient of the output without bias, (…, out_features).
+            ends: for a stack of matrices, the end of each matrix's rows; see `Groups`.
+        """
+        rows = above.reshape(-1, self.out_features)
+        dtype = wide(above.dtype)
+        total = torch.zeros(len(rows), self.in_features, dtype=dtype, device=above.device)
+        bounds = [0, len(rows)] if ends is None else [0, *cast(list[int], ends.tolist())]
+        for index, (first, last) in enumerate(itertools.pairwise(bounds)):
+            for columns, weight in self.matrix_in_blocks(index) if last > first else ():
+                part = rows[first:last, columns] @ weight.to(above.dtype)
+                total[first:last] += part
+        return total.to(above.dtype).view(*above.shape[:-1], self.in_features)
+
+    def product(self, x: Tensor, bias: Tensor | None, ends: Tensor | None = None) -> Tensor:
+        """`x Ŵᵀ + bias`, or `x[r] Ŵ[g]ᵀ` for the matrix g of each row r, with the gradient of x.
+
+        Args:
+            x: (…, in_features).
+            bias: (out_features); only for a single matrix.
+            ends: for a stack of matrices, the end of each matrix's rows; see `Groups`.
+        """
+        inputs = (x,) if bias is None else (x, bias)
+        if torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
+            return _Product.apply(x, bias, self, ends)
+        known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
+        if known and self.decoding is not None:
+            x = F.pad(x, (0, -self.in_features % GROUP)) if self.in_features % GROUP else x
+            packed = (self.codes, self.scales, self.table)
+            return self.decoding.packed_linear(
+                x, *packed, bias, out_features=self.out_features, ends=ends
+            )
+        weight = self.dequantized(x.dtype)
+        return F.linear(x, weight, bias) if ends is None else grouped_product(x, weight, ends)
 
     def _stacks(self) -> tuple[Tensor, Tensor]:
         """The codes and scales with a leading axis for the matrices, of size 1 for one matrix."""
@@ -284,20 +341,33 @@ class QuantizedLinear(QuantizedWeight):
     """A linear layer `x Wᵀ + b` with a quantised weight W."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if by := self._operators_for(x):
-            return self._product(by, x, self.bias)
-        return F.linear(x, self.dequantized(x.dtype), self.bias)
+        return self.product(x, self.bias)
 
 
 class QuantizedGroupedLinear(QuantizedWeight):
     """A quantised `GroupedLinear`: `x[r] @ W[g]ᵀ + b[g]`, where row r of x is in group g."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        if by := self._operators_for(x):
-            y = self._product(by, x, None, groups.ends)
-        else:
-            y = grouped_product(x, self.dequantized(x.dtype), groups.ends)
+        y = self.product(x, None, groups.ends)
         return y if self.bias is None else y + self.bias[groups.of_row]
+
+
+class _Product(torch.autograd.Function):
+    """`QuantizedWeight.product` with gradients of x and the bias. It saves no tensor but `ends`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedWeight, ends: Tensor | None
+    ) -> Tensor:
+        ctx.layer, ctx.ends = layer, ends
+        return layer.product(x, bias, ends)  # autograd is off here
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        for_x, for_bias, *_ = ctx.needs_input_grad
+        dx = ctx.layer.input_gradient(above[0], ctx.ends) if for_x else None
+        return dx, above[0].flatten(0, -2).sum(dim=0) if for_bias else None, None, None
 
 
 def quantize(model: nn.Module, format: FormatName) -> nn.Module:

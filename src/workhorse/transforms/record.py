@@ -19,11 +19,12 @@ from torch import nn
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 
-TransformName = Literal["group_heads", "quantize"]
-"""Name of a transform: the name of the function that applies it."""
+TransformName = Literal["group_heads", "quantize", "adapt"]
+"""Name of a transform."""
 MAY_FOLLOW: dict[TransformName, tuple[TransformName, ...]] = {
     "group_heads": ("group_heads",),
     "quantize": ("group_heads",),
+    "adapt": ("group_heads", "quantize", "adapt"),
 }
 """For each transform, the transforms that may already have been applied to the model. After any
 other transform, it would not find the modules that it replaces."""
@@ -96,16 +97,22 @@ def inherit(root: nn.Module, source: nn.Module) -> None:
 
 
 def check_weights_kept(root: nn.Module) -> None:
-    """Check that no transform replaced the weights irreversibly, before they are saved.
+    """Check that a model's weights are those of its config, before they are saved.
 
     Raises:
-        WorkhorseError: the weights are quantised, which no file format here supports.
+        WorkhorseError: the weights are quantised, or the model has an adapter: no file format here
+            supports this.
     """
     for carried in transforms_of(root):
         if carried.name == "quantize":
             raise WorkhorseError(
                 f"the model is quantised to {carried.options['format']}, which cannot be written; "
                 "load the model without quantize"
+            )
+        if carried.name == "adapt":
+            raise WorkhorseError(
+                f"the model has the adapter {carried.options['adapter']}, which cannot be written "
+                "with its base; merge it with workhorse.transforms.adapters.merge_adapter"
             )
 
 

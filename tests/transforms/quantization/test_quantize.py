@@ -65,7 +65,8 @@ def test_decoder_computes_with_the_moved_weights(format: FormatName) -> None:
     assert not any(isinstance(part, nn.Linear) for part in decoder.modules())
     assert torch.equal(decoder.embedding.tokens.weight, embedding)
     tokens = torch.arange(24).view(2, 12)
-    torch.testing.assert_close(decoder(tokens), expected(tokens))
+    # In float64, because native operators round: see `packed_linear.h`.
+    torch.testing.assert_close(decoder.double()(tokens), expected.double()(tokens))
 
 
 @pytest.mark.parametrize("feed_forward", [MLP, ALL_EXPERTS], ids=["mlp", "mixture"])

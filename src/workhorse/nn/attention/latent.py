@@ -6,11 +6,11 @@ The cache holds that vector (the latent) and one rotary key shared by all heads.
 
 import math
 from abc import abstractmethod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from workhorse.nn.attention.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.attention.self_attention import (
@@ -89,6 +89,18 @@ class LatentAttentionConfig(SelfAttentionConfig):
         if self.q_rank is None:
             return DirectQueries(d_model, self, made)
         return LatentQueries(d_model, self, made, self.q_rank)
+
+
+@runtime_checkable
+class HasMatrix(Protocol):
+    """A linear layer that multiplies by another matrix than its weight, such as an adapted one."""
+
+    def matrix(self) -> Tensor: ...
+
+
+def matrix_of(linear: nn.Linear) -> Tensor:
+    """The matrix that a linear layer multiplies by."""
+    return linear.matrix() if isinstance(linear, HasMatrix) else linear.weight
 
 
 class LatentAttention(SelfAttention):
@@ -190,8 +202,8 @@ class LatentAttention(SelfAttention):
         latents.
         """
         rank = latent.shape[-1]
-        w_k = self.k_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, nope_dim, kv_rank)
-        w_v = self.v_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, value_dim, kv_rank)
+        w_k = matrix_of(self.k_up_proj).view(self.n_heads, -1, rank)  # (heads, nope_dim, kv_rank)
+        w_v = matrix_of(self.v_up_proj).view(self.n_heads, -1, rank)  # (heads, value_dim, kv_rank)
         q = torch.cat((q @ w_k, q_rope), dim=-1)  # (batch, heads, seq, kv_rank + rope_dim)
         y = self.kernel(q, torch.cat((latent, k_rope), dim=-1), latent, mask)
         return y @ w_v.mT  # (batch, heads, seq, value_dim)

@@ -1,0 +1,274 @@
+"""Adding adapters to a decoder, switching them off, and merging them into its weights."""
+
+import hashlib
+import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from workhorse.errors import WorkhorseError, nearest, shown
+from workhorse.nn import Decoder
+from workhorse.nn.experts.router import ALWAYS_FLOAT32
+from workhorse.nn.init import undrawn
+from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, folded_weight
+from workhorse.transforms.quantization import QuantizedWeight
+from workhorse.transforms.record import as_subclass, check, record, transforms_of
+
+
+@torch.no_grad()
+def add_adapter(
+    decoder: Decoder,
+    config: LoraConfig,
+    *,
+    name: str = "default",
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Decoder:
+    """Add an adapter to a decoder, in place, and make it the active and only trainable one.
+
+    All other parameters are frozen, except those of `also_train`.
+
+    Args:
+        decoder: the decoder, which may be quantised and may have adapters with other names. On the
+            meta device no values are set.
+        config: the options of the adapter.
+        name: the name of the adapter, an identifier.
+        seed: seed of the initial values, which depend on it and on the names of layers only.
+        dtype: dtype of the adapter's weights; None for that of the decoder's embedding.
+
+    Returns:
+        The decoder.
+
+    Raises:
+        WorkhorseError: a name in `targets` or `also_train` does not fit the decoder, the adapter
+            exists already, or the decoder carries a transform that an adapter cannot follow.
+    """
+    check(decoder, "adapt")
+    _check_name(decoder, name, config)
+    targets = _targets(decoder, config)
+    _check_apart(targets, _trained_in_full(decoder, config))
+    freeze(decoder, config)
+    for path, module in targets.items():
+        layer = module if isinstance(module, Adapted) else _adaptable(module)
+        decoder.set_submodule(path, layer)
+        with undrawn(dtype or decoder.embedding.tokens.weight.dtype), torch.device(decoder.device):
+            layer.adapters[name] = adapter = config.build(layer.weight_shape)
+        if decoder.device.type != "meta":
+            digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+            adapter.reset(layer, generator)
+        adapter.train(decoder.training)
+    set_adapter(decoder, name)
+    record(decoder, "adapt", adapter=name, **config.to_dict())
+    return decoder
+
+
+def freeze(decoder: Decoder, config: LoraConfig) -> None:
+    """Freeze all parameters of a decoder, in place, except those of the modules in `also_train`.
+
+    Raises:
+        WorkhorseError: a name fits no module, or a module that has no weights to train.
+    """
+    trained = _parameters_in_full(decoder, config)
+    decoder.requires_grad_(False)
+    for parameter in trained.values():
+        parameter.requires_grad_()
+
+
+def adapters_of(decoder: nn.Module) -> dict[str, LoraConfig]:
+    """The options of a decoder's adapters, by name."""
+    carried = [dict(one.options) for one in transforms_of(decoder) if one.name == "adapt"]
+    return {options.pop("adapter"): LoraConfig.from_dict(options) for options in carried}
+
+
+def adapter_parameters(decoder: Decoder, name: str = "default") -> dict[str, nn.Parameter]:
+    """The parameters of an adapter by name, including those of modules in `also_train`.
+
+    Raises:
+        WorkhorseError: the decoder has no adapter of this name.
+    """
+    every = decoder.named_parameters()
+    own = {path: parameter for path, parameter in every if f".adapters.{name}." in path}
+    return own | _parameters_in_full(decoder, _config_of(decoder, name))
+
+
+def set_adapter(decoder: Decoder, name: str) -> None:
+    """Make one adapter the active one. It does not change which parameters are trained.
+
+    Raises:
+        WorkhorseError: the decoder has no adapter of this name.
+    """
+    layers = adapted_layers(decoder)
+    if not any(name in layer.adapters for layer in layers.values()):
+        _config_of(decoder, name)
+    for layer in layers.values():
+        layer.active = name if name in layer.adapters else None
+
+
+@contextmanager
+def disabled(root: nn.Module) -> Generator[None]:
+    """Context in which a model computes without adapters, as its base.
+
+    Args:
+        root: the decoder that is executed, or a module that contains it. The switch belongs to the
+            modules: a body (`workhorse.execute`) has other modules than its reference.
+
+    Raises:
+        WorkhorseError: the adapter trains weights of the base (`also_train`), whose values before
+            the training are not in memory.
+    """
+    for name, config in adapters_of(root).items():
+        if config.also_train:
+            raise WorkhorseError(
+                f"adapter {name} changes {', '.join(config.also_train)} of its base (also_train) "
+                "and cannot be switched off; load the base as a second model"
+            )
+    layers = adapted_layers(root).values()
+    active = [layer.active for layer in layers]
+    for layer in layers:
+        layer.active = None
+    try:
+        yield
+    finally:
+        for layer, name in zip(layers, active, strict=True):
+            layer.active = name
+
+
+@torch.no_grad()
+def merge_adapter(decoder: Decoder) -> Decoder:
+    """Return a decoder without adapters, with the active adapter's updates added to its weights.
+
+    Sums are computed in float32 and rounded to the dtype of the weights. All other weights are
+    shared with `decoder`.
+
+    Raises:
+        WorkhorseError: the base is quantised, or the adapter changes a head that shares its weight
+            with the embedding.
+    """
+    carried = transforms_of(decoder)
+    if any(one.name == "quantize" for one in carried):
+        raise WorkhorseError(
+            "the base of the adapter is quantised, so a merged weight would be quantised again; "
+            "load the base without quantize"
+        )
+    layers = adapted_layers(decoder)
+    changed = {path: layer for path, layer in layers.items() if layer.active is not None}
+    tied = decoder.embedding.tokens.weight
+    weights = {path: weight.detach() for path, weight in decoder.named_parameters()}
+    for path, layer in changed.items():
+        if layer.dense_weight is tied:
+            raise WorkhorseError(
+                f"{path} shares its weight with the embedding, so its adapter cannot be merged; "
+                "train the adapter without this target"
+            )
+        weights[f"{path}.weight"] = folded_weight(layer)
+    merged = decoder.config.build("auto", device="meta")
+    own = {path for path, _ in merged.named_parameters()}
+    kept = {path: weight for path, weight in weights.items() if path in own}
+    merged.load_state_dict(kept, strict=False, assign=True)
+    merged.tie_weights()
+    for one in carried:
+        if one.name != "adapt":
+            record(merged, one.name, **one.options)
+    return merged.train(decoder.training)
+
+
+def adapted_layers(root: nn.Module) -> dict[str, Adapted]:
+    """The layers that have adapters, by name."""
+    return {path: one for path, one in root.named_modules() if isinstance(one, Adapted)}
+
+
+def _targets(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Module]:
+    """The layers that get an update, by name."""
+    every = dict(decoder.named_modules())
+    if config.targets == "all":
+        inside = {path: one for path, one in every.items() if path.startswith("layers.")}
+        return {path: one for path, one in inside.items() if _can_adapt(one, path)}
+    found: dict[str, nn.Module] = {}
+    for named in config.targets:
+        for path, module in _named(decoder, named, "targets").items():
+            if not _can_adapt(module, path):
+                raise WorkhorseError(
+                    f"targets: {path} is not a linear layer that can have an adapter, but "
+                    f"{type(module).__name__}; use also_train to train its weights"
+                )
+            found[path] = module
+    return found
+
+
+def _trained_in_full(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Module]:
+    """The modules of `also_train`, by name."""
+    every = (_named(decoder, one, "also_train") for one in config.also_train)
+    return {path: module for found in every for path, module in found.items()}
+
+
+def _parameters_in_full(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Parameter]:
+    """The parameters of the modules in `also_train`, by name."""
+    trained: dict[str, nn.Parameter] = {}
+    for path, module in _trained_in_full(decoder, config).items():
+        if any(isinstance(part, QuantizedWeight) for part in module.modules()):
+            raise WorkhorseError(
+                f"also_train: {path} is quantised and cannot be trained; remove it"
+            )
+        named = {f"{path}.{key}": parameter for key, parameter in module.named_parameters()}
+        own = {key: one for key, one in named.items() if not key.endswith(ALWAYS_FLOAT32)}
+        if not own:
+            raise WorkhorseError(f"also_train: {path} has no weights to train; remove it")
+        trained |= own
+    return trained
+
+
+def _check_apart(targets: Iterable[str], trained: Iterable[str]) -> None:
+    """Check that no layer with an update is also trained in full."""
+    for path in targets:
+        for whole in trained:
+            if f"{path}.".startswith(f"{whole}."):
+                raise WorkhorseError(
+                    f"{path} is in targets and, as a part of {whole}, in also_train; remove one"
+                )
+
+
+def _adaptable(layer: nn.Module) -> Adapted:
+    return as_subclass(layer, ADAPTED[type(layer)], adapters=nn.ModuleDict(), active=None)
+
+
+def _can_adapt(module: nn.Module, path: str) -> bool:
+    known = type(module) in ADAPTED or isinstance(module, Adapted)
+    return known and ".adapters." not in path
+
+
+def _named(decoder: Decoder, named: str, option: str) -> dict[str, nn.Module]:
+    """The modules that have a name, or whose last parts of the name are given, by whole name."""
+    every: dict[str, nn.Module] = dict(decoder.named_modules())
+    every = {path: one for path, one in every.items() if ".adapters" not in path}
+    found = {path: one for path, one in every.items() if f".{path}".endswith(f".{named}")}
+    if not found:
+        last = {path.rpartition(".")[2] for path in every} - {""}
+        known = {one for one in last if not one.isdecimal()}
+        raise WorkhorseError(f"{option}: no module is called {named}; {nearest(named, known)}")
+    return found
+
+
+def _check_name(decoder: Decoder, name: str, config: LoraConfig) -> None:
+    """Check that an adapter of this name can be added to the adapters of a decoder."""
+    if not re.fullmatch(r"[A-Za-z]\w*", name) or hasattr(nn.ModuleDict, name):
+        raise WorkhorseError(
+            f"{shown(name)} cannot be the name of an adapter; use letters, digits and '_'"
+        )
+    others = adapters_of(decoder)
+    if name in others:
+        raise WorkhorseError(f"the model already has an adapter {name}; choose another name")
+    if others and any(one.also_train for one in (config, *others.values())):
+        raise WorkhorseError(
+            "an adapter with also_train changes its base and cannot share it with another "
+            "adapter; remove also_train"
+        )
+
+
+def _config_of(decoder: nn.Module, name: str) -> LoraConfig:
+    configs = adapters_of(decoder)
+    if name not in configs:
+        raise WorkhorseError(f"the model has no adapter {shown(name)}; {nearest(name, configs)}")
+    return configs[name]

@@ -282,7 +282,9 @@ def test_wrong_use() -> None:
         set_adapter(decoder, "other")
     with pytest.raises(WorkhorseError, match="no adapter 'default'; known: none"):
         adapter_parameters(built())
-    with pytest.raises(WorkhorseError, match="quantize cannot follow adapt; apply quantize first"):
+    with pytest.raises(
+        WorkhorseError, match="quantize cannot be applied after adapt; apply quantize first"
+    ):
         quantize(decoder, "int8")
     with pytest.raises(WorkhorseError, match="adapt cannot change a decoder that is prepared"):
         add_adapter(body_of(built()), LoraConfig())

@@ -51,7 +51,7 @@ class Example:
 
     @property
     def text(self) -> str:
-        """What was typed: the contents of all messages."""
+        """The contents of all messages, without the template."""
         if self.strings is not None:
             return "".join(self.strings)
         contents = (message.get("content") for message in self.messages)

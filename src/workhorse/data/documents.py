@@ -114,7 +114,7 @@ class Document:
     begins: bool = True
     ends: bool = True
     example: Example | None = None
-    """A conversation; `text` then holds what was typed in it."""
+    """A conversation; `text` then holds the contents of its messages."""
 
 
 def read_documents(

@@ -178,7 +178,7 @@ class PartConfig(Config):
 
 
 class MergeRecipe(Config):
-    """What `workhorse merge` reads: the models, and the method."""
+    """The recipe that `workhorse merge` reads: the models, and the method."""
 
     method: MethodConfig = LinearConfig()
     """How the weights of a tensor are merged."""

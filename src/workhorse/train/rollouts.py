@@ -1,6 +1,6 @@
 """Rollouts: completions that the model in training generates, as the batch of a step.
 
-The batch of a step depends on the weights at that step, the seed and the step alone. So a resumed
+The batch of a step depends only on the weights at that step, the seed and the step. So a resumed
 run generates the same rollouts again, and a checkpoint needs no state for them. Token ids and their
 log-probabilities go from generation to the loss as they are; nothing is tokenized again.
 """

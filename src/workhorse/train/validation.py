@@ -103,7 +103,7 @@ class Validation:
     """Fraction of the tokens that stand for characters unknown to the tokenizer. If it is not 0,
     the other figures are too low: the model does not have to predict which characters they are."""
     tokens: int
-    """Number of predictions, or of what else the objective divides by; weights are added up."""
+    """The denominator of the objective: the number of predictions, or the sum of their weights."""
 
 
 class Validator:

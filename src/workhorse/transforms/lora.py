@@ -150,7 +150,7 @@ class Dora(LowRank):
             factor = factor[of_rows.of_row]
             bias = None if bias is None else bias[of_rows.of_row]
         product = y if bias is None else y - bias
-        # Added to y rather than computed anew, so that y keeps its bits if the factor is 1.
+        # Added to y, so that y keeps its bits if the factor is 1.
         y = torch.addcmul(y, (factor - 1).to(y.dtype), product)
         return torch.addcmul(y, (factor * self.scale).to(y.dtype), self.product(x, *groups))
 

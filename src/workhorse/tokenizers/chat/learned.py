@@ -165,7 +165,7 @@ class _Turns:
         self.anchored, self.anchors = self._anchor()
 
     def span(self, number: int) -> tuple[int, int]:
-        """Return the start and end of what is learned of a message."""
+        """Return the start and end of the learned part of a message."""
         if number not in self.anchors:
             raise WorkhorseError(
                 f"the chat template omits or changes message {number} "

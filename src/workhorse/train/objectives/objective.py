@@ -129,7 +129,7 @@ class Objective(nn.Module, ABC):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must store in addition to the parameters, as plain data."""
+        """Return the state to store in a checkpoint besides the parameters, as plain data."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class PackingPlan:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Pieces of documents with equal or different lengths, in the order of the stream."""
+    """Pieces of documents, in the order of the stream; the arrays are as in `PackingPlan`."""
 
     starts: Indices
     lengths: Indices
@@ -96,7 +96,7 @@ def pack(stream: TokenStream, seq_len: int, too_long: TooLong = "split") -> Pack
 def one_per_row(stream: TokenStream, seq_len: int, too_long: TooLong = "drop") -> PackingPlan:
     """Put each document into a row of its own, in the order of the stream.
 
-    The documents of a group are kept or left out together.
+    The documents of a group (`stream.group` adjacent ones, such as a pair) are kept together.
     """
     assert too_long != "split"
     documents, dropped = _shortened(stream, seq_len, too_long)

@@ -2,8 +2,9 @@
 
 The three objectives on pairs differ in two functions only: the reward that they derive from an
 answer's log-probability, and the loss of a margin, which is the reward of the chosen answer minus
-that of the rejected one. `Preference` combines them. All losses are means over pairs (or answers),
-also their terms of likelihood, so they do not depend on the choice of micro-batches.
+that of the rejected one. `Preference` combines them. Each loss, including its likelihood term, is
+summed over pairs (or answers) and divided by their number in the whole batch, so it does not depend
+on the choice of micro-batches.
 """
 
 from collections.abc import Callable
@@ -164,9 +165,9 @@ class AnswersObjective(ModelObjective):
 
 
 class Preference(AnswersObjective):
-    """`Σ loss(reward of chosen - reward of rejected) - sft_weight · log p(chosen)` over pairs.
+    """`Σ loss(reward of chosen - reward of rejected) - sft_weight · mean log p(chosen)` over pairs.
 
-    The likelihood is the mean over the tokens of an answer. Rows are adjacent: chosen, rejected.
+    The mean is over the tokens of the answer. Rows are adjacent: chosen, rejected.
 
     Args:
         decoder: the model to train.

@@ -207,5 +207,9 @@ def test_packing_that_does_not_fit_is_refused(fields: dict[str, str], message: s
     rest = {name: value for name, value in fields.items() if name != "rows"}
     with pytest.raises(ConfigError, match=re.escape(message)):
         DataConfig.from_dict({"corpus": corpus, **rest})
+    with pytest.raises(ConfigError, match="overlap=drop has no effect without validation"):
+        DataConfig.from_dict({"corpus": {**corpus, "overlap": "drop"}})
+    with pytest.raises(ConfigError, match="learn=last does not apply to rows=pairs"):
+        DataConfig.from_dict({"corpus": {**corpus, "rows": "pairs", "learn": "last"}})
     with pytest.raises(ConfigError, match="too_long=drop has no effect with packing=windows"):
         DataConfig.from_dict({"corpus": "stdlib", "too_long": "drop"})

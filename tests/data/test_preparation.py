@@ -11,6 +11,7 @@ from workhorse.data import (
     DataConfig,
     Dataset,
     TokenStream,
+    encoding,
     open_dataset,
     preparation,
     prepare,
@@ -29,7 +30,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make shards of 100 tokens, encode three documents at a time, and skip fsync."""
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     monkeypatch.setattr(preparation, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(preparation, "BLOCK_PIECES", 3)
+    monkeypatch.setattr(encoding, "BLOCK_PIECES", 3)
 
 
 @pytest.fixture
@@ -307,7 +308,7 @@ def test_bytes_do_not_depend_on_how_the_work_is_cut(
     config: DataConfig, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     reference = prepare(config, tokenizer, tmp_path / "a")
-    monkeypatch.setattr(preparation, "BLOCK_PIECES", pieces)
+    monkeypatch.setattr(encoding, "BLOCK_PIECES", pieces)
     other = prepare(config, tokenizer, tmp_path / "b")
     assert files_of(other.folder) == files_of(reference.folder)
 

@@ -159,3 +159,11 @@ def check_one_set_of_weights(dtype: str, steps: int, texts: int, max_new_tokens:
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     assert len({tuple(map(tuple, found[n::texts])) for n in range(texts)}) > 1
+
+
+def test_an_empty_container_is_copied_too() -> None:
+    decoder = small()
+    decoder.layers[0].extra = nn.ModuleList()
+    body = body_of(decoder)
+    body.layers[0].extra.append(nn.Identity())
+    assert len(decoder.layers[0].extra) == 0

@@ -172,6 +172,10 @@ def test_the_checkpoints_of_a_run_are_averaged(tmp_path: Path) -> None:
             "density",
         ),
         ({"models": [{"model": "a"}], "method": {"kind": "soup"}}, "soup"),
+        (
+            {"models": [{"model": "a", "weight": 2}, {"model": "b"}], "method": {"kind": "slerp"}},
+            "slerp does not use weights",
+        ),
     ],
 )
 def test_wrong_recipes(fields: dict[str, Any], message: str) -> None:

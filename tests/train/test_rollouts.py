@@ -147,6 +147,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
             {"objective": {"kind": "policy", "kl_weight": 0.1}},
             "kl_weight=0.1 needs a reference model",
         ),
+        ({"steps": None, "minutes": 1.0}, "minutes=1 cannot be converted to steps with rollouts"),
         ({"batch_size": 6}, "batch_size=6 is not divisible by rollouts.completions=4"),
     ],
 )

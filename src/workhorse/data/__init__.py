@@ -21,7 +21,8 @@ from workhorse.data.documents import (
     iterate_documents,
     read_documents,
 )
-from workhorse.data.preparation import check_separators, prepare, prepare_tokenizer, stream_of
+from workhorse.data.encoding import stream_of
+from workhorse.data.preparation import check_separators, prepare, prepare_tokenizer
 from workhorse.data.sampling import IGNORE
 from workhorse.data.sources import check_sources
 

@@ -157,6 +157,20 @@ class ConversationsConfig(HeldOut):
     number."""
     errors: ClassVar[Literal["strict"]] = "strict"
 
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> "ConversationsConfig":
+        if self.overlap == "drop" and self.validation is None:
+            raise ConfigError(
+                "overlap=drop has no effect without validation, because a record is then in only "
+                "one split; remove it"
+            )
+        if self.learn != "assistant" and self.rows != "conversations":
+            raise ConfigError(
+                f"learn={self.learn} does not apply to rows={self.rows}, of which the answers are "
+                "learned; remove it"
+            )
+        return self
+
     @property
     def of_stdlib(self) -> bool:
         """True if the conversations are questions about the standard library."""

@@ -6,7 +6,7 @@ conversations, prompts with completions, pairs of a chosen and a rejected answer
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -48,6 +48,8 @@ class Example:
     """Prompt and completion, which are encoded without a template; None: use `messages`."""
     value: float | None = None
     """The margin of a pair, or 1 for a desirable and 0 for an undesirable answer."""
+    learn: Learn = "assistant"
+    """The tokens to learn; see `ConversationsConfig.learn`."""
 
     @property
     def text(self) -> str:
@@ -80,13 +82,16 @@ class Weighted(NamedTuple):
     weights: list[float]
 
 
-def record_of(fields: Mapping[str, Any], rows: RowKind, where: str) -> Record:
+def record_of(
+    fields: Mapping[str, Any], rows: RowKind, where: str, learn: Learn = "assistant"
+) -> Record:
     """Parse a record of a data set.
 
     Args:
         fields: the fields of the record; a field that is None counts as missing.
         rows: the kind of the records; see `ConversationsConfig.rows`.
         where: file and line, for messages.
+        learn: the tokens to learn of a conversation.
 
     Raises:
         WorkhorseError: fields are missing or malformed, or chosen and rejected answer are equal.
@@ -95,7 +100,7 @@ def record_of(fields: Mapping[str, Any], rows: RowKind, where: str) -> Record:
     try:
         match rows:
             case "conversations":
-                example = _conversation(fields)
+                example = replace(_conversation(fields), learn=learn)
                 return Record(where, _identity(example), (example,))
             case "pairs":
                 chosen, rejected = _pair(fields)
@@ -112,15 +117,12 @@ def record_of(fields: Mapping[str, Any], rows: RowKind, where: str) -> Record:
         raise WorkhorseError(f"{where}: {error}") from None
 
 
-def encode_example(
-    example: Example, tokenizer: "Tokenizer", learn: Learn, *, bos: bool, eos: bool
-) -> Weighted:
+def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: bool) -> Weighted:
     """Encode a sequence and weight its tokens.
 
     Args:
         example: the sequence.
         tokenizer: the tokenizer, with a chat template unless the example has strings.
-        learn: see `ConversationsConfig.learn`.
         bos: True to begin strings with the tokenizer's bos token; a template writes its own.
         eos: True to end strings with the eos token.
 
@@ -136,14 +138,14 @@ def encode_example(
         after = [tokenizer.token_id(tokenizer.roles["eos"])] if eos else []
         learned = [*completion, *after]
         start = len(before) + len(prompt)
-        weight = 1.0 if learn == "all" else 0.0
+        weight = 1.0 if example.learn == "all" else 0.0
         return Weighted([*before, *prompt, *learned], [weight] * start + [1.0] * len(learned))
     prompt = [{**message, "weight": 0} for message in example.messages[: example.n_prompt]]
     found = encode_conversation(
         ChatTemplate.of(tokenizer),
         tokenizer,
         [*prompt, *example.messages[example.n_prompt :]],
-        learn=learn,
+        learn=example.learn,
         tools=example.tools,
     )
     return Weighted(found.ids, found.weights)

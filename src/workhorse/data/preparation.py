@@ -1,8 +1,5 @@
 """Encodes documents into token shards in parallel; interrupted work can be resumed.
 
-The `tokenizers` library encodes a block of strings in its own threads. Meanwhile another block is
-read or converted to arrays. The tokens and their order do not depend on the number of threads.
-
 The folder of a data set is named after a hash of everything that determines its tokens: the
 tokenizer, the configs of the sources, and the path, size and modification time of each file. So a
 change of any of these makes a new data set, and runs with the same data can share one. Shards are
@@ -14,20 +11,14 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from workhorse.data.config import ConversationsConfig, DataConfig, Learn, SourceConfig
-from workhorse.data.conversations import Example, encode_example
+from workhorse.data.config import ConversationsConfig, DataConfig, SourceConfig
 from workhorse.data.dataset import (
     Dataset,
-    TokenStream,
     check_sums,
     mostly_held_out,
     open_dataset,
@@ -42,16 +33,11 @@ from workhorse.data.documents import (
     overlap_of,
     read_documents,
 )
+from workhorse.data.encoding import Encoded, TokenBuffer, encoded
 from workhorse.data.manifest import (
-    ENDS,
-    TOKENS,
-    VALUES,
-    WEIGHTS,
     ManifestConfig,
-    ShardConfig,
     StreamConfig,
     read_manifest,
-    write_array,
 )
 from workhorse.data.sources import (
     SPLITS,
@@ -66,131 +52,6 @@ from workhorse.files.writing import TEMPORARY, one_process_at_a_time, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer, TokenizerConfig
-
-BLOCK_CHARS = 2 << 20
-BLOCK_PIECES = 4096
-"""Number of characters, or of document pieces, that are encoded together as a block."""
-
-# Two: while the library encodes one block, the other is read or converted to arrays.
-BLOCKS_AT_ONCE = 2
-
-Stream = TypeVar("Stream")
-
-
-class Encoded(NamedTuple, Generic[Stream]):
-    """A document, or a piece of a document, with its tokens."""
-
-    stream: Stream
-    """The token stream that the document belongs to, such as (split, source)."""
-    document: Document
-    tokens: np.ndarray
-    unknown: int
-    """Number of tokens that stand for characters outside the vocabulary."""
-    weights: np.ndarray | None = None
-    """The loss weight of each token, float32; None if the document is not a conversation."""
-
-
-def encoded(
-    documents: Iterable[tuple[Stream, Document]],
-    tokenizer: "Tokenizer",
-    *,
-    bos: bool,
-    eos: bool,
-    dtype: str,
-    learn: Callable[[Stream], Learn] = lambda stream: "assistant",
-) -> Iterator[Encoded[Stream]]:
-    """Encode documents or document pieces in parallel, and yield them in their order.
-
-    Args:
-        documents: (stream, document) pairs, read up to `BLOCKS_AT_ONCE` blocks ahead. A block may
-            have documents of several streams, so that no core is idle at the end of a stream.
-        tokenizer: the tokenizer; its ids must fit into `dtype`.
-        bos: True to begin each document with the tokenizer's bos token.
-        eos: True to end each document with the tokenizer's eos token.
-        dtype: the NumPy dtype of the tokens, an integer type.
-        learn: returns which tokens of the conversations of a stream are learned.
-    """
-
-    def encode_chat(stream: Stream, document: Document, example: Example) -> Encoded[Stream]:
-        try:
-            ids, weights = encode_example(example, tokenizer, learn(stream), bos=bos, eos=eos)
-        except WorkhorseError as error:
-            raise WorkhorseError(f"{document.name}: {error}") from None
-        tokens = np.array(ids, dtype=dtype)
-        unknown = tokenizer.count_unknown(ids)
-        return Encoded(stream, document, tokens, unknown, np.array(weights, dtype=np.float32))
-
-    def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
-        texts = (document.text for _, document in block if document.example is None)
-        ids = iter(tokenizer.encode_batch(list(texts)))
-        found: list[Encoded[Stream]] = []
-        for stream, document in block:
-            if document.example is not None:
-                found.append(encode_chat(stream, document, document.example))
-                continue
-            tokens = next(ids)
-            before = [tokenizer.bos_id] if bos and document.begins else []
-            after = [tokenizer.eos_id] if eos and document.ends else []
-            array = np.array([*before, *tokens, *after], dtype=dtype)
-            found.append(Encoded(stream, document, array, tokenizer.count_unknown(tokens)))
-        return found
-
-    blocks = _blocks(documents)
-    with ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="encode") as pool:
-        waiting: deque[Future[list[Encoded[Stream]]]] = deque()
-        try:
-            while True:
-                for block in islice(blocks, BLOCKS_AT_ONCE - len(waiting)):
-                    waiting.append(pool.submit(encode, block))
-                if not waiting:
-                    return
-                yield from waiting.popleft().result()
-        finally:
-            for block in waiting:
-                block.cancel()
-
-
-def stream_of(
-    name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
-) -> TokenStream:
-    """Encode a few documents into a token stream in memory, without writing a data set."""
-    source = config.sources.get(name)
-    buffer, size = _ShardBuffer(), 0
-    found = encoded(
-        ((name, document) for document in documents),
-        tokenizer,
-        bos=config.bos,
-        eos=config.eos,
-        dtype="int64",
-        learn=lambda _: getattr(source, "learn", "assistant"),
-    )
-    for piece in found:
-        size += buffer.add(piece)
-    return TokenStream(
-        name,
-        [np.concatenate([np.zeros(0, np.int64), *buffer.tokens])],
-        np.array(buffer.ends, dtype=np.int64),
-        size,
-        buffer.n_unknown,
-        weights=[np.concatenate(buffer.weights)] if buffer.weights else None,
-        values=np.array(buffer.values, np.float32) if buffer.values else None,
-        group=getattr(source, "group", 1),
-    )
-
-
-def _blocks(
-    documents: Iterable[tuple[Stream, Document]],
-) -> Iterator[list[tuple[Stream, Document]]]:
-    block: list[tuple[Stream, Document]] = []
-    characters = 0
-    for stream, document in documents:
-        block.append((stream, document))
-        characters += len(document.text)
-        if characters >= BLOCK_CHARS or len(block) >= BLOCK_PIECES:
-            yield block
-            block, characters = [], 0
-    if block:
-        yield block
 
 
 def prepare_tokenizer(
@@ -348,7 +209,6 @@ class _Build:
             bos=self.config.bos,
             eos=self.config.eos,
             dtype=self.manifest.dtype,
-            learn=lambda key: getattr(self.config.sources[key[1]], "learn", "assistant"),
         )
         for key, documents in groupby(tokens, key=lambda item: item.stream):
             self._fill(*key, documents)
@@ -383,7 +243,7 @@ class _Build:
         name: str,
         documents: Iterable[Encoded[StreamKey]],
     ) -> None:
-        buffer = _ShardBuffer()
+        buffer = TokenBuffer()
         for document in documents:
             self.done += buffer.add(document)
             if self.done - self.reported >= REPORT_BYTES:
@@ -391,7 +251,7 @@ class _Build:
                 self.reported = self.done
             if buffer.n_tokens >= SHARD_TOKENS:
                 self._write(split, name, buffer)
-                buffer = _ShardBuffer()
+                buffer = TokenBuffer()
         if buffer.n_tokens:
             self._write(split, name, buffer)
 
@@ -405,7 +265,7 @@ class _Build:
     def _stream(self, split: SplitName, name: str) -> StreamConfig:
         return getattr(self.manifest, split).get(name, StreamConfig())
 
-    def _write(self, split: SplitName, name: str, buffer: "_ShardBuffer") -> None:
+    def _write(self, split: SplitName, name: str, buffer: "TokenBuffer") -> None:
         stream = self._stream(split, name)
         shard = buffer.write(self.home, f"{split}-{name}-{len(stream.shards):05d}")
         self._record(split, name, stream.replace(shards=[*stream.shards, shard]))
@@ -414,55 +274,6 @@ class _Build:
         streams = {**getattr(self.manifest, split), name: stream}
         self.manifest = self.manifest.replace(**{split: streams})
         self.manifest.save(self.home)
-
-
-class _ShardBuffer:
-    """Collects the tokens of one shard until it is written."""
-
-    def __init__(self) -> None:
-        self.tokens: list[np.ndarray] = []
-        self.weights: list[np.ndarray] = []
-        self.values: list[float] = []
-        self.ends: list[int] = []
-        self.n_tokens = self.n_bytes = self.n_unknown = 0
-
-    def add(self, piece: Encoded[Any]) -> int:
-        """Add a document, or a piece of one, and return its number of UTF-8 bytes."""
-        n_bytes = len(piece.document.text.encode())
-        self.tokens.append(piece.tokens)
-        self.n_tokens += len(piece.tokens)
-        self.n_bytes += n_bytes
-        self.n_unknown += piece.unknown
-        if piece.weights is not None:
-            self.weights.append(piece.weights)
-        example = piece.document.example
-        if example is not None and example.value is not None:
-            self.values.append(example.value)
-        if piece.document.ends:
-            self.ends.append(self.n_tokens)
-        return n_bytes
-
-    def write(self, home: Path, name: str) -> ShardConfig:
-        return ShardConfig(
-            name=name,
-            tokens=self.n_tokens,
-            documents=len(self.ends),
-            bytes=self.n_bytes,
-            pieces=len(self.tokens),
-            unknown=self.n_unknown,
-            tokens_sha256=write_array(home / (name + TOKENS), np.concatenate(self.tokens)),
-            ends_sha256=write_array(home / (name + ENDS), np.array(self.ends, dtype=np.int64)),
-            weights_sha256=(
-                write_array(home / (name + WEIGHTS), np.concatenate(self.weights))
-                if self.weights
-                else None
-            ),
-            values_sha256=(
-                write_array(home / (name + VALUES), np.array(self.values, dtype=np.float32))
-                if self.values
-                else None
-            ),
-        )
 
 
 def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:

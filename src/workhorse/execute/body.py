@@ -97,7 +97,10 @@ def _copy(root: Root) -> Root:
             made._parameters = module._parameters.copy()
             made._buffers = module._buffers.copy()
             children = module._modules.items()
-            made._modules = {name: child and copy(child) for name, child in children}
+            # An empty container is falsy, so the test is for None.
+            made._modules = {
+                name: None if child is None else copy(child) for name, child in children
+            }
         return copies[module]
 
     return cast(Root, copy(root))

@@ -171,7 +171,7 @@ class PartConfig(Config):
     model: str
     """A run, a Hugging Face directory or hub id, a GGUF file, or a folder of `convert`."""
     weight: float = 1.0
-    """The weight of this model; not used by `slerp`."""
+    """The weight of this model; an error with `slerp`, which has `t`."""
     checkpoints: int | None = Field(default=None, ge=1)
     """Merge the newest checkpoints of a run, this many, each with the same weight. `train.keep`
     sets how many a run keeps. None: only the newest."""
@@ -191,6 +191,9 @@ class MergeRecipe(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "MergeRecipe":
+        weighted = any(part.weight != 1 for part in self.models)
+        if weighted and isinstance(self.method, SlerpConfig):
+            raise ConfigError("slerp does not use weights; set method.t", "models")
         needs_base = isinstance(self.method, _FromBaseConfig)
         if needs_base != (self.base is not None):
             remedy = "set base to the model they were trained from" if needs_base else "remove it"

@@ -188,11 +188,7 @@ class Rollouts:
         asked = [prompt for prompt in prompts_of(read, self.tokenizer) for _ in range(self._each)]
         seeds = [derive(self.seed, "rollout", step, row) >> 1 for row in range(len(asked))]
         rolled = self.complete(asked, seeds)
-        rewards = self.reward(
-            [prompt.text for prompt in asked],
-            [one.text for one in rolled],
-            [prompt.answer for prompt in asked],
-        )
+        rewards = self.score(asked, rolled)
         self._note(asked, rolled, rewards)
         return self._batch(asked, rolled, rewards, read)
 
@@ -237,6 +233,20 @@ class Rollouts:
             text = self.tokenizer.decode(ids[:count], skip_special=True)
             found.append(Rolled(ids[:count], values[:count], text, bool(finished)))
         return found
+
+    def score(self, asked: Sequence[Prompt], rolled: Sequence[Rolled]) -> list[float]:
+        """Return the reward of each completion. Rank 0 computes them for all ranks."""
+        rewards = torch.zeros(len(asked), dtype=torch.float64)
+        if self.world.is_first:
+            found = self.reward(
+                [prompt.text for prompt in asked],
+                [one.text for one in rolled],
+                [prompt.answer for prompt in asked],
+            )
+            rewards.copy_(torch.tensor(found, dtype=torch.float64))
+        rewards = rewards.to(self.decoder.device)
+        self.world.add_(rewards)
+        return rewards.tolist()
 
     def _batch(
         self,

@@ -209,11 +209,10 @@ class RolloutValidator:
         for start in range(0, len(asked), size):
             part = asked[start : start + size]
             rolled = own.complete(part, None)
-            texts = [one.text for one in rolled]
-            answers = [one.answer for one in part]
-            rewards += own.reward([one.text for one in part], texts, answers)
+            rewards += own.score(part, rolled)
             found += [
-                text.strip() == answer.strip() for text, answer in zip(texts, answers, strict=True)
+                one.text.strip() == prompt.answer.strip()
+                for prompt, one in zip(part, rolled, strict=True)
             ]
         mean = sum(rewards) / len(rewards)
         return RolloutValidation(-mean, None, 0.0, len(asked), sum(found) / len(found))

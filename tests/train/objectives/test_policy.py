@@ -13,7 +13,7 @@ from tests.train.objectives.data import rollouts as rollouts_of
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE
-from workhorse.train.objectives.policy import PolicyBatch, PolicyConfig, advantages_of, gae
+from workhorse.train.objectives.policy import PolicyBatch, PolicyConfig, advantages_of
 
 DECODER = model()
 CLIPPED = {"clip_low": 0.2, "clip_high": 0.2}
@@ -184,20 +184,6 @@ def test_advantages() -> None:
     assert torch.equal(equal, torch.zeros(4))
     with pytest.raises(WorkhorseError, match="a group has 1 completion; baseline=leave_one_out"):
         advantages_of(torch.ones(3), torch.tensor([0, 0, 1]), "leave_one_out")
-
-
-def test_generalised_advantages_are_discounted_sums_of_errors() -> None:
-    rewards, values = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(4)).double()
-    gamma, lam = 0.9, 0.8
-    found = gae(rewards, values, gamma, lam)
-    for row in range(3):
-        v = [*values[row].tolist(), 0.0]
-        errors = [rewards[row, t].item() + gamma * v[t + 1] - v[t] for t in range(5)]
-        for t in range(5):
-            total = sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, 5))
-            assert found[row, t].item() == pytest.approx(total, rel=1e-9)
-    returns = gae(rewards, torch.zeros_like(values), 1.0, 1.0)
-    torch.testing.assert_close(returns, rewards.flip(1).cumsum(1).flip(1))
 
 
 def test_options_that_would_be_ignored_are_refused() -> None:

@@ -46,7 +46,7 @@ class PolicyConfig(ObjectiveConfig):
     | method | ratio | clip | limits: low, high | denominator | advantages |
     |---|---|---|---|---|---|
     | REINFORCE, RLOO (2402.14740) | none | | none | constant, 1 | batch, leave_one_out |
-    | PPO (1707.06347 eq. 7) | token | surrogate | 0.2, 0.2 | tokens | `gae` |
+    | PPO (1707.06347 eq. 7), without values | token | surrogate | 0.2, 0.2 | tokens | batch |
     | GRPO (2402.03300 eq. 3) | token | surrogate | 0.2, 0.2 | sequences | group_std |
     | Dr. GRPO (2503.20783 §3.2) | token | surrogate | 0.2, 0.2 | constant | group |
     | DAPO (2503.14476 eq. 8) | token | surrogate | 0.2, 0.28 | tokens | group_std |
@@ -283,24 +283,3 @@ def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float
         variances = zeros.index_add(0, index, centred.square()) / (sizes - 1)
         return centred / (variances.sqrt()[index] + eps)
     return centred
-
-
-def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
-    """Generalised advantage estimates `A_t = δ_t + gamma · lam · A_t+1`, (batch, seq).
-
-    `δ_t = r_t + gamma · V_t+1 - V_t`. Paper: 1506.02438 eq. 16.
-
-    Args:
-        rewards: (batch, seq) the reward after each token.
-        values: (batch, seq) estimated value before each token; 0 after the last one.
-        gamma: discount of later rewards.
-        lam: weight of long against short estimates, from 0 to 1.
-    """
-    after = torch.cat((values[:, 1:], torch.zeros_like(values[:, :1])), dim=1)
-    deltas = rewards + gamma * after - values
-    advantages = torch.zeros_like(deltas)
-    following = torch.zeros_like(deltas[:, 0])
-    for step in reversed(range(deltas.shape[1])):
-        following = deltas[:, step] + gamma * lam * following
-        advantages[:, step] = following
-    return advantages

@@ -242,6 +242,11 @@ class TrainConfig(Config):
             raise ConfigError(
                 "rollouts and the objective policy need each other; set both or none of them"
             )
+        if self.rollouts is not None and self.minutes is not None:
+            raise ConfigError(
+                f"minutes={self.minutes:g} cannot be converted to steps with rollouts, because "
+                "their time changes with the length of completions; set steps"
+            )
         if self.rollouts is not None and self.batch_size % self.rollouts.completions:
             raise ConfigError(
                 f"batch_size={self.batch_size} is not divisible by rollouts.completions="

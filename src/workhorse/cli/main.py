@@ -217,7 +217,7 @@ def _ascii_number(
 
 NUMBERS = {"integer": "a whole number", "float": "a number"}
 VALID = re.compile(r"a valid (integer|float)( range)?")
-"""Pattern of click's names of number types in messages. `NUMBERS` has plainer names for them."""
+"""Finds click's names for number types in its messages; `NUMBERS` has plainer names."""
 
 
 def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:

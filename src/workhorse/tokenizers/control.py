@@ -115,7 +115,10 @@ def _found_in_text(model: dict[str, Any]) -> set[str]:
 
 
 def guarded(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreTokenizer | None:
-    """Extend a pre-tokenizer so that it cuts each of `names` in two, wherever it is typed."""
+    """Extend a pre-tokenizer so that it cuts every occurrence of a name in the text in two.
+
+    The text then never becomes the token of that name.
+    """
     names = [name for name in names if len(name) > 1]
     if not names:
         return pre_tokenizer

@@ -4,9 +4,10 @@
 threads and waits for the slowest. Queries, keys and values, and the branches of a gated
 feed-forward, read the same x, so one call can divide all their weights among the threads.
 
-`sum_products`: for one row, a matrix-vector product, a GPU's library reached half of its memory's
-bandwidth. Written as a sum, it becomes one of the compiler's own loops. That loop reads each
-element of the matrix once, and can decode the matrix from codes of 8 or 4 bits as it reads.
+`sum_products`: with one row, a matmul is a matrix-vector product, for which the GPU's library
+reached only half of the memory bandwidth. Written as a sum, it becomes one of the compiler's own
+loops. That loop reads each element of the matrix once, and can decode the matrix from codes of 8 or
+4 bits as it reads.
 
 Written for and tested with PyTorch 2.11 to 2.13:
 

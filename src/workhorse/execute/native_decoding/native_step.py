@@ -98,7 +98,10 @@ class SteppingDecoder(Decoder):
         return super().invariant_batch if self._kept_program() is None else self.few
 
     def why_not_whole(self) -> str:
-        """The computation that has no instruction; empty if whole steps are one native call."""
+        """Name of the computation that the native program cannot express.
+
+        Steps then run module by module. Empty if a whole step is one native call.
+        """
         if self._kept_program() is not None:
             return ""
         if self.watch.sees_hooks or self.translated is None:

@@ -94,7 +94,10 @@ def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -
 
 
 def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
-    """Return a key of a rank. Ranks with equal keys sum the gradients of these parameters."""
+    """Return a key that is equal for ranks with the same part of the parameters of a kind.
+
+    These ranks sum the gradients of the part.
+    """
     at = parallel.coordinates(rank)
     stage = 0 if kind.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
     of_layers = at.tensor * kind.ways // parallel.tensor

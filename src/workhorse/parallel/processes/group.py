@@ -68,7 +68,8 @@ class Group:
     def add_(self, tensor: Tensor) -> Tensor:
         """All-reduce: sum a tensor over the ranks, in place, in the backend's order.
 
-        The order does not change sums of integers, and of elements that are 0 on all other ranks.
+        The order can change the rounding of floating-point sums, but not integers, nor elements
+        that are non-zero on at most one rank.
         """
         if self.size > 1:
             dist.all_reduce(tensor, group=self.process_group)

@@ -226,7 +226,7 @@ def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
 def _finished(
     backend: tokenizers.Tokenizer, named: Named, kind: TokenizerClass | None, affixes: Affixes
 ) -> Reading:
-    """Set the flags of special tokens and the added bos and eos, as the class `kind` does."""
+    """Mark the special tokens, and set the added bos and eos, as transformers' class does."""
     bos, eos = ([] if named.get(key) is None else [str(named[key])] for key in NAMED[:2])
     if kind is not None and kind.resets_flags:
         add_tokens(backend, [AddedToken(str(t), special=True) for t in named.values() if t])

@@ -75,7 +75,8 @@ class PolicyConfig(ObjectiveConfig):
     max_length: int | None = Field(default=None, ge=1)
     """The constant denominator of a completion, in tokens; 1 for sums over tokens."""
     kl_weight: Weight = 0.0
-    """Weight of the estimated KL divergence from the reference, averaged as the loss."""
+    """Weight of the estimated KL divergence from the reference model. The estimate has the same
+    denominator as the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate from `d = log p - log p_reference` of each token, for completions of the model
     itself. `k1`: d; the mean of its gradient is 0. `k2`: `d² / 2`, with the gradient of

@@ -252,7 +252,7 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
 
 
 def series(name: str, events: list[Event], key: str) -> Series:
-    """Collect a value of the events over the steps; null (a non-finite value) is skipped."""
+    """Return one value of each event as points over the steps, without null (non-finite) values."""
     points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
     return Series(name, points)
 

@@ -124,11 +124,12 @@ class Reader:
 
 def config_at(place: str, kind: str | None) -> Any:
     """The config class at a place of a recipe, selected by its kind."""
+    here = [config for config, places in recipe_configs()[1].items() if place in places]
+    kinds = {config: config.model_fields.get("kind") for config in here}
     found = [
         config
-        for config, places in recipe_configs()[1].items()
-        if place in places
-        and ("kind" not in config.model_fields or config.model_fields["kind"].default == kind)
+        for config, field in kinds.items()
+        if len(here) == 1 or field is None or field.default == kind
     ]
     assert len(found) == 1, f"{place} has no kind {kind}"
     return found[0]

@@ -6,6 +6,7 @@ import torch
 from tests.nn.grid import COVERING
 from tests.plan.families import small
 from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.memory.step_memory import StepMemory, step_memory
 from workhorse.nn import DecoderConfig, products
 from workhorse.nn.experts.mixture import MoEConfig
@@ -174,3 +175,30 @@ def test_an_unrecorded_update_leaves_the_rest_as_it_is() -> None:
     passes = step_memory(CONFIGS[0], training(), CPU, updates=False)
     assert passes.activations == whole.activations
     assert passes.totals[:-1] == whole.totals[: len(passes.totals) - 1]
+
+
+ADAPTERS: dict[str, dict[str, object]] = {
+    "lora": {"rank": 4},
+    "dora and a norm": {"rank": 4, "dora": True, "also_train": ["final_norm"]},
+    "some layers": {"rank": 4, "targets": ["layers.1.attention.q_proj"]},
+    "int8": {"rank": 4, "quantize": "int8"},
+    "int4": {"rank": 4, "quantize": "int4"},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_step_of_an_adapter(name: str, dtype: str) -> None:
+    """What is held is exact; activations are what autograd keeps; the peak is the allocator's."""
+    adapter = AdapterConfig.from_dict(ADAPTERS[name])
+    config = small("llama", num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+    train = training(dtype=dtype, batch_size=8, seq_len=32, optimizer={"kind": "adamw"})
+    memory = step_memory(config, train, CPU, adapter=adapter)
+    assert held(memory) == held_by(config, train, adapter)
+    kept = kept_by_autograd(config, train, adapter=adapter)
+    kept.pop("head", None)
+    assert sum(memory.activations.values()) == sum(kept.values())
+    predicted = max(memory.totals) - memory.timeline["temporary"][0]
+    assert predicted == pytest.approx(most_allocated(config, train, adapter=adapter), rel=0.08)
+    full = step_memory(config, train, CPU)
+    assert sum(held(memory).values()) < 0.5 * sum(held(full).values())

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.data import Batch
+from workhorse.devices.names import training_dtype
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.nn.cache.paged import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
@@ -34,9 +36,17 @@ def random_batch(config: DecoderConfig, train: TrainConfig, *, packed: bool = Fa
 
 
 def make_step(
-    config: DecoderConfig, train: TrainConfig, parallel: ParallelismConfig = UNDIVIDED
+    config: DecoderConfig,
+    train: TrainConfig,
+    parallel: ParallelismConfig = UNDIVIDED,
+    adapter: AdapterConfig | None = None,
 ) -> TrainingStep:
     torch.manual_seed(0)
+    if adapter is not None:
+        decoder, places = adapter.empty(config, train.kernel, CPU, training_dtype(train.dtype, CPU))
+        for name, values in config.draw(CPU):
+            places[name].copy_(values)
+        return build_step(adapter.adapt(decoder, 0, torch.float32), train, CPU)
     teams = absent_teams(parallel, config.vocab_size)
     decoder = teams.build(config, train.kernel, CPU)
     return build_step(decoder, train, CPU, parallel=parallel, teams=teams, whole=config)
@@ -58,13 +68,14 @@ def kept_by_autograd(
     parallel: ParallelismConfig = UNDIVIDED,
     *,
     packed: bool = False,
+    adapter: AdapterConfig | None = None,
 ) -> Counter[str]:
     """Bytes saved for the backward pass, by the layer that saves them first; `head` is the loss.
 
     Counts each storage once, from saved-tensor hooks and from tensors that checkpointing keeps in
     closures. Random generator states, weights and the batch itself do not count.
     """
-    step = make_step(config, train, parallel)
+    step = make_step(config, train, parallel, adapter)
     batch = random_batch(config, train, packed=packed)
     part = ["embedding"]
 
@@ -120,9 +131,11 @@ def python_tensors() -> dict[int, Tensor]:
     return {storage_of(one): one for one in found if one.layout == torch.strided}
 
 
-def held_by(config: DecoderConfig, train: TrainConfig) -> dict[str, int]:
+def held_by(
+    config: DecoderConfig, train: TrainConfig, adapter: AdapterConfig | None = None
+) -> dict[str, int]:
     """Bytes of the tensors that are held between steps."""
-    step = make_step(config, train)
+    step = make_step(config, train, adapter=adapter)
     tensors = {
         "weights": [*step.objective.parameters(), *step.objective.buffers()],
         "low_bits": step.optimizer.masters.low_bits.values(),
@@ -167,11 +180,14 @@ def cache_bytes_per_token(decoder: Decoder) -> int:
 
 
 def most_allocated(
-    config: DecoderConfig, train: TrainConfig, parallel: ParallelismConfig = UNDIVIDED
+    config: DecoderConfig,
+    train: TrainConfig,
+    parallel: ParallelismConfig = UNDIVIDED,
+    adapter: AdapterConfig | None = None,
 ) -> int:
     """Peak of PyTorch's CPU allocator in the second step, from the profiler's memory events."""
-    step, batch = make_step(config, train, parallel), random_batch(config, train)
-    held = sum(held_by(config, train).values())
+    step, batch = make_step(config, train, parallel, adapter), random_batch(config, train)
+    held = sum(held_by(config, train, adapter).values())
     step.update(*step.backward(batch), schedule=1.0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step.update(*step.backward(batch), schedule=1.0)

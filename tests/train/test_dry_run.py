@@ -48,7 +48,7 @@ def test_the_time_is_that_of_the_steps_that_are_left(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("workhorse.train.dry_run")
-    monkeypatch.setattr(module, "time_steps", lambda *_: 1.5)
+    monkeypatch.setattr(module, "time_steps", lambda *_, **__: 1.5)
     train(make_recipe(steps=1), tmp_path / "run")
     for steps, left in ((1, 0.0), (3, 3.0)):
         found = dry_run(make_recipe(steps=steps), tmp_path / "run", resume=True)

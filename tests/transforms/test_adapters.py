@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.nn.grid import CAUSAL, COVERING
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import body_of
+from workhorse.execute.choose import decoding_body
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.adapters import (
     adapted_layers,
@@ -185,6 +186,15 @@ def test_a_body_has_the_adapter() -> None:
     assert torch.equal(logits(copy.deepcopy(decoder)), logits(decoder))
 
 
+@pytest.mark.slow
+def test_compiled_steps_cannot_be_switched() -> None:
+    body = decoding_body(add_adapter(built(), LoraConfig()), "compiled").decoder
+    with pytest.raises(WorkhorseError, match="compiled for decoding keeps its adapter"):
+        set_adapter(body, "default")
+    with pytest.raises(WorkhorseError, match="compiled for decoding"), disabled(body):
+        pass
+
+
 def test_initial_values_depend_on_seed_and_name_only() -> None:
     every = adapter_parameters(add_adapter(built(), LoraConfig()))
     some = adapter_parameters(add_adapter(built(), LoraConfig(targets=("up_proj", "k_proj"))))
@@ -209,6 +219,14 @@ def test_also_trained_modules() -> None:
         pass
     with pytest.raises(WorkhorseError, match="cannot share it"):
         add_adapter(decoder, LoraConfig(), name="other")
+
+
+def test_a_tied_head_is_trained_as_the_embedding() -> None:
+    config = LoraConfig(targets=("q_proj",), also_train=("head",))
+    decoder = add_adapter(built(CONFIG.replace(head={"tied": True})), config)
+    trained = {name for name, one in decoder.named_parameters() if one.requires_grad}
+    assert "embedding.tokens.weight" in trained
+    assert trained == set(adapter_parameters(decoder))
 
 
 def test_a_router_s_selection_bias_is_never_trained() -> None:
@@ -259,7 +277,10 @@ def test_a_named_head_may_be_tied_but_then_not_merged() -> None:
         ({"targets": ["embedding.tokens"]}, "use also_train to train its weights"),
         ({"also_train": ["heads"]}, "also_train: no module is called heads"),
         ({"also_train": ["attention_sum"]}, "has no weights to train; remove it"),
-        ({"also_train": ["attention"]}, "is in targets and, as a part of layers.0.attention"),
+        (
+            {"also_train": ["attention"]},
+            "layers.0.attention.q_proj is in targets and in also_train",
+        ),
     ],
 )
 def test_wrong_names(fields: dict[str, Any], line: str) -> None:

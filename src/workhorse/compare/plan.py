@@ -402,7 +402,7 @@ def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:
     device, config = resolve_device(recipe.train.device), recipe.decoder_config(vocabulary)
     try:
         if recipe.train.micro_batch_size == "auto":
-            check_held(config, recipe.train, device)
+            check_held(config, recipe.train, device, adapter=recipe.adapter)
         else:
             check_training(
                 config,
@@ -410,6 +410,7 @@ def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:
                 device,
                 packed=recipe.data.packed,
                 parallel=recipe.parallel,
+                adapter=recipe.adapter,
             )
     except WorkhorseError as error:
         raise WorkhorseError(f"variants.{name}: {error}") from None

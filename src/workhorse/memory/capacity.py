@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import Held, StoredModel, bytes_on_disk, weights_on_disk
 from workhorse.devices.memory import available, check_fits, free_memory, size
@@ -144,6 +145,7 @@ def check_training(
     *,
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
+    adapter: AdapterConfig | None = None,
 ) -> None:
     """Raise an error if training does not fit into memory.
 
@@ -157,11 +159,12 @@ def check_training(
         device: the device to train on.
         packed: True if rows hold several documents.
         parallel: the parallelism settings; each rank on this machine needs the same memory.
+        adapter: the adapter to train; None to train all weights.
 
     Raises:
         WorkhorseError: training does not fit.
     """
-    check_held(config, train, device, parallel)
+    check_held(config, train, device, parallel, adapter=adapter)
     decoder = config.build(train.kernel, device="meta")
     operations = train.tokens_per_step * flops_per_token(decoder, train.seq_len)
     is_long = train.steps is None or train.steps * operations >= LONG
@@ -169,7 +172,9 @@ def check_training(
         rows = train.micro_batches(parallel).size
         what = f"a micro-batch of {rows:,} sequences of {train.seq_len:,} tokens"
         remedy = "set train.micro_batch_size=auto, or run workhorse plan for suggestions"
-        needed = step_bytes(config, train, device, packed=packed, parallel=parallel)
+        needed = step_bytes(
+            config, train, device, packed=packed, parallel=parallel, adapter=adapter
+        )
         _check(needed, device, what, remedy)
 
 
@@ -178,18 +183,25 @@ def check_held(
     train: "TrainConfig",
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
+    *,
+    adapter: AdapterConfig | None = None,
 ) -> None:
     """Raise an error if weights, gradients and optimizer state already exceed the memory.
 
     Raises:
         WorkhorseError: weights, gradients and optimizer state do not fit.
     """
-    decoder = config.build(train.kernel, device="meta")
-    narrow = training_dtype(train.dtype, device) == torch.bfloat16
+    dtype = training_dtype(train.dtype, device)
+    narrow = dtype == torch.bfloat16
+    if adapter is None:
+        decoder = config.build(train.kernel, device="meta")
+    else:
+        decoder = adapter.blank(config, train.kernel, torch.device("meta"), dtype)
     low_bits = round_weights(decoder) if narrow else {}
     optimizer = build_optimizer(decoder, train.optimizer, low_bits)
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
-    held = [*decoder.parameters(), *learning, *optimizer.tensors().values(), *low_bits.values()]
+    weights = [*decoder.parameters(), *decoder.buffers()]
+    held = [*weights, *learning, *optimizer.tensors().values(), *low_bits.values()]
     what = "the model with its gradients and optimizer state"
     ways = max(parallel.weight_parts, parallel.expert) * parallel.tensor * parallel.pipeline
     needed = _bytes(held) // ways
@@ -224,6 +236,7 @@ def fit_micro_batch(
     *,
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
+    adapter: AdapterConfig | None = None,
 ) -> "TrainConfig":
     """Replace `micro_batch_size: auto` by the largest size that fits into the free memory.
 
@@ -236,6 +249,7 @@ def fit_micro_batch(
         device: the device to train on.
         packed: True if rows hold several documents.
         parallel: the parallelism settings; ranks on this machine share its memory.
+        adapter: the adapter to train; None to train all weights.
 
     Raises:
         WorkhorseError: not even one row fits, or free memory is not known on this device.
@@ -251,7 +265,7 @@ def fit_micro_batch(
     @cache
     def needed(rows: int) -> int:
         tried = train.replace(micro_batch_size=rows)
-        return step_bytes(config, tried, device, packed=packed, parallel=parallel)
+        return step_bytes(config, tried, device, packed=packed, parallel=parallel, adapter=adapter)
 
     most = parallel.micro_batches(train.batch_size).size
     together = train.objective.rows_together
@@ -292,6 +306,7 @@ def step_bytes(
     *,
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
+    adapter: AdapterConfig | None = None,
 ) -> int:
     """Peak memory of a step on one rank in bytes, including the copies of float16 autocast.
 
@@ -301,9 +316,10 @@ def step_bytes(
         device: the device to train on.
         packed: True if rows hold several documents.
         parallel: the parallelism settings.
+        adapter: the adapter to train; None to train all weights.
     """
     recorded = recordable(train, device)
-    found = device_memory(config, recorded, device, parallel, packed=packed)
+    found = device_memory(config, recorded, device, parallel, packed=packed, adapter=adapter)
     copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
     return found.total + copies
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.config.base import ConfigError
 from workhorse.memory.account import Moment, moments_of_part, ways_of, whole_at_once
 from workhorse.memory.step_memory import Kind, Place, StepMemory, step_memory
@@ -71,6 +72,7 @@ def device_memory(
     *,
     packed: bool = False,
     updates: bool = True,
+    adapter: AdapterConfig | None = None,
 ) -> DeviceMemory:
     """The memory of a training step on the device that needs the most.
 
@@ -94,11 +96,14 @@ def device_memory(
         parallel: the parallelism settings.
         packed: True if rows hold several documents.
         updates: True to also record the weight update.
+        adapter: the adapter to train; None to train all weights.
 
     Raises:
         ConfigError: the model or its batches cannot be divided by these settings.
     """
     check_divisible(config, train.kernel, parallel)
+    if adapter is not None:
+        adapter.check_parallel(parallel)
     try:
         parallel.check_batch(train.batch_size, train.seq_len)
     except ConfigError as error:
@@ -110,7 +115,9 @@ def device_memory(
     else:
         recorded = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
         divided = parallel
-    record = partial(_recorded, config, recorded, device, packed=packed, updates=updates)
+    record = partial(
+        _recorded, config, recorded, device, packed=packed, updates=updates, adapter=adapter
+    )
     found = [
         _of_stage(
             record(divided, stage), parallel, stage, own.count, device.type, tied=config.head.tied
@@ -179,15 +186,23 @@ def _recorded(
     *,
     packed: bool,
     updates: bool,
+    adapter: AdapterConfig | None,
 ) -> StepMemory:
     """The cached record of a step, shared by all ranks with the same part of the model."""
     parallel = parallel.replace(data=1, shard=1, expert=1)
     parts = [config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), stage, packed]
-    key = json.dumps(parts)
+    key = json.dumps([*parts, adapter and adapter.to_dict()])
     found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
         found = _RECORDS[key] = step_memory(
-            config, train, device, packed=packed, updates=updates, parallel=parallel, stage=stage
+            config,
+            train,
+            device,
+            packed=packed,
+            updates=updates,
+            parallel=parallel,
+            stage=stage,
+            adapter=adapter,
         )
         if len(_RECORDS) > MOST_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]  # the oldest

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_a
 import torch
 from torch import Tensor, nn
 
+from workhorse.checkpoints.adapted import AdapterConfig
+from workhorse.devices.names import training_dtype
 from workhorse.devices.tape import Tape, stand_in, without_data
 from workhorse.errors import WorkhorseError
-from workhorse.models.describe import components_of
+from workhorse.models.describe import components_of, tensors_of
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
@@ -157,6 +159,7 @@ def step_memory(
     updates: bool = True,
     parallel: ParallelismConfig = UNDIVIDED,
     stage: int | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> StepMemory:
     """Record the memory of a training step on tensors without data.
 
@@ -178,6 +181,7 @@ def step_memory(
         parallel: the parallelism settings.
         stage: the pipeline stage; None for the last. If several micro-batches wait for their
             backward pass at once, only one of them is recorded.
+        adapter: the adapter to train; None to train all weights.
     """
     from workhorse.train.step.build import build_step
 
@@ -191,7 +195,10 @@ def step_memory(
     here = stand_in(device)
     with without_data(here) as tape:
         teams = absent_teams(parallel, config.vocab_size, stage)
-        decoder = teams.build(config, train.kernel, here)
+        if adapter is None:
+            decoder = teams.build(config, train.kernel, here)
+        else:
+            decoder = adapter.blank(config, kernel, here, training_dtype(train.dtype, device))
         if here.type == "meta":
             decoder = with_gpu_kernels(decoder)
         step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
@@ -199,7 +206,7 @@ def step_memory(
         step.turns = one_forward_one_backward  # without overlap of micro-batches, for any stage
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
-            "weights": dict(decoder.state_dict(keep_vars=True)),
+            "weights": tensors_of(decoder),
             "low_bits": dict(optimizer.masters.low_bits),
             "optimizer": optimizer.tensors(),
         }
@@ -265,7 +272,8 @@ class _Recorder:
     def _after(self, part: str, last: bool) -> Any:
         def leave(_: nn.Module, __: Any, output: Tensor) -> None:
             if self.phase == "forward":
-                output.register_hook(lambda _: self.enter(part, "backward"))
+                if output.requires_grad:
+                    output.register_hook(lambda _: self.enter(part, "backward"))
                 if last:
                     self.enter("final_norm", "forward")
 

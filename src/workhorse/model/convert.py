@@ -26,7 +26,7 @@ from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
-from workhorse.transforms.record import is_body, transforms_of
+from workhorse.transforms.record import check_weights_kept, is_body, transforms_of
 
 if TYPE_CHECKING:
     from workhorse.checkpoints.gguf import GgufType
@@ -188,6 +188,7 @@ def _check_weights(decoder: Decoder) -> None:
         raise WorkhorseError(
             "the decoder is on the device meta and has no weights; load or initialise them"
         )
+    check_weights_kept(decoder)
     _check_modules(decoder)
 
 

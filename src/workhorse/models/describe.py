@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from workhorse.models.huggingface import native_class
 from workhorse.models.preset import UNITS, Preset
@@ -54,13 +54,21 @@ def forward_flops(decoder: Decoder, seq_len: int) -> dict[str, int]:
     return dict(flops)
 
 
-def flops_per_token(decoder: Decoder, seq_len: int) -> int:
+def flops_per_token(decoder: Decoder, seq_len: int, *, frozen: bool = False) -> int:
     """Floating-point operations of training per token: three times the sum of `forward_flops`.
 
     The backward pass needs twice the operations of the forward pass. Recomputation and the
     optimizer do not count.
+
+    Args:
+        decoder: the decoder without adapter.
+        seq_len: sequence length in tokens.
+        frozen: True if an adapter is trained: gradients of the weights are then not computed, so
+            their matmuls count twice. The adapter's own matmuls do not count.
     """
-    return 3 * sum(forward_flops(decoder, seq_len).values())
+    flops = forward_flops(decoder, seq_len)
+    weights = sum(flops.values()) - flops.get(SCORES, 0)
+    return 3 * sum(flops.values()) - (weights if frozen else 0)
 
 
 def _multiplied(mixture: MixtureOfExperts) -> int:
@@ -104,9 +112,15 @@ def components_of(decoder: Decoder) -> dict[str, str]:
     """Return the component of each parameter and buffer: one of `COMPONENTS`, or `experts`."""
     return {
         name: "experts" if _is_of_experts(path := name.split(".")) else _component(path, owner)
-        for name in decoder.state_dict(keep_vars=True)
+        for name in tensors_of(decoder)
         for owner in [decoder.get_submodule(name.rpartition(".")[0])]
     }
+
+
+def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
+    """All parameters and buffers by name; a tied matrix has two names."""
+    parameters = decoder.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(decoder.named_buffers())}
 
 
 def _parameters(

@@ -18,6 +18,7 @@ from workhorse.devices.transfer import Destination, SkippedDestination
 from workhorse.native import Training
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
+from workhorse.transforms.lora import MAGNITUDE
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.parts import ModelPart, TensorSlice
@@ -56,15 +57,15 @@ def chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 def round_weights(module: nn.Module) -> dict[str, Tensor]:
     """Round a module's parameters to bfloat16, in place.
 
-    A router's selection bias is not rounded: its updates are too small for bfloat16. Call this
-    before sharding.
+    A router's selection bias and DoRA's magnitudes are not rounded: their updates are too small for
+    bfloat16. Call this before sharding.
 
     Returns:
         The low bits of the trainable parameters, by name; see `split`.
     """
     low_bits: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        if parameter.dtype == torch.float32 and not name.endswith(ALWAYS_FLOAT32):
+        if parameter.dtype == torch.float32 and not name.endswith((ALWAYS_FLOAT32, MAGNITUDE)):
             assert not is_sharded(parameter), f"{name} is sharded; round it before"
             parameter.data, rest = split(parameter.data)
             if parameter.requires_grad:
@@ -167,6 +168,15 @@ class MasterWeights:
             if name in self.low_bits
             else weight.detach().float()
             for name, weight in module.named_parameters()
+        }
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return the float32 values of the trained parameters, by name."""
+        return {
+            name: placed_like(self.read(name), weight)
+            if name in self.low_bits
+            else weight.detach().float()
+            for name, weight in self.parameters.items()
         }
 
     def places(self, module: nn.Module) -> dict[str, Destination]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.config.base import ConfigError
 from workhorse.devices.tape import stand_in, without_data
 from workhorse.errors import WorkhorseError
@@ -169,6 +170,7 @@ def limits(
     room: int,
     *,
     packed: bool = False,
+    adapter: AdapterConfig | None = None,
 ) -> Limits:
     """Find the largest training steps that fit into `room` bytes per device.
 
@@ -179,8 +181,9 @@ def limits(
         mesh: the parallelism settings for `micro_batch_size` and `seq_len` of the result.
         room: memory per device in bytes.
         packed: True if rows hold several documents, separated by a mask.
+        adapter: the adapter to train; None to train all weights.
     """
-    memory = partial(device_memory, packed=packed)
+    memory = partial(device_memory, packed=packed, adapter=adapter)
     update = memory(config, train, device, mesh).update
 
     def needed(rows: int, length: int) -> int:
@@ -196,7 +199,8 @@ def limits(
         most = max(1, MOST_TOKENS // train.seq_len)
         rows = most_rows(lambda rows: needed(rows, train.seq_len), room, most)
         length = longest(lambda length: needed(1, length), room, train.seq_len)
-    return Limits(rows, length, smallest_mesh(config, train, device, room, packed=packed))
+    smallest = smallest_mesh(config, train, device, room, packed=packed, adapter=adapter)
+    return Limits(rows, length, smallest)
 
 
 def most_rows(needed: Callable[[int], int], room: int, most: int) -> int:
@@ -285,6 +289,7 @@ def smallest_mesh(
     room: int,
     *,
     packed: bool = False,
+    adapter: AdapterConfig | None = None,
 ) -> ParallelismConfig | None:
     """The mesh with the fewest devices on which a step with one row per replica fits, or None.
 
@@ -296,7 +301,7 @@ def smallest_mesh(
             continue
         changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
         try:
-            found = device_memory(config, changed, device, mesh, packed=packed)
+            found = device_memory(config, changed, device, mesh, packed=packed, adapter=adapter)
         except ConfigError:
             continue  # the model cannot be divided by this mesh
         if found.total <= room:
@@ -346,13 +351,14 @@ def remedies(
     room: int,
     *,
     packed: bool = False,
+    adapter: AdapterConfig | None = None,
 ) -> list[Remedy]:
     """Up to three changes of settings that save memory, those with the least side effects first.
 
     If none of them makes the step fit, the next change with which it fits is added. The
     arguments are the same as in `limits`.
     """
-    memory = partial(device_memory, packed=packed)
+    memory = partial(device_memory, packed=packed, adapter=adapter)
     now = memory(config, train, device, mesh)
     before = now.total
     found: dict[str, Remedy] = {}

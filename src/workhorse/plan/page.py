@@ -58,9 +58,10 @@ def _parameters(counts: dict[str, int]) -> Iterator[str]:
 
 
 def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
+    forward, backward = flops["forward_per_token"], flops["backward_per_token"]
     yield (
-        f"{shown(flops['per_token'])} FLOP per token: forward "
-        f"{shown(flops['forward_per_token'])} FLOP, backward twice as much"
+        f"{shown(flops['per_token'])} FLOP per token: forward {shown(forward)} FLOP, backward "
+        + ("twice as much" if backward == 2 * forward else f"{shown(backward)} FLOP")
     )
     if repeated := flops["repeated_per_token"]:
         yield f"plus {shown(repeated)} FLOP recomputed by activation checkpointing"

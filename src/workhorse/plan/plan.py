@@ -14,9 +14,12 @@ from workhorse.errors import WorkhorseError
 from workhorse.memory.account import account
 from workhorse.memory.capacity import largest_share, usable
 from workhorse.memory.device_memory import DeviceMemory, device_memory
-from workhorse.models.describe import active_parameters, count_parameters, forward_flops
-from workhorse.nn import DecoderConfig
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.models.describe import (
+    active_parameters,
+    count_parameters,
+    flops_per_token,
+    forward_flops,
+)
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits, remedies, serving
 from workhorse.plan.step_time import simulated_step
@@ -107,15 +110,15 @@ def plan(
             "this machine; add --measure or --device NAME"
         )
     show("recording a training step")
-    train = _with_micro_batch(config, train, target, mesh, room, packed=subject.packed)
+    train = _with_micro_batch(subject, train, target, room)
     train = _with_steps(subject, train, peak, spec, utilization=utilization, notify=notify)
-    fullest = device_memory(config, train, target, mesh, packed=subject.packed)
+    fullest = _memory_of(subject, train, target)
     show("searching for the largest step that fits")
     most = None if room is None else _limits(subject, train, target, room)
     show("comparing remedies")
     found = _remedies(subject, train, target, room, fullest)
     show("computing the memory of serving")
-    flops = _flops(config, train)
+    flops = _flops(subject, train)
     total = flops["training"]
     return {
         "source": subject.name,
@@ -190,14 +193,12 @@ def _room(memory: float | None, device: torch.device, spec: DeviceConfig | None)
     return available(device) if spec is None else int(spec.memory * GIGA)
 
 
+def _memory_of(subject: Subject, train: TrainConfig, device: torch.device) -> DeviceMemory:
+    return device_memory(subject.config, train, device, subject.mesh, **subject.like)
+
+
 def _with_micro_batch(
-    config: DecoderConfig,
-    train: TrainConfig,
-    device: torch.device,
-    mesh: ParallelismConfig,
-    room: int | None,
-    *,
-    packed: bool,
+    subject: Subject, train: TrainConfig, device: torch.device, room: int | None
 ) -> TrainConfig:
     """Replace `micro_batch_size: auto` by the size that training would choose, at least 1."""
     if train.micro_batch_size != "auto":
@@ -210,9 +211,9 @@ def _with_micro_batch(
 
     def needed(rows: int) -> int:
         fixed = train.replace(micro_batch_size=rows)
-        return device_memory(config, fixed, device, mesh, packed=packed).total
+        return _memory_of(subject, fixed, device).total
 
-    most = mesh.micro_batches(train.batch_size).size
+    most = subject.mesh.micro_batches(train.batch_size).size
     together = train.objective.rows_together
     rows = largest_share(needed, usable(room, device), most, together)
     return train.replace(micro_batch_size=max(1, rows))
@@ -231,7 +232,7 @@ def _with_steps(
     if train.minutes is None:
         return train
     one = with_steps(train, 1)
-    flops = _flops(subject.config, one)["training"]
+    flops = _flops(subject, one)["training"]
     time = _time(subject, one, flops, peak, spec, utilization=utilization, price=None)
     assert time is not None, "the peak is known"
     seconds = time["seconds"]
@@ -240,12 +241,14 @@ def _with_steps(
     return found
 
 
-def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
+def _flops(subject: Subject, train: TrainConfig) -> dict[str, Any]:
     """FLOPs per token, by component and in total, and FLOPs of the whole training.
 
     FLOPs repeated by activation checkpointing are only in `repeated_per_token`.
     """
-    forward = forward_flops(config.build(device="meta"), train.seq_len)
+    decoder = subject.config.build(device="meta")
+    forward = forward_flops(decoder, train.seq_len)
+    each = flops_per_token(decoder, train.seq_len, frozen=subject.adapter is not None)
     once = sum(forward.values())
     layers = once - forward.get("head", 0) - forward.get("embedding", 0)
     repeated = layers if train.activation_checkpointing else 0
@@ -253,10 +256,10 @@ def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
     return {
         "forward": forward,
         "forward_per_token": once,
-        "backward_per_token": 2 * once,
+        "backward_per_token": each - once,
         "repeated_per_token": repeated,
-        "per_token": 3 * once,
-        "training": 3 * once * tokens,
+        "per_token": each,
+        "training": each * tokens,
         "tokens": tokens,
     }
 
@@ -310,14 +313,14 @@ def _remedies(
 ) -> list[dict[str, Any]]:
     if room is None or now.total <= room:
         return []
-    found = remedies(subject.config, train, device, subject.mesh, room, packed=subject.packed)
+    found = remedies(subject.config, train, device, subject.mesh, room, **subject.like)
     return [remedy._asdict() for remedy in found]
 
 
 def _limits(
     subject: Subject, train: TrainConfig, device: torch.device, room: int
 ) -> dict[str, Any]:
-    found = limits(subject.config, train, device, subject.mesh, room, packed=subject.packed)
+    found = limits(subject.config, train, device, subject.mesh, room, **subject.like)
     smallest = found.mesh and {**found.mesh.ways, "devices": found.mesh.processes}
     return {**found._asdict(), "mesh": smallest}
 

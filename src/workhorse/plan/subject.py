@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
 from workhorse.config.base import ConfigError
 from workhorse.config.dial import is_on_dial, read_recipe
@@ -127,6 +128,7 @@ class Subject:
         mesh: the parallelism settings.
         packed: True if rows hold several documents, separated by a mask.
         assumed: settings that the user did not give and that got a default, as `section.key=value`.
+        adapter: the adapter to train; None to train all weights.
     """
 
     name: str
@@ -136,6 +138,12 @@ class Subject:
     mesh: ParallelismConfig
     packed: bool = False
     assumed: tuple[str, ...] = ()
+    adapter: AdapterConfig | None = None
+
+    @property
+    def like(self) -> dict[str, Any]:
+        """The keyword arguments of `device_memory`, `limits` and `remedies`."""
+        return {"packed": self.packed, "adapter": self.adapter}
 
 
 def find_subject(
@@ -166,14 +174,16 @@ def find_subject(
         recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(source), others, notify)))
         config = recipe.decoder_config(vocab_size_of(recipe))
         mesh = _mesh(of_mesh, recipe.parallel, devices)
-        return Subject(str(source), "recipe", config, recipe.train, mesh, recipe.data.packed)
+        like = {"packed": recipe.data.packed, "adapter": recipe.adapter}
+        return Subject(str(source), "recipe", config, recipe.train, mesh, **like)
     if (run := RunDirectory.at(path)).exists:
         fields = run.recipe()
         config = DecoderConfig.from_dict(run.config.to_dict())
         fields["model"] = config.to_dict()
         recipe = Recipe.from_dict(override_recipe(fields, others, notify))
         config, mesh = _config_of(recipe), _mesh(of_mesh, recipe.parallel, devices)
-        return Subject(str(source), "run", config, recipe.train, mesh, recipe.data.packed)
+        like = {"packed": recipe.data.packed, "adapter": recipe.adapter}
+        return Subject(str(source), "run", config, recipe.train, mesh, **like)
     kind, config = _model(source, notify)
     mesh = _mesh(of_mesh, UNDIVIDED, devices)
     recipe, assumed = _assumed(config, others, notify, rows=mesh.parts)

@@ -3,10 +3,12 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from workhorse import __version__
 from workhorse.checkpoints import (
@@ -17,6 +19,7 @@ from workhorse.checkpoints import (
     load_weights,
     weights_of,
 )
+from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, open_base
 from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.config.base import ConfigError
 from workhorse.data import (
@@ -28,6 +31,7 @@ from workhorse.data import (
     sequence_start,
 )
 from workhorse.devices.names import name_of, training_dtype, use_threads
+from workhorse.devices.transfer import copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import with_parameters_of
 from workhorse.execute.choose import decoding_body, training_announcement
@@ -92,7 +96,12 @@ def assemble(
     fitted = _fitted(recipe, decoder_config, device, at, world)
     if environment.rank_here() == 0:  # for all ranks of this machine, before any allocates memory
         check_training(
-            decoder_config, fitted, device, packed=recipe.data.packed, parallel=recipe.parallel
+            decoder_config,
+            fitted,
+            device,
+            packed=recipe.data.packed,
+            parallel=recipe.parallel,
+            adapter=recipe.adapter,
         )
     world.wait()
     built = partial(
@@ -102,6 +111,7 @@ def assemble(
         device,
         world,
         partial(_give_weights, recipe, decoder_config, checkpoint, notify=notify),
+        checkpoint=checkpoint,
     )
     if config.rollouts is None:
         _check_needs(config, batches, at)
@@ -111,14 +121,15 @@ def assemble(
     config = recipe.train
     constants["recipe"] = recipe.to_dict()
     seed_everything(config.seed)
-    reference, step, teams = built()
+    model = built()
+    reference, step, teams = model.reference, model.step, model.teams
     rollouts = _rollouts(recipe, reference, batches, tokenizer, world)
-    constants["micro_batch_size"] = step.micro_batch_size
+    constants |= {"micro_batch_size": step.micro_batch_size, **model.constants}
     together = partial(_together, step, world)
     loop = Loop(
         config=config,
         step=step,
-        weights=lambda: step.optimizer.masters.weights(step.objective.decoder),
+        weights=model.weights,
         batches=rollouts or batches,
         validate=together(_validator(recipe, step, dataset, world, rollouts)),
         sample=together(_sampler(recipe, reference, step, tokenizer, teams, world=world)),
@@ -126,7 +137,9 @@ def assemble(
         metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
         constants=constants,
-        flops_per_token=flops_per_token(decoder_config.build(device="meta"), config.seq_len),
+        flops_per_token=flops_per_token(
+            decoder_config.build(device="meta"), config.seq_len, frozen=model.base is not None
+        ),
         peak=Peak(partial(measured_peak, config, device)),
         check_place=run.check_place,
         world=world,
@@ -157,6 +170,18 @@ class _Built(NamedTuple):
     `meta` if ranks hold only parts of the weights."""
     step: TrainingStep
     teams: Teams
+    base: Base | None = None
+    """The base of the adapter that is trained, or None."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that a checkpoint holds: all, or only the trained ones with an adapter."""
+        masters = self.step.optimizer.masters
+        return masters.trained() if self.base else masters.weights(self.step.objective.decoder)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What a checkpoint adds to the constants of a run."""
+        return {} if self.base is None else {"base": asdict(self.base)}
 
 
 def _built(
@@ -165,9 +190,19 @@ def _built(
     device: torch.device,
     world: World,
     give_weights: GiveWeights,
+    *,
+    checkpoint: Checkpoint | None,
 ) -> _Built:
     """Build the decoder with its initial weights, and the step that trains it."""
     train, parallel, divided = recipe.train, recipe.parallel, world.lockstep
+    if recipe.adapter is not None:
+        decoder, base = _adapted(recipe, recipe.adapter, config, device, checkpoint)
+        return _Built(
+            decoder,
+            build_step(decoder, train, device, parallel=parallel, world=world),
+            make_teams(world, parallel, config.vocab_size),
+            base,
+        )
     teams = make_teams(world, parallel, config.vocab_size)
     if divided:
         decoder, other = teams.build(config, train.kernel, "meta"), None
@@ -182,6 +217,27 @@ def _built(
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
     return _Built(decoder, step, teams)
+
+
+def _adapted(
+    recipe: Recipe,
+    adapter: AdapterConfig,
+    config: DecoderConfig,
+    device: torch.device,
+    checkpoint: Checkpoint | None,
+) -> tuple[Decoder, Base]:
+    """Build the frozen base of a recipe, with an adapter that is new or from a checkpoint."""
+    trained_on = None if checkpoint is None else Base(**checkpoint.state["base"])
+    base, source = open_base(trained_on.init if trained_on else str(recipe.init), config)
+    if trained_on is not None:
+        trained_on.check(base.sha256)
+    dtype = training_dtype(recipe.train.dtype, device)
+    decoder, places = adapter.empty(config, recipe.train.kernel, device, dtype)
+    copy_tensors(places, weights_of(source), "base")
+    adapter.adapt(decoder, recipe.train.seed, torch.float32)
+    if checkpoint is not None:
+        copy_adapter(decoder, checkpoint.model)
+    return decoder, base
 
 
 def _reference(
@@ -380,7 +436,12 @@ def _fitted(
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
         train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
     fitted = fit_micro_batch(
-        config, train, device, packed=recipe.data.packed, parallel=recipe.parallel
+        config,
+        train,
+        device,
+        packed=recipe.data.packed,
+        parallel=recipe.parallel,
+        adapter=recipe.adapter,
     )
     size = fitted.micro_batch_size
     return fitted.replace(micro_batch_size=-world.most(-size)) if isinstance(size, int) else fitted

@@ -46,7 +46,7 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
     Raises:
         WorkhorseError: `recipe` is not a Recipe, the device is missing or does not support the
             settings, a tracker is not installed, the data or the tokenizer cannot be read, or the
-            weights of `init` do not fit.
+            weights of `init` or the names in `adapter` do not fit the model.
     """
     if not isinstance(recipe, Recipe):
         raise WorkhorseError(
@@ -208,7 +208,7 @@ def _check_tokenizer(recipe: Recipe) -> None:
 
 
 def _check_model(recipe: Recipe) -> None:
-    """Raise WorkhorseError if kernel, optimizer or the weights of `init` do not fit the model."""
+    """Raise WorkhorseError if kernel, optimizer, `init` or `adapter` do not fit the model."""
     given = recipe.model.get("vocab_size")
     # The tokenizer's vocabulary size is not known yet; weights of `init` have a fixed one.
     of_tokenizer = 1 if recipe.init is None else open_stored(recipe.init).config.vocab_size
@@ -217,3 +217,5 @@ def _check_model(recipe: Recipe) -> None:
     check_base_width(decoder, recipe.train.optimizer, drawn=recipe.init is None)
     if recipe.init is not None:
         check_weights(recipe.init, decoder)
+    if recipe.adapter is not None:
+        recipe.adapter.adapt(decoder, seed=0)

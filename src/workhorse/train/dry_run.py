@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.data import iterate_documents
 from workhorse.devices.memory import available
-from workhorse.devices.names import use_threads
+from workhorse.devices.names import training_dtype, use_threads
 from workhorse.memory.account import account
 from workhorse.memory.capacity import fit_micro_batch, recordable
 from workhorse.memory.device_memory import device_memory
@@ -26,6 +27,7 @@ from workhorse.train.minutes import after_timing, as_begun, steps_within, with_s
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.run import check_run, reason_not_free
 from workhorse.train.step.build import build_step, measured_peak
+from workhorse.transforms.adapters import adapter_parameters
 
 TIMED_BYTES = 2**30
 TIMED_SECONDS = 1.0
@@ -46,7 +48,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         - `config`: the full config of the decoder
         - `exports_as`: the transformers class that the model can be exported to, or the differences
           from the nearest one
-        - `parameters`: `total`, `active` per token, and one count per role
+        - `parameters`: `total`, `active` per token (without an adapter), `trained` if there is an
+          adapter, and one count per role
         - `memory`: bytes of a step in the process that needs the most memory, see `account`. For
           float16 these are the bytes of float32, see `recordable`. On a CPU all processes are
           assumed to share this machine.
@@ -68,13 +71,21 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     if config.threads:
         use_threads(config.threads)
     decoder_config = recipe.decoder_config(vocab_size_of(recipe))
+    adapter = recipe.adapter
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder_config)
-    flops = flops_per_token(decoder, config.seq_len)
+    flops = flops_per_token(decoder, config.seq_len, frozen=adapter is not None)
+    trained = {}
+    if adapter is not None:
+        decoder = adapter.adapt(decoder, seed=0)
+        trained["trained"] = sum(one.numel() for one in adapter_parameters(decoder).values())
     packed = recipe.data.packed
     parallel = recipe.parallel
-    config = fit_micro_batch(decoder_config, config, device, packed=packed, parallel=parallel)
-    own = device_memory(decoder_config, recordable(config, device), device, parallel, packed=packed)
+    config = fit_micro_batch(
+        decoder_config, config, device, packed=packed, parallel=parallel, adapter=adapter
+    )
+    recorded = recordable(config, device)
+    own = device_memory(decoder_config, recorded, device, parallel, packed=packed, adapter=adapter)
     free = available(device)
     if free is not None and device.type == "cpu":
         free //= environment.count_here(parallel.processes)
@@ -85,7 +96,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     }
     seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
     if own.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
-        seconds, source = time_steps(config, decoder_config, device, parallel), "steps"
+        seconds = time_steps(config, decoder_config, device, parallel, adapter=adapter)
+        source = "steps"
     if config.minutes is not None:
         config = with_steps(config, steps_within(config, after_timing(config.minutes), seconds))
     steps = config.length
@@ -93,7 +105,12 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe.expanded().to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
-        "parameters": {"total": sum(roles.values()), "active": active, **roles},
+        "parameters": {
+            "total": sum(roles.values()),
+            "active": active,
+            **trained,
+            **roles,
+        },
         "memory": memory,
         "micro_batch_size": config.micro_batches(parallel).size,
         "steps": steps,
@@ -122,17 +139,28 @@ def time_steps(
     config: DecoderConfig,
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
+    *,
+    adapter: AdapterConfig | None = None,
 ) -> float:
     """Time a few training steps on random tokens and return the seconds of the fastest.
 
     The first step does not count. This process computes whole steps, even if `parallel` asks for
     several processes.
     """
-    train = fit_micro_batch(config, train, device, parallel=parallel)
+    train = fit_micro_batch(config, train, device, parallel=parallel, adapter=adapter)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = train.objective.synthetic(tokens)
     times = []
-    step = build_step(config.build(train.kernel, device=device), train, device, parallel=parallel)
+    if adapter is None:
+        decoder = config.build(train.kernel, device=device)
+    else:
+        decoder, places = adapter.empty(
+            config, train.kernel, device, training_dtype(train.dtype, device)
+        )
+        for name, values in config.draw(device):
+            places[name].copy_(values)
+        adapter.adapt(decoder, train.seed, torch.float32)
+    step = build_step(decoder, train, device, parallel=parallel)
     for _ in range(1 + TIMED_STEPS):
         start = time.perf_counter()
         step.update(*step.backward(batch), schedule=1.0)

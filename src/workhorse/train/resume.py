@@ -35,7 +35,7 @@ cannot start from existing weights."""
 
 def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
     """Return True if a new run with these changed settings cannot start from the run's weights."""
-    if any(name.startswith(FROM_THE_BEGINNING) for name in changed):
+    if recipe.adapter is not None or any(name.startswith(FROM_THE_BEGINNING) for name in changed):
         return True
     if not any(name.startswith("model") for name in changed):
         return False

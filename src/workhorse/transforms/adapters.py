@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -48,11 +48,15 @@ def add_adapter(
     check(decoder, "adapt")
     _check_name(decoder, name, config)
     targets = _targets(decoder, config)
-    _check_apart(targets, _trained_in_full(decoder, config))
+    for path in _parameters_in_full(decoder, config):
+        if (layer := path.rpartition(".")[0]) in targets:
+            raise WorkhorseError(f"{layer} is in targets and in also_train; remove one")
     freeze(decoder, config)
-    for path, module in targets.items():
-        layer = module if isinstance(module, Adapted) else _adaptable(module)
-        decoder.set_submodule(path, layer)
+    for path, layer in targets.items():
+        if not isinstance(layer, Adapted):
+            kind = ADAPTED[type(layer)]
+            layer = as_subclass(layer, kind, adapters=nn.ModuleDict(), active=None)  # noqa: PLW2901
+            decoder.set_submodule(path, layer)
         with undrawn(dtype or decoder.embedding.tokens.weight.dtype), torch.device(decoder.device):
             layer.adapters[name] = adapter = config.build(layer.weight_shape)
         if decoder.device.type != "meta":
@@ -90,7 +94,7 @@ def adapter_parameters(decoder: Decoder, name: str = "default") -> dict[str, nn.
         WorkhorseError: the decoder has no adapter of this name.
     """
     every = decoder.named_parameters()
-    own = {path: parameter for path, parameter in every if f".adapters.{name}." in path}
+    own = {path: one for path, one in every if f".adapters.{name}." in path}
     return own | _parameters_in_full(decoder, _config_of(decoder, name))
 
 
@@ -98,8 +102,9 @@ def set_adapter(decoder: Decoder, name: str) -> None:
     """Make one adapter the active one. It does not change which parameters are trained.
 
     Raises:
-        WorkhorseError: the decoder has no adapter of this name.
+        WorkhorseError: the decoder has no adapter of this name, or it is compiled for decoding.
     """
+    _check_switches(decoder)
     layers = adapted_layers(decoder)
     if not any(name in layer.adapters for layer in layers.values()):
         _config_of(decoder, name)
@@ -117,8 +122,9 @@ def disabled(root: nn.Module) -> Generator[None]:
 
     Raises:
         WorkhorseError: the adapter trains weights of the base (`also_train`), whose values before
-            the training are not in memory.
+            the training are not in memory; or the decoder is compiled for decoding.
     """
+    _check_switches(root)
     for name, config in adapters_of(root).items():
         if config.also_train:
             raise WorkhorseError(
@@ -153,20 +159,18 @@ def merge_adapter(decoder: Decoder) -> Decoder:
             "the base of the adapter is quantised, so a merged weight would be quantised again; "
             "load the base without quantize"
         )
-    layers = adapted_layers(decoder)
-    changed = {path: layer for path, layer in layers.items() if layer.active is not None}
-    tied = decoder.embedding.tokens.weight
     weights = {path: weight.detach() for path, weight in decoder.named_parameters()}
-    for path, layer in changed.items():
-        if layer.dense_weight is tied:
+    for path, layer in adapted_layers(decoder).items():
+        if layer.active is None:
+            continue
+        if layer.dense_weight is decoder.embedding.tokens.weight:
             raise WorkhorseError(
                 f"{path} shares its weight with the embedding, so its adapter cannot be merged; "
                 "train the adapter without this target"
             )
         weights[f"{path}.weight"] = folded_weight(layer)
     merged = decoder.config.build("auto", device="meta")
-    own = {path for path, _ in merged.named_parameters()}
-    kept = {path: weight for path, weight in weights.items() if path in own}
+    kept = {path: weights[path] for path, _ in merged.named_parameters()}
     merged.load_state_dict(kept, strict=False, assign=True)
     merged.tie_weights()
     for one in carried:
@@ -182,67 +186,48 @@ def adapted_layers(root: nn.Module) -> dict[str, Adapted]:
 
 def _targets(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Module]:
     """The layers that get an update, by name."""
-    every = dict(decoder.named_modules())
+    known = (*ADAPTED, *ADAPTED.values())
     if config.targets == "all":
-        inside = {path: one for path, one in every.items() if path.startswith("layers.")}
-        return {path: one for path, one in inside.items() if _can_adapt(one, path)}
+        inside = ((f"layers.{path}", one) for path, one in decoder.layers.named_modules())
+        return {path: one for path, one in inside if type(one) in known and _is_base(path)}
     found: dict[str, nn.Module] = {}
     for named in config.targets:
-        for path, module in _named(decoder, named, "targets").items():
-            if not _can_adapt(module, path):
-                raise WorkhorseError(
-                    f"targets: {path} is not a linear layer that can have an adapter, but "
-                    f"{type(module).__name__}; use also_train to train its weights"
-                )
-            found[path] = module
+        found |= _named(decoder, named, "targets")
+    for path, module in found.items():
+        if type(module) not in known:
+            raise WorkhorseError(
+                f"targets: {path} is not a linear layer that can have an adapter, but "
+                f"{type(module).__name__}; use also_train to train its weights"
+            )
     return found
 
 
-def _trained_in_full(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Module]:
-    """The modules of `also_train`, by name."""
-    every = (_named(decoder, one, "also_train") for one in config.also_train)
-    return {path: module for found in every for path, module in found.items()}
+def _is_base(path: str) -> bool:
+    """True if a module does not belong to an adapter."""
+    return ".adapters" not in path
 
 
 def _parameters_in_full(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Parameter]:
-    """The parameters of the modules in `also_train`, by name."""
-    trained: dict[str, nn.Parameter] = {}
-    for path, module in _trained_in_full(decoder, config).items():
-        if any(isinstance(part, QuantizedWeight) for part in module.modules()):
-            raise WorkhorseError(
-                f"also_train: {path} is quantised and cannot be trained; remove it"
-            )
-        named = {f"{path}.{key}": parameter for key, parameter in module.named_parameters()}
-        own = {key: one for key, one in named.items() if not key.endswith(ALWAYS_FLOAT32)}
-        if not own:
-            raise WorkhorseError(f"also_train: {path} has no weights to train; remove it")
-        trained |= own
-    return trained
-
-
-def _check_apart(targets: Iterable[str], trained: Iterable[str]) -> None:
-    """Check that no layer with an update is also trained in full."""
-    for path in targets:
-        for whole in trained:
-            if f"{path}.".startswith(f"{whole}."):
+    """The parameters of the modules in `also_train`, by name; a tied matrix has the embedding's."""
+    trained: set[nn.Parameter] = set()
+    for named in config.also_train:
+        for path, module in _named(decoder, named, "also_train").items():
+            if any(isinstance(part, QuantizedWeight) for part in module.modules()):
                 raise WorkhorseError(
-                    f"{path} is in targets and, as a part of {whole}, in also_train; remove one"
+                    f"also_train: {path} is quantised and cannot be trained; remove it"
                 )
-
-
-def _adaptable(layer: nn.Module) -> Adapted:
-    return as_subclass(layer, ADAPTED[type(layer)], adapters=nn.ModuleDict(), active=None)
-
-
-def _can_adapt(module: nn.Module, path: str) -> bool:
-    known = type(module) in ADAPTED or isinstance(module, Adapted)
-    return known and ".adapters." not in path
+            own = dict(module.named_parameters())
+            weights = {one for key, one in own.items() if not key.endswith(ALWAYS_FLOAT32)}
+            if not weights:
+                raise WorkhorseError(f"also_train: {path} has no weights to train; remove it")
+            trained |= weights
+    return {path: one for path, one in decoder.named_parameters() if one in trained}
 
 
 def _named(decoder: Decoder, named: str, option: str) -> dict[str, nn.Module]:
     """The modules that have a name, or whose last parts of the name are given, by whole name."""
-    every: dict[str, nn.Module] = dict(decoder.named_modules())
-    every = {path: one for path, one in every.items() if ".adapters" not in path}
+    modules: dict[str, nn.Module] = dict(decoder.named_modules())
+    every = {path: one for path, one in modules.items() if _is_base(path)}
     found = {path: one for path, one in every.items() if f".{path}".endswith(f".{named}")}
     if not found:
         last = {path.rpartition(".")[2] for path in every} - {""}
@@ -265,6 +250,18 @@ def _check_name(decoder: Decoder, name: str, config: LoraConfig) -> None:
             "an adapter with also_train changes its base and cannot share it with another "
             "adapter; remove also_train"
         )
+
+
+def _check_switches(root: nn.Module) -> None:
+    """Check that a model calls its layers: programs and CUDA graphs keep the adapter they have."""
+    for part in root.modules():
+        if isinstance(part, Decoder) and any(
+            one.__module__.startswith("workhorse.execute.compiled") for one in type(part).__mro__
+        ):
+            raise WorkhorseError(
+                "a decoder that is compiled for decoding keeps its adapter; switch the adapter of "
+                "the reference, and prepare it again with with_execution"
+            )
 
 
 def _config_of(decoder: nn.Module, name: str) -> LoraConfig:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from workhorse.config.base import Config, ConfigError
 from workhorse.nn.experts.mixture import GroupedLinear, Groups
-from workhorse.nn.products import wide
+from workhorse.nn.products import wide, without_autocast
 from workhorse.transforms.quantization import (
     QuantizedGroupedLinear,
     QuantizedLinear,
@@ -126,7 +126,8 @@ class LowRank(nn.Module):
         del layer
         a = self.lora_a.weight
         bound = 1 / math.sqrt(a.shape[-1])
-        a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        drawn = torch.empty(a.shape, dtype=torch.float32, device="cpu")
+        a.copy_(drawn.uniform_(-bound, bound, generator=generator))
         self.lora_b.weight.zero_()
 
 
@@ -158,9 +159,11 @@ class Dora(LowRank):
     def norms(self, layer: "Adapted") -> Tensor:
         """The norms of the rows of `W + scale · B A`, in the shape of the magnitudes."""
         norms = torch.empty_like(self.magnitude)
-        for expert, rows, weight in rows_in_blocks(layer):
-            folded = super().folded(expert, rows, weight)
-            norms.view(-1, norms.shape[-1])[expert, rows] = torch.linalg.vector_norm(folded, dim=1)
+        rows_of = norms.view(-1, norms.shape[-1])
+        with without_autocast(norms):
+            for expert, rows, weight in rows_in_blocks(layer):
+                folded = super().folded(expert, rows, weight)
+                rows_of[expert, rows] = torch.linalg.vector_norm(folded, dim=1)
         return norms
 
     def folded(self, expert: int, rows: slice, weight: Tensor) -> Tensor:

@@ -381,7 +381,9 @@ def quantize(model: nn.Module, format: FormatName) -> nn.Module:
 
 
 @torch.no_grad()
-def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
+def place_codes(
+    model: nn.Module, format: FormatName, *, inside: str = ""
+) -> dict[str, Destination]:
     """Replace a model's linear layers by quantised layers with uninitialised codes.
 
     The caller then copies each weight to its destination, which quantises it.
@@ -395,6 +397,7 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
     Args:
         model: the model, on its device. Its state dict contains codes and scales afterwards.
         format: `int8` or `int4`.
+        inside: beginning of the names of the layers to quantise, such as `layers.`.
 
     Returns:
         The destination of each weight, by the name that the weight had before.
@@ -413,6 +416,8 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
     on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
     decoding = resolve("decoding", wait=True).decoding if on_cpu else None
     for name, layer, kind in _layers(model, decoding):
+        if not name.startswith(inside):
+            continue
         quantized = kind(layer.weight.shape, format, layer.bias, layer.weight.device, decoding)
         model.set_submodule(name, quantized)
         packed[names[layer.weight]].append(quantized)

@@ -124,7 +124,7 @@ def test_null_removes_a_block() -> None:
             "or remove beta1",
         ),
         ("train.stepps=3", "train: unknown key 'stepps'; did you mean 'steps'?"),
-        ("zzz=1", "unknown key 'zzz'; known: data, "),
+        ("zzz=1", "unknown key 'zzz'; known: adapter, data, "),
     ],
 )
 def test_an_unknown_key_is_sought_in_the_whole_recipe(setting: str, message: str) -> None:

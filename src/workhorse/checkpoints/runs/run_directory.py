@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from workhorse.checkpoints.adapted import load_adapted
 from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore, step_of
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
@@ -364,11 +365,12 @@ class RunDirectory:
         """Build the trained decoder and load its weights, in evaluation mode.
 
         The weights get the dtype `self.dtype` by default. The function `places` returns the
-        destinations that they are copied to.
+        destinations that they are copied to. If the run trained an adapter, its base is loaded too,
+        and the decoder has the adapter.
 
         Raises:
-            WorkhorseError: the run or checkpoint is missing, or the checkpoint's config differs
-                from `config.json`.
+            WorkhorseError: the run or checkpoint is missing, the checkpoint's config differs from
+                `config.json`, or the base of an adapter is missing or has changed.
         """
         config = self.config
         weights, state = self._weights()
@@ -378,7 +380,10 @@ class RunDirectory:
                 f"{self.config_file.name}; restore the original file"
             )
         decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
-        load_weights(decoder, weights, places)
+        if "base" in state:
+            load_adapted(decoder, state, weights, places)
+        else:
+            load_weights(decoder, weights, places)
         return decoder.eval()
 
     def checkpoint(self, notify: Callable[[str], None]) -> Checkpoint | None:

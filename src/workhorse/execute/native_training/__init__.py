@@ -6,6 +6,7 @@ the operator does not accept, the replacement computes with PyTorch.
 
 from torch import nn
 
+from workhorse.execute.native_training.adapters import replace_adapted
 from workhorse.execute.native_training.attention import replace_attention, replace_projections
 from workhorse.execute.native_training.blocks import replace_blocks
 from workhorse.execute.native_training.feedforward import (
@@ -32,6 +33,7 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
     multiply = Gemm(operators, precision)
     if multiply.products:
         replace_linear(root, multiply)
+        replace_adapted(root, multiply)
         replace_projections(root, multiply)
     replace_logprobs(root, multiply, operators.training)
     if operators.training is not None:

@@ -170,7 +170,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, multiply: Gemm, *weights: Tensor | None) -> tuple[Tensor, ...]:
         matrices = [weight for weight in weights[::2] if weight is not None]
-        ctx.save_for_backward(x, *matrices)
+        learns = any(ctx.needs_input_grad[2:])
+        ctx.save_for_backward(x if learns else None, *matrices)
         ctx.multiply = multiply
         pairs = zip(matrices, weights[1::2], strict=True)
         matrix = rows(x)
@@ -182,12 +183,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, *matrices = ctx.saved_tensors
         for_x, _, *wanted = ctx.needs_input_grad
-        aboves, matrix = [rows(one) for one in above], rows(x)
+        aboves = [rows(one) for one in above]
+        inputs = aboves if x is None else [rows(x)] * len(aboves)  # not read if all is frozen
         of_x = [Sum(list(zip(aboves, matrices, strict=True)))] if for_x else []
         dx, gradients = gradients_of_weights(
-            ctx.multiply, [(one, matrix) for one in aboves], wanted, *of_x
+            ctx.multiply, list(zip(aboves, inputs, strict=True)), wanted, *of_x
         )
-        return dx[0].view(x.shape) if for_x else None, None, *gradients
+        shape = (*above[0].shape[:-1], matrices[0].shape[1])
+        return dx[0].view(shape) if for_x else None, None, *gradients
 
 
 def activation_of(module: nn.Module) -> blocks.Activation | None:
@@ -357,7 +360,8 @@ class _FeedForward(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         (down, down_bias), *branches = _pairs(weights)
         hidden = multiply.together(*(Sum([(rows, weight.t())], bias) for weight, bias in branches))
-        ctx.save_for_backward(rows, *weights, *hidden)
+        learns = any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(rows if learns else None, *weights, *hidden)
         ctx.act, ctx.operators, ctx.multiply = act, operators, multiply
         y = multiply(operators.activation(*_two(hidden), act), down.t(), down_bias)
         return y.view(x.shape)
@@ -369,14 +373,14 @@ class _FeedForward(torch.autograd.Function):
         count = (len(saved) - 2) // 3  # branches; each saved a weight, a bias and its output
         (down, _), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
-        dy = above[0].reshape(rows.shape).contiguous()
+        dy = above[0].reshape(-1, above[0].shape[-1]).contiguous()
         y, *slopes = ctx.operators.activation_backward(
             ctx.multiply(dy, down, None), *_two(hidden), ctx.act
         )
         weights = [weight for weight, _ in branches]
         (dx,), gradients = gradients_of_weights(
             ctx.multiply,
-            [(dy, y), *((slope, rows) for slope in slopes)],
+            [(dy, y), *((slope, dy if rows is None else rows) for slope in slopes)],
             ctx.needs_input_grad[4:],
             Sum(list(zip(slopes, weights, strict=True))),
         )

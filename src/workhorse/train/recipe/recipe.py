@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.stored import open_stored
 from workhorse.config.base import Config, ConfigError, OnResume
 from workhorse.data import DataConfig
@@ -14,6 +15,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.execute.body import Execution
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
+from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import CosineConfig, OptimizerConfig, ScheduleConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
@@ -353,6 +355,10 @@ class Recipe(Config):
     init_optimizer: bool = False
     """True to also load the optimizer's state from the run directory in `init`. Steps and schedule
     start from zero."""
+    adapter: AdapterConfig | None = None
+    """A low-rank adapter to train on the model in `init`, whose own weights stay frozen; None to
+    train all weights. Without `train.optimizer`, the optimizer is AdamW. Checkpoints hold only the
+    adapter, so the run needs the model in `init` to resume and to be loaded."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it. By
     default, `vocab_size` is the tokenizer's, and `max_seq_len` is the preset's, or without a preset
@@ -425,6 +431,35 @@ class Recipe(Config):
             raise ConfigError(
                 "rollouts need whole weights on each process; set only parallel.data", "parallel"
             )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _optimizer_of_adapters(cls, fields: Any) -> Any:
+        """Make AdamW the default optimizer of an adapter."""
+        train = fields.get("train") if isinstance(fields, dict) else None
+        if not isinstance(train, dict) or fields.get("adapter") is None:
+            return fields
+        chosen = train.get("optimizer", {})
+        if isinstance(chosen, dict):
+            chosen = {"kind": AdamWConfig.model_fields["kind"].default, **chosen}
+        return {**fields, "train": {**train, "optimizer": chosen}}
+
+    @model_validator(mode="after")
+    def _adapter_of_something(self) -> Self:
+        if self.adapter is None:
+            return self
+        if self.init is None:
+            raise ConfigError("needs a trained model; set init", "adapter")
+        self.adapter.check_parallel(self.parallel)
+        train = self.train
+        for name, used in (
+            ("init_optimizer=true", self.init_optimizer),
+            ("train.fp8=true", train.fp8),
+            (f"train.balance_rate={train.balance_rate:g}", train.balance_rate > 0),
+        ):
+            if used:
+                raise ConfigError(f"does not support {name}; remove one of the two", "adapter")
         return self
 
     @model_validator(mode="after")

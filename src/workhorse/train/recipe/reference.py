@@ -39,6 +39,7 @@ SYNONYMS = {
     "moe": "n_experts",
     "gqa": "n_kv_heads",
     "mqa": "n_kv_heads",
+    "lora": "adapter",
     "lr": "learning_rate",
     "batch": "batch_size",
     "context": "seq_len max_seq_len",

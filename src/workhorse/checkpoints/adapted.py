@@ -1,0 +1,188 @@
+"""Decoders that consist of a base, stored elsewhere, and an adapter.
+
+A run that trains an adapter stores only the trained weights. Its state has the options of the
+adapter, the name of its base and the SHA-256 of the base's weights.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workhorse.checkpoints.tensors import Places, allocate, mapped_weights, weights_of
+from workhorse.config.base import ConfigError
+from workhorse.devices.transfer import Destination, copy_tensors
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.nn.experts.router import ALWAYS_FLOAT32
+from workhorse.optim.master_weights import LocalShard
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.transforms.adapters import adapter_parameters, add_adapter, freeze
+from workhorse.transforms.lora import LoraConfig
+from workhorse.transforms.quantization import FormatName, place_codes
+from workhorse.transforms.record import transforms_of
+
+
+class AdapterConfig(LoraConfig):
+    """The adapter that a run trains, and the format of its frozen base."""
+
+    quantize: FormatName | None = None
+    """Format of the linear layers inside the blocks of the base: `int8`, `int4` (QLoRA,
+    2305.14314), or None for the dtype of the training."""
+
+    def empty(
+        self, config: DecoderConfig, kernel: KernelName, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Decoder, dict[str, Destination]]:
+        """Build a frozen decoder for training with `dtype`, with uninitialised weights.
+
+        Frozen weights have this dtype. Weights that are trained are float32.
+
+        Returns:
+            The decoder, to which `adapt` adds the adapter, and the destination of each weight.
+        """
+        decoder = config.build(kernel, device="meta", dtype=torch.float32)
+        freeze(decoder, self)
+        for name, parameter in decoder.named_parameters():
+            if dtype == torch.bfloat16 and not (
+                parameter.requires_grad or name.endswith(ALWAYS_FLOAT32)
+            ):
+                parameter.data = parameter.data.to(dtype)
+        allocate(decoder, device)
+        if self.quantize is not None:
+            return decoder, self.place_codes(decoder)
+        return decoder, {name: LocalShard(one) for name, one in decoder.named_parameters()}
+
+    def blank(
+        self, config: DecoderConfig, kernel: KernelName, device: torch.device, dtype: torch.dtype
+    ) -> Decoder:
+        """Build a decoder for training with `dtype`, with adapter and uninitialised base."""
+        return self.adapt(self.empty(config, kernel, device, dtype)[0], 0, torch.float32)
+
+    def check_parallel(self, parallel: ParallelismConfig) -> None:
+        """Raise ConfigError if ranks divide weights or sequences."""
+        for name in ("shard", "context", "tensor", "pipeline", "expert"):
+            if parallel.ways[name] > 1:
+                raise ConfigError(
+                    f"an adapter does not support parallel.{name}={parallel.ways[name]}; set it to "
+                    "1, and use parallel.data"
+                )
+
+    def place_codes(self, decoder: Decoder) -> dict[str, Destination]:
+        """Quantise the layers of a base; see the function `place_codes`.
+
+        The head stays exact: a tied one needs no memory, and losses compute its logits in parts.
+        """
+        assert self.quantize is not None
+        return place_codes(decoder, self.quantize, inside="layers.")
+
+    def adapt(self, decoder: Decoder, seed: int, dtype: torch.dtype | None = None) -> Decoder:
+        """Add the adapter to the decoder, in place; see `add_adapter`."""
+        lora = {name: getattr(self, name) for name in LoraConfig.model_fields}
+        return add_adapter(decoder, LoraConfig(**lora), seed=seed, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The weights that an adapter was trained on."""
+
+    init: str
+    """An absolute path, or an id of the hub."""
+    sha256: str
+    """Hash of the weights; see `hash_of`."""
+
+    def check(self, found: str) -> None:
+        """Check that these are the weights with the hash `found`.
+
+        Raises:
+            WorkhorseError: they are other weights.
+        """
+        if found != self.sha256:
+            raise WorkhorseError(
+                f"the weights of {self.init} (SHA-256 {found[:16]}) are not those that the adapter "
+                f"was trained on ({self.sha256[:16]}); restore them"
+            )
+
+
+def open_base(init: str, config: DecoderConfig) -> tuple[Base, Decoder]:
+    """Open the model that an adapter is added to, with its weights mapped from the files.
+
+    Args:
+        init: a folder, a file or an id of the hub.
+        config: the config of the decoder that gets the adapter. Only options without weights, such
+            as dropout, may differ.
+
+    Raises:
+        WorkhorseError: there is no such model, or it has an adapter itself.
+    """
+    from workhorse.checkpoints.stored import open_stored  # it imports run directories
+
+    try:
+        decoder = open_stored(init).load_decoder(places=mapped_weights)
+    except WorkhorseError as error:
+        raise WorkhorseError(f"the base of the adapter cannot be loaded: {error}") from None
+    if transforms_of(decoder):
+        raise WorkhorseError(
+            f"init={init} is a run of an adapter and cannot be the base of another; give its base"
+        )
+    shapes = {name: one.shape for name, one in decoder.named_parameters()}
+    wanted = config.build(device="meta").named_parameters()
+    if shapes != {name: one.shape for name, one in wanted}:
+        raise WorkhorseError(f"init={init} has weights of other shapes than the adapter's base")
+    path = os.path.abspath(init) if os.path.exists(init) else init
+    return Base(path, hash_of(weights_of(decoder))), decoder
+
+
+def hash_of(weights: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of names, dtypes, shapes and values of weights, in hexadecimal.
+
+    It is the hash of one line per weight with its name and its own hash, sorted by name.
+    """
+
+    def line(item: tuple[str, Tensor]) -> str:
+        name, weight = item
+        values = weight.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        digest = hashlib.sha256(values.data).hexdigest()
+        return f"{name} {weight.dtype} {tuple(weight.shape)} {digest}\n"
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        lines = threads.map(line, sorted(weights.items()))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def load_adapted(
+    decoder: Decoder, state: Mapping[str, Any], weights: Mapping[str, Tensor], places: Places
+) -> None:
+    """Load the base and the adapter of a run into a decoder, in place.
+
+    Args:
+        decoder: a decoder without values.
+        state: the state of the run's checkpoint.
+        weights: the weights in the checkpoint.
+        places: returns the destinations of the base's weights. If it does not quantise them, they
+            get the format of the training.
+
+    Raises:
+        WorkhorseError: the base is missing, or it is another one.
+    """
+    adapter = AdapterConfig.from_dict(state["recipe"]["adapter"])
+    base = Base(**state["base"])
+    found, source = open_base(base.init, decoder.config)
+    base.check(found.sha256)
+    into = places(decoder)
+    if adapter.quantize is not None and not transforms_of(decoder):
+        into = adapter.place_codes(decoder)
+    copy_tensors(into, weights_of(source), "base")
+    adapter.adapt(decoder, seed=0)
+    copy_adapter(decoder, weights)
+
+
+def copy_adapter(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+    """Copy the weights of a checkpoint into the adapter of a decoder."""
+    own = {name: one.detach() for name, one in adapter_parameters(decoder).items()}
+    copy_tensors(own, weights, "adapter")

@@ -219,6 +219,14 @@ def test_wrong_targets_are_found_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_added_tokens_are_refused(base: Path, make_recipe, tmp_path: Path) -> None:
+    fields = recipe_on(base, make_recipe).to_dict()
+    del fields["model"]
+    fields["tokenizer"] = {"add_tokens": ["+++"]}
+    with pytest.raises(WorkhorseError, match="1 tokens are added, but an adapter leaves their"):
+        train(Recipe.from_dict(with_init(fields)), tmp_path / "run")
+
+
 def test_the_optimizer_is_adamw_unless_another_is_chosen(base: Path, make_recipe) -> None:
     assert recipe_on(base, make_recipe).train.optimizer.kind == "adamw"
     chosen = {"optimizer": {"learning_rate": 1e-4}}

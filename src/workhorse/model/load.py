@@ -1,6 +1,7 @@
 """`workhorse.load`: load a model and its tokenizer from a path, hub id or preset name."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,12 +28,13 @@ from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.execute.body import EXECUTIONS, Execution
 from workhorse.generate import GenerationConfig
+from workhorse.generate.conversation import TemplateFormat
 from workhorse.memory.capacity import check_random, check_stored
 from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.tokenizers import BytesConfig, train_tokenizer
+from workhorse.tokenizers import BytesConfig, ChatTemplate, train_tokenizer
 from workhorse.transforms.quantization import FORMATS, FormatName, place_codes
 from workhorse.transforms.quantization import quantize as quantize_weights
 
@@ -123,16 +125,22 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
     is_run = isinstance(stored, RunDirectory)
     data = _data_of(stored) if is_run else None
     of_chats = data is not None and data.has_conversations
+    recipe = stored.recipe() if is_run else {}
+    inherits = recipe.get("init") is not None and not recipe.get("tokenizer", {}).get("chat")
+    stop_tokens = stored.stop_tokens
+    if of_chats and tokenizer is not None:
+        with suppress(WorkhorseError):  # a template that needs more than a question: eos ends
+            stop_tokens = TemplateFormat(ChatTemplate.of(tokenizer), tokenizer).stop_tokens
     return Model(
         str(stored.path),
         decoder,
         tokenizer,
         trained=True,
         data=data,
-        stop_tokens=stored.stop_tokens,
+        stop_tokens=stop_tokens,
         trained_to_chat=tokenizer is not None
         and bool(tokenizer.chat_templates)
-        and (not is_run or stored.recipe().get("init") is not None or of_chats),
+        and (not is_run or of_chats or inherits),
         family=stored.family,
         sampling=_sampling_of(stored, notify),
     )

@@ -17,6 +17,11 @@ MAX_VOCAB_SIZE = 300_000
 VocabSize = Annotated[int, Field(ge=N_BYTES, le=MAX_VOCAB_SIZE)]
 Digits = Annotated[int, Field(ge=1, le=3)]
 
+CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+"""The control tokens that the default chat template needs."""
+WITH_TOOLS = (*CHAT_TOKENS, "<|tool|>")
+"""All control tokens that it uses if they exist."""
+
 
 class SpecialTokensConfig(Config):
     """The special tokens, or None for an absent one. Encoding ordinary text never produces one.
@@ -32,7 +37,7 @@ class SpecialTokensConfig(Config):
     """Token at the end of a document. It also stops generation."""
     pad: str | None = "<|pad|>"
     """Token for padding in batches."""
-    chat: tuple[str, ...] = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+    chat: tuple[str, ...] = CHAT_TOKENS
     """Tokens that begin the turn of each role, and the token that ends a turn."""
 
     @property
@@ -62,18 +67,31 @@ def few_special_tokens() -> SpecialTokensConfig:
     return SpecialTokensConfig(bos=None, pad=None, chat=())
 
 
-class _TrainedConfig(Config):
+class _MadeConfig(Config):
+    """The fields of all configs of tokenizers that are made here."""
+
+    special: SpecialTokensConfig = SpecialTokensConfig()
+    """The special tokens. Encoding ordinary text never produces one."""
+    chat: bool = False
+    """True to store the default chat template with the tokenizer. Its role tokens, which include
+    `<|tool|>`, are then special tokens too. Set it for a model that will learn to chat."""
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """All special tokens, including those of the chat template, in the order of their ids."""
+        return tuple(dict.fromkeys((*self.special.names, *(WITH_TOOLS if self.chat else ()))))
+
+
+class _TrainedConfig(_MadeConfig):
     """The fields of all configs with a learned vocabulary."""
 
     vocab_size: VocabSize
     """Size of the vocabulary, including special, byte and character tokens."""
-    special: SpecialTokensConfig = SpecialTokensConfig()
-    """The special tokens. Encoding ordinary text never produces one."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
         """The tokens that exist before training, in the order of their ids."""
-        return self.special.names
+        return self.special_names
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
@@ -135,7 +153,7 @@ class ByteFallbackBpeConfig(_SentencePieceConfig):
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
-        return (*self.special.names, *BYTE_TOKENS)
+        return (*self.special_names, *BYTE_TOKENS)
 
 
 class UnigramConfig(_SentencePieceConfig):
@@ -151,7 +169,7 @@ class UnigramConfig(_SentencePieceConfig):
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
-        return (self.unk, *self.special.names, *(BYTE_TOKENS if self.byte_fallback else ()))
+        return (self.unk, *self.special_names, *(BYTE_TOKENS if self.byte_fallback else ()))
 
 
 class WordPieceConfig(_TrainedConfig):
@@ -171,13 +189,13 @@ class WordPieceConfig(_TrainedConfig):
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
-        return (self.unk, *self.special.names)
+        return (self.unk, *self.special_names)
 
     def _smallest_alphabet(self) -> int:
         return 2  # a character at the start of a word, and the same character inside a word
 
 
-class BytesConfig(Config):
+class BytesConfig(_MadeConfig):
     """One token per byte: the id is the byte value. Special tokens begin at 256. Not trained."""
 
     kind: Literal["bytes"] = "bytes"
@@ -185,7 +203,7 @@ class BytesConfig(Config):
     """The special tokens. Encoding ordinary text never produces one."""
 
 
-class CharactersConfig(Config):
+class CharactersConfig(_MadeConfig):
     """One token per character of the corpus, in code point order after the special tokens."""
 
     kind: Literal["characters"] = "characters"
@@ -198,8 +216,8 @@ class CharactersConfig(Config):
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
-        check_names((self.unk, *self.special.names))
-        fixed = 1 + len(self.special.names)
+        check_names((self.unk, *self.special_names))
+        fixed = 1 + len(self.special_names)
         if self.vocab_size is not None and self.vocab_size <= fixed:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is too small for {fixed} special tokens and a "
@@ -213,7 +231,14 @@ class FileConfig(Config):
 
     kind: Literal["file"] = "file"
     path: str
-    """A `tokenizer.json` or `tokenizer.model` file, or a folder with one."""
+    """A `tokenizer.json` or `tokenizer.model` file, or a folder with one. With `init`, the default
+    is the tokenizer of `init`."""
+    add_tokens: tuple[str, ...] = ()
+    """New tokens, such as words of a domain. Any text that contains their names is encoded with
+    them. With `init`, the embedding and the head grow."""
+    chat: bool = False
+    """True to store the default chat template with a tokenizer that has none, and to add its role
+    tokens as special tokens. With `init`, the embedding and the head grow."""
 
 
 TokenizerConfig = Annotated[

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.tokenizers.backend import checked_ids, ids_of, library_tokenizer
+from workhorse.tokenizers.backend import add_tokens, checked_ids, ids_of, library_tokenizer
 from workhorse.tokenizers.control import ControlEncoder, affixes, guarded, reachable, set_affixes
 from workhorse.tokenizers.files import folder_texts, write_folder
 from workhorse.tokenizers.growth import check_growth
@@ -297,6 +298,43 @@ class Tokenizer:
         """
         self.token_id(token)
         return Tokenizer(self.definition, {**self.roles, role: token}, self.chat_templates)
+
+    def with_tokens(self, tokens: Sequence[str], *, special: bool = False) -> "Tokenizer":
+        """Return a copy of this tokenizer with more tokens, whose ids follow the largest id.
+
+        Args:
+            tokens: names of the new tokens. In the input, they are matched before normalisation.
+            special: True if typed text never becomes one of them.
+
+        Raises:
+            WorkhorseError: a name is empty or in use, the tokenizer has unused ids, or it could not
+                decode text with the token: SentencePiece may add a space after it, and byte-level
+                tokenizers read the letters of `für` as bytes.
+        """
+        known = {*self.vocabulary}
+        for name in tokens:
+            ids = self.encode(name)
+            if not name or name in known or (len(ids) == 1 and self.decode(ids) == name):
+                fact = "is in the vocabulary already" if name else "is empty"
+                raise WorkhorseError(f"added token {name!r} {fact}; remove it")
+            known.add(name)
+        backend = library_tokenizer(self.definition)
+        add_tokens(backend, [AddedToken(t, special=special, normalized=False) for t in tokens])
+        found = Tokenizer(backend.to_str(), self.roles, self.chat_templates)
+        for name in tokens:
+            if found.token_id(name) < self.vocab_size:
+                raise WorkhorseError(
+                    f"the tokenizer has unused ids, so {name!r} gets the id {found.token_id(name)} "
+                    "among those of other tokens; use a tokenizer without gaps"
+                )
+            text = f"a{name}b"
+            before, after = (one.decode(one.encode(text)).lstrip(" ") for one in (self, found))
+            if not special and before == text != after:
+                raise WorkhorseError(
+                    f"this tokenizer would decode {text!r} as {after!r} with the added token "
+                    f"{name!r}; remove it"
+                )
+        return found
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -20,8 +20,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from workhorse.errors import WorkhorseError, shown, warn_caller
+from workhorse.tokenizers.chat.template import with_template
 from workhorse.tokenizers.config import (
     SPACE,
+    WITH_TOOLS,
     BpeConfig,
     ByteFallbackBpeConfig,
     BytesConfig,
@@ -247,11 +249,11 @@ def train_tokenizer(
 
     Raises:
         WorkhorseError: the documents have no text, `texts` is one string, a document cannot be
-            encoded in UTF-8, the file of a `FileConfig` is not a tokenizer, or `config` is not a
-            tokenizer config.
+            encoded in UTF-8, the file of a `FileConfig` is not a tokenizer or cannot be extended,
+            or `config` is not a tokenizer config.
     """
     if isinstance(config, FileConfig):
-        return load_tokenizer(config.path)
+        return _extended(config)
     if isinstance(config, BytesConfig):
         return _bytes(config)
     if type(config) not in _TRAINING:
@@ -260,6 +262,21 @@ def train_tokenizer(
             "BpeConfig(vocab_size=4096), or use tokenizer_config for a dict"
         )
     return _TRAINING[type(config)](config, split_documents(texts, progress))
+
+
+def _extended(config: FileConfig) -> Tokenizer:
+    """Load a tokenizer, and add the config's tokens and the default chat template."""
+    tokenizer = load_tokenizer(config.path)
+    if config.chat and tokenizer.chat_templates:
+        raise WorkhorseError(
+            f"the tokenizer {config.path} has a chat template already; remove chat=true"
+        )
+    if config.add_tokens:
+        tokenizer = tokenizer.with_tokens(config.add_tokens)
+    if not config.chat:
+        return tokenizer
+    missing = [name for name in WITH_TOOLS if name not in tokenizer.special_tokens]
+    return with_template(tokenizer.with_tokens(missing, special=True))
 
 
 def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
@@ -275,7 +292,7 @@ def _bpe(config: BpeConfig, pieces: Iterable[str]) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
-        special_tokens=list(config.special.names),
+        special_tokens=list(config.special_names),
         initial_alphabet=list(BYTE_ALPHABET),
         show_progress=False,
     )
@@ -386,7 +403,7 @@ def _wordpiece(config: WordPieceConfig, pieces: Iterable[str]) -> Tokenizer:
 
 
 def _characters(config: CharactersConfig, pieces: Iterable[str]) -> Tokenizer:
-    fixed = (config.unk, *config.special.names)
+    fixed = (config.unk, *config.special_names)
     with counted(pieces) as corpus:
         room = len(corpus.characters) if config.vocab_size is None else config.vocab_size
         if config.vocab_size is not None:
@@ -430,11 +447,12 @@ def _finished(
     config: Any,
     unk: str | None = None,
 ) -> Tokenizer:
-    names = (*((unk,) if unk else ()), *config.special.names)
+    names = (*((unk,) if unk else ()), *config.special_names)
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     special = config.special
     roles = {"bos": special.bos, "eos": special.eos, "pad": special.pad, "unk": unk}
-    return Tokenizer(backend.to_str(), roles)
+    made = Tokenizer(backend.to_str(), roles)
+    return with_template(made) if config.chat else made
 
 
 def _bpe_model(model: dict[str, Any], byte_fallback: bool = False) -> models.BPE:

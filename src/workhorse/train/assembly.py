@@ -110,7 +110,9 @@ def assemble(
         decoder_config,
         device,
         world,
-        partial(_give_weights, recipe, decoder_config, checkpoint, notify=notify),
+        partial(
+            _give_weights, recipe, decoder_config, checkpoint, tokenizer=tokenizer, notify=notify
+        ),
         checkpoint=checkpoint,
     )
     if config.rollouts is None:
@@ -401,6 +403,7 @@ def _give_weights(
     decoder: Decoder,
     places: Places,
     *,
+    tokenizer: Tokenizer,
     notify: Callable[[str], None],
 ) -> Checkpoint | None:
     """Set a decoder's weights: from a checkpoint, from the recipe's `init`, or random ones.
@@ -415,9 +418,14 @@ def _give_weights(
         load_weights(decoder, checkpoint.model, places)
         return None
     if recipe.init is not None:
-        with_optimizer = recipe.init_optimizer
         return start_weights(
-            recipe.init, decoder, notify, places=places, with_optimizer=with_optimizer
+            recipe.init,
+            decoder,
+            notify,
+            whole=config,
+            tokenizer=tokenizer,
+            places=places,
+            with_optimizer=recipe.init_optimizer,
         )
     into = places(decoder)
     for name, values in config.draw(decoder.device):

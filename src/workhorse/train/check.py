@@ -19,7 +19,7 @@ from workhorse.memory.capacity import check_fitting
 from workhorse.optim.groups import check_base_width
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
-from workhorse.tokenizers import load_tokenizer, train_tokenizer
+from workhorse.tokenizers import train_tokenizer
 from workhorse.tokenizers.config import FileConfig
 from workhorse.train.init_from import check_weights
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
@@ -197,9 +197,10 @@ def _check_device(config: TrainConfig, device: torch.device) -> None:
 
 
 def _check_tokenizer(recipe: Recipe) -> None:
-    """Raise WorkhorseError if the tokenizer cannot be read or lacks a bos or eos token in use."""
+    """Raise WorkhorseError if the tokenizer is unreadable, too large, or lacks bos or eos."""
     if isinstance(recipe.tokenizer, FileConfig):
-        tokenizer = load_tokenizer(recipe.tokenizer.path)
+        tokenizer = train_tokenizer(recipe.tokenizer, ())
+        recipe.decoder_config(tokenizer.vocab_size)
         bos, eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None
     else:
         special = recipe.tokenizer.special
@@ -218,4 +219,10 @@ def _check_model(recipe: Recipe) -> None:
     if recipe.init is not None:
         check_weights(recipe.init, decoder)
     if recipe.adapter is not None:
+        if config.vocab_size > of_tokenizer:
+            raise WorkhorseError(
+                f"tokenizer: {config.vocab_size - of_tokenizer} tokens are added, but an adapter "
+                "leaves their embeddings untrained; train all weights with them first, then the "
+                "adapter"
+            )
         recipe.adapter.adapt(decoder, seed=0)

@@ -18,6 +18,8 @@ from workhorse.train.resume import differences
 
 SETTINGS_SHOWN = 3
 """Maximum number of differing settings that an error lists."""
+VOCABULARY_WEIGHTS = ("embedding.tokens.weight", "head.proj.weight", "head.proj.bias")
+"""Names of the weights that have a row per token. With a tied head, only the first exists."""
 
 
 def start_weights(
@@ -25,15 +27,19 @@ def start_weights(
     decoder: Decoder,
     notify: Callable[[str], None],
     *,
+    whole: DecoderConfig,
+    tokenizer: Tokenizer,
     places: Places = weights_of,
     with_optimizer: bool = False,
 ) -> Checkpoint | None:
-    """Copy the weights of a trained model into a decoder.
+    """Copy the weights of a trained model into a decoder, which may have more tokens (`grown`).
 
     Args:
         init: the model: a folder or a hub id; if `with_optimizer`, a run directory.
-        decoder: the decoder that receives the weights.
+        decoder: the decoder that receives the weights, or the part of it on this rank.
         notify: called with each notice, in one line.
+        whole: config of the whole decoder.
+        tokenizer: its tokenizer.
         places: returns the tensors of the decoder that the weights are copied to.
         with_optimizer: True if the optimizer's state will be loaded too.
 
@@ -53,15 +59,42 @@ def start_weights(
                 f"init={init} is not a run with an intact checkpoint, so it has no optimizer "
                 "state; set init_optimizer=false"
             )
+        stored, weights = run, checkpoint.model
         config = DecoderConfig.from_dict(checkpoint.state["config"])
-        _copy_weights(init, decoder, config, checkpoint.model, places)
-        return replace(checkpoint, model={})
-    stored = open_stored(init)
-    trained = stored.load_decoder(dtype=torch.float32)
-    for remark in stored.remarks:
-        notify(remark)
-    _copy_weights(init, decoder, trained.config, weights_of(trained), places)
-    return None
+    else:
+        checkpoint, stored = None, open_stored(init)
+        trained = stored.load_decoder(dtype=torch.float32)
+        weights, config = weights_of(trained), trained.config
+        for remark in stored.remarks:
+            notify(remark)
+    known = stored.tokenizer().vocab_size if stored.has_tokenizer else config.vocab_size
+    new = range(known, tokenizer.vocab_size)
+    if new:
+        notify(f"{len(new)} new tokens start as the mean of the {known:,} tokens of init={init}")
+    _copy_weights(init, decoder, config, weights, places, whole=whole, new=new)
+    return None if checkpoint is None else replace(checkpoint, model={})
+
+
+def grown(weight: Tensor, rows: int, new: range) -> Tensor:
+    """Extend a weight that has a row per token; the row of each new token is the mean of the old.
+
+    The logit of a new token is then the mean logit. So by Jensen's inequality, `n` new tokens
+    beside `m` old ones raise the loss by up to `log(1 + n / m)` per token.
+
+    Args:
+        weight: the weight `(vocab, ...)`. Rows from `new.start` on belong to no token.
+        rows: number of rows of the result, `vocab` or more. Added rows are the mean too.
+        new: ids of the new tokens. The other rows of `weight` stay as they are.
+
+    Paper: Hewitt (2021), Initializing New Word Embeddings for Pretrained Language Models,
+    nlp.stanford.edu/~johnhew/vocab-expansion.html; compared with alternatives in 2407.05841.
+    """
+    if rows == len(weight) and not new:
+        return weight
+    mean = weight[: new.start].mean(0)
+    result = torch.cat([weight, mean.expand(rows - len(weight), *mean.shape)])
+    result[new.start : new.stop] = mean
+    return result
 
 
 def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kind: str) -> None:
@@ -95,7 +128,9 @@ def check_weights(init: str, decoder: Decoder) -> None:
         WorkhorseError: there is no such model, or names or shapes differ.
     """
     trained = open_stored(init).config.build(device="meta")
-    _copy_weights(init, decoder, trained.config, weights_of(trained))
+    whole, config = decoder.config, trained.config
+    new = range(config.vocab_size, whole.vocab_size)
+    _copy_weights(init, decoder, config, weights_of(trained), weights_of, whole=whole, new=new)
 
 
 def _copy_weights(
@@ -103,9 +138,21 @@ def _copy_weights(
     decoder: Decoder,
     config: DecoderConfig,
     weights: Mapping[str, Tensor],
-    places: Places = weights_of,
+    places: Places,
+    *,
+    whole: DecoderConfig,
+    new: range,
 ) -> None:
-    """Copy weights into a decoder; if they do not fit, raise an error with differing settings."""
+    """Copy weights into a decoder; if they do not fit, raise an error with differing settings.
+
+    See `grown` for `new`, the ids of tokens without a vector.
+    """
+    rows = max(whole.vocab_size, config.vocab_size)
+    config = config.replace(vocab_size=rows)
+    weights = {
+        name: grown(weight, rows, new) if name in VOCABULARY_WEIGHTS else weight
+        for name, weight in weights.items()
+    }
     try:
         load_weights(decoder, weights, places)
     except WorkhorseError as error:

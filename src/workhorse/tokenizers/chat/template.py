@@ -23,20 +23,34 @@ from workhorse.tokenizers.chat.messages import (
     with_reasoning,
 )
 from workhorse.tokenizers.chat.process import RENDERER
+from workhorse.tokenizers.config import CHAT_TOKENS
 from workhorse.tokenizers.control import ControlEncoder
 from workhorse.tokenizers.tokenizer import Tokenizer
 
-DEFAULT_TEMPLATE = """\
+_TURNS = """
+{% if tools %}{{ raise_exception('this chat template has no format for tools') }}{% endif %}
 {% for message in messages %}
-{% if message.role not in ['system', 'user', 'assistant'] %}
-{{ raise_exception('role must be system, user or assistant, not ' ~ message.role) }}
+{% if message.role not in roles %}
+{{ raise_exception('role must be ' ~ roles[:-1] | join(', ') ~ ' or ' ~ roles[-1] ~ ', not '
+   ~ message.role) }}
+{% endif %}
+{% if message.tool_calls %}
+{{ raise_exception('this chat template has no format for tool_calls; write them as content') }}
 {% endif %}
 {{ '<|' ~ message.role ~ '|>' }}{{ message.content }}{{ '<|end|>' }}
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-"""Template for tokenizers without one: role token, content, and `<|end|>` for each turn."""
-DEFAULT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-"""The control tokens of the default template."""
+
+
+def default_template(*more_roles: str) -> str:
+    """Return the template for tokenizers without one: role token, content and `<|end|>` per turn.
+
+    Its roles are system, user, assistant and `more_roles`.
+    """
+    return f"{{% set roles = {['system', 'user', 'assistant', *more_roles]} %}}{_TURNS}"
+
+
+DEFAULT_TEMPLATE = default_template()
 TOOL_USE = "tool_use"
 """Name of the template for chats with tools."""
 
@@ -303,13 +317,14 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
     """
     if tokenizer.chat_templates:
         return tokenizer
-    missing = [name for name in DEFAULT_TOKENS if name not in tokenizer.special_tokens]
+    missing = [name for name in CHAT_TOKENS if name not in tokenizer.special_tokens]
     if missing:
         raise WorkhorseError(
             "conversations need a chat template, but the tokenizer has none, nor the special "
-            f"tokens {' '.join(missing)} of the default one; use the tokenizer of a chat model"
+            f"tokens {' '.join(missing)} of the default one; set tokenizer.chat=true"
         )
-    return Tokenizer(tokenizer.definition, tokenizer.roles, DEFAULT_TEMPLATE)
+    more = ["tool"] if "<|tool|>" in tokenizer.special_tokens else []
+    return Tokenizer(tokenizer.definition, tokenizer.roles, default_template(*more))
 
 
 def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str, Any]) -> Chat:

@@ -20,7 +20,7 @@ from workhorse.optim.groups import CosineConfig, OptimizerConfig, ScheduleConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
 from workhorse.parallel.division.parts import check_divisible
-from workhorse.tokenizers import TokenizerConfig
+from workhorse.tokenizers import TokenizerConfig, tokenizer_config, train_tokenizer
 from workhorse.train.objectives.balance import check_balance
 from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.objectives.next_token import NextTokenConfig
@@ -64,9 +64,11 @@ def with_init(fields: dict[str, Any]) -> dict[str, Any]:
 
     Call it before `Recipe.from_dict`, which reads no other files. The model is read, or downloaded
     from the hub. Fields without `init`, or with full model and tokenizer, are returned unchanged.
+    If the recipe adds tokens, `vocab_size` grows to the size of its tokenizer.
 
     Raises:
-        ConfigError: there is no such model, or both `init` and a preset are set.
+        ConfigError: there is no such model, both `init` and a preset are set, or the recipe's
+            tokenizer cannot be read.
     """
     init, changes = fields.get("init"), fields.get("model") or {}
     if not isinstance(init, str) or is_written_out(fields):
@@ -79,7 +81,21 @@ def with_init(fields: dict[str, Any]) -> dict[str, Any]:
     except WorkhorseError as error:
         raise ConfigError(str(error), "init") from None
     tokenizer = {"kind": "file", "path": str(stored.tokenizer_folder)}
+    own = fields.get("tokenizer")
+    if isinstance(own, dict) and own.get("kind", "file") == "file":
+        tokenizer |= own
+        model["vocab_size"] = max(model["vocab_size"], _tokens_of(tokenizer))
+        fields = {**fields, "tokenizer": tokenizer}
     return written_over(fields, model, tokenizer)
+
+
+def _tokens_of(tokenizer: dict[str, Any]) -> int:
+    """Return the vocabulary size of an existing tokenizer with the tokens that a recipe adds."""
+    try:
+        return train_tokenizer(tokenizer_config(tokenizer), ()).vocab_size
+    except WorkhorseError as error:
+        error = error if isinstance(error, ConfigError) else ConfigError(str(error))
+        raise error.below("tokenizer") from None
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -351,7 +367,8 @@ class Recipe(Config):
     init: str | None = None
     """A trained model to start from: a run directory, a Hugging Face directory or a hub id. It
     provides the architecture (`model` then contains only changes, such as dropout) and, unless one
-    is given, the tokenizer. The recipe in the new run's directory contains both in full."""
+    is given, the tokenizer, to which `tokenizer: {add_tokens: [...], chat: true}` adds tokens. The
+    recipe in the new run's directory contains both in full."""
     init_optimizer: bool = False
     """True to also load the optimizer's state from the run directory in `init`. Steps and schedule
     start from zero."""
@@ -557,8 +574,9 @@ def is_written_out(fields: dict[str, Any]) -> bool:
     """
     model = fields.get("model") or {}
     needed = DecoderConfig.model_fields.items()
+    tokenizer = fields.get("tokenizer", {})
     return not isinstance(model, dict) or (
-        "tokenizer" in fields
+        (not isinstance(tokenizer, dict) or "kind" in tokenizer)
         and all(name in model for name, field in needed if field.is_required())
     )
 

@@ -11,7 +11,7 @@ from workhorse.train.report.page import rendered
 
 @dataclass
 class Section:
-    """A part of a page: words, charts (`<svg>` elements), and a table, its first row the head."""
+    """A part of a page: words, charts (`<figure>`), and a table, its first row the head."""
 
     title: str
     words: str

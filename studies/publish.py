@@ -16,24 +16,33 @@ from workhorse.files.writing import write_atomically
 PAGES = Path(__file__).parent.parent / "docs" / "studies"
 LIGHT = "--ink: #1f2937; --soft: #6b7280; --line: #e5e7eb; --card: #ffffff"
 """Colours of a picture, which may stand on a page of another colour."""
-CHART = re.compile(r"<svg .*?</svg>", re.DOTALL)
+CHART = re.compile(
+    r"<figure><figcaption>(.*?)</figcaption><svg viewBox=\"0 0 (\d+) (\d+)\"[^>]*>(.*?)</svg>"
+    r"<div class=\"legend\">(.*?)</div></figure>",
+    re.DOTALL,
+)
+ENTRY = re.compile(r'<i class="(c\d)">(.)</i> (.*?) <b>(.*?)</b>')
+ROW = 16
 
 
 def picture(page: str) -> str:
     """The first chart of a report, as a file that stands alone."""
     found = CHART.search(page)
     assert found, "a report has a chart"
-    rules = files("workhorse.train.report").joinpath("style.css").read_text("utf-8").splitlines()
-    style = "\n".join(line for line in rules if line.startswith("svg"))
-    head = f"<style>svg {{ {LIGHT} }}\n{style}</style>"
+    title, width, height, drawn, legend = found.groups()
+    css = files("workhorse.train.report").joinpath("style.css").read_text("utf-8")
+    rules = [line for line in css.splitlines() if line.startswith(("svg", ".c"))]
+    colors = "; ".join(re.findall(r"--c\d: #\w+", css)[:8])  # the first ones are for light pages
+    parts = [f'<text x="12" y="-10">{title}</text>', re.sub(r' data-\w+="[^"]*"', "", drawn)]
+    entries = ENTRY.findall(legend)
+    for row, (color, mark, name, value) in enumerate(entries, start=1):
+        spot = f'<tspan class="{color}" style="fill: currentColor">{mark}</tspan>'
+        parts.append(f'<text x="12" y="{int(height) + ROW * row}">{spot} {name} {value}</text>')
+    box = f"0 {-2 * ROW} {width} {int(height) + ROW * (len(entries) + 3)}"
+    style = "\n".join([f"svg {{ {LIGHT}; {colors}; background: var(--card) }}", *rules])
     return (
-        re.sub(
-            r"<svg ([^>]*)>",
-            rf'<svg xmlns="http://www.w3.org/2000/svg" \1>{head}',
-            found[0],
-            count=1,
-        )
-        + "\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}"><style>{style}</style>'
+        f"{''.join(parts)}</svg>\n"
     )
 
 

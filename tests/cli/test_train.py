@@ -94,10 +94,10 @@ def test_resuming_a_finished_run_says_how_to_go_on(
 def test_the_report_says_what_a_run_changed_of_the_recipe(recipe: str) -> None:
     Path(recipe).write_text("description: Reaches 1.5.\n" + RECIPE)
     settings = ["train.steps=3", "data.corpus={kind: text, path: corpus.txt}"]
-    note = "This run differs from the recipe file and from the description below: "
+    note = "this run differs from the recipe file and its description: "
     assert main(["train", recipe, *settings, "--dtype", "float32", "--out", "run"]) == 0
     page = Path("run/report.html").read_text("utf-8")
-    assert f"{note}{', '.join([*settings, 'train.dtype=float32'])}.</p>" in page
+    assert f"{note}{', '.join([*settings, 'train.dtype=float32'])}</p>" in page
     assert main(["train", "run", "train.log_every=1", "--resume"]) == 0
     page = Path("run/report.html").read_text("utf-8")
     assert f"{note}train.steps=3, " in page  # changes by a resume are in the notes

@@ -108,7 +108,8 @@ def test_the_reports_say_what_was_found(finished: Finished):
     assert words in page
     assert page.count("<svg") == 1  # too few steps for validation on a subset
     assert "<polygon" in page
-    assert "http" not in page
+    assert "http://" not in page
+    assert "https://" not in page
     assert "is at an end of the list" in text
 
 
@@ -119,6 +120,8 @@ def test_a_study_is_published_with_a_picture_that_stands_alone(finished: Finishe
     root = ElementTree.fromstring((tmp_path / "gates.svg").read_text())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
+    assert {"plain", "gated"} <= set("".join(root.itertext()).split())
+    assert "--c1: #" in (tmp_path / "gates.svg").read_text()
 
 
 def test_a_finished_study_is_not_repeated(finished: Finished):

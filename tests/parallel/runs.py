@@ -67,7 +67,14 @@ def state_of(folder: Path) -> dict[str, Any]:
         name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
         for name in ("model.safetensors", "optimizer.safetensors")
     }
-    timed = ("seconds", "tokens_per_second", "peak_fraction", "warming_up", "pass_seconds")
+    timed = (
+        "seconds",
+        "tokens_per_second",
+        "peak_fraction",
+        "warming_up",
+        "pass_seconds",
+        "memory",
+    )
     events = [
         {name: value for name, value in event.items() if name not in timed}
         for event in steps_of(folder)

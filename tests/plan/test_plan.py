@@ -48,7 +48,8 @@ def test_a_preset_on_a_known_device(capsys: pytest.CaptureFixture[str], tmp_path
     assert "assumed: train.batch_size=1" in out
     drawn = page.read_text()
     assert drawn.count("<svg") == 2
-    assert "http" not in drawn
+    assert "http://" not in drawn
+    assert "https://" not in drawn
 
 
 def test_json_has_the_account(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,15 @@ from workhorse.nn import IGNORE, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.tokenizers.chat.template import with_template
 from workhorse.tokenizers.config import BytesConfig
-from workhorse.train import Recipe, train, with_init
+from workhorse.train import Recipe, read_metrics, train, with_init
 from workhorse.train.objectives.next_token import NextToken
 
 Make = Callable[..., Recipe]
+LOOKS = ("validation", "samples")
+
+
+def _looks(run: Path) -> list[dict[str, Any]]:
+    return [event for event in read_metrics(run / "metrics.jsonl") if event["kind"] in LOOKS]
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +209,7 @@ def test_a_run_of_dpo_starts_at_the_reference_and_resumes_bit_for_bit(
     path = write_lines(tmp_path / "pairs.jsonl", pairs)
     fields = make(rows="pairs", path=str(path), validation_fraction=0.25).to_dict()
     fields |= {"init": str(tmp_path / "base")}
-    fields["train"] |= {"objective": {"kind": "dpo", "beta": 0.5}, "samples": None}
+    fields["train"] |= {"objective": {"kind": "dpo", "beta": 0.5}}
     fields["model"] = {}
     recipe, told = Recipe.from_dict(with_init(fields)), []
     train(recipe, tmp_path / "whole", on_event=told.append)
@@ -212,6 +217,8 @@ def test_a_run_of_dpo_starts_at_the_reference_and_resumes_bit_for_bit(
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)  # equal to the reference
     assert last["accuracy"] > 0.5
     assert last["loss"] < first["loss"]
+    rows = 6 * 4
+    assert 2 * rows < last["tokens"] < 3 * rows  # one or two digits, and the end of the answer
     assert {one.name for one in (tmp_path / "whole" / "reference").iterdir()} == {
         "train-corpus.npy",
         "validation-corpus.npy",
@@ -220,6 +227,13 @@ def test_a_run_of_dpo_starts_at_the_reference_and_resumes_bit_for_bit(
     shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").glob("*6")))
     train(recipe, tmp_path / "resumed", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=6)
+    looked_at = [(event["kind"], event["step"]) for event in told if event["kind"] in LOOKS]
+    assert looked_at == [("validation", 0), ("samples", 0), ("validation", 6), ("samples", 6)]
+    assert _looks(tmp_path / "resumed") == _looks(tmp_path / "whole")
+    before, after = [event for event in told if event["kind"] == "validation"]
+    assert before["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert (before["margin"], before["accuracy"]) == pytest.approx((0, 0), abs=1e-5)
+    assert after["margin"] == pytest.approx(after["reward_chosen"] - after["reward_rejected"])
     shutil.rmtree(tmp_path / "resumed" / "reference")
     with pytest.raises(WorkhorseError, match="reference is missing, the log-probabilities of"):
         train(recipe, tmp_path / "resumed", resume=True)

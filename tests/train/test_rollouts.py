@@ -70,6 +70,7 @@ def rollouts(tmp_path: Path, **config: Any) -> tuple[Rollouts, Any]:
 
 def test_the_rows_of_a_step(tmp_path: Path) -> None:
     made, decoder = rollouts(tmp_path)
+    made.reward = lambda prompts, *_: [float(row in (1, 2)) for row in range(len(prompts))]
     batch = made[5]
     assert batch.old is not None
     assert batch.advantages is not None
@@ -93,7 +94,16 @@ def test_the_rows_of_a_step(tmp_path: Path) -> None:
     assert float(figures["kl_old"] / count) < 1e-9
     assert float(figures["ratio_outside"]) == 0
     assert batch.values is not None
-    assert made.figures["reward"] == pytest.approx(float(batch.values.mean()))
+    figures = {
+        "reward": batch.values.mean(),
+        "reward_std": batch.values.std(correction=0),
+        "equal_rewards": (batch.values.view(2, 4).std(dim=1) == 0).float().mean(),
+        "completion_tokens": (batch.targets != IGNORE).sum() / 8,
+        "longest_completion": (batch.targets != IGNORE).sum(dim=1).max(),
+    }
+    assert figures["equal_rewards"] == 0.5  # of two prompts
+    for name, figure in figures.items():
+        assert made.figures[name] == pytest.approx(float(figure)), name
     assert made[5].targets.tolist() == batch.targets.tolist()
     assert made[6].targets.tolist() != batch.targets.tolist()
 
@@ -123,16 +133,29 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     steps = [event for event in told if event["kind"] == "step"]
     assert all(0 <= event["reward"] <= 1 for event in steps)
     assert {"exact_match", "unfinished", "completion_tokens", "clip_fraction"} <= set(steps[0])
-    shown = [
-        event
-        for event in read_metrics(tmp_path / "whole" / "metrics.jsonl")
-        if event["kind"] == "rollouts"
-    ]
-    assert shown[0]["rollouts"][0].keys() == {"prompt", "text", "reward"}
+    *_, validation = [event for event in told if event["kind"] == "validation"]
+    assert validation["reward"] == -validation["loss"] == -result.validation_loss
+    assert {"exact_match", "completion_tokens"} <= set(validation)
+    shown = _rollouts(tmp_path / "whole")
+    assert [event["step"] for event in shown] == [1, 2, 3, 4]
+    assert shown[0]["rollouts"][0].keys() == {"prompt", "text", "reward", "answer"}
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(max((tmp_path / "resumed" / "checkpoints").glob("*4")))
     train(settings, tmp_path / "resumed", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "resumed", step=4)
+    assert _rollouts(tmp_path / "resumed") == shown
+
+
+def test_the_number_of_rollouts_in_the_metrics_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workhorse.train.loop.SHOWN_TIMES", 2)
+    train(recipe(steps=6, checkpoint_every=6, eval_every=None), tmp_path / "run")
+    assert [event["step"] for event in _rollouts(tmp_path / "run")] == [1, 4, 6]
+
+
+def _rollouts(run: Path) -> list[dict[str, Any]]:
+    return [event for event in read_metrics(run / "metrics.jsonl") if event["kind"] == "rollouts"]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ VERBS = {
     "chat": "Chat with a model in the terminal.",
     "evaluate": "Measure a model's loss on text, or score it on tasks.",
     "plan": "Estimate a model's memory, FLOPs, time and cost.",
+    "report": "Write the report page of a run, or of several runs side by side.",
     "compare": "Compare designs by training them, with confidence intervals.",
     "scaling": "Fit scaling laws to runs and predict the loss of larger ones.",
     "data": "Prepare a recipe's data, or inspect its training rows.",

@@ -145,6 +145,7 @@ def assemble(
         peak=Peak(partial(measured_peak, config, device)),
         check_place=run.check_place,
         world=world,
+        look_first=recipe.init is not None,
     )
     if checkpoint is not None:
         loop.restore(checkpoint, at.rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
 from workhorse.checkpoints.runs.store import CheckpointStore
-from workhorse.data import Batch, Batches
+from workhorse.data import IGNORE, Batch, Batches
 from workhorse.devices.memory import peak_memory
 from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import Slices, whole
@@ -114,6 +114,10 @@ class Counters:
     """Time in the loop over all sessions, including validation and checkpoints."""
 
 
+SHOWN_TIMES = 100
+"""The rollouts of about this number of logged steps are stored with the metrics of a run."""
+
+
 class _Mark(NamedTuple):
     """State of the loop when it last logged."""
 
@@ -145,6 +149,7 @@ class Loop:
         peak: the peak floating-point operations per second of the device.
         check_place: function that raises an error if the run's folder was moved or removed.
         world: the processes of the run; rank 0 writes files and events.
+        look_first: True to validate and to generate samples also before the first step.
     """
 
     config: TrainConfig
@@ -161,6 +166,7 @@ class Loop:
     peak: Peak
     check_place: Callable[[], None]
     world: World = ALONE
+    look_first: bool = False
     counters: Counters = field(default_factory=Counters)
     saved: int = 0
     """Number of steps done when the newest checkpoint was saved."""
@@ -237,6 +243,8 @@ class Loop:
     def _train(self, signals: StopSignals, progress: Callable[[], None]) -> bool:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
+        if self.look_first and counters.step == 0:
+            self._look(ended=False)
         mark = self._mark()
         of_processes: dict[str, list[float]] = {}
         warming_up = True  # the first step of a session waits for compilation and page faults
@@ -245,6 +253,7 @@ class Loop:
             batch = batch or self._read(counters.step)
             assert batch is not None
             loss, counted = self.step.backward(batch, counters.step)
+            predicted = int((batch.targets != IGNORE).sum())
             following = counters.step + 1
             # While a GPU computes; only `update` waits for it.
             batch = self._read(following) if self.batches.ahead else None
@@ -260,7 +269,7 @@ class Loop:
             result = self.step.update(loss, counted, schedule)
             counters.step = following
             counters.rows += config.batch_size
-            self._count(result)
+            self._count(result, predicted)
             self._consistent = True
             counters.seconds = time.perf_counter() - started
             if logs:
@@ -329,9 +338,9 @@ class Loop:
         batch = self.batches[step]
         return batch.pinned() if self.step.device.type == "cuda" else batch
 
-    def _count(self, result: StepResult) -> None:
+    def _count(self, result: StepResult, predicted: int) -> None:
         counters = self.counters
-        counters.tokens += round(result.tokens)  # weighted targets can give a fraction
+        counters.tokens += predicted
         if result.finite:
             counters.bad_in_a_row = 0
             self._compare(result.loss)
@@ -393,9 +402,12 @@ class Loop:
             peak_fraction=self.peak.fraction(tokens_per_second * self.flops_per_token),
             skipped_steps=self.counters.skipped_steps,
             seconds=self.counters.seconds,
+            memory=peak_memory(self.step.device),
             **of_processes,
         )
-        if self.batches.shown:
+        step, length = self.counters.step, self.config.length
+        since = (step - 1) % max(1, length // SHOWN_TIMES)
+        if self.batches.shown and (since < self.config.log_every or step == length):
             self.notify("rollouts", rollouts=self.batches.shown)
 
     def _look(self, ended: bool) -> None:
@@ -404,8 +416,8 @@ class Loop:
         every = config.steps_between_validations
         if self.validate is not None and (ended or (every and step % every == 0)):
             rows = None if ended else config.rows_in_validation
-            measured = self.validate(rows)
-            self.notify("validation", **asdict(measured), whole=rows is None)
+            measured = asdict(self.validate(rows))
+            self.notify("validation", **measured.pop("figures"), **measured, whole=rows is None)
         samples = config.samples
         if self.sample and samples and (ended or step % samples.every == 0):
             self.notify("samples", samples=self.sample())

@@ -5,8 +5,10 @@ run generates the same rollouts again, and a checkpoint needs no state for them.
 log-probabilities go from generation to the loss as they are; nothing is tokenized again.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -184,12 +186,14 @@ class Rollouts:
 
     def __getitem__(self, step: int) -> PolicyBatch:
         """Generate the completions of a step with the current weights, and score them."""
+        started = time.perf_counter()
         read = self.prompts[step]
         asked = [prompt for prompt in prompts_of(read, self.tokenizer) for _ in range(self._each)]
         seeds = [derive(self.seed, "rollout", step, row) >> 1 for row in range(len(asked))]
         rolled = self.complete(asked, seeds)
         rewards = self.score(asked, rolled)
         self._note(asked, rolled, rewards)
+        self.figures["rollout_seconds"] = time.perf_counter() - started
         return self._batch(asked, rolled, rewards, read)
 
     @property
@@ -282,18 +286,25 @@ class Rollouts:
     def _note(
         self, asked: Sequence[Prompt], rolled: Sequence[Rolled], rewards: Sequence[float]
     ) -> None:
-        count = len(rolled)
-        exact = sum(
-            one.text.strip() == prompt.answer.strip()
-            for prompt, one in zip(asked, rolled, strict=True)
-        )
+        lengths = [len(one.tokens) for one in rolled]
+        groups = [rewards[row : row + self._each] for row in range(0, len(rolled), self._each)]
         self.figures = {
-            "reward": sum(rewards) / count,
-            "exact_match": exact / count,
-            "completion_tokens": sum(len(one.tokens) for one in rolled) / count,
-            "unfinished": sum(not one.finished for one in rolled) / count,
+            "reward": fmean(rewards),
+            "reward_std": pstdev(rewards),
+            "equal_rewards": fmean(min(group) == max(group) for group in groups),
+            "exact_match": exact_match(asked, rolled),
+            "completion_tokens": fmean(lengths),
+            "longest_completion": max(lengths),
+            "unfinished": fmean(not one.finished for one in rolled),
         }
+        first = [*zip(asked, rolled, rewards, strict=True)][:: self._each][:4]
         self.shown = [
-            {"prompt": asked[row].text, "text": rolled[row].text, "reward": rewards[row]}
-            for row in range(0, count, self._each)
-        ][:4]
+            {"prompt": prompt.text, "text": one.text, "reward": reward, "answer": prompt.answer}
+            for prompt, one, reward in first
+        ]
+
+
+def exact_match(asked: Sequence[Prompt], rolled: Sequence[Rolled]) -> float:
+    """Return the fraction of completions that equal the answers of their prompts."""
+    pairs = zip(asked, rolled, strict=True)
+    return fmean(one.text.strip() == prompt.answer.strip() for prompt, one in pairs)

@@ -171,7 +171,7 @@ def _train(
             loop.notify("back", jumped=jumped.step, rows=rows, message=line)
         with world.first_before_others():
             if world.is_first:
-                write_report(run)
+                write_report([run])
             return _result(loop, run, signals)
 
 

@@ -1,7 +1,8 @@
 """Validation during training: the loss on held-out documents, and generated samples."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from textwrap import shorten
 from typing import Any
 
@@ -17,7 +18,7 @@ from workhorse.tokenizers import Tokenizer
 from workhorse.tokenizers.chat.template import ChatTemplate
 from workhorse.train.objectives.objective import Objective, Outcome
 from workhorse.train.recipe.recipe import SamplesConfig
-from workhorse.train.rollouts import Rollouts, prompts_of
+from workhorse.train.rollouts import Rolled, Rollouts, exact_match, prompts_of
 from workhorse.train.step.step import Precision
 
 
@@ -104,6 +105,8 @@ class Validation:
     the other figures are too low: the model does not have to predict which characters they are."""
     tokens: int
     """The denominator of the objective: the number of predictions, or the sum of their weights."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Means of the other values that the objective reports, such as the accuracy of preferences."""
 
 
 class Validator:
@@ -154,38 +157,34 @@ class Validator:
             max_rows: number of rows, spread evenly over the split; None for the whole split.
         """
         batches = ValidationBatches(self.split, **self._sizes, max_rows=max_rows)
-        losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
-        counts = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        none = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        sums = {"loss": none, "count": none.clone()}
         self.objective.eval()
         try:
             for number, counts_here in self.world.passes(len(batches)):
                 rows = batches[number].to(self.device, non_blocking=True)
                 with self.precision.products(), self.precision():
                     outcome: Outcome = self.objective(rows)
-                if counts_here:
-                    losses[number] = outcome.figures.get("loss", outcome.loss)
-                    counts[number] = outcome.count
+                found = {"loss": outcome.loss, "count": outcome.count, **outcome.figures}
+                for name, value in found.items() if counts_here else ():
+                    sums.setdefault(name, torch.zeros_like(none))[number] = value
         finally:
             self.objective.train()
-        for tensor in (losses, counts):  # an element is 0 on all ranks but the one that computed it
-            self.world.add_(tensor)
-        counted = float(counts.cpu().sum())
-        mean = float(losses.cpu().sum()) / counted
-        return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, round(counted))
+        # A rank without batches knows no other names, but takes part in the sums.
+        spare = self.world.most(len(sums)) - len(sums)
+        table = torch.stack([*sums.values(), *[torch.zeros_like(none)] * spare])
+        self.world.add_(table)  # an element is 0 on all ranks but the one that computed it
+        totals = dict(zip(sums, table.cpu().sum(dim=1).tolist(), strict=False))
+        counted = totals.pop("count")
+        figures = {name: total / counted for name, total in totals.items()}
+        mean, rate = figures.pop("loss"), self.split.unknown_rate
+        return Validation(mean, self._bits_per_byte(mean), rate, round(counted), figures)
 
     def _bits_per_byte(self, loss: float) -> float | None:
         """Convert a mean loss to bits per byte; bos and eos count as tokens."""
         if not self.split.n_bytes or self.split.weighted:
             return None
         return loss / math.log(2) * self.split.n_tokens / self.split.n_bytes
-
-
-@dataclass(frozen=True)
-class RolloutValidation(Validation):
-    """The result of a validation by greedy completions; `loss` is the negative mean reward."""
-
-    exact_match: float = 0.0
-    """Fraction of completions that equal the answer."""
 
 
 class RolloutValidator:
@@ -200,19 +199,19 @@ class RolloutValidator:
         self.rollouts = rollouts
         self.prompts = prompts
 
-    def __call__(self, max_rows: int | None = None) -> RolloutValidation:
-        """Validate on the first `max_rows` prompts; None: on all."""
-        own, found, rewards = self.rollouts, [], []
+    def __call__(self, max_rows: int | None = None) -> Validation:
+        """Validate on the first `max_rows` prompts; None: on all. The loss is minus the reward."""
+        own, rolled, rewards = self.rollouts, list[Rolled](), list[float]()
         read = [batch.rows(0, int((batch.sources >= 0).sum())) for batch in self.prompts]
         asked = [one for batch in read for one in prompts_of(batch, own.tokenizer)][:max_rows]
         size = self.prompts.batch_size
         for start in range(0, len(asked), size):
             part = asked[start : start + size]
-            rolled = own.complete(part, None)
-            rewards += own.score(part, rolled)
-            found += [
-                one.text.strip() == prompt.answer.strip()
-                for prompt, one in zip(part, rolled, strict=True)
-            ]
-        mean = sum(rewards) / len(rewards)
-        return RolloutValidation(-mean, None, 0.0, len(asked), sum(found) / len(found))
+            rolled += own.complete(part, None)
+            rewards += own.score(part, rolled[start:])
+        figures = {
+            "reward": fmean(rewards),
+            "exact_match": exact_match(asked, rolled),
+            "completion_tokens": fmean(len(one.tokens) for one in rolled),
+        }
+        return Validation(-figures["reward"], None, 0.0, len(asked), figures)

@@ -60,6 +60,7 @@ LINES = {
         {"source": "recipe.yaml", "--page": "out"},
         {"source": "gpt2", "--device": "h100", "--context": "64"},
     ],
+    "report": [{"runs": "run", "--out": "out"}],
     "scaling": [{"runs": "run", "--predict": "recipe.yaml"}],
     "data prepare": [{"recipe": "recipe.yaml", "--out": "out"}],
     "data inspect": [{"recipe": "recipe.yaml", "--out": "out"}],

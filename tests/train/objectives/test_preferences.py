@@ -192,6 +192,8 @@ def test_figures_are_sums_over_pairs() -> None:
         "reward_rejected": rewards[1::2].sum(),
         "margin": margins.sum(),
         "accuracy": (margins > 0).sum(),
+        "logp_chosen": answer[0::2].sum(),
+        "logp_rejected": answer[1::2].sum(),
     }
     assert figures.keys() == expected.keys()
     for name, value in expected.items():

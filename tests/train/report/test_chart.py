@@ -1,9 +1,19 @@
+import json
 import math
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from workhorse.train.report.chart import MAX_POINTS, Series, line_chart, shown, thinned, ticks
+from workhorse.train.report.chart import (
+    MAX_POINTS,
+    SMOOTHED_FROM,
+    Series,
+    line_chart,
+    shown,
+    smoothed,
+    thinned,
+    ticks,
+)
 
 SVG = {"svg": "http://www.w3.org/2000/svg"}
 
@@ -13,13 +23,15 @@ def test_a_chart_is_well_formed_and_draws_every_series():
         "Loss <nats>", [Series("a & b", [(1, 2.0), (5, 1.0)]), Series("c", [(3, 1.5)], marked=True)]
     )
     root = ET.fromstring(chart)
-    assert len(root.findall("polyline")) == 2
-    assert root.find("circle/title").text == "step 3: 1.5"
+    assert len(root.findall(".//polyline")) == 2
+    assert len(root.findall(".//circle")) == 1
+    told = root.find("svg").get("aria-label")
+    assert "a & b from 2 to 1, lowest 1, highest 2. c from 1.5 to 1.5" in told
     assert "Loss <nats>" in "".join(root.itertext())
 
 
 def test_higher_values_are_drawn_higher_and_later_steps_further_right():
-    points = ET.fromstring(line_chart("", [Series("", [(0, 1.0), (10, 3.0)])])).find("polyline")
+    points = ET.fromstring(line_chart("", [Series("", [(0, 1.0), (10, 3.0)])])).find(".//polyline")
     (x0, y0), (x1, y1) = (map(float, pair.split(",")) for pair in points.get("points").split())
     assert x0 < x1
     assert y0 > y1  # SVG counts from the top
@@ -61,7 +73,8 @@ def test_ticks_enclose_the_range_with_few_round_numbers(low, high):
         (54321, "54.32k"),
         (5475584, "5.476M"),
         (3.14e23, "314Z"),
-        (1e-4, "1.00e-04"),
+        (1e-4, "0.0001"),
+        (4.1234e-7, "4.123e-7"),
     ],
 )
 def test_numbers_read_as_a_person_would_write_them(value, text):
@@ -72,10 +85,11 @@ def test_a_band_encloses_its_line():
     band = [(0, 1.0, 3.0), (10, 2.0, 4.0)]
     root = ET.fromstring(line_chart("", [Series("", [(0, 2.0), (10, 3.0)], band=band)]))
     outline = [
-        tuple(map(float, pair.split(","))) for pair in root.find("polygon").get("points").split()
+        tuple(map(float, pair.split(","))) for pair in root.find(".//polygon").get("points").split()
     ]
     spots = [
-        tuple(map(float, pair.split(","))) for pair in root.find("polyline").get("points").split()
+        tuple(map(float, pair.split(",")))
+        for pair in root.find(".//polyline").get("points").split()
     ]
     assert len(outline) == 4
     for x, y in spots:
@@ -84,9 +98,40 @@ def test_a_band_encloses_its_line():
 
 
 def test_every_line_has_a_colour_and_a_place_in_the_legend():
-    names = [f"a rather long name {number}" for number in range(10)]
-    root = ET.fromstring(line_chart("Loss", [Series(name, [(0, 1.0), (1, 2.0)]) for name in names]))
-    assert len(root.findall("polyline")) == 10
-    rows = [node for node in root.iter("text") if node.get("class") == "legend"]
-    assert len({node.get("y") for node in rows}) == 10
-    assert float(root.get("viewBox").split()[3]) > float(rows[-1].get("y"))
+    lines = [Series(f"name {number}", [(0, 1.0), (1, 2.0)]) for number in range(9)]
+    root = ET.fromstring(line_chart("Loss", [*lines, Series("other", [(0, 1.0)], color=3)]))
+    entries = root.findall("div/span")
+    assert ["".join(entry.itertext()) for entry in entries[:2]] == ["━ name 0 2", "━ name 1 2"]
+    colors = [entry.find("i").get("class") for entry in entries]
+    assert colors == [*(f"c{number}" for number in range(8)), "c0", "c3"]
+    drawn = [line.get("class").split()[0] for line in root.findall(".//polyline")]
+    assert drawn == colors
+
+
+def test_the_values_of_long_lines_stay_behind_the_smoothed_line():
+    noisy = [(step, step + (-1.0) ** step) for step in range(SMOOTHED_FROM)]
+    raw, smooth = ET.fromstring(line_chart("", [Series("", noisy)])).findall(".//polyline")
+    assert json.loads(raw.get("data-values")) == [list(point) for point in noisy]
+    assert raw.get("class") == "c0 raw"
+    assert smooth.get("data-values") is None
+    inner = smoothed(noisy)[5:-5]
+    assert max(abs(value - step) for step, value in inner) < 0.5
+    assert smoothed(noisy)[-1] == noisy[-1]
+    (short,) = ET.fromstring(line_chart("", [Series("", noisy[1:])])).findall(".//polyline")
+    assert short.get("class") == "c0 plain"
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [((1e-3, 10.0), ["0.001", "0.01", "0.1", "1", "10"]), ((0.0, 10.0), ["0", "2", "4"])],
+)
+def test_an_axis_is_logarithmic_if_the_values_allow_it(values, labels):
+    chart = ET.fromstring(line_chart("", [Series("", list(enumerate(values)))], log=True))
+    found = [node.text for node in chart.iter("text") if node.get("class") == "y"]
+    assert found[: len(labels)] == labels
+
+
+def test_an_axis_includes_the_values_that_it_must():
+    chart = ET.fromstring(line_chart("", [Series("", [(0, 0.4), (1, 0.5)])], include=(0, 1)))
+    found = [node.text for node in chart.iter("text") if node.get("class") == "y"]
+    assert (found[0], found[-1]) == ("0", "1")

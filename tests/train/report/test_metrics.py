@@ -37,6 +37,16 @@ def test_a_resume_drops_what_will_be_done_again(tmp_path: Path) -> None:
     assert [event["step"] for event in read_metrics(path)] == [1, 1, 2, 2, 3]
 
 
+def test_looks_before_the_first_step_are_repeated_without_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kinds = ("start", "validation", "samples")
+    path.write_text("".join(f'{{"kind": "{kind}", "step": 0}}\n' for kind in kinds))
+    metrics = MetricsFile(path)
+    metrics.open()
+    metrics.close()
+    assert [event["kind"] for event in read_metrics(path)] == ["start"]
+
+
 def test_a_fresh_run_begins_with_an_empty_file(tmp_path: Path) -> None:
     write_some(tmp_path / "metrics.jsonl")
     metrics = MetricsFile(tmp_path / "metrics.jsonl")

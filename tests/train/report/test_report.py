@@ -1,27 +1,32 @@
+import json
+import math
 import os
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.train.runs import weights
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
+from workhorse.errors import WorkhorseError
 from workhorse.train import StopSignals, read_metrics, train
+from workhorse.train.report.chart import Series
 from workhorse.train.report.metrics import Event, scalars
 from workhorse.train.report.page import (
+    SAMPLED_TIMES,
     duration,
     environment,
     figures,
     goodput,
     memory,
     reflowed,
-    slowest,
-    validation_series,
     write_report,
 )
+from workhorse.train.report.panels import MOST_LINES, charts, lines_of, logged_figures
 
 
 def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):
@@ -31,37 +36,70 @@ def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):
     assert f"{result.validation_loss:.4f}" in page
     assert f"{result.bits_per_byte:.4f}" in page
     assert "12 of 12" in page
-    assert page.count("<svg") == 5  # loss, bits per byte, learning rate, gradient norm, speed
+    titles = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert titles == [
+        "Loss, nats per token",
+        "Bits per byte",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens per second",
+        "Fraction of the peak matmul rate",
+        "Peak memory, bytes",
+    ]
+    logged = [
+        (event["step"], pytest.approx(event["loss"], rel=1e-6))
+        for event in read_metrics(tmp_path / "run/metrics.jsonl")
+        if event["kind"] == "step"
+    ]
+    assert values_of(page, "Loss, nats per token")["training"] == logged
     assert "&lt;1&gt; &amp; " in page  # samples are escaped
     assert "d_model" in page
-    assert not re.search(r"(src|href)=|@import|url\(|<script", page)
+    assert not re.search(r"(src|href)=|@import|url\(|https?://", page)
+    assert "default-src 'none'" in page  # the browser refuses all requests
+
+
+def values_of(page: str, title: str) -> dict[str, list[tuple[float, float]]]:
+    """The values of the lines of a chart, by name."""
+    (chart,) = re.findall(f"<figcaption>{re.escape(title)}</figcaption>.*?</svg>", page)
+    lines = re.findall('data-name="(.*?)" data-values="(.*?)"', chart)
+    return {name: [tuple(point) for point in json.loads(values)] for name, values in lines}
+
+
+def lines(events: list[Event], figure: str, label: str = "") -> list[Series]:
+    return [*lines_of(logged_figures(events)[figure], label)]
 
 
 def test_validations_on_a_part_stand_apart_from_those_on_all() -> None:
     part = [{"step": n, "loss": 5.0 - n, "whole": False} for n in (1, 2)]
-    whole = {"step": 3, "loss": 2.5, "whole": True}
-    some, all_of_it = validation_series([*part, whole], "loss")
+    part = [{"kind": "validation", **event} for event in part]
+    whole = {"kind": "validation", "step": 3, "loss": 2.5, "whole": True}
+    some, all_of_it = lines([*part, whole], "loss")
     assert (some.name, list(some.points)) == ("validation on a subset", [(1, 4.0), (2, 3.0)])
-    assert (all_of_it.name, list(all_of_it.points)) == ("whole split", [(3, 2.5)])
+    assert (all_of_it.name, list(all_of_it.points)) == ("validation", [(3, 2.5)])
     assert some.marked
     assert all_of_it.marked
-    (only,) = validation_series([whole, {"step": 4, "loss": 2.0}], "loss")
-    assert (only.name, len(only.points)) == ("validation", 2)
+    step = {"kind": "step", "step": 1, "loss": 5.0}
+    names = [line.name for line in lines([whole, step], "loss")]
+    assert names == ["training", "validation"]
+    assert [line.name for line in lines([whole, step], "loss", "a")] == ["a", "a validation"]
     start = {"parameters": 1, "steps": 9}
-    named = figures({"start": [start], "validation": [{**part[0], "bits_per_byte": None}]})
+    named = figures(
+        {"start": [start], "validation": [{**part[0], "bits_per_byte": None}]}, "nats per token"
+    )
     assert ("validation loss on a subset, nats per token", "4.0000") in named
 
 
 def test_a_report_says_what_makes_its_curves_suspect(make_recipe, tmp_path):
-    train(make_recipe(), tmp_path / "run")
+    train(make_recipe(), tmp_path / "run", settings=["train.seed=3"])
     run = RunDirectory(tmp_path / "run")
     lines = run.metrics_file.read_text("utf-8").splitlines()
     skipped = '{"kind": "skipped_step", "step": 7, "loss": null, "grad_norm": null}'
     run.metrics_file.write_text("\n".join([*lines[:-1], skipped, ""]), "utf-8")
-    write_report(run)
+    write_report([run])
     page = run.report_file.read_text("utf-8")
     assert "1 steps were skipped, as loss or gradient was not finite: 7" in page
     assert "the run has not finished" in page
+    assert "this run differs from the recipe file and its description: train.seed=3" in page
 
 
 @pytest.mark.parametrize("emptied", [Path.unlink, lambda file: os.truncate(file, 0)])
@@ -103,7 +141,8 @@ def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):
     page = (tmp_path / "run/report.html").read_text("utf-8")
     assert "Busiest expert" in page
     assert "Auxiliary losses" in page
-    assert f"{steps[-1]['expert_load_max'][1]:.2f} × the mean" in page
+    loads = values_of(page, "Busiest expert, load / mean load")
+    assert loads["mixture 1"][-1] == (12, pytest.approx(steps[-1]["expert_load_max"][1]))
     assert "active parameters per token" in page
 
 
@@ -142,11 +181,87 @@ def test_the_division_among_processes_is_named() -> None:
         assert rows.get("processes, last session") == named
 
 
-def test_the_slowest_of_several_processes() -> None:
-    """If the number of processes has changed, only the last number counts."""
-    assert slowest([{}, {"pass_seconds": [1.0]}]) == []
-    steps = [{"pass_seconds": times} for times in ([9.0, 1.0], [1.0, 2.0, 4.0], [3.0, 2.0, 4.0])]
-    assert slowest(steps) == [("slowest rank", "rank 2, 4 s per step; median 2 s")]
+def test_lists_of_values_are_drawn_as_lines_or_as_a_band() -> None:
+    """If the number of processes has changed, only the last number is drawn."""
+    times = ([9.0, 1.0], [1.0, 2.0, 4.0], [3.0, 2.0, 5.0])
+    events = [{"kind": "step", "step": n, "pass_seconds": one} for n, one in enumerate(times)]
+    found = {line.name: line.points for line in lines(events, "pass_seconds", "rank")}
+    assert found["rank 2"] == [(1, 4.0), (2, 5.0)]
+    many = {"kind": "step", "step": 9, "pass_seconds": [float(n) for n in range(MOST_LINES + 1)]}
+    (only,) = lines([many], "pass_seconds", "rank")
+    assert (only.points, only.band) == ([(9, 4.0)], [(9, 0.0, 8.0)])
+
+
+def test_the_figures_of_a_run_choose_its_panels() -> None:
+    """An unknown figure has a chart, and groups without figures are omitted."""
+    step = {"kind": "step", "step": 1, "loss": 2.0, "warming_up": True, "swing": 3.0, "tokens": 9}
+    assert [*charts({"": [step]})] == ["Loss", "Other figures"]
+    (chart,) = charts({"": [step]})["Other figures"]
+    assert "<figcaption>swing</figcaption>" in chart
+    pair = {"kind": "step", "step": 1, "reward_chosen": 1.0, "reward_rejected": -1.0}
+    assert len(charts({"": [pair]})["Rewards"]) == 1
+    assert len(charts({"a": [pair], "b": [pair]})["Rewards"]) == 2
+
+
+SPEED = {"tokens": 1, "seconds": 1.0, "tokens_per_second": math.pi, "peak_fraction": 0.5}
+
+
+def logged_run(folder: Path, events: list[Event], kind: str = "next_token") -> RunDirectory:
+    """Write a run directory that contains only a recipe and metrics."""
+    folder.mkdir()
+    recipe = {"name": folder.name, "data": {}, "train": {"objective": {"kind": kind}}}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return RunDirectory(folder)
+
+
+def sampled(step: int, text: str, **more: Any) -> Event:
+    return {"kind": "samples", "step": step, "samples": [{"prompt": "p<", "text": text, **more}]}
+
+
+def test_several_runs_share_charts_and_samples(tmp_path: Path) -> None:
+    step = {"kind": "step", "step": 1, **SPEED}
+    runs = [
+        logged_run(tmp_path / name, [step | {"loss": loss}, sampled(0, f"{name} before"), *more])
+        for name, loss, more in (("base", 3.0, []), ("tuned", 2.0, [sampled(5, "tuned after")]))
+    ]
+    path = write_report(runs)
+    assert path == tmp_path / "report.html"
+    page = path.read_text("utf-8")
+    values = values_of(page, "Loss, nats per token")
+    assert values == {"base": [(1, 3.0)], "tuned": [(1, 2.0)]}
+    first, last = re.findall("<table data-time.*?</table>", page, re.DOTALL)
+    for table, tuned in ((first, "tuned before"), (last, "tuned after")):
+        (row,) = re.findall("<tr><td>.*?</tr>", table, re.DOTALL)
+        assert re.findall('class="text">(.*?)<', row) == ["p&lt;", "base before", tuned]
+    with pytest.raises(WorkhorseError, match="runs=3 has only 2 folders"):
+        write_report([*runs, runs[1]])
+
+
+def test_the_validation_loss_of_rewards_is_shown_as_their_reward(tmp_path: Path) -> None:
+    validation = {"kind": "validation", "step": 1, "loss": -0.25, "bits_per_byte": None}
+    events = [validation | {"whole": True, "reward": 0.25, "exact_match": 0.125}]
+    page = write_report([logged_run(tmp_path / "r", events, "policy")]).read_text("utf-8")
+    assert "validation loss" not in page
+    assert "0.1250" in page
+    assert values_of(page, "Reward") == {"validation": [(1, 0.25)]}
+    page = write_report([logged_run(tmp_path / "k", events, "kto")]).read_text("utf-8")
+    assert "validation loss" in page
+
+
+def test_the_size_of_a_report_is_limited(tmp_path: Path) -> None:
+    events: list[Event] = [
+        {"kind": "step", "step": n, "loss": 1 / (n + 1), **SPEED} for n in range(20_000)
+    ]
+    events += [sampled(n, "x" * 10_000, reward=0.5) for n in range(300)]
+    run = logged_run(tmp_path / "long", events)
+    assert run.metrics_file.stat().st_size > 4_000_000
+    page = write_report([run]).read_text("utf-8")
+    assert len(page) < 250_000
+    assert page.count("<table data-time") == SAMPLED_TIMES
+    assert 'data-time="step 0"' in page
+    assert 'data-time="step 299"' in page
+    assert "reward 0.5" in page
 
 
 def test_goodput_counts_what_a_kill_cost_and_no_pause() -> None:

@@ -197,7 +197,8 @@ class Preference(AnswersObjective):
         answers, real = self.answers(batch)
         chosen, rejected = self.rewards(answers).view(-1, 2).unbind(dim=1)
         losses = self.loss(chosen - rejected) - self.sft_weight * answers.mean[0::2]
-        return summed(losses, real[0::2], pair_figures(chosen, rejected))
+        logprobs = {"logp_chosen": answers.logprobs[0::2], "logp_rejected": answers.logprobs[1::2]}
+        return summed(losses, real[0::2], pair_figures(chosen, rejected) | logprobs)
 
 
 class KtoConfig(ObjectiveConfig):

@@ -1,22 +1,21 @@
 """Line charts as SVG for reports, without external resources."""
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import cycle
+from typing import Any
 
-WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 30, 32
-COLORS = (
-    *("#2563eb", "#d97706", "#059669", "#9333ea"),
-    *("#dc2626", "#0891b2", "#65a30d", "#db2777"),
-)
-"""Colors of the lines, repeated if there are more lines."""
-LETTERS = 80
-"""Number of characters of title and legend that fit on one line. A longer legend is drawn below."""
-ROW = 15
-MAX_POINTS = 600
+WIDTH, HEIGHT = 400, 190
+LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 22
+N_COLORS = 8
+"""Number of colors of lines, the classes `c0`, `c1`, ... in `style.css`."""
+MAX_POINTS = 400
+SMOOTHED_FROM = 40
+"""Lines with at least this number of points are smoothed."""
+LOG_FROM = 100.0
+"""Ratio of the largest to the smallest value from which an axis can be logarithmic."""
 PREFIXES = (
     *((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P")),
     *((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")),
@@ -35,92 +34,137 @@ class Series:
     """True to draw a dot at every point, for lines of few points."""
     band: Sequence[tuple[float, float, float]] = ()
     """A shaded band around the line: points `(x, low, high)`."""
+    color: int | None = None
+    """Index of the color; None: the position of the line in the chart."""
 
 
-def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
-    """Return the chart as an `<svg>` element; an empty string if there is nothing to draw."""
-    lines = [
-        replace(one, points=thinned(one.points), band=_thinned_band(one.band)) for one in series
-    ]
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    include: Sequence[float] = (),
+    log: bool = False,
+) -> str:
+    """Return the chart as a `<figure>` element; an empty string if there is nothing to draw.
+
+    Args:
+        title: the title, with the unit.
+        series: the lines. A long line is smoothed, with its values in a lighter color behind.
+        include: values that the vertical axis includes, such as 0 and 1 for a fraction.
+        log: True for a logarithmic axis if all values are positive and differ by `LOG_FROM`.
+    """
+    lines = [replace(one, points=thinned(one.points), band=thinned(one.band)) for one in series]
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
+    lines = [
+        replace(line, color=(place if line.color is None else line.color) % N_COLORS)
+        for place, line in enumerate(lines)
+    ]
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     ys += [y for line in lines for _, *edges in line.band for y in edges]
     left, right = min(0, *xs), max(1, *xs)
-    x_ticks = [tick for tick in ticks(left, right) if tick <= right]
-    y_ticks = ticks(*clipped_range(ys))
-    low, high = y_ticks[0], y_ticks[-1]
+    log = log and min(ys) > 0 and max(ys) > LOG_FROM * min(ys)
+    across: Callable[[float], float] = math.log10 if log else float
+    edges = (min(ys), max(ys)) if log else (*clipped_range(ys), *include)
+    y_ticks = (_powers if log else ticks)(min(edges), max(edges))
+    low, high = across(y_ticks[0]), across(y_ticks[-1])
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - left) / (right - left)
-        up = (min(max(y, low), high) - low) / (high - low)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (
-            HEIGHT - TOP - BOTTOM
+        up = (min(max(across(y), low), high) - low) / (high - low)
+        return (
+            LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM),
         )
 
-    parts = [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>']
+    parts: list[str] = []
     for tick in y_ticks:
         y = place(left, tick)[1]
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
+        parts.append(f'<path class="grid" d="M{LEFT},{y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{shown(tick)}</text>')
-    for tick in x_ticks:
-        x = place(tick, low)[0]
-        parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}">{shown(tick)}</text>')
-    for color, line in zip(cycle(COLORS), lines, strict=False):
-        parts += _line(line, color, place)
-    entries = [
-        f'<tspan fill="{color}">{escape(line.name)} {shown(line.points[-1][1])}</tspan>'
-        for color, line in zip(cycle(COLORS), lines, strict=False)
-    ]
-    note = [f"<tspan>{escape(unit)}</tspan>"] if unit else []
-    letters = len(title) + sum(len(line.name) + 8 for line in lines)
-    rows = [[*entries, *note]] if letters <= LETTERS else [[one] for one in [*entries, *note]]
-    for number, row in enumerate(rows):
-        y = 16 if len(rows) == 1 else HEIGHT + ROW * number
-        parts.append(f'<text class="legend" x="{WIDTH - RIGHT}" y="{y}">{"  ".join(row)}</text>')
-    height = HEIGHT if len(rows) == 1 else HEIGHT + ROW * len(rows)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+    for tick in ticks(left, right):
+        if tick <= right:
+            x = place(tick, y_ticks[0])[0]
+            parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - 7}">{shown(tick)}</text>')
+    for line in lines:
+        parts += _line(line, place)
+    legend = "".join(
+        f'<span><i class="c{line.color}">{"●" if line.marked else "━"}</i>'
+        f" {escape(line.name)} <b>{shown(line.points[-1][1])}</b></span>"
+        for line in lines
+    )
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
+        f'aria-label="{escape(_description(title, lines))}">{"".join(parts)}</svg>'
+        f'<div class="legend">{legend}</div></figure>'
+    )
 
 
-def _line(
-    line: Series, color: str, place: Callable[[float, float], tuple[float, float]]
-) -> list[str]:
-    """Return the SVG elements of one line: its band, the line, its dots."""
-    parts = []
+def _powers(low: float, high: float) -> list[float]:
+    """Return powers of ten that enclose `low … high`."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    step = math.ceil((last - first) / 6)
+    return [10.0**power for power in range(first, last + step, step)]
+
+
+def _description(title: str, lines: Sequence[Series]) -> str:
+    """Describe a chart in words, for readers who cannot see it."""
+    found = [f"{title}, line chart over steps"]
+    for line in lines:
+        values = [value for _, value in line.points]
+        first, last, low, high = map(shown, (values[0], values[-1], min(values), max(values)))
+        found.append(f"{line.name} from {first} to {last}, lowest {low}, highest {high}")
+    return ". ".join(found)
+
+
+def _line(line: Series, place: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
+    """Yield the SVG elements of one line: its band, its values, the smoothed line, its dots."""
+    color = f"c{line.color}"
     if line.band:
         edges = [(x, high) for x, _, high in line.band] + [(x, y) for x, y, _ in line.band[::-1]]
-        outline = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in edges)
-        parts.append(f'<polygon points="{outline}" fill="{color}" fill-opacity="0.15"/>')
-    spots = [place(x, y) for x, y in line.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-    parts.append(f'<polyline points="{path}" stroke="{color}"/>')
-    if line.marked or len(spots) == 1:
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
-            f"<title>step {shown(step)}: {shown(value)}</title></circle>"
-            for (x, y), (step, value) in zip(spots, line.points, strict=True)
-        ]
-    return parts
+        yield f'<polygon class="{color}" points="{_path(edges, place)}"/>'
+    smooth = len(line.points) >= SMOOTHED_FROM and not line.marked and not line.band
+    kind = "raw" if smooth else "marked" if line.marked else "plain"
+    values = escape(json.dumps([[x, float(f"{y:.7g}")] for x, y in line.points]))
+    yield (
+        f'<polyline class="{color} {kind}" points="{_path(line.points, place)}" '
+        f'data-name="{escape(line.name)}" data-values="{values}"/>'
+    )
+    if smooth:
+        yield f'<polyline class="{color}" points="{_path(smoothed(line.points), place)}"/>'
+    for step, value in line.points if line.marked else ():
+        x, y = place(step, value)
+        yield f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
 
 
-def _thinned_band(band: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    """Reduce a band to at most `MAX_POINTS` points, each the mean of a group; see `thinned`."""
-    whole = [point for point in band if all(map(math.isfinite, point))]
-    lows = thinned([(x, low) for x, low, _ in whole])
-    highs = thinned([(x, high) for x, _, high in whole])
-    return [(x, low, high) for (x, low), (_, high) in zip(lows, highs, strict=True)]
+def _path(
+    points: Sequence[tuple[float, float]], place: Callable[[float, float], tuple[float, float]]
+) -> str:
+    return " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in points)
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Reduce a line to at most `MAX_POINTS` points, each the mean of a group of points."""
-    finite = [point for point in points if math.isfinite(point[1])]
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Replace each value by the mean of a window around it, which is narrower at the ends."""
+    most, last = len(points) // 20, len(points) - 1
+    found = []
+    for middle, (x, _) in enumerate(points):
+        half = min(most, middle, last - middle)
+        window = points[middle - half : middle + half + 1]
+        found.append((x, math.fsum(value for _, value in window) / len(window)))
+    return found
+
+
+def thinned(points: Sequence[Any]) -> list[Any]:
+    """Reduce points `(x, values...)` to at most `MAX_POINTS`, each with the means of a group."""
+    finite = [point for point in points if all(map(math.isfinite, point))]
     size = math.ceil(len(finite) / MAX_POINTS)
     groups = [finite[start : start + size] for start in range(0, len(finite), size or 1)]
-    return [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
+    return [
+        (group[-1][0], *(math.fsum(one) / len(group) for one in [*zip(*group, strict=True)][1:]))
+        for group in groups
+    ]
 
 
 def clipped_range(values: Sequence[float]) -> tuple[float, float]:
@@ -147,4 +191,4 @@ def shown(value: float) -> str:
     for unit, prefix in PREFIXES:
         if abs(value) >= max(unit, FROM):
             return f"{value / unit:.4g}{prefix}"
-    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"  # noqa: PLR2004
+    return f"{value:.4g}".replace("e-0", "e-")

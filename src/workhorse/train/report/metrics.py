@@ -20,12 +20,13 @@ Every line has `kind` and `step` (the number of steps done when the line was wri
     include that step.
   - with several processes `pass_seconds`: for each rank, its seconds in passes per step, since the
     previous line
+  - `memory` (peak bytes of rank 0), and means of objective and rollouts; see docs/finetuning.md
   - for a model with mixtures `expert_load_max` and `expert_load_entropy`: lists with one value per
     mixture, the balance of this step's batch (see `Balancer.figures`)
 - `validation`: `loss`, `bits_per_byte` (null if the number of bytes is not known) and
   `unknown_rate` (see `Validation`), `tokens`, `whole` (true for the whole split, false for a
-  subset)
-- `samples`: `samples`, a list of `prompt` and `text`
+  subset), and means of the objective
+- `samples`, `rollouts`: a list of `prompt` and `text`, in rollouts also `reward` and `answer`
 - `checkpoint`: `path`, once the checkpoint is complete
 - `skipped_step`: `loss` and `grad_norm`; at least one is not finite and therefore null
 - `back`, at the checkpoint that the run returned to after a loss spike: `jumped` (the step of the
@@ -59,7 +60,7 @@ class MetricsFile:
         step: the step after which the run continues. Later lines and an incomplete line are
             dropped: they come from a process that died, and their steps will be repeated. `change`
             and `back` events of the step itself are dropped too, because no checkpoint contains
-            them yet.
+            them yet, and validations and samples from before the first step.
 
     Raises:
         WorkhorseError: the file is not a metrics file.
@@ -67,10 +68,11 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int = 0) -> None:
         self._path = path
+        repeated = ("change", "back") if step else ("change", "back", "validation", "samples")
         self._kept = [
             line
             for line, event in _events(path)
-            if event["step"] < step + (event["kind"] not in ("change", "back"))
+            if event["step"] < step + (event["kind"] not in repeated)
         ]
         self._file: IO[str] | None = None
 

@@ -1,72 +1,134 @@
 """`report.html`: the report of a run, in one file that needs no network."""
 
 import json
+import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.devices.memory import size
+from workhorse.errors import WorkhorseError
 from workhorse.files.writing import write_atomically
-from workhorse.train.report.chart import Series, line_chart, shown
+from workhorse.train.report.chart import shown
 from workhorse.train.report.metrics import Event, read_metrics
+from workhorse.train.report.panels import charts
 
-LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
-SAMPLED_TIMES = 4
-"""Number of sets of samples on the page: the first, the last, and others in between."""
+SAMPLES = {"Samples of the recipe's prompts": "samples", "Completions in training": "rollouts"}
+"""The kinds of events with completions, by title."""
+SAMPLED_TIMES = 24
+"""Maximum number of times that completions are shown for: the first, the last, others between."""
+MOST_LETTERS = 2000
+"""Number of characters of a prompt or a completion that are shown."""
+HEADLINES = {"reward": "reward", "exact_match": "exact match", "accuracy": "accuracy"}
+"""Figures of validations at the top of the page, and their labels."""
 NOT_SHOWN = ("kind", "step", "name", "time", "peak_flops")
 """Keys of a `start` event that the page shows elsewhere or under another name."""
 MINUTE = 60
 
 
-def write_report(run: RunDirectory) -> None:
-    """Write the report of a run from its metrics, replacing an earlier one.
+def write_report(runs: Sequence[RunDirectory], out: Path | None = None) -> Path:
+    """Write the report of one or several runs from their metrics, replacing an existing file.
+
+    Args:
+        runs: the runs, finished or in training.
+        out: the file; None: `report.html` in the folder of the run, or in the innermost folder
+            that contains all runs.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        WorkhorseError: the disk is full or cannot be written.
+        WorkhorseError: a folder contains no run, a run is given twice, or the disk cannot be
+            written.
     """
-    page = rendered("workhorse.train.report", "page.html", **contents(run))
-    write_atomically(run.report_file, page)
+    paths = {run.path.absolute(): run for run in runs}
+    common = Path(os.path.commonpath(paths))
+    if len(paths) < len(runs):
+        raise WorkhorseError(f"runs={len(runs)} has only {len(paths)} folders; name each run once")
+    names = [str(path.relative_to(common)) if len(runs) > 1 else "" for path in paths]
+    found = dict(zip(names, map(contents, runs), strict=True))
+    events = {name: one["events"] for name, one in found.items()}
+    units = {one["loss_unit"] for one in found.values()}
+    page = rendered(
+        "workhorse.train.report",
+        "page.html",
+        title=" · ".join(one["title"] for one in found.values()),
+        runs=found,
+        groups=charts(events, units.pop() if len(units) == 1 else ""),
+        samples={title: moments(events, kind) for title, kind in SAMPLES.items()},
+    )
+    path = out or common / runs[0].report_file.name
+    write_atomically(path, page)
+    return path
 
 
 def rendered(package: str, template: str, *, title: str, **contents: Any) -> str:
     """Render a template of a package, with the head that all pages share."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    ours = files("workhorse.train.report")
-    style = ours.joinpath("style.css").read_text("utf-8")
-    head = ours.joinpath("head.html").read_text("utf-8")
+    head, style, script = (
+        files("workhorse.train.report").joinpath(name).read_text("utf-8")
+        for name in ("head.html", "style.css", "script.js")
+    )
     page = head + files(package).joinpath(template).read_text("utf-8")
-    return environment.from_string(page).render(style=style, title=title, **contents)
+    return environment.from_string(page).render(style=style, script=script, title=title, **contents)
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
-    """Return the data of the page's template, from the files in the run directory."""
-    events = read_metrics(run.metrics_file)
+    """Return the data about a run in the page's template, from the files in its directory."""
+    recipe, events = run.recipe(), read_metrics(run.metrics_file)
+    objective = recipe.get("train", {}).get("objective", {}).get("kind", "next_token")
     of_kind: dict[str, list[Event]] = {}
     for event in events:
         of_kind.setdefault(event["kind"], []).append(event)
-    recipe = run.recipe()
+        if objective == "policy" and event["kind"] == "validation":
+            del event["loss"]  # it is minus the reward
     starts = of_kind.get("start", [{}])
+    loss_unit = "nats per token" if objective in ("next_token", "distill") else ""
     return {
         "title": recipe["name"],
         "description": reflowed(recipe.get("description", "")),
-        "settings": starts[0].get("settings", []),  # absent from older runs
-        "figures": figures(of_kind),
-        "charts": [chart for chart in charts(of_kind) if chart],
-        "experts": experts(of_kind),
-        "samples": chosen(of_kind.get("samples", [])),
+        "events": events,
+        "loss_unit": loss_unit,
+        "figures": figures(of_kind, loss_unit),
         "notes": notes(of_kind),
         "recipe": run.recipe_file.read_text("utf-8"),
-        "config": run.config_file.read_text("utf-8"),
+        "config": run.config_file.read_text("utf-8") if run.config_file.exists() else "",
         "environment": environment(starts[-1]),
     }
+
+
+def moments(runs: Mapping[str, list[Event]], kind: str) -> list[tuple[list[str], Any]]:
+    """Return completions at a few times of the runs, from the first to the last.
+
+    Args:
+        runs: the events of each run, by its name.
+        kind: the kind of the events, a value of `SAMPLES`.
+
+    Returns:
+        For each time the runs with their steps, and for each prompt the samples of each run.
+    """
+    of_kind = {run: [one for one in events if one["kind"] == kind] for run, events in runs.items()}
+    logged = {run: events for run, events in of_kind.items() if events}
+    count = min(SAMPLED_TIMES, max(map(len, logged.values()), default=0))
+    found = []
+    for place in range(count):
+        part = place / max(count - 1, 1)
+        at = {run: events[round(part * (len(events) - 1))] for run, events in logged.items()}
+        heads = [f"{run} step {event['step']:,}".strip() for run, event in at.items()]
+        rows: dict[str, dict[str, list[Event]]] = {}
+        for run, event in at.items():
+            for sample in event[kind]:
+                row = rows.setdefault(sample["prompt"][:MOST_LETTERS], {run: [] for run in at})
+                row[run].append({**sample, "text": sample["text"][:MOST_LETTERS]})
+        found.append((heads, rows))
+    return found
 
 
 def reflowed(text: str) -> str:
@@ -97,8 +159,8 @@ def readable(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
-    """Return the key figures of the run, each with its label."""
+def figures(of_kind: dict[str, list[Event]], loss_unit: str = "") -> list[tuple[str, str]]:
+    """Return the key figures of a run, each with its label; `loss_unit` is the unit of the loss."""
     steps = of_kind.get("step", [])
     rows: list[tuple[str, str]] = []
     of_steps = ""
@@ -113,24 +175,11 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
             named = ", ".join(f"{name} {ways}" for name, ways in parallel.items())
             rows.append(("processes, last session", named))
     if validations := of_kind.get("validation"):
-        last = validations[-1]
-        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
-        part = "" if _is_whole(last) else " on a subset"
-        rows.append((f"validation loss{part}, nats per token", loss))
-        if last["bits_per_byte"] is not None:
-            rows.append(
-                (
-                    "validation bits per byte, counting bos and eos",
-                    f"{last['bits_per_byte']:.4f}",
-                )
-            )
-        if unknown := last.get("unknown_rate"):  # absent from older runs
-            rows.append(("unknown validation tokens: loss is too low", f"{unknown:.2%}"))
+        rows += validated(validations[-1], loss_unit)
     if steps:
         last = steps[-1]
         warm = [event for event in steps if not event.get("warming_up")] or steps
         speeds = sorted(event["tokens_per_second"] for event in warm)
-        peak = sorted(event["peak_fraction"] for event in warm)
         rows += [
             ("steps", f"{last['step']:,}{of_steps}"),
             ("tokens trained on", shown(last["tokens"])),
@@ -138,9 +187,25 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
             *asked(of_kind),
             *goodput(of_kind, last["seconds"]),
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
-            ("of peak matmul rate, median", f"{peak[len(peak) // 2]:.0%}"),
         ]
-    return [*rows, *memory(of_kind), *slowest(steps)]
+    return [*rows, *memory(of_kind)]
+
+
+def validated(last: Event, loss_unit: str) -> list[tuple[str, str]]:
+    """Return the results of a validation, each with its label."""
+    part = "" if last.get("whole", True) else " on a subset"  # absent from older runs
+    named = {f"validation {label}{part}": last.get(name) for name, label in HEADLINES.items()}
+    rows = [(label, f"{value:.4f}") for label, value in named.items() if value is not None]
+    if "loss" in last:
+        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+        rows.append((f"validation loss{part}, {loss_unit}".removesuffix(", "), loss))
+    if last["bits_per_byte"] is not None:
+        rows.append(
+            ("validation bits per byte, counting bos and eos", f"{last['bits_per_byte']:.4f}")
+        )
+    if unknown := last.get("unknown_rate"):  # absent from older runs
+        rows.append(("unknown validation tokens: loss is too low", f"{unknown:.2%}"))
+    return rows
 
 
 def asked(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
@@ -153,20 +218,6 @@ def asked(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         return []
     took = f"{duration(ends[-1])} of {duration(minutes * MINUTE)}"
     return [("total time of train.minutes", took)]
-
-
-def slowest(steps: list[Event]) -> list[tuple[str, str]]:
-    """Return the rank with the slowest passes, and the median of all ranks."""
-    timed = [event["pass_seconds"] for event in steps if "pass_seconds" in event]
-    if not timed or len(timed[-1]) == 1:
-        return []
-    last = [
-        one for one in timed if len(one) == len(timed[-1])
-    ]  # the number of processes may have changed
-    means = [sum(times) / len(last) for times in zip(*last, strict=True)]
-    longest, median = max(means), sorted(means)[(len(means) - 1) // 2]
-    said = f"rank {means.index(longest)}, {longest:.3g} s per step; median {median:.3g} s"
-    return [("slowest rank", said)]
 
 
 def memory(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
@@ -201,102 +252,17 @@ def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, s
     return [("goodput: useful part of the time", f"{useful / spent:.0%}")] if killed else []
 
 
-def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:
-    """Return each mixture's number, load of the busiest expert, and entropy of the loads.
-
-    The values are from the last logged step.
-    """
-    last = next(iter(of_kind.get("step", [])[-1:]), {})
-    return [
-        (str(number), f"{busiest:.2f} × the mean", f"{entropy:.1%}")
-        for number, (busiest, entropy) in enumerate(
-            zip(last.get(LOAD_MAX, []), last.get(LOAD_ENTROPY, []), strict=True), start=1
-        )
-    ]
-
-
-def charts(of_kind: dict[str, list[Event]]) -> list[str]:
-    """Return the charts as SVG elements; empty strings for values that were not measured."""
-    steps, validations = of_kind.get("step", []), of_kind.get("validation", [])
-    return [
-        line_chart(
-            "Loss, nats per token",
-            [series("training", steps, "loss"), *validation_series(validations, "loss")],
-        ),
-        line_chart(
-            "Auxiliary losses",
-            [
-                series("z-loss", steps, "z_loss"),
-                series("balance loss", steps, "balance_loss"),
-            ],
-        ),
-        line_chart("Bits per byte", validation_series(validations, "bits_per_byte")),
-        line_chart("Learning rate", [series("", steps, "learning_rate")]),
-        line_chart("Gradient norm", [series("", steps, "grad_norm")]),
-        line_chart("Tokens per second", [series("", steps, "tokens_per_second")]),
-        line_chart(
-            "Busiest expert, load / mean load",
-            [
-                over_mixtures("worst mixture", steps, LOAD_MAX, max),
-                over_mixtures("median", steps, LOAD_MAX, median),
-            ],
-        ),
-        line_chart(
-            "Entropy of the experts' loads, 1 = even",
-            [
-                over_mixtures("worst mixture", steps, LOAD_ENTROPY, min),
-                over_mixtures("median", steps, LOAD_ENTROPY, median),
-            ],
-        ),
-    ]
-
-
-def series(name: str, events: list[Event], key: str) -> Series:
-    """Return one value of each event as points over the steps, without null (non-finite) values."""
-    points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
-    return Series(name, points)
-
-
-def validation_series(events: list[Event], key: str) -> list[Series]:
-    """Collect a value of the validations: one line for subsets, one for the whole split."""
-    parts = [event for event in events if not _is_whole(event)]
-    whole = [event for event in events if _is_whole(event)]
-    names = ("validation on a subset", "whole split") if parts else ("", "validation")
-    lines = [series(name, some, key) for name, some in zip(names, (parts, whole), strict=True)]
-    return [replace(line, marked=True) for line in lines if line.points]
-
-
-def _is_whole(validation: Event) -> bool:
-    return validation.get("whole", True)  # absent from older runs
-
-
-def over_mixtures(
-    name: str, events: list[Event], key: str, of: Callable[[list[float]], float]
-) -> Series:
-    """Return a line over the steps of the values at `key`, a list with one value per mixture.
-
-    The function `of` combines the values of the mixtures.
-    """
-    return Series(name, [(event["step"], of(event[key])) for event in events if event.get(key)])
-
-
-def chosen(events: list[Event]) -> list[Event]:
-    """Select a few sets of samples, evenly spread, including the first and the last."""
-    if len(events) <= SAMPLED_TIMES:
-        return events
-    last = len(events) - 1
-    return [events[round(place * last / (SAMPLED_TIMES - 1))] for place in range(SAMPLED_TIMES)]
-
-
 def notes(of_kind: dict[str, list[Event]]) -> list[str]:
     """Return the notes that a reader needs before trusting the curves."""
-    lines = []
+    starts = of_kind.get("start", [])
+    settings = starts[0].get("settings") if starts else None  # absent from older runs
+    named = "this run differs from the recipe file and its description"
+    lines = [f"{named}: {', '.join(settings)}"] if settings else []
     if skipped := of_kind.get("skipped_step"):
         where = ", ".join(str(event["step"]) for event in skipped[:10])
         lines.append(
             f"{len(skipped)} steps were skipped, as loss or gradient was not finite: {where}"
         )
-    starts = of_kind.get("start", [])
     if not starts:
         lines.append("metrics.jsonl has no start event; removed lines are missing here too")
     if len(starts) > 1:

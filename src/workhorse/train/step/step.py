@@ -104,8 +104,6 @@ class StepResult:
     """The reported mean loss of the objective: for next tokens the cross-entropy in nats."""
     grad_norm: float
     """Norm of the whole gradient, before clipping."""
-    tokens: float
-    """The denominator of the mean loss: for next tokens the number of predictions."""
     terms: dict[str, float] = field(default_factory=dict)
     """Means of the objective's other values to log: `z_loss` and `balance_loss` if their weight is
     not 0."""
@@ -236,7 +234,7 @@ class TrainingStep:
         loss_value, norm_value, *extra = figures.wait()
         norm_value /= self.scale.value
         terms = dict(zip(self._terms, extra, strict=True))
-        result = StepResult(loss_value, norm_value, counted, terms)
+        result = StepResult(loss_value, norm_value, terms)
         if result.finite and not self.device_decides:
             grad_scale = 1 / self.scale.value
             if self.grad_clip is not None and norm_value > self.grad_clip:

@@ -12,7 +12,7 @@ from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.nn import Decoder
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.nn.init import undrawn
-from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, folded_weight
+from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, folded_weight
 from workhorse.transforms.quantization import QuantizedWeight
 from workhorse.transforms.record import as_subclass, check, record, transforms_of
 
@@ -48,6 +48,10 @@ def add_adapter(
     check(decoder, "adapt")
     _check_name(decoder, name, config)
     targets = _targets(decoder, config)
+    for option in ("ranks", "alphas"):
+        for one in getattr(config, option):
+            if not any(ends_with(path, one) for path in targets):
+                raise WorkhorseError(f"{option}: no layer in targets is called {one}; remove it")
     for path in _parameters_in_full(decoder, config):
         if (layer := path.rpartition(".")[0]) in targets:
             raise WorkhorseError(f"{layer} is in targets and in also_train; remove one")
@@ -58,7 +62,7 @@ def add_adapter(
             layer = as_subclass(layer, kind, adapters=nn.ModuleDict(), active=None)  # noqa: PLW2901
             decoder.set_submodule(path, layer)
         with undrawn(dtype or decoder.embedding.tokens.weight.dtype), torch.device(decoder.device):
-            layer.adapters[name] = adapter = config.build(layer.weight_shape)
+            layer.adapters[name] = adapter = config.of(path).build(layer.weight_shape)
         if decoder.device.type != "meta":
             digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
@@ -228,7 +232,7 @@ def _named(decoder: Decoder, named: str, option: str) -> dict[str, nn.Module]:
     """The modules that have a name, or whose last parts of the name are given, by whole name."""
     modules: dict[str, nn.Module] = dict(decoder.named_modules())
     every = {path: one for path, one in modules.items() if _is_base(path)}
-    found = {path: one for path, one in every.items() if f".{path}".endswith(f".{named}")}
+    found = {path: one for path, one in every.items() if ends_with(path, named)}
     if not found:
         last = {path.rpartition(".")[2] for path in every} - {""}
         known = {one for one in last if not one.isdecimal()}

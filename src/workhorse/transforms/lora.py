@@ -12,8 +12,8 @@ the names of the layer's weights. The parameters of the adapter `default` of a l
 """
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Literal, cast
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, TypeVar, cast
 
 import torch
 from pydantic import Field
@@ -30,6 +30,7 @@ from workhorse.transforms.quantization import (
 )
 
 Name = Annotated[str, Field(min_length=1)]
+Value = TypeVar("Value")
 MAGNITUDE = ".magnitude"
 """End of the names of DoRA's magnitudes, which stay in float32."""
 
@@ -45,6 +46,10 @@ class LoraConfig(Config):
     scaling: Literal["rank", "sqrt_rank"] = "rank"
     """Divisor of alpha: the rank, or its square root (rsLoRA: the size of the update then does not
     depend on the rank)."""
+    ranks: dict[Name, Annotated[int, Field(gt=0)]] = Field(default={})
+    """Layers with another rank, by the last parts of their names, such as `{down_proj: 16}`."""
+    alphas: dict[Name, Annotated[float, Field(gt=0)]] = Field(default={})
+    """Layers with another alpha, by the last parts of their names."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of the update. The input of the frozen weight has none."""
     dora: bool = False
@@ -63,7 +68,16 @@ class LoraConfig(Config):
     @property
     def scale(self) -> float:
         """Factor on `B A`."""
-        return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
+        return self.alpha / self.divisor(self.rank)
+
+    def divisor(self, rank: int) -> float:
+        """The divisor of alpha for a rank."""
+        return rank if self.scaling == "rank" else math.sqrt(rank)
+
+    def of(self, path: str) -> "LoraConfig":
+        """The options for one layer, with the rank and the alpha of this layer."""
+        rank, alpha = _own(self.ranks, path, self.rank), _own(self.alphas, path, self.alpha)
+        return self.replace(rank=rank, alpha=alpha, ranks={}, alphas={})
 
     def build(self, weight: torch.Size) -> "LowRank":
         """Build the adapter of a layer with a weight of this shape, with uninitialised values."""
@@ -260,6 +274,15 @@ def rows_in_blocks(layer: Adapted) -> Iterator[tuple[int, slice, Tensor]]:
 def matrices(weight: Tensor) -> Tensor:
     """A weight as a stack of matrices, (experts, out_features, in_features); 1 for a matrix."""
     return weight.view(-1, *weight.shape[-2:])
+
+
+def ends_with(path: str, name: str) -> bool:
+    """True if `name` is the name of a module, or the last parts of it."""
+    return f".{path}".endswith(f".{name}")
+
+
+def _own(values: Mapping[str, Value], path: str, default: Value) -> Value:
+    return next((one for name, one in values.items() if ends_with(path, name)), default)
 
 
 def _linear(experts: list[int], in_features: int, out_features: int) -> nn.Linear | GroupedLinear:

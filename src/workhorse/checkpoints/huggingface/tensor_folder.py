@@ -48,21 +48,22 @@ class TensorFolder:
     Args:
         path: the directory. `model.safetensors` is read if there is one, otherwise the shards that
             `model.safetensors.index.json` names.
+        single: another name for `model.safetensors`.
 
     Raises:
         WorkhorseError: there are no weights, or only in formats that can run code; a file is
             damaged or a link to outside the directory; or the index and the shards differ.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, single: str = SINGLE) -> None:
         self.path = path
         if not path.is_dir():
             raise WorkhorseError(f"{path} is not a folder; give the folder of a model")
         self._shards: list[MappedFile] = []
         self._stored: dict[str, Stored] = {}
         self._shard_of: dict[str, MappedFile] = {}
-        if os.path.lexists(path / SINGLE):
-            self._add(SINGLE)
+        if os.path.lexists(path / single):
+            self._add(single)
         elif os.path.lexists(path / INDEX):
             self._add_shards(_weight_map(path))
         else:

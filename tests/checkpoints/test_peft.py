@@ -1,0 +1,111 @@
+"""Adapters in PEFT's format: the same bytes as PEFT writes, and the same logits as PeftModel."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
+from workhorse.checkpoints.peft import WEIGHTS, add_peft, write_peft
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
+from workhorse.transforms.adapters import adapter_parameters, adapters_of
+
+hf = pytest.importorskip("transformers", minversion="5.21")
+peft = pytest.importorskip("peft", minversion="0.21")
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+SMALL = {"vocab_size": 32, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"num_key_value_heads": 2},
+    "gpt2": {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
+    "gpt_neox": SMALL,
+    "qwen3_moe": SMALL
+    | {"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 24}
+    | {"num_experts": 4, "num_experts_per_tok": 2},
+}
+LINEAR = ["q_proj", "down_proj"]
+EXPERTS = ["gate_up_proj", "down_proj"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"target_modules": LINEAR, "r": 4, "lora_alpha": 6}),
+    "rslora": ("llama", {"target_modules": LINEAR, "use_rslora": True, "lora_dropout": 0.1}),
+    "dora": ("llama", {"target_modules": LINEAR, "use_dora": True, "modules_to_save": ["lm_head"]}),
+    "saved": (
+        "llama",
+        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "model.norm"]},
+    ),
+    "patterns": (
+        "llama",
+        {"target_modules": LINEAR, "rank_pattern": {"down_proj": 2}}
+        | {"alpha_pattern": {"0.self_attn.q_proj": 32}},
+    ),
+    "head": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+    "transposed": ("gpt2", {"target_modules": ["c_attn", "mlp.c_proj"]}),
+    "transposed dora": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True}),
+    "joined": ("gpt_neox", {"target_modules": ["query_key_value", "dense"]}),
+    "joined dora": ("gpt_neox", {"target_modules": ["query_key_value"], "use_dora": True}),
+    "experts": ("qwen3_moe", {"target_modules": ["v_proj"], "target_parameters": EXPERTS}),
+    "one stack": (
+        "qwen3_moe",
+        {"target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True},
+    ),
+}
+
+
+def base_of(model_type: str, folder: Path) -> Any:
+    """A random model of transformers, saved to a folder."""
+    options = {"tie_word_embeddings": False, "attn_implementation": "eager", **BASES[model_type]}
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(model_type, **options))
+    model.save_pretrained(folder)
+    return hf.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@torch.no_grad()
+def with_peft(model: Any, options: dict[str, Any], folder: Path) -> Tensor:
+    """Save an adapter with random values in PEFT's format; return the logits of `TOKENS`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        theirs = peft.get_peft_model(model, config).eval()
+        for path, parameter in theirs.named_parameters():
+            if "lora_magnitude" in path:
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+            elif "lora_" in path or "modules_to_save" in path:
+                parameter.normal_(std=0.2)
+        theirs.save_pretrained(folder)
+        return theirs(TOKENS).logits
+
+
+def with_sorted_targets(folder: Path) -> str:
+    """The config file, with the targets sorted: PEFT writes a set, in a random order."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = sorted(config["target_modules"])
+    return json.dumps(config, indent=2, sort_keys=True)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    hf.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize(("model_type", "options"), CASES.values(), ids=CASES)
+@torch.no_grad()
+def test_adapters_of_peft(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT's files give PEFT's logits, and are written again with the same bytes."""
+    base, theirs, ours = (tmp_path / name for name in ("base", "theirs", "ours"))
+    expected = with_peft(base_of(model_type, base), options, theirs)
+    stored = HuggingFaceDirectory(base)
+    decoder = stored.load_decoder()
+    plain = decoder(TOKENS)
+    add_peft(decoder, theirs, stored.family)
+    assert (plain - expected).abs().max() > 1e-2
+    torch.testing.assert_close(decoder(TOKENS), expected, rtol=0, atol=1e-5)
+    write_peft(ours, decoder, stored.family, str(base))
+    assert (ours / WEIGHTS).read_bytes() == (theirs / WEIGHTS).read_bytes()
+    assert (ours / "adapter_config.json").read_text() == with_sorted_targets(theirs)

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parity import reference
+from tests.parity.all_cases import ALL
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.peft import WEIGHTS, add_peft, write_peft
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
-from workhorse.transforms.adapters import adapter_parameters, adapters_of
+from workhorse.transforms.adapters import adapter_parameters, add_adapter
+from workhorse.transforms.lora import LoraConfig
 
 hf = pytest.importorskip("transformers", minversion="5.21")
 peft = pytest.importorskip("peft", minversion="0.21")
@@ -83,9 +86,10 @@ def with_peft(model: Any, options: dict[str, Any], folder: Path) -> Tensor:
 
 
 def with_sorted_targets(folder: Path) -> str:
-    """The config file, with the targets sorted: PEFT writes a set, in a random order."""
+    """The config file, with the targets sorted: PEFT writes sets, in a random order."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    config["target_modules"] = sorted(config["target_modules"])
+    for key in ("target_modules", "target_parameters"):
+        config[key] = config[key] if config[key] is None else sorted(config[key])
     return json.dumps(config, indent=2, sort_keys=True)
 
 
@@ -109,3 +113,36 @@ def test_adapters_of_peft(model_type: str, options: dict[str, Any], tmp_path: Pa
     write_peft(ours, decoder, stored.family, str(base))
     assert (ours / WEIGHTS).read_bytes() == (theirs / WEIGHTS).read_bytes()
     assert (ours / "adapter_config.json").read_text() == with_sorted_targets(theirs)
+
+
+@torch.no_grad()
+def shaken(decoder: Decoder) -> Decoder:
+    """Give the adapter of a decoder random values."""
+    for path, parameter in adapter_parameters(decoder).items():
+        if path.endswith("magnitude"):
+            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+        else:
+            parameter.normal_(std=0.1)
+    return decoder
+
+
+FAMILIES = {model_type: cases[0] for model_type, cases in ALL.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "options"), FAMILIES.items(), ids=FAMILIES)
+@torch.no_grad()
+def test_adapters_of_ours(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT reads an adapter of all linear layers of each model type, and gives our logits."""
+    pair = reference.make(model_type, options, tmp_path / "base")
+    family = HuggingFaceDirectory(pair.folder).family
+    decoder = shaken(add_adapter(pair.ours, LoraConfig(rank=2)))
+    expected = decoder(pair.tokens)
+    write_peft(tmp_path / "ours", decoder, family, str(pair.folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(pair.theirs, tmp_path / "ours").eval()
+    assert reference.relative(expected, theirs(pair.tokens, use_cache=False).logits) <= 1e-5
+    again = HuggingFaceDirectory(pair.folder).load_decoder(dtype=torch.float32)
+    add_peft(again, tmp_path / "ours", family)
+    assert reference.relative(again(pair.tokens), expected) <= 1e-5

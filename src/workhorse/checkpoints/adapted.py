@@ -81,10 +81,17 @@ class AdapterConfig(LoraConfig):
         assert self.quantize is not None
         return place_codes(decoder, self.quantize, inside="layers.")
 
-    def adapt(self, decoder: Decoder, seed: int, dtype: torch.dtype | None = None) -> Decoder:
+    def adapt(
+        self,
+        decoder: Decoder,
+        seed: int,
+        dtype: torch.dtype | None = None,
+        *,
+        name: str = "default",
+    ) -> Decoder:
         """Add the adapter to the decoder, in place; see `add_adapter`."""
-        lora = {name: getattr(self, name) for name in LoraConfig.model_fields}
-        return add_adapter(decoder, LoraConfig(**lora), seed=seed, dtype=dtype)
+        lora = {field: getattr(self, field) for field in LoraConfig.model_fields}
+        return add_adapter(decoder, LoraConfig(**lora), name=name, seed=seed, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,34 @@ def load_adapted(
     copy_adapter(decoder, weights)
 
 
-def copy_adapter(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+def add_trained(
+    decoder: Decoder, init: str, state: Mapping[str, Any], weights: Mapping[str, Tensor], name: str
+) -> None:
+    """Add the adapter of a run to its base, in place.
+
+    Args:
+        decoder: the base, which may have another dtype than in the run.
+        init: the model that the decoder was loaded from.
+        state: the state of the run's checkpoint.
+        weights: the weights in the checkpoint.
+        name: the name that the adapter gets.
+
+    Raises:
+        WorkhorseError: the run has no adapter, or the decoder is not its base.
+    """
+    if "base" not in state:
+        raise WorkhorseError("the run trained a whole model, not an adapter; give it as the model")
+    found, _ = open_base(init, decoder.config)
+    Base(found.init, state["base"]["sha256"]).check(found.sha256)
+    AdapterConfig.from_dict(state["recipe"]["adapter"]).adapt(decoder, seed=0, name=name)
+    copy_adapter(decoder, weights, name)
+
+
+def copy_adapter(decoder: Decoder, weights: Mapping[str, Tensor], name: str = "default") -> None:
     """Copy the weights of a checkpoint into the adapter of a decoder."""
-    own = {name: one.detach() for name, one in adapter_parameters(decoder).items()}
-    copy_tensors(own, weights, "adapter")
+    own = {path: one.detach() for path, one in adapter_parameters(decoder, name).items()}
+    mine = {
+        path.replace(".adapters.default.", f".adapters.{name}."): one
+        for path, one in weights.items()
+    }
+    copy_tensors(own, mine, "adapter")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 
 from workhorse.checkpoints.gguf.read import UNQUANTIZED, GgufFile
+from workhorse.checkpoints.huggingface.export import find_family
 from workhorse.checkpoints.huggingface.load import ADAPTER_FILE, HuggingFaceDirectory
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.model_folder import ModelFolder
@@ -142,8 +143,8 @@ def _check_may_be_run(path: Path) -> None:
         raise WorkhorseError(f"{path} is a file; give the folder of its model")
     if (path / ADAPTER_FILE).exists():
         raise WorkhorseError(
-            f"{path} is an adapter (LoRA), not a model; merge it into its base model first, with "
-            "PEFT's merge_and_unload"
+            f"{path} is an adapter (LoRA), not a model; give its base as the model, and the "
+            "adapter with --adapter"
         )
 
 
@@ -186,6 +187,35 @@ def is_hub_id(model: str) -> bool:
         and not name.endswith(FILES)
         and words[0] not in ("runs", "~")
     )
+
+
+def add_stored_adapter(decoder: Decoder, model: StoredModel, adapter: Path, name: str) -> None:
+    """Add an adapter on disk to a decoder, in place, and make it the active one.
+
+    Args:
+        decoder: the decoder of `model`.
+        model: the base.
+        adapter: a PEFT directory, or a run that trained an adapter.
+        name: the name that the adapter gets.
+
+    Raises:
+        WorkhorseError: there is no adapter, it cannot be read, or it belongs to another base.
+    """
+    from workhorse.checkpoints.peft import add_peft
+
+    if (adapter / ADAPTER_FILE).exists():
+        add_peft(decoder, adapter, model.family or find_family(model.config), name=name)
+        return
+    run = RunDirectory.at(adapter)
+    if not run.exists:
+        raise WorkhorseError(
+            f"{adapter} is not an adapter: neither {ADAPTER_FILE} nor {run.recipe_file.name} "
+            "exists; give a PEFT directory or a run"
+        )
+    try:
+        run.add_adapter(decoder, str(model.path), name)
+    except WorkhorseError as error:
+        raise WorkhorseError(f"{adapter}: {error}") from None
 
 
 Found = TypeVar("Found")

@@ -98,6 +98,7 @@ class Running:
     kernel: "KernelName"
     quantize: "Quantization"
     execution: "Execution"
+    adapter: Path | None
 
 
 DECODING = ("auto", "eager", "sdpa")
@@ -131,6 +132,11 @@ def model_options(
             help="Store the weights of linear layers in 8 or 4 bits.",
         ),
         click.option(
+            "--adapter",
+            type=PATH,
+            help="Apply an adapter: a PEFT directory, or a run that trained one on MODEL.",
+        ),
+        click.option(
             "--execution",
             type=click.Choice(["auto", "reference", "native", "compiled"]),
             default="auto",
@@ -157,7 +163,7 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
         model: the argument MODEL of the verb.
         running: the values of the verb's options.
         with_text: True to raise an error if the model has no tokenizer. False for draft models,
-            which do not need a tokenizer.
+            which need no tokenizer and get no adapter.
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load
@@ -173,6 +179,7 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
             dtype=running.dtype,
             kernel=running.kernel,
             quantize=running.quantize,
+            adapter=running.adapter if with_text else None,
             execution=running.execution,
             notify=remarks.append,
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from workhorse.checkpoints.huggingface.export import find_family, write_huggingface
 from workhorse.checkpoints.model_folder import check_new, write_model
+from workhorse.checkpoints.peft import write_peft
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices.names import dtype_name
@@ -25,13 +26,16 @@ from workhorse.models.describe import count_parameters
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
+from workhorse.transforms.adapters import adapted_layers, adapters_of, merge_adapter
 from workhorse.transforms.grouped_heads import group_heads, grouped
 from workhorse.transforms.record import check_weights_kept, is_body, transforms_of
 
 if TYPE_CHECKING:
     from workhorse.checkpoints.gguf import GgufType
 
-Format = Literal["hf", "workhorse", "gguf"]
+Format = Literal["hf", "workhorse", "gguf", "peft", "gguf-lora"]
+ADAPTERS, GGUF = ("peft", "gguf-lora"), ("gguf", "gguf-lora")
+"""Formats of adapters, and formats of files."""
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_k"]
 QUANTIZED = ("q8_0", "q4_0", "q4_k")
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -61,19 +65,23 @@ def convert(
     *,
     dtype: DTypeName = "auto",
     n_kv_heads: int | None = None,
+    adapter: str | Path | None = None,
     notify: Callable[[str], object] = warn_caller,
 ) -> Converted:
-    """Write a model in another format.
+    """Write a model in another format, with its adapter merged, or only its adapter.
 
     Args:
         source: a loaded model, or the path, hub id or preset name of one; see `load`.
         target: a new or empty folder; for `gguf`, a new file.
         to: `hf` (a Hugging Face directory), `workhorse` (Workhorse's own format, for any config) or
-            `gguf`.
+            `gguf`; or only the adapter: `peft` (a PEFT directory) or `gguf-lora` (a file for
+            llama.cpp).
         dtype: dtype of the written weights; `auto` keeps the source's dtype. `q8_0`, `q4_0` and
             `q4_k` are only for `gguf`.
         n_kv_heads: number of key-value heads per layer in the written model, each the mean of
             adjacent heads of the source; None keeps all heads.
+        adapter: an adapter of the source; see `load`. Other formats than `peft` and `gguf-lora` get
+            weights to which it is added in float32.
         notify: see `load`.
 
     Raises:
@@ -91,18 +99,21 @@ def convert(
         raise WorkhorseError(f"dtype={dtype} needs --to gguf, not {to}; choose another dtype")
     check_callback(notify)
     _check_target(target, to)
+    if to in ADAPTERS:
+        if dtype != "auto" or n_kv_heads is not None:
+            raise WorkhorseError(f"--to {to} writes the adapter as it is; remove dtype, n_kv_heads")
+        return _convert_adapter(source, target, to, adapter, notify)
     # Find the model type before the weights are read, so that an unsupported config fails early.
     family = None if to == "workhorse" else _family(source, to, n_kv_heads)
-    if isinstance(source, Model):
-        model = source
-    else:
-        model = load(source, device="cpu", dtype=_held(dtype), execution="reference", notify=notify)
+    model, own_dtype = _load(source, dtype, adapter, notify)
+    if adapters_of(model.reference):
+        merged = merge_adapter(model.reference)
+        model = replace(model, decoder=merged, built=None, body=None)
     if n_kv_heads is not None:
         model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder
     _check_weights(decoder)
-    held = dtype_name(decoder.embedding.tokens.weight.dtype)
-    name = held if dtype == "auto" else dtype
+    name = dtype_name(own_dtype) if dtype == "auto" else dtype
     if family is not None and to == "gguf":
         _write_gguf(target, model, family, name, notify)
     else:
@@ -124,9 +135,9 @@ def _check_target(target: Path, to: Format) -> None:
     """Raise a WorkhorseError if the target exists, is in a run, or is a folder named `*.gguf`."""
     if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
         raise WorkhorseError(f"{target} is inside a run directory; choose a path outside it")
-    if to == "gguf" and os.path.lexists(target):
+    if to in GGUF and os.path.lexists(target):
         raise WorkhorseError(f"{target} exists; choose another file")
-    if to != "gguf":
+    if to not in GGUF:
         if target.suffix == ".gguf":
             raise WorkhorseError(
                 f"{target} ends in .gguf, but --to {to} writes a folder; "
@@ -243,9 +254,7 @@ def _write_gguf(
         notify(note)
 
 
-def _family(
-    source: str | Path | Model, to: Literal["hf", "gguf"], n_kv_heads: int | None
-) -> Family:
+def _family(source: str | Path | Model, to: Format, n_kv_heads: int | None) -> Family:
     """The model type (family of architectures) to write a model as.
 
     Raises:
@@ -273,9 +282,68 @@ def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
     return stored.family, stored.config
 
 
-def _held(dtype: DTypeName) -> str:
-    """The dtype to load weights in. Before quantisation it is their own, to round only once."""
-    return "auto" if dtype in QUANTIZED else dtype
+def _load(
+    source: str | Path | Model,
+    dtype: DTypeName,
+    adapter: str | Path | None,
+    notify: Callable[[str], object],
+) -> tuple[Model, torch.dtype]:
+    """Load a model with its adapter, and return it with the dtype that its weights are stored in.
+
+    Weights that change before they are written (quantised, or with an adapter) are rounded once.
+    """
+    if isinstance(source, Model):
+        if adapter is not None:
+            raise WorkhorseError("adapter needs the path of its base; give the path as the source")
+        return source, source.decoder.embedding.tokens.weight.dtype
+    held = "auto" if dtype in QUANTIZED else dtype
+    if adapter is not None or (is_stored(str(source)) and _adapted_base(source)):
+        held = "float32"
+    model = load(
+        source,
+        device="cpu",
+        dtype=held,
+        adapter=adapter,
+        execution="reference",
+        notify=notify,
+    )
+    if adapter is not None:
+        return model, open_stored(source).dtype
+    return model, model.decoder.embedding.tokens.weight.dtype
+
+
+def _adapted_base(source: str | Path) -> str | None:
+    """The base of a run that trained an adapter; None for other models."""
+    stored = open_stored(source)
+    return stored.base if isinstance(stored, RunDirectory) else None
+
+
+def _convert_adapter(
+    source: str | Path | Model,
+    target: Path,
+    to: Format,
+    adapter: str | Path | None,
+    notify: Callable[[str], object],
+) -> Converted:
+    """Write the active adapter of a model."""
+    model, _ = _load(source, "auto", adapter, notify)
+    decoder = model.reference
+    active = {one.active for one in adapted_layers(decoder).values() if one.active is not None}
+    if not active:
+        raise WorkhorseError(f"{model.name} has no adapter; give one with adapter (--adapter)")
+    (name,) = active
+    base = _adapted_base(model.name) or model.name
+    stored = open_stored(base)
+    family = stored.family or find_family(decoder.config)
+    if stored.family is None:
+        notify(f"{base} is the base of the adapter; others need it as well (convert --to hf)")
+    if to == "peft":
+        count = write_peft(target, decoder, family, base, name=name)
+    else:
+        from workhorse.checkpoints.gguf import write_gguf_adapter
+
+        count = write_gguf_adapter(target, decoder, family, name=name)
+    return Converted(target, to, family.architecture, "float32", count)
 
 
 def _whole_tokenizer(model: Model) -> Tokenizer | None:

@@ -1,6 +1,6 @@
 """`workhorse.load`: load a model and its tokenizer from a path, hub id or preset name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.runs.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import (
     StoredModel,
+    add_stored_adapter,
     is_stored,
     model_name,
     no_such_model,
@@ -27,6 +28,7 @@ from workhorse.data import DataConfig
 from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.execute.body import EXECUTIONS, Execution
+from workhorse.files.text_formats import to_path
 from workhorse.generate import GenerationConfig
 from workhorse.generate.conversation import TemplateFormat
 from workhorse.memory.capacity import check_random, check_stored
@@ -35,6 +37,7 @@ from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, ChatTemplate, train_tokenizer
+from workhorse.transforms.adapters import set_adapter
 from workhorse.transforms.quantization import FORMATS, FormatName, place_codes
 from workhorse.transforms.quantization import quantize as quantize_weights
 
@@ -49,6 +52,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     kernel: KernelName = "auto",
     quantize: Quantization = "none",
+    adapter: str | Path | Mapping[str, str | Path] | None = None,
     execution: Execution = "auto",
     notify: Callable[[str], object] = warn_caller,
 ) -> Model:
@@ -66,14 +70,17 @@ def load(
         kernel: the implementation of attention.
         quantize: format of the weights of linear layers: `none` (unchanged), `int8` or `int4`. Each
             weight is quantised as it is read, to save memory.
+        adapter: a PEFT directory, or a run that trained an adapter on this model; or several by
+            name, of which the first is active (see `workhorse.transforms.adapters.set_adapter`).
         execution: how the decoder is executed; see `Execution`. Use `reference` for training,
             export or inspection. With `compiled`, the first step waits tens of seconds for the
             compiler; later processes on the same machine load the compiled program in seconds.
         notify: called with each warning, such as that weights are random or a file is not used.
 
     Raises:
-        WorkhorseError: there is no such model, it cannot be read, the device or dtype is not
-            available, the weights do not fit into memory, or the execution is not possible.
+        WorkhorseError: there is no such model or adapter, it cannot be read, the device or dtype
+            is not available, the weights do not fit into memory, an adapter belongs to another
+            model, or the execution is not possible.
     """
     name = model_name(model)
     for option, value, known in (
@@ -98,13 +105,28 @@ def load(
             codes_per_byte=None if quantize == "none" else FORMATS[quantize].per_byte,
         )
         decoder = stored.load_decoder(where, type_of_weights, kernel, places)
+        _add_adapters(decoder, stored, adapter)
         loaded = _with_text(stored, decoder, notify)
     elif name in preset_names():
+        if adapter is not None:
+            raise WorkhorseError(f"{name} is a preset, which has no weights to adapt; give a model")
         notify(f"{name} is a preset: its weights are random and its tokens are bytes")
         loaded = _random(name, where, type_of_weights or torch.float32, kernel, quantize)
     else:
         raise no_such_model(name)
     return loaded.with_execution(execution)
+
+
+def _add_adapters(
+    decoder: Decoder, stored: StoredModel, adapter: str | Path | Mapping[str, str | Path] | None
+) -> None:
+    if adapter is None:
+        return
+    named = adapter if isinstance(adapter, Mapping) else {"default": adapter}
+    for name, one in named.items():
+        add_stored_adapter(decoder, stored, to_path(one, "an adapter is a path"), name)
+    for name in list(named)[:1]:
+        set_adapter(decoder, name)
 
 
 def check_callback(notify: object) -> None:

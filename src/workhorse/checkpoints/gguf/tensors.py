@@ -1,7 +1,7 @@
 """Maps Workhorse's weights to llama.cpp's tensors and back; a tensor is computed when needed."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -116,7 +116,7 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
         WorkhorseError: llama.cpp has no tensor for a weight.
     """
     parts = tensor_parts(architecture, decoder)
-    plans = [_joined(name, members) for name, members in parts.items()]
+    plans = [joined(name, members) for name, members in parts.items()]
     if architecture.copied_head and HEAD not in parts:
         tied = parts[EMBEDDING][0]
         plans.append(TensorPlan(HEAD, tied.shape, tied.make))
@@ -125,23 +125,28 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
     return plans
 
 
-def tensor_parts(architecture: Architecture, decoder: Decoder) -> dict[str, list[Part]]:
+def tensor_parts(
+    architecture: Architecture, decoder: Decoder, weights: Mapping[str, Tensor] | None = None
+) -> dict[str, list[Part]]:
     """Map each tensor name of the file to the weights that it stacks, in the order of rows.
 
     Args:
         architecture: the architecture that defines the tensor names.
         decoder: any decoder, also one on the meta device.
+        weights: tensors with the rows of some weights, by name; None for the weights themselves.
 
     Raises:
         WorkhorseError: the architecture has no tensor for a weight.
     """
     parts: dict[str, list[Part]] = {}
-    for part in _parts(architecture, decoder):
+    for part in _parts(architecture, decoder, weights_of(decoder) if weights is None else weights):
         parts.setdefault(part.tensor, []).append(part)
     return {name: sorted(members, key=lambda part: part.order) for name, members in parts.items()}
 
 
-def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:
+def _parts(
+    architecture: Architecture, decoder: Decoder, weights: Mapping[str, Tensor]
+) -> Iterator[Part]:
     fused = {
         one: (whole, order)
         for whole, several in architecture.fused.items()
@@ -149,7 +154,7 @@ def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:
     }
     blocks = [decoder.config.blocks[name] for name in decoder.config.layer_names()]
     offsets = _offset_weights(decoder)
-    for name, weight in weights_of(decoder).items():
+    for name, weight in weights.items():
         layer, theirs, kind, head = _their_name(name, architecture)
         offset = float(name in offsets)
         make, take = partial(_values, weight, offset), partial(_less, offset)
@@ -215,7 +220,8 @@ def _turned(
     )
 
 
-def _joined(name: str, parts: list[Part]) -> TensorPlan:
+def joined(name: str, parts: list[Part]) -> TensorPlan:
+    """Plan the tensor that stacks the rows of some parts."""
     if len(parts) == 1:
         return TensorPlan(name, parts[0].shape, parts[0].make)
     rows = sum(part.shape[0] for part in parts)

@@ -133,7 +133,7 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
     fitting.sort(key=lambda pair: pair[1] is not config)  # first those without extra neutral parts
     reasons: list[str] = []
     for family, equivalent in fitting:
-        architecture = _architecture(family.model_type)
+        architecture = architecture_of(family.model_type)
         data, _ = readable(equivalent, windows=architecture.windows)
         if not (found := architecture.differences(data)):
             return family
@@ -150,7 +150,7 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
 def _nearest_architecture(config: DecoderConfig) -> str:
     """Describe the nearest architecture for a config that fits none, with the differences."""
     found = [
-        (_architecture(name).name, family_of(name).differences(config)) for name in gguf_types()
+        (architecture_of(name).name, family_of(name).differences(config)) for name in gguf_types()
     ]
     return nearest_of(found, config)
 
@@ -187,7 +187,7 @@ def write_gguf(
     """
     if dtype not in FILE_TYPES:
         raise WorkhorseError(f"dtype={dtype!r} is not supported; choose {', '.join(FILE_TYPES)}")
-    architecture = _architecture(model_type)
+    architecture = architecture_of(model_type)
     equivalent = family_of(model_type).equivalent(decoder.config)
     if equivalent is not None:
         decoder = to_equivalent(decoder, equivalent)
@@ -209,11 +209,16 @@ def write_gguf(
     plans = plan_tensors(architecture, decoder)
     weights = decoder.embedding.tokens.weight.dtype
     kinds = [_stored(plan, dtype, "f16" if weights == torch.float16 else "bf16") for plan in plans]
-    _write(path, architecture, {**general, **keys, **words}, plans, kinds)
+    write_file(path, architecture, {**general, **keys, **words}, plans, kinds)
     return remarks + more + _larger(plans, kinds, dtype)
 
 
-def _architecture(model_type: str) -> Architecture:
+def architecture_of(model_type: str) -> Architecture:
+    """The architecture of llama.cpp for a model type.
+
+    Raises:
+        WorkhorseError: there is none.
+    """
     for architecture in ARCHITECTURES:
         if model_type in architecture.model_types:
             return architecture
@@ -223,7 +228,7 @@ def _architecture(model_type: str) -> Architecture:
     )
 
 
-def _write(
+def write_file(
     path: Path,
     architecture: Architecture,
     keys: Mapping[str, Any],

@@ -201,8 +201,8 @@ class HuggingFaceDirectory:
         self.remarks = [*twice, *_remarks(whole, fields), *_outside(ids, size)]
         if (self.path / ADAPTER_FILE).exists():
             self.remarks.append(
-                f"{ADAPTER_FILE} describes an adapter (LoRA), which is not applied; merge it into "
-                "the weights first, with PEFT's merge_and_unload"
+                f"{ADAPTER_FILE} describes an adapter (LoRA), which is not applied; to apply "
+                "it, give the folder also as the adapter"
             )
 
     @staticmethod

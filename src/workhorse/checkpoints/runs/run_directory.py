@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from workhorse.checkpoints.adapted import load_adapted
+from workhorse.checkpoints.adapted import add_trained, load_adapted
 from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore, step_of
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
@@ -385,6 +385,17 @@ class RunDirectory:
         else:
             load_weights(decoder, weights, places)
         return decoder.eval()
+
+    def add_adapter(self, decoder: Decoder, init: str, name: str) -> None:
+        """Add the adapter that this run trained to its base; see `add_trained`."""
+        weights, state = self._weights()
+        add_trained(decoder, init, state, weights, name)
+
+    @property
+    def base(self) -> str | None:
+        """Path or hub id of the model that the run trained an adapter for; None without one."""
+        _, state = self.store().newest_state(alone=True) or (0, {})
+        return state["base"]["init"] if "base" in state else None
 
     def checkpoint(self, notify: Callable[[str], None]) -> Checkpoint | None:
         """Load the checkpoint, including the optimizer's state; return None if there is none.

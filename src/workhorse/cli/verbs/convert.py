@@ -14,8 +14,9 @@ from workhorse.cli.output import print_result, warn
 @click.option(
     "--to",
     "to",
-    type=click.Choice(["hf", "workhorse", "gguf"]),
-    help="Format of DST: a Hugging Face directory, Workhorse's own format, or a GGUF file."
+    type=click.Choice(["hf", "workhorse", "gguf", "peft", "gguf-lora"]),
+    help="Format of DST: a Hugging Face directory, Workhorse's own format, or a GGUF file;"
+    " or only the adapter, as a PEFT directory or as a GGUF file for llama.cpp."
     "  [default: gguf if DST ends in .gguf]",
 )
 @click.option(
@@ -31,9 +32,22 @@ from workhorse.cli.output import print_result, warn
     help="Average the key and value heads in groups, down to this number of heads. The result is"
     " a different model, which needs further training.",
 )
+@click.option(
+    "--adapter",
+    type=PATH,
+    help="Adapter of SRC: a PEFT directory or a run. Formats of models get weights to which it is"
+    " added.",
+)
 @json_option
 def command(
-    *, source: str, target: Path, to: str | None, dtype: str, n_kv_heads: int | None, as_json: bool
+    *,
+    source: str,
+    target: Path,
+    to: str | None,
+    dtype: str,
+    n_kv_heads: int | None,
+    adapter: Path | None,
+    as_json: bool,
 ) -> None:
     """Convert the model SRC to another format and write it to DST.
 
@@ -42,7 +56,9 @@ def command(
     model classes fits, the error gives the reason; `workhorse models show` also shows it.
     """
     if to is None and target.suffix != ".gguf":
-        raise click.UsageError("the format of DST is not known; give --to hf, workhorse or gguf")
+        raise click.UsageError(
+            "the format of DST is not known; give --to hf, workhorse, gguf, peft or gguf-lora"
+        )
 
     from workhorse.model.convert import convert
 
@@ -52,6 +68,7 @@ def command(
         to or "gguf",  # pyright: ignore[reportArgumentType]
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         n_kv_heads=n_kv_heads,
+        adapter=adapter,
         notify=warn,
     )
     what = f" as {result.architecture}" if result.architecture else ""

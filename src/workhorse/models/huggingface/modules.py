@@ -5,12 +5,17 @@ gate before those of up, and `experts.down_proj`, both (experts, out_features, i
 modules also have another name in memory. Adapters (PEFT) use the names in memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from workhorse.models.huggingface.family import Family
-from workhorse.models.huggingface.moves import Rule, joined, same
+import torch
 
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.moves import Move, Rule, Shape, Tensors, joined, plan, same
+from workhorse.nn import DecoderConfig
+
+FEED_FORWARD = (".gate_proj", ".up_proj", ".down_proj")
 EXPERTS = "layers.{i}.feed_forward.experts."
 IN_MEMORY: Mapping[str, Mapping[str, str]] = {
     "axk1": {".post_mlp_layernorm": ".mlp.post_mlp_layernorm"},
@@ -38,9 +43,70 @@ TRANSPOSED_STACKS = ("aria_text", "gpt_oss")
 """Model types with classes that declare their stacks as (experts, in_features, out_features)."""
 
 
-def module_rules(family: Family) -> tuple[Rule, ...]:
-    """The rules of a family for its model in memory, then the rules for its files."""
-    return (*_in_memory(family), *family.rules)
+MATRIX = 2
+TAKEN_FOR_EXPERTS = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
+    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "solar_open"),
+)
+"""Model types with feed-forwards beside the experts that PEFT takes for parts of the experts,
+because experts had these names in transformers 4."""
+PROBE = 1_000_003  # no matrix has this width
+
+
+class Modules:
+    """The weights of a decoder as a transformers model holds them in memory.
+
+    Args:
+        config: the config of the decoder.
+        family: the model type of the transformers model.
+        stored: names of their weights that exist; None for the names that transformers 5 has.
+
+    Attributes:
+        moves: for each of our weights, the weights in memory that hold it.
+        shapes: the shapes of our weights.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, family: Family, stored: Iterable[str] | None = None
+    ) -> None:
+        weights = config.build(device="meta").named_parameters(remove_duplicate=False)
+        self.shapes: dict[str, Shape] = {name: tuple(weight.shape) for name, weight in weights}
+        rules = (*_in_memory(family), *family.rules)
+        self.moves = [move for move in plan(rules, self.shapes, config, stored) if move.theirs]
+        self._family = family
+
+    def stored_shapes(self, move: Move) -> list[Shape]:
+        """The shapes of the weights in memory."""
+        empty = [torch.empty(self.shapes[name], device="meta") for name in move.ours]
+        return [tuple(one.shape) for one in put(move, empty)]
+
+    def layout(self, move: Move) -> tuple[bool, bool]:
+        """How the matrices in memory are stored: True if transposed, and if that is not declared.
+
+        Raises:
+            WorkhorseError: the rows of their matrices are not rows of ours.
+        """
+        module = move.theirs[0].removesuffix(".weight")
+        if self._family.model_type in TAKEN_FOR_EXPERTS and module.endswith(FEED_FORWARD):
+            raise WorkhorseError(
+                f"PEFT takes an adapter of {module} for one of the experts; remove it from targets"
+            )
+        sizes = [(*self.shapes[name][:-1], PROBE) for name in move.ours]
+        found = put(move, [torch.empty(size, device="meta") for size in sizes])
+        n_dims = len(sizes[0]) - (len(found) > 1)  # one matrix for each expert
+        if found[0].ndim != n_dims or PROBE not in found[0].shape[-2:]:
+            raise WorkhorseError(
+                f"{move.theirs[0]} of {self._family.model_type} has other rows than {move.ours[0]} "
+                "and can have no adapter; remove it from the targets"
+            )
+        transposed = found[0].shape[-1] != PROBE
+        declared = n_dims == MATRIX or self._family.model_type in TRANSPOSED_STACKS
+        return transposed, transposed and not declared
+
+
+def put(move: Move, tensors: Tensors) -> Tensors:
+    """Convert tensors with the rows of our weights to tensors as they are in memory."""
+    return move.rule.put(tensors, [tuple(one.shape) for one in tensors], move.block)
 
 
 def _in_memory(family: Family) -> Iterator[Rule]:

@@ -44,6 +44,13 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.proj.weight"
 THEIR_HEAD = "lm_head"
 """The target whose frozen weight PEFT saves beside the adapter."""
+TAKEN_FOR_EXPERTS = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
+    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "solar_open"),
+)
+"""Model types with feed-forwards beside the experts that PEFT takes for parts of the experts,
+because experts had these names in transformers 4."""
+FEED_FORWARD = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 OTHER_BASE = "give the base that the adapter was trained on"
 Value = TypeVar("Value")
 
@@ -112,23 +119,17 @@ def write_peft(
     config, modules = adapters_of(decoder)[name], Modules(decoder.config, family)
     ours, full = updates_of(decoder, name), _full(decoder, name)
     updates: dict[str, Update] = {}
-    tensors: dict[str, Tensor] = {}
-    transposed = False  # of the last layer, as PEFT sets it layer by layer
+    saved: dict[str, Tensor] = {}
+    transposed = False  # that of the last layer, since PEFT sets it layer by layer
     for move in modules.moves:
         if not full.keys().isdisjoint(move.ours):
-            if missing := sorted(set(move.ours) - full.keys()):
-                raise WorkhorseError(
-                    f"also_train: {move.theirs[0]} also holds {missing[0]}; add it to the list"
-                )
-            values = put(move, [full[one] for one in move.ours])
-            tensors |= dict(zip(move.theirs, values, strict=True))
+            saved |= _saved(move, full)
         if not ours.keys().isdisjoint(move.ours):
             parts = [ours.get(one) for one in move.ours]
             updates[move.theirs[0]] = _to_theirs(modules, move, parts, config.divisor)
             if move.theirs[0].endswith(".weight"):
                 transposed = modules.layout(move)[0]
-    saved = [one.rpartition(".")[0] for one in tensors]
-    tied = decoder.config.head.tied and EMBEDDING in full
+    tensors = dict(saved)
     for theirs, update in updates.items():
         key = _wrapped(theirs, updates)
         tensors[key + A], tensors[key + B] = _flat(update)
@@ -138,28 +139,13 @@ def write_peft(
             tensors[f"{key}{BASE_LAYER}.weight"] = decoder.head.proj.weight.detach()
     for key, value in tensors.items():
         check_numbers(key, value)
-    every = [*_modules(one for move in modules.moves for one in move.theirs), *updates]
-    named = {one.removesuffix(".weight"): update for one, update in updates.items()}
-    alphas = {one: _plain(update.alpha) for one, update in named.items()}
-    targets = _shortest([one for one in named if one not in updates], every)
-    written = PeftConfig(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        r=config.rank,
-        lora_alpha=_plain(config.alpha),
-        rank_pattern=_pattern({one: named[one].rank for one in named}, config.rank, every),
-        alpha_pattern=_pattern(alphas, _plain(config.alpha), every),
-        lora_dropout=config.dropout,
-        use_rslora=config.scaling == "sqrt_rank",
-        use_dora=config.dora,
-        modules_to_save=_shortest(saved[:1] if tied else saved, every, str.endswith) or None,
-        ensure_weight_tying=tied,
-        target_parameters=sorted(_shortest([one for one in named if one in updates], every))
-        or None,
-    )
-    own = {"target_modules": sorted(targets), "fan_in_fan_out": transposed}
-    data = {**NO_EFFECT, **UNSUPPORTED, **written.to_dict(), **own}
+    every = _modules(one for move in modules.moves for one in move.theirs)
+    tied = decoder.config.head.tied and EMBEDDING in full
+    data = _json(config, updates, list(saved)[: 1 if tied else None], every) | {
+        "base_model_name_or_path": base,
+        "ensure_weight_tying": tied,
+        "fan_in_fan_out": transposed,
+    }
 
     def write(temporary: Path) -> None:
         text = json.dumps(data, indent=2, sort_keys=True)
@@ -170,6 +156,48 @@ def write_peft(
 
     make_folder(folder, write)
     return sum(value.numel() for value in tensors.values())
+
+
+def _json(
+    config: LoraConfig, updates: Mapping[str, Update], saved: Iterable[str], every: list[str]
+) -> dict[str, Any]:
+    """The content of `adapter_config.json`.
+
+    Args:
+        config: the options of the adapter.
+        updates: the updates, by the names of their weights.
+        saved: the names of the weights that are saved in full.
+        every: the names of all modules.
+    """
+    every = [*every, *updates]
+    named = {one.removesuffix(".weight"): update for one, update in updates.items()}
+    alphas = {one: _plain(update.alpha) for one, update in named.items()}
+    parameters = _shortest([one for one in named if one in updates], every)
+    modules = [one.rpartition(".")[0] for one in saved]
+    written = PeftConfig(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=_plain(config.alpha),
+        rank_pattern=_pattern({one: named[one].rank for one in named}, config.rank, every),
+        alpha_pattern=_pattern(alphas, _plain(config.alpha), every),
+        lora_dropout=config.dropout,
+        use_rslora=config.scaling == "sqrt_rank",
+        use_dora=config.dora,
+        modules_to_save=_shortest(modules, every, str.endswith) or None,
+        target_parameters=sorted(parameters) or None,
+    )
+    targets = sorted(_shortest([one for one in named if one not in updates], every))
+    return {**NO_EFFECT, **UNSUPPORTED, **written.to_dict(), "target_modules": targets}
+
+
+def _saved(move: Move, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if missing := sorted(set(move.ours) - full.keys()):
+        raise WorkhorseError(
+            f"also_train: {move.theirs[0]} also holds {missing[0]}; add it to the list"
+        )
+    values = put(move, [full[one] for one in move.ours])
+    return dict(zip(move.theirs, values, strict=True))
 
 
 def _full(decoder: Decoder, name: str) -> dict[str, Tensor]:
@@ -188,6 +216,11 @@ def _to_theirs(
     divisor: Callable[[int], float],
 ) -> Update:
     """Join the updates of our weights to the update of the weight in memory that holds them."""
+    theirs = move.theirs[0]
+    if theirs.endswith(FEED_FORWARD) and modules.family.model_type in TAKEN_FOR_EXPERTS:
+        raise WorkhorseError(
+            f"PEFT takes an adapter of {theirs} for one of the experts; remove it from the targets"
+        )
     transposed, swapped = modules.layout(move)
     shapes = [modules.shapes[name] for name in move.ours]
     a, parts, alpha = with_one_a(updates, shapes, divisor)
@@ -200,7 +233,7 @@ def _to_theirs(
         return Update(a, b, None, alpha)
     if len(lengths) < len(updates) or lengths[0].ndim > 1:
         raise WorkhorseError(
-            f"PEFT has no DoRA for {move.theirs[0]} if only parts of it have adapters, or for "
+            f"PEFT has no DoRA for {theirs} if only parts of it have adapters, or for "
             "experts; train the adapter with dora=false"
         )
     return Update(a, b, put(move, lengths)[0], alpha)

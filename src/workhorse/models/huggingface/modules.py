@@ -15,7 +15,6 @@ from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.moves import Move, Rule, Shape, Tensors, joined, plan, same
 from workhorse.nn import DecoderConfig
 
-FEED_FORWARD = (".gate_proj", ".up_proj", ".down_proj")
 EXPERTS = "layers.{i}.feed_forward.experts."
 IN_MEMORY: Mapping[str, Mapping[str, str]] = {
     "axk1": {".post_mlp_layernorm": ".mlp.post_mlp_layernorm"},
@@ -44,12 +43,6 @@ TRANSPOSED_STACKS = ("aria_text", "gpt_oss")
 
 
 MATRIX = 2
-TAKEN_FOR_EXPERTS = (
-    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
-    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "solar_open"),
-)
-"""Model types with feed-forwards beside the experts that PEFT takes for parts of the experts,
-because experts had these names in transformers 4."""
 PROBE = 1_000_003  # no matrix has this width
 
 
@@ -73,7 +66,7 @@ class Modules:
         self.shapes: dict[str, Shape] = {name: tuple(weight.shape) for name, weight in weights}
         rules = (*_in_memory(family), *family.rules)
         self.moves = [move for move in plan(rules, self.shapes, config, stored) if move.theirs]
-        self._family = family
+        self.family = family
 
     def stored_shapes(self, move: Move) -> list[Shape]:
         """The shapes of the weights in memory."""
@@ -86,21 +79,16 @@ class Modules:
         Raises:
             WorkhorseError: the rows of their matrices are not rows of ours.
         """
-        module = move.theirs[0].removesuffix(".weight")
-        if self._family.model_type in TAKEN_FOR_EXPERTS and module.endswith(FEED_FORWARD):
-            raise WorkhorseError(
-                f"PEFT takes an adapter of {module} for one of the experts; remove it from targets"
-            )
         sizes = [(*self.shapes[name][:-1], PROBE) for name in move.ours]
         found = put(move, [torch.empty(size, device="meta") for size in sizes])
         n_dims = len(sizes[0]) - (len(found) > 1)  # one matrix for each expert
         if found[0].ndim != n_dims or PROBE not in found[0].shape[-2:]:
             raise WorkhorseError(
-                f"{move.theirs[0]} of {self._family.model_type} has other rows than {move.ours[0]} "
+                f"{move.theirs[0]} of {self.family.model_type} has other rows than {move.ours[0]} "
                 "and can have no adapter; remove it from the targets"
             )
         transposed = found[0].shape[-1] != PROBE
-        declared = n_dims == MATRIX or self._family.model_type in TRANSPOSED_STACKS
+        declared = n_dims == MATRIX or self.family.model_type in TRANSPOSED_STACKS
         return transposed, transposed and not declared
 
 

@@ -60,9 +60,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def base_of(model_type: str, folder: Path) -> Any:
+def base_of(model_type: str, folder: Path, *, tied: bool = False) -> Any:
     """A random model of transformers, saved to a folder."""
-    options = {"tie_word_embeddings": False, "attn_implementation": "eager", **BASES[model_type]}
+    options = {"tie_word_embeddings": tied, "attn_implementation": "eager", **BASES[model_type]}
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(model_type, **options))
     model.save_pretrained(folder)
@@ -157,3 +157,30 @@ def test_adapters_of_ours(model_type: str, options: dict[str, Any], tmp_path: Pa
     again = stored.load_decoder(dtype=torch.float32)
     add_peft(again, tmp_path / "ours", stored.family)
     assert reference.relative(again(pair.tokens), expected) <= 1e-5
+
+
+JOINED = LoraConfig(rank=2, alpha=3, ranks={"k_proj": 4}, alphas={"v_proj": 8})
+OURS = {
+    "stacked A's": ("gpt_neox", JOINED),
+    "stacked A's, rsLoRA": ("gpt_neox", JOINED.replace(scaling="sqrt_rank")),
+    "a part": ("gpt_neox", LoraConfig(targets=("q_proj", "v_proj"))),
+    "tied": ("gpt2", LoraConfig(also_train=("embedding",))),
+}
+
+
+@pytest.mark.parametrize(("model_type", "config"), OURS.values(), ids=OURS)
+@torch.no_grad()
+def test_peft_computes_what_we_do(model_type: str, config: LoraConfig, tmp_path: Path) -> None:
+    """Layers that transformers joins may have different A's, and a head may be tied."""
+    theirs = base_of(model_type, tmp_path / "base", tied=bool(config.also_train))
+    stored = HuggingFaceDirectory(tmp_path / "base")
+    decoder = shaken(add_adapter(stored.load_decoder(), config))
+    expected = decoder(TOKENS)
+    write_peft(tmp_path / "ours", decoder, stored.family, str(tmp_path / "base"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "ours").eval()
+    torch.testing.assert_close(theirs(TOKENS).logits, expected, rtol=0, atol=1e-5)
+    again = stored.load_decoder()
+    add_peft(again, tmp_path / "ours", stored.family, name="other")
+    torch.testing.assert_close(again(TOKENS), expected, rtol=0, atol=1e-5)

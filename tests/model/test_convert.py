@@ -136,7 +136,7 @@ def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "q.gguf ends in .gguf, but --to hf writes a folder" in capsys.readouterr().err
     assert not (tmp_path / "q.gguf").exists()
     assert main(["convert", str(run_folder), str(tmp_path / "other")]) == 2
-    assert "give --to hf, workhorse or gguf" in capsys.readouterr().err
+    assert "give --to hf, workhorse, gguf" in capsys.readouterr().err
     assert main(["generate", target, "--prompt", "a", "--max-new-tokens", "2"]) == 0
 
 

@@ -117,6 +117,32 @@ def test_a_checkpoint_holds_only_the_adapter_and_load_adds_its_base(
     assert losses[-1][1] < losses[0][1]
 
 
+def test_the_adapter_of_a_run_is_added_to_its_base_merged_and_exported(
+    base: Path, make_recipe, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(recipe_on(base, make_recipe, {"also_train": ["final_norm"]}), run)
+    expected = logits(load(run, execution="reference").decoder)
+    found = load(base, adapter={"tuned": run}, execution="reference")
+    assert torch.equal(logits(found.decoder), expected)
+    for to, options in (("hf", {}), ("peft", {"adapter": tmp_path / "peft"})):
+        assert main(["convert", str(run), str(tmp_path / to), "--to", to]) == 0
+        model = base if options else tmp_path / to
+        again = load(model, execution="reference", **options).decoder
+        torch.testing.assert_close(logits(again), expected)
+    with pytest.raises(WorkhorseError, match="trained a whole model, not an adapter"):
+        load(base, adapter=base)
+    moved = RunDirectory(shutil.copytree(base, tmp_path / "moved"))
+    assert torch.equal(logits(load(moved.path, adapter=run).reference), expected)
+    changed = {name: one + 1 for name, one in weights(base, 2).items()}
+    config = {"config": moved.config.to_dict()}
+    moved.store().save(3, changed, {}, config)
+    with pytest.raises(WorkhorseError, match=r"moved .*are not those that the adapter was trained"):
+        load(moved.path, adapter=run)
+    prompt = ["--prompt", "a", "--max-new-tokens", "2", "--greedy"]
+    assert main(["generate", str(base), "--adapter", str(run), *prompt]) == 0
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_loaded_run_computes_what_was_trained(
     quantize: str | None, base: Path, make_recipe, tmp_path: Path

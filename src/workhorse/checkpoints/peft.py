@@ -119,17 +119,19 @@ def write_peft(
     config, modules = adapters_of(decoder)[name], Modules(decoder.config, family)
     ours, full = updates_of(decoder, name), _full(decoder, name)
     updates: dict[str, Update] = {}
-    saved: dict[str, Tensor] = {}
+    tied = decoder.config.head.tied and EMBEDDING in full
+    tensors: dict[str, Tensor] = {}
+    saved: list[str] = []
     transposed = False  # that of the last layer, since PEFT sets it layer by layer
     for move in modules.moves:
         if not full.keys().isdisjoint(move.ours):
-            saved |= _saved(move, full)
+            tensors |= _saved(move, full)
+            saved += [] if tied and HEAD in move.ours else move.theirs
         if not ours.keys().isdisjoint(move.ours):
             parts = [ours.get(one) for one in move.ours]
             updates[move.theirs[0]] = _to_theirs(modules, move, parts, config.divisor)
             if move.theirs[0].endswith(".weight"):
                 transposed = modules.layout(move)[0]
-    tensors = dict(saved)
     for theirs, update in updates.items():
         key = _wrapped(theirs, updates)
         tensors[key + A], tensors[key + B] = _flat(update)
@@ -140,8 +142,7 @@ def write_peft(
     for key, value in tensors.items():
         check_numbers(key, value)
     every = _modules(one for move in modules.moves for one in move.theirs)
-    tied = decoder.config.head.tied and EMBEDDING in full
-    data = _json(config, updates, list(saved)[: 1 if tied else None], every) | {
+    data = _json(config, updates, saved, every) | {
         "base_model_name_or_path": base,
         "ensure_weight_tying": tied,
         "fan_in_fan_out": transposed,
@@ -253,7 +254,9 @@ def add_peft(decoder: Decoder, folder: Path, family: Family, *, name: str = "def
             supported, or it belongs to another base.
     """
     config = _read_config(folder / ADAPTER_FILE)
-    if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
+    if not (folder / WEIGHTS).exists():
+        if not (folder / PICKLE).exists():
+            raise WorkhorseError(f"{folder / WEIGHTS} does not exist; fetch the adapter again")
         raise WorkhorseError(
             f"{folder} has its weights only as {PICKLE}, a format that can run code when it is "
             "read; if you trust it, save it again with PEFT's save_pretrained"
@@ -297,7 +300,8 @@ def _add(
             sizes = [modules.shapes[one] for one in move.ours]
             taken = dict(zip(move.ours, move.rule.take(values, sizes, move.block), strict=True))
             module = move.theirs[0].rpartition(".")[0]
-            if any(module.endswith(one) for one in config.modules_to_save or ()):
+            tied_head = HEAD in move.ours and config.ensure_weight_tying
+            if tied_head or any(module.endswith(one) for one in config.modules_to_save or ()):
                 trained |= taken
             else:
                 _check_unchanged(decoder, taken)

@@ -208,6 +208,19 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
     assert 0.9 < largest <= 1
 
 
+def test_ranks_and_alphas_of_layers() -> None:
+    config = LoraConfig(
+        rank=4, alpha=8, ranks={"1.attention.q_proj": 2, "q_proj": 3}, alphas={"down_proj": 6}
+    )
+    layers = adapted_layers(add_adapter(built(), config))
+    found = {path: one.adapters["default"] for path, one in layers.items()}
+    assert len(found["layers.0.attention.q_proj"].lora_a.weight) == 3
+    assert len(found["layers.1.attention.q_proj"].lora_a.weight) == 2
+    assert found["layers.1.attention.q_proj"].scale == 8 / 2
+    assert found["layers.0.attention.k_proj"].scale == 8 / 4
+    assert found["layers.0.feed_forward.down_proj"].scale == 6 / 4
+
+
 def test_also_trained_modules() -> None:
     config = LoraConfig(targets=("q_proj",), also_train=("final_norm", "embedding"))
     decoder = add_adapter(built(), config)
@@ -275,6 +288,7 @@ def test_a_named_head_may_be_tied_but_then_not_merged() -> None:
         ({"targets": ["q_prj"]}, "targets: no module is called q_prj; did you mean 'q_proj'?"),
         ({"targets": ["attention"]}, "targets: layers.0.attention is not a linear layer"),
         ({"targets": ["embedding.tokens"]}, "use also_train to train its weights"),
+        ({"targets": ["q_proj"], "ranks": {"k_proj": 2}}, "ranks: no layer in targets is called"),
         ({"also_train": ["heads"]}, "also_train: no module is called heads"),
         ({"also_train": ["attention_sum"]}, "has no weights to train; remove it"),
         (

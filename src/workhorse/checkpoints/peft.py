@@ -10,27 +10,30 @@ If their matrix holds several of ours, such as q, k and v, one A serves all; see
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from workhorse.checkpoints.huggingface.load import ADAPTER_FILE
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.low_rank import Update, updates_of, with_one_a
 from workhorse.checkpoints.model_folder import make_folder
+from workhorse.checkpoints.peft_config import (
+    PeftConfig,
+    matching,
+    modules_of,
+    pattern,
+    read_config,
+    shortest,
+    written_config,
+)
 from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.tensors import check_numbers
-from workhorse.config.base import Config, ConfigError
-from workhorse.config.errors import as_written
 from workhorse.devices.transfer import copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import fill, lay_out, whole
-from workhorse.files.text_formats import read_json
 from workhorse.models.huggingface import Family
 from workhorse.models.huggingface.modules import Modules, put
 from workhorse.models.huggingface.moves import Move, Shape
@@ -52,50 +55,6 @@ TAKEN_FOR_EXPERTS = (
 because experts had these names in transformers 4."""
 FEED_FORWARD = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 OTHER_BASE = "give the base that the adapter was trained on"
-Value = TypeVar("Value")
-
-NO_EFFECT: Mapping[str, Any] = {
-    **dict.fromkeys(("auto_mapping", "eva_config", "exclude_modules", "layers_pattern")),
-    **dict.fromkeys(("layers_to_transform", "megatron_config", "revision")),
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "loftq_config": {},
-    "megatron_core": "megatron.core",
-    "peft_version": "0.21.2",
-    "qalora_group_size": 16,
-    "target_modules": [],
-}
-"""Keys that do not change what a saved adapter computes, with PEFT's defaults. The tensors show
-which layers have an adapter."""
-UNSUPPORTED: Mapping[str, Any] = {
-    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "corda_config", "kasa_config")),
-    **dict.fromkeys(("layer_replication", "lora_ga_config", "monteclora_config", "use_bdlora")),
-    **dict.fromkeys(("trainable_token_indices", "velora_config")),
-    "lora_bias": False,
-    "use_qalora": False,
-}
-"""Keys that must have PEFT's defaults."""
-
-
-class PeftConfig(Config):
-    """The keys of `adapter_config.json` that are read."""
-
-    peft_type: Literal["LORA"]
-    task_type: Literal["CAUSAL_LM"] | None = None
-    base_model_name_or_path: str | None = None
-    r: int = Field(default=8, gt=0)
-    lora_alpha: int | float = Field(default=8, gt=0)
-    rank_pattern: dict[str, int] = Field(default={})
-    alpha_pattern: dict[str, int | float] = Field(default={})
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    use_rslora: bool = False
-    use_dora: bool = False
-    bias: Literal["none"] = "none"
-    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
-    """Others than these change the weights of the base."""
-    modules_to_save: list[str] | None = None
-    ensure_weight_tying: bool = False
-    target_parameters: list[str] | None = None
 
 
 def write_peft(
@@ -141,8 +100,8 @@ def write_peft(
             tensors[f"{key}{BASE_LAYER}.weight"] = decoder.head.proj.weight.detach()
     for key, value in tensors.items():
         check_numbers(key, value)
-    every = _modules(one for move in modules.moves for one in move.theirs)
-    data = _json(config, updates, saved, every) | {
+    every = modules_of(one for move in modules.moves for one in move.theirs)
+    data = written_config(config, updates, saved, every) | {
         "base_model_name_or_path": base,
         "ensure_weight_tying": tied,
         "fan_in_fan_out": transposed,
@@ -157,39 +116,6 @@ def write_peft(
 
     make_folder(folder, write)
     return sum(value.numel() for value in tensors.values())
-
-
-def _json(
-    config: LoraConfig, updates: Mapping[str, Update], saved: Iterable[str], every: list[str]
-) -> dict[str, Any]:
-    """The content of `adapter_config.json`.
-
-    Args:
-        config: the options of the adapter.
-        updates: the updates, by the names of their weights.
-        saved: the names of the weights that are saved in full.
-        every: the names of all modules.
-    """
-    every = [*every, *updates]
-    named = {one.removesuffix(".weight"): update for one, update in updates.items()}
-    alphas = {one: _plain(update.alpha) for one, update in named.items()}
-    parameters = _shortest([one for one in named if one in updates], every)
-    modules = [one.rpartition(".")[0] for one in saved]
-    written = PeftConfig(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
-        r=config.rank,
-        lora_alpha=_plain(config.alpha),
-        rank_pattern=_pattern({one: named[one].rank for one in named}, config.rank, every),
-        alpha_pattern=_pattern(alphas, _plain(config.alpha), every),
-        lora_dropout=config.dropout,
-        use_rslora=config.scaling == "sqrt_rank",
-        use_dora=config.dora,
-        modules_to_save=_shortest(modules, every, str.endswith) or None,
-        target_parameters=sorted(parameters) or None,
-    )
-    targets = sorted(_shortest([one for one in named if one not in updates], every))
-    return {**NO_EFFECT, **UNSUPPORTED, **written.to_dict(), "target_modules": targets}
 
 
 def _saved(move: Move, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -253,7 +179,7 @@ def add_peft(decoder: Decoder, folder: Path, family: Family, *, name: str = "def
         WorkhorseError: a file is missing or damaged, the adapter has an option that is not
             supported, or it belongs to another base.
     """
-    config = _read_config(folder / ADAPTER_FILE)
+    config = read_config(folder / ADAPTER_FILE)
     if not (folder / WEIGHTS).exists():
         if not (folder / PICKLE).exists():
             raise WorkhorseError(f"{folder / WEIGHTS} does not exist; fetch the adapter again")
@@ -265,21 +191,6 @@ def add_peft(decoder: Decoder, folder: Path, family: Family, *, name: str = "def
         _add(decoder, config, TensorFolder(folder, WEIGHTS), family, name)
     except WorkhorseError as error:
         raise WorkhorseError(f"{folder}: {error}") from None
-
-
-def _read_config(path: Path) -> PeftConfig:
-    given = read_json(path)
-    fields = {key: value for key, value in given.items() if key in PeftConfig.model_fields}
-    for key in given.keys() - fields.keys() - NO_EFFECT.keys():
-        if given[key]:
-            raise WorkhorseError(
-                f"{path}: {key}={as_written(given[key])} is not supported; merge the adapter with "
-                "PEFT's merge_and_unload"
-            )
-    try:
-        return PeftConfig(**fields)
-    except ConfigError as error:
-        raise WorkhorseError(f"{path}: {error}") from None
 
 
 def _add(
@@ -317,18 +228,18 @@ def _add(
                 "base; train the adapter with ensure_weight_tying=True"
             )
         trained[EMBEDDING] = both[0]
-    every = _modules(modules.shapes)
+    every = modules_of(modules.shapes)
     ranks = {path: one.rank for path, one in layers.items()}
     alphas = {path: float(one.alpha) for path, one in layers.items()}
     lora = LoraConfig(
         rank=config.r,
         alpha=config.lora_alpha,
-        ranks=_pattern(ranks, config.r, every),
-        alphas=_pattern(alphas, float(config.lora_alpha), every),
+        ranks=pattern(ranks, config.r, every),
+        alphas=pattern(alphas, float(config.lora_alpha), every),
         scaling="sqrt_rank" if config.use_rslora else "rank",
         dropout=config.lora_dropout,
         dora=config.use_dora,
-        targets=tuple(_shortest(layers, every)),
+        targets=tuple(shortest(layers, every)),
         also_train=tuple(dict.fromkeys(one.rpartition(".")[0] for one in trained)),
     )
     add_adapter(decoder, lora, name=name)
@@ -393,8 +304,8 @@ def _to_ours(
     """Read the update of a weight, or of one per expert, and split it among our layers."""
     transposed, swapped = modules.layout(move)
     name = move.theirs[0].removesuffix(".weight")
-    rank = _matching(config.rank_pattern, name, config.r)
-    alpha = _matching(config.alpha_pattern, name, config.lora_alpha)
+    rank = matching(config.rank_pattern, name, config.r)
+    alpha = matching(config.alpha_pattern, name, config.lora_alpha)
     *stack, rows, columns = modules.stored_shapes(move)[0]
     if transposed and not swapped:
         rows, columns = columns, rows
@@ -440,52 +351,8 @@ def _read(stored: TensorFolder, key: str, shape: Shape) -> Tensor:
 
 
 def _check_unchanged(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Check that saved weights outside `modules_to_save` are those of the base."""
+    """Check that saved weights outside `modules_to_save` are those of the base, unless quantised."""
     own = dict(decoder.named_parameters(remove_duplicate=False))
     for path, weight in weights.items():
-        if not torch.equal(weight.to(own[path]), own[path]):
+        if path in own and not torch.equal(weight.to(own[path]), own[path]):
             raise WorkhorseError(f"the adapter was trained with another {path}; {OTHER_BASE}")
-
-
-def _modules(weights: Iterable[str]) -> list[str]:
-    """The names of the modules that contain weights, directly or not."""
-    parts = (name.split(".") for name in weights)
-    return list(dict.fromkeys(".".join(one[:n]) for one in parts for n in range(1, len(one))))
-
-
-def _shortest(
-    chosen: Iterable[str], every: Iterable[str], fits: Callable[[str, str], bool] = ends_with
-) -> list[str]:
-    """The shortest ends that fit the chosen names, and no other of `every`."""
-    wanted = dict.fromkeys(chosen)
-    others = [one for one in every if one not in wanted]
-    found: list[str] = []
-    for name in wanted:
-        if not any(fits(name, end) for end in found):
-            parts = name.split(".")
-            ends = (".".join(parts[n:]) for n in reversed(range(len(parts))))
-            found.append(next(end for end in ends if not any(fits(one, end) for one in others)))
-    return found
-
-
-def _pattern(values: Mapping[str, Value], default: Value, every: Iterable[str]) -> dict[str, Value]:
-    """The values that differ from the default, by the shortest ends of names."""
-    others = dict.fromkeys(one for one in values.values() if one != default)
-    return {
-        end: value
-        for value in others
-        for end in _shortest([name for name, one in values.items() if one == value], every)
-    }
-
-
-def _matching(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
-    """The value of the first pattern, a regular expression, that fits the end of a name."""
-    try:
-        fits = (one for end, one in patterns.items() if re.match(rf"(.*\.)?({end})$", name))
-        return next(fits, default)
-    except re.error as error:
-        raise WorkhorseError(f"a pattern of {ADAPTER_FILE} is not valid: {error}") from None
-
-
-def _plain(value: float) -> int | float:
-    return int(value) if value == int(value) else value

@@ -336,7 +336,7 @@ def _convert_adapter(
     stored = open_stored(base)
     family = stored.family or find_family(decoder.config)
     if stored.family is None:
-        notify(f"{base} is the base of the adapter; others need it as well (convert --to hf)")
+        notify(f"other programs cannot load the base {base}; convert it too, with --to hf or gguf")
     if to == "peft":
         count = write_peft(target, decoder, family, base, name=name)
     else:

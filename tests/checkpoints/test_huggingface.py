@@ -170,7 +170,7 @@ def test_an_adapter_is_no_model_and_is_not_applied(tmp_path: Path) -> None:
         (place / "adapter_config.json").write_text("{}")
     (remark,) = HuggingFaceDirectory(folder).remarks
     assert "adapter (LoRA), which is not applied" in remark
-    with pytest.raises(WorkhorseError, match=r"is an adapter \(LoRA\), not a model; merge it"):
+    with pytest.raises(WorkhorseError, match=r"is an adapter \(LoRA\), not a model; give its base"):
         open_stored(tmp_path)
 
 

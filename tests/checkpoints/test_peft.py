@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.parity import reference
@@ -184,3 +185,27 @@ def test_peft_computes_what_we_do(model_type: str, config: LoraConfig, tmp_path:
     again = stored.load_decoder()
     add_peft(again, tmp_path / "ours", stored.family, name="other")
     torch.testing.assert_close(again(TOKENS), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_experts_in_the_names_of_transformers_4(tmp_path: Path) -> None:
+    """There each expert has its own A and B."""
+    base_of("qwen3_moe", tmp_path / "base")
+    stored = HuggingFaceDirectory(tmp_path / "base")
+    config = LoraConfig(rank=2, targets=("experts.up_proj", "experts.down_proj"))
+    decoder = shaken(add_adapter(stored.load_decoder(), config))
+    tensors: dict[str, Tensor] = {}
+    for layer in range(2):
+        for name in ("up_proj", "down_proj"):
+            adapter = adapter_parameters(decoder)
+            ours = f"layers.{layer}.feed_forward.experts.{name}.adapters.default"
+            for part, end in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+                for expert, value in enumerate(adapter[f"{ours}.{part}.weight"]):
+                    theirs = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+                    tensors[f"{theirs}.{end}.weight"] = value.detach().clone()
+    save_file(tensors, tmp_path / WEIGHTS)
+    keys = {"peft_type": "LORA", "r": 2, "lora_alpha": 16}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(keys))
+    again = stored.load_decoder()
+    add_peft(again, tmp_path, stored.family)
+    assert torch.equal(again(TOKENS), decoder(TOKENS))

@@ -191,6 +191,21 @@ def test_wrong_adapters(case: str, base: Path, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("to", ["peft", "gguf-lora"])
+def test_adapters_that_are_not_written(to: Any, base: Path, tmp_path: Path) -> None:
+    model = load(base, execution="reference")
+    adapted(model.reference, LoraConfig(rank=2))
+    model.reference.layers[0].attention.q_proj.adapters["default"].lora_a.weight.data[0] = torch.inf
+    with pytest.raises(WorkhorseError, match="has infinite values or NaN"):
+        convert(model, tmp_path / "out", to, notify=print)
+    model = load(base, execution="reference")
+    adapted(model.reference, LoraConfig(rank=2, dora=True, also_train=("final_norm",)))
+    if to == "gguf-lora":
+        with pytest.raises(WorkhorseError, match=r"llama.cpp has no adapters with dora"):
+            convert(model, tmp_path / "out", to, notify=print)
+    assert not (tmp_path / "out").exists()
+
+
 def test_wrong_bases(base: Path, tmp_path: Path) -> None:
     path, _ = saved(base, tmp_path / "one", also_train=("head",))
     with pytest.raises(WorkhorseError, match="give its base as the model"):

@@ -12,7 +12,7 @@ import workhorse
 from workhorse.checkpoints.tensors import check_numbers
 from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
-from workhorse.model.convert import DTypeName, Format, convert
+from workhorse.model.convert import ADAPTERS, DTypeName, Format, convert
 from workhorse.model.model import describe
 from workhorse.tokenizers import (
     load_tokenizer,
@@ -20,10 +20,11 @@ from workhorse.tokenizers import (
 from workhorse.train import Recipe, train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "stdlib-small.yaml"
+MODELS: list[Format] = [one for one in get_args(Format) if one not in ADAPTERS]
 HALVES: list[tuple[Format, DTypeName]] = [("hf", "float16"), ("workhorse", "float16")]
 
 
-@pytest.mark.parametrize("to", get_args(Format))
+@pytest.mark.parametrize("to", MODELS)
 def test_a_quantised_model_is_not_written(to: Format, run_folder: Path, tmp_path: Path) -> None:
     quantised = workhorse.load(run_folder, quantize="int8")
     with pytest.raises(WorkhorseError, match=r"to int8, which cannot be written; load .* without"):
@@ -127,7 +128,7 @@ def test_a_place_that_the_system_refuses(
     assert {path.name for path in tmp_path.iterdir()} == {"file", "texts", "run"}
 
 
-@pytest.mark.parametrize(("to", "dtype"), [(to, "float32") for to in get_args(Format)] + HALVES)
+@pytest.mark.parametrize(("to", "dtype"), [(to, "float32") for to in MODELS] + HALVES)
 def test_weights_that_no_model_computes_with_are_not_written(
     to: Format, dtype: DTypeName, run_folder: Path, tmp_path: Path
 ) -> None:

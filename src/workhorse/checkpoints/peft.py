@@ -351,7 +351,7 @@ def _read(stored: TensorFolder, key: str, shape: Shape) -> Tensor:
 
 
 def _check_unchanged(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Check that saved weights outside `modules_to_save` are those of the base, unless quantised."""
+    """Check that saved weights outside `modules_to_save` are the base's, unless quantised."""
     own = dict(decoder.named_parameters(remove_duplicate=False))
     for path, weight in weights.items():
         if path in own and not torch.equal(weight.to(own[path]), own[path]):

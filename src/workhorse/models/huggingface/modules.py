@@ -5,7 +5,7 @@ gate before those of up, and `experts.down_proj`, both (experts, out_features, i
 modules also have another name in memory. Adapters (PEFT) use the names in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,20 +52,22 @@ class Modules:
     Args:
         config: the config of the decoder.
         family: the model type of the transformers model.
-        stored: names of their weights that exist; None for the names that transformers 5 has.
+        stored: names of weights, some of which may be names in files.
 
     Attributes:
-        moves: for each of our weights, the weights in memory that hold it.
+        moves: for each of our weights, the weights in memory that hold it; with `stored`, then also
+            the weights in files.
         shapes: the shapes of our weights.
     """
 
-    def __init__(
-        self, config: DecoderConfig, family: Family, stored: Iterable[str] | None = None
-    ) -> None:
+    def __init__(self, config: DecoderConfig, family: Family, stored: Sequence[str] = ()) -> None:
         weights = config.build(device="meta").named_parameters(remove_duplicate=False)
         self.shapes: dict[str, Shape] = {name: tuple(weight.shape) for name, weight in weights}
         rules = (*_in_memory(family), *family.rules)
-        self.moves = [move for move in plan(rules, self.shapes, config, stored) if move.theirs]
+        moves = plan(rules, self.shapes, config)
+        if stored:
+            moves += plan(family.rules, self.shapes, config, stored)
+        self.moves = [move for move in moves if move.theirs]
         self.family = family
 
     def stored_shapes(self, move: Move) -> list[Shape]:

@@ -165,6 +165,11 @@ def poison(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
+def rename(folder: Path, old: str, new: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name.replace(old, new): one for name, one in tensors.items()}, folder / WEIGHTS)
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "adapter_model.safetensors does not exist"),
     "pickle": (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "can run code"),
@@ -177,6 +182,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "initial": (lambda f: change(f, init_lora_weights="pissa"), "init_lora_weights: 'pissa'"),
     "unknown": (lambda f: change(f, use_wlora=4), "use_wlora=4 is not supported"),
     "another rank": (lambda f: change(f, r=3), r"has shape \(2, 32\), but this base needs \(3, 32"),
+    "not dora": (
+        lambda f: rename(f, "0.self_attn.q_proj.lora_A", "x"),
+        "does not belong to a LoRA",
+    ),
+    "embedding": (lambda f: rename(f, "lora_A.weight", "lora_embedding_A"), "LoRA of an embedding"),
+    "missing": (lambda f: rename(f, "lora_B.weight", "lora_Z"), "is missing"),
     "nan": (poison, "has infinite values or NaN"),
 }
 

@@ -35,7 +35,7 @@ from workhorse.devices.transfer import copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import fill, lay_out, whole
 from workhorse.models.huggingface import Family
-from workhorse.models.huggingface.modules import Modules, put
+from workhorse.models.huggingface.modules import MATRIX, Modules, put
 from workhorse.models.huggingface.moves import Move, Shape
 from workhorse.nn import Decoder
 from workhorse.transforms.adapters import adapter_parameters, adapters_of, add_adapter
@@ -260,16 +260,24 @@ def _by_weight(
     found: dict[str, str] = {}
     full: dict[str, str] = {}
     used: set[str] = set()
+    ends = (A, B, MAGNITUDE) if config.use_dora else (A, B)
     for key in stored.shapes:
         inner = key.removeprefix(PREFIX)
+        if ".lora_embedding_" in inner:
+            raise WorkhorseError(
+                f"tensor {key!r}: LoRA of an embedding is not supported; train it with "
+                "modules_to_save"
+            )
         if inner.endswith(A):
             found[_weight_of(inner.removesuffix(A), config, stacks)] = module = key.removesuffix(A)
-            used |= {module + end for end in (A, B, MAGNITUDE)}
+            used |= {module + end for end in ends}
         elif not inner.endswith((B, MAGNITUDE)):
             full[inner.replace(f"{BASE_LAYER}.", ".")] = key
             used.add(key)
-    for key in stored.shapes.keys() - used:
-        raise WorkhorseError(f"tensor {key!r} has no lora_A beside it; save the adapter again")
+    for key in sorted(stored.shapes.keys() - used):
+        raise WorkhorseError(
+            f"tensor {key!r} does not belong to a LoRA with these options; save the adapter again"
+        )
     return found, full
 
 
@@ -333,7 +341,7 @@ def _to_ours(
 def _flat(update: Update) -> tuple[Tensor, Tensor]:
     """A and B as PEFT stores them: for experts, (experts · rank, in) and (out, rank · experts)."""
     a, b = update.a, update.b
-    return a.flatten(0, -2), b.movedim(0, -1).flatten(1) if b.ndim > a.flatten(0, -2).ndim else b
+    return a.flatten(0, -2), b.movedim(0, -1).flatten(1) if b.ndim > MATRIX else b
 
 
 def _read(stored: TensorFolder, key: str, shape: Shape) -> Tensor:

@@ -332,7 +332,7 @@ def _convert_adapter(
     if not active:
         raise WorkhorseError(f"{model.name} has no adapter; give one with adapter (--adapter)")
     (name,) = active
-    base = _adapted_base(model.name) or model.name
+    base = _adapted_base(model.name) or (model.name if isinstance(source, Model) else str(source))
     stored = open_stored(base)
     family = stored.family or find_family(decoder.config)
     if stored.family is None:

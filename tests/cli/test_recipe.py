@@ -25,7 +25,7 @@ def test_a_section_with_its_kinds_and_examples(capsys):
 def test_everything_as_data(capsys):
     assert main(["recipe", "--json"]) == 0
     titles = [section["title"] for section in json.loads(capsys.readouterr().out)["sections"]]
-    assert titles[:2] == ["", "tokenizer"]
+    assert titles[:3] == ["", "adapter", "tokenizer"]
 
 
 def test_an_unknown_key(capsys):

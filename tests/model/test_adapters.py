@@ -18,7 +18,12 @@ from workhorse.model.convert import convert
 from workhorse.model.model import Model
 from workhorse.models.huggingface import family
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.adapters import adapter_parameters, add_adapter, set_adapter
+from workhorse.transforms.adapters import (
+    adapter_parameters,
+    adapters_of,
+    add_adapter,
+    set_adapter,
+)
 from workhorse.transforms.lora import LoraConfig
 
 LAYER: dict[str, Any] = {
@@ -78,6 +83,9 @@ def test_several_adapters_on_one_base(base: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load(base, adapter=two)), second)
     with torch.no_grad():  # the body that decodes
         torch.testing.assert_close(load(base, adapter=one).decoder(TOKENS), first)
+        merged = load(base, adapter=one).merged().with_execution()
+        torch.testing.assert_close(merged.decoder(TOKENS), first)
+    assert not adapters_of(merged.reference)
 
 
 def test_a_quantised_base(base: Path, tmp_path: Path) -> None:

@@ -165,10 +165,14 @@ def test_a_loaded_run_computes_what_was_trained(
     assert all(one.format == "int4" for one in adapted_layers(smaller).values())
 
 
-def test_verbs_take_the_run(base: Path, make_recipe, tmp_path: Path) -> None:
+def test_verbs_take_the_run(base: Path, make_recipe, tmp_path: Path, capsys) -> None:
     run = str(tmp_path / "run")
     train(recipe_on(base, make_recipe), run)
-    assert main(["generate", run, "--prompt", "12 and", "--max-new-tokens", "4"]) == 0
+    words = ["generate", run, "--prompt", "12 and", "--max-new-tokens", "4"]
+    assert main([*words, "--execution", "reference"]) == 0
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "Lora" not in capsys.readouterr().err  # it is merged
     text = str(tmp_path / "text.txt")
     Path(text).write_text("14 and 98; " * 20)
     assert main(["evaluate", run, "--data", text]) == 0

@@ -159,6 +159,8 @@ def model_options(
 def open_model(model: str, running: Running, *, with_text: bool = True) -> "Model":
     """Load the model for a verb, and print the loader's warnings on stderr.
 
+    An adapter is merged into weights that are not quantised, so it does not slow decoding down.
+
     Args:
         model: the argument MODEL of the verb.
         running: the values of the verb's options.
@@ -167,6 +169,7 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load
+    from workhorse.transforms.adapters import adapters_of, why_not_merged
 
     if running.threads:
         use_threads(running.threads)
@@ -183,6 +186,8 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
             execution=running.execution,
             notify=remarks.append,
         )
+        if adapters_of(loaded.reference) and not why_not_merged(loaded.reference):
+            loaded = loaded.merged(running.kernel).with_execution(running.execution)
     if with_text:
         _ = loaded.text  # raises an error without a tokenizer: verbs cannot pass token ids
     for remark in remarks:

@@ -26,7 +26,7 @@ from workhorse.models.describe import count_parameters
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
-from workhorse.transforms.adapters import adapted_layers, adapters_of, merge_adapter
+from workhorse.transforms.adapters import adapted_layers, adapters_of
 from workhorse.transforms.grouped_heads import group_heads, grouped
 from workhorse.transforms.record import check_weights_kept, is_body, transforms_of
 
@@ -107,8 +107,7 @@ def convert(
     family = None if to == "workhorse" else _family(source, to, n_kv_heads)
     model, own_dtype = _load(source, dtype, adapter, notify)
     if adapters_of(model.reference):
-        merged = merge_adapter(model.reference)
-        model = replace(model, decoder=merged, built=None, body=None)
+        model = model.merged()
     if n_kv_heads is not None:
         model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder

@@ -31,7 +31,9 @@ from workhorse.models import find_preset, preset_names
 from workhorse.models.describe import details, facts
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.attention.kernels import KernelName
 from workhorse.tokenizers import ChatTemplate, Tokenizer
+from workhorse.transforms.adapters import merge_adapter
 
 
 def describe(
@@ -163,6 +165,18 @@ class Model:
         """
         body = decoding_body(self.reference, execution)
         return replace(self, decoder=body.decoder, body=body, built=self.reference)
+
+    def merged(self, kernel: KernelName = "auto") -> "Model":
+        """Return the same model with its active adapter added to the weights, as a reference.
+
+        Args:
+            kernel: the implementation of attention.
+
+        Raises:
+            WorkhorseError: the adapter cannot be merged; see `merge_adapter`.
+        """
+        decoder = merge_adapter(self.reference, kernel)
+        return replace(self, decoder=decoder, body=None, built=None)
 
     @property
     def config(self) -> DecoderConfig:

@@ -10,6 +10,7 @@ from torch import nn
 
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.nn import Decoder
+from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.nn.init import undrawn
 from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, folded_weight
@@ -147,33 +148,44 @@ def disabled(root: nn.Module) -> Generator[None]:
 
 
 @torch.no_grad()
-def merge_adapter(decoder: Decoder) -> Decoder:
+def why_not_merged(decoder: Decoder) -> str | None:
+    """The reason why `merge_adapter` cannot merge the active adapter, or None if it can."""
+    if any(one.name == "quantize" for one in transforms_of(decoder)):
+        return (
+            "the base of the adapter is quantised, so a merged weight would be quantised again; "
+            "load the base without quantize"
+        )
+    for path, layer in adapted_layers(decoder).items():
+        if layer.active is not None and layer.dense_weight is decoder.embedding.tokens.weight:
+            return (
+                f"{path} shares its weight with the embedding, so its adapter cannot be merged; "
+                "train the adapter without this target"
+            )
+    return None
+
+
+def merge_adapter(decoder: Decoder, kernel: KernelName = "auto") -> Decoder:
     """Return a decoder without adapters, with the active adapter's updates added to its weights.
 
     Sums are computed in float32 and rounded to the dtype of the weights. All other weights are
     shared with `decoder`.
 
+    Args:
+        decoder: the decoder with the adapter.
+        kernel: the implementation of attention in the returned decoder.
+
     Raises:
         WorkhorseError: the base is quantised, or the adapter changes a head that shares its weight
             with the embedding.
     """
+    if why := why_not_merged(decoder):
+        raise WorkhorseError(why)
     carried = transforms_of(decoder)
-    if any(one.name == "quantize" for one in carried):
-        raise WorkhorseError(
-            "the base of the adapter is quantised, so a merged weight would be quantised again; "
-            "load the base without quantize"
-        )
     weights = {path: weight.detach() for path, weight in decoder.named_parameters()}
     for path, layer in adapted_layers(decoder).items():
-        if layer.active is None:
-            continue
-        if layer.dense_weight is decoder.embedding.tokens.weight:
-            raise WorkhorseError(
-                f"{path} shares its weight with the embedding, so its adapter cannot be merged; "
-                "train the adapter without this target"
-            )
-        weights[f"{path}.weight"] = folded_weight(layer)
-    merged = decoder.config.build("auto", device="meta")
+        if layer.active is not None:
+            weights[f"{path}.weight"] = folded_weight(layer)
+    merged = decoder.config.build(kernel, device="meta")
     kept = {path: weights[path] for path, _ in merged.named_parameters()}
     merged.load_state_dict(kept, strict=False, assign=True)
     merged.tie_weights()

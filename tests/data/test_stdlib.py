@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from workhorse.data import DataConfig, read_documents, stdlib
@@ -31,6 +33,22 @@ def test_every_module_is_in_one_split() -> None:
     assert sorted(train + held) == sorted(module.name for module in stdlib.modules())
     assert 0.05 < len(held) / len(train + held) < 0.2
     assert "json" in held  # the same modules on all machines
+
+
+def test_each_name_is_asked_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doc = '"""{} a documented thing of this module."""'
+    path = tmp_path / "m.py"
+    path.write_text(
+        f"class A:\n    def close(self):\n        {doc.format('Method:')}\n"
+        f"def close():\n    {doc.format('Function:')}\n"
+        f"class Close:\n    {doc.format('Class:')}\n"
+    )
+    monkeypatch.setattr(stdlib, "modules", lambda: [stdlib.Module("m", path)])
+    found = [fields["messages"] for _, fields in stdlib.questions("conversations")]
+    assert [[one["content"] for one in messages] for messages in found] == [
+        ["What is m.close?", f"`close` is a function of `m`. {doc.format('Function:')[3:-3]}"],
+        ["What does m.Close do?", f"`Close` is a class of `m`. {doc.format('Class:')[3:-3]}"],
+    ]
 
 
 @pytest.mark.parametrize(

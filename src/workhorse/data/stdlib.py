@@ -83,8 +83,8 @@ SHORTEST, LONGEST = 20, 200
 def questions(rows: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, fields) of questions and answers about documented functions and classes.
 
-    An answer names the object, its kind and its module, then gives the first sentence of its
-    docstring. A rejected or undesirable answer lacks the name.
+    An answer names the object, its kind and its module, then gives the first paragraph of its
+    docstring. A rejected or undesirable answer lacks the name. No question is asked twice.
 
     Args:
         rows: the kind of the records; see `ConversationsConfig.rows`.
@@ -110,13 +110,19 @@ def questions(rows: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _documented(source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, kind, summary) of each public function and class with a short summary."""
-    for node in ast.walk(ast.parse(source)):
+    """Yield (name, kind, summary) of each public function and class with a short summary.
+
+    If several have the same name, the first of the least nested ones is yielded.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):  # breadth first
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
         summary = " ".join(paragraph.split())
-        if SHORTEST <= len(summary) <= LONGEST and summary.endswith("."):
+        short = SHORTEST <= len(summary) <= LONGEST and summary.endswith(".")
+        if short and node.name not in found:
+            found.add(node.name)
             yield node.name, "class" if isinstance(node, ast.ClassDef) else "function", summary
 
 

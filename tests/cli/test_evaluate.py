@@ -1,6 +1,8 @@
 import gzip
 import json
 import math
+import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,7 +113,10 @@ def test_wrong_usage_is_one_line(run_folder, capsys, monkeypatch, arguments, mes
         (["--tasks", "a", "--data", "-"], "--data conflicts with --tasks; remove it"),
         (["--tasks", "a", "--stride", "3"], "--stride only applies to --data; remove it"),
         (["--tasks", "a", "--compare-gzip"], "--compare-gzip only applies to --data; remove it"),
-        (["--limit", "3"], "--limit only applies to --tasks; remove it"),
+        (["--limit", "3"], "--limit only applies to --tasks or --reward; remove it"),
+        (["--beside", "gpt2"], "--beside only applies to --reward; remove it"),
+        (["--reward", "a.py:f", "--stride", "3"], "--stride only applies to --data; remove it"),
+        (["--reward", "a.py:f", "--tasks", "a"], "--reward conflicts with --tasks; remove it"),
         (["--fewshot", "0"], "--fewshot only applies to --tasks; remove it"),
         (["--include-path", "."], "--include-path only applies to --tasks; remove it"),
         (["--apply-chat-template"], "--apply-chat-template only applies to --tasks; remove it"),
@@ -119,6 +124,65 @@ def test_wrong_usage_is_one_line(run_folder, capsys, monkeypatch, arguments, mes
 )
 def test_a_flag_without_effect_is_refused(run_folder, capsys, arguments, message):
     assert_refused(capsys, [str(run_folder), *arguments], message)
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Flags for four questions and two rewards."""
+    turn = '{{"role": "{}", "content": "{}"}}'
+    lines = [
+        f'{{"messages": [{turn.format("user", n)}, {turn.format("assistant", "b")}]}}\n'
+        for n in range(4)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    (tmp_path / "rewards.py").write_text(
+        "def one(prompts, completions, answers):\n    return [1 for _ in prompts]\n"
+        "def prompt(prompts, completions, answers):\n"
+        "    return [int(prompt) * (answer == 'b') for prompt, answer in zip(prompts, answers)]\n"
+    )
+    rewards = [f"{tmp_path / 'rewards.py'}:{name}" for name in ("one", "prompt")]
+    return ["--data", str(tmp_path / "chats.jsonl"), "--reward", rewards[0], "--reward", rewards[1]]
+
+
+def test_rewards_of_two_models(run_folder, capsys, questions):
+    beside = ["--beside", str(shutil.copytree(run_folder, run_folder.with_name("other")))]
+    result = evaluate(capsys, str(run_folder), *questions, *beside)
+    assert [*result] == [str(run_folder), beside[1]]
+    first, second = result.values()
+    assert first == second  # the same weights
+    scores = first["scores"]
+    assert [scores[questions[at]] for at in (3, 5)] == [1, (0 + 1 + 2 + 3) / 4]
+    assert [one["question"]["known"] for one in first["answers"]] == ["b"] * 4
+    assert (
+        len(
+            evaluate(capsys, str(run_folder), *questions, "--limit", "2")[str(run_folder)][
+                "answers"
+            ]
+        )
+        == 2
+    )
+
+    assert main(["evaluate", str(run_folder), *questions, *beside]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        rf"{run_folder}  +ended [01].\d+  one 1.000  prompt 1.500  right 0.\d+", lines[0]
+    )
+    assert lines[1].startswith(f"{beside[1]}  ")
+    assert lines[3] == "0 b"  # a question, its answer, and what the models answer
+    assert [line.split()[0] for line in lines[4:6]] == [str(run_folder), beside[1]]
+
+
+def test_a_reward_that_does_not_exist(run_folder, capsys, questions):
+    missing = "rewards.py:two raised AttributeError"
+    assert_refused(
+        capsys, [str(run_folder), *questions, "--reward", f"{questions[3][:-4]}:two"], missing
+    )
+    assert_refused(
+        capsys, [str(run_folder), *questions, "--reward", "no.py:f"], "raised FileNotFoundError"
+    )
+    assert_refused(
+        capsys, [str(run_folder), *questions[2:]], "there are no questions with known answers"
+    )
 
 
 def test_tasks_without_the_harness(run_folder, capsys, monkeypatch):

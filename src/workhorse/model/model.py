@@ -336,17 +336,20 @@ class Model:
         Raises:
             WorkhorseError: the model has no tokenizer, or the chat template cannot be used.
         """
-        form: ChatFormat = TranscriptFormat(self.text, self.prefix)
-        if self.trained_to_chat:
-            form = TemplateFormat(ChatTemplate.of(self.text, template), self.text)
         return Conversation(
             self.decoder,
             self.text,
-            form,
+            self.chat_format(template),
             self._config(config, options),
             system=system,
             draft=self.guesser(draft),
         )
+
+    def chat_format(self, template: str = "default") -> ChatFormat:
+        """Return the format of messages: a chat template, or a plain dialogue; see `chat`."""
+        if self.trained_to_chat:
+            return TemplateFormat(ChatTemplate.of(self.text, template), self.text)
+        return TranscriptFormat(self.text, self.prefix)
 
     def guesser(self, draft: "Model | None") -> Decoder | None:
         """Return the decoder of a draft model for speculative decoding; None without a draft.

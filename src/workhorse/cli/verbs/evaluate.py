@@ -1,8 +1,12 @@
-"""`workhorse evaluate`: measure a model's loss on text, or score it on tasks."""
+"""`workhorse evaluate`: measure a model's loss on text, or score it on tasks or questions."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,16 +20,22 @@ from workhorse.cli.loading import (
     model_options,
     open_model,
 )
-from workhorse.cli.output import counted, print_result, progress
+from workhorse.cli.output import counted, for_terminal, print_result, progress
 
 if TYPE_CHECKING:
-    from workhorse.data import Document
+    from workhorse.data import Document, SourceConfig
     from workhorse.model.model import Model
 
 OF_TEXT = ("data", "context", "stride", "compare_gzip")
-"""Flags that only apply to the loss on text, without `--tasks`."""
+"""Flags that apply to the loss on text, without `--tasks` and `--reward`."""
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
-"""Flags that only apply with `--tasks`."""
+"""Flags that apply with `--tasks`."""
+OF_REWARD = ("data", "limit", "beside")
+"""Flags that apply with `--reward`."""
+SHOWN_QUESTIONS = 3
+"""Number of questions whose answers are printed below the scores."""
+SHOWN_CHARS = 160
+"""Maximum number of characters of such an answer."""
 PER_TASK = ("versions", "n-shot")
 """Keys of the lm-evaluation-harness's result with one value per task, shown in the table."""
 
@@ -36,7 +46,8 @@ PER_TASK = ("versions", "n-shot")
     "--data",
     metavar="FILE_OR_DIR",
     help="A text, .jsonl or .parquet file; a folder of text files; - for stdin; or stdlib, the"
-    " held-out split of the built-in corpus.  [default: the validation split of the run]",
+    " held-out split of the built-in corpus. With --reward: conversations, or stdlib."
+    "  [default: the validation split of the run]",
 )
 @click.option(
     "--context",
@@ -74,12 +85,26 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--limit",
     type=float,
-    help="With --tasks: maximum number of questions per task; below 1: a fraction of them.",
+    help="With --tasks or --reward: maximum number of questions; below 1: a fraction of them.",
 )
 @click.option(
     "--apply-chat-template",
     is_flag=True,
     help="With --tasks: format the questions with the model's chat template.",
+)
+@click.option(
+    "--reward",
+    "rewards",
+    multiple=True,
+    metavar="FILE.py[:FUNCTION]",
+    help="Score answers to questions with a Python function of prompts, completions and known"
+    " answers. Repeatable.  [default function: reward]",
+)
+@click.option(
+    "--beside",
+    multiple=True,
+    metavar="MODEL",
+    help="With --reward: another model that answers the same questions. Repeatable.",
 )
 @click.option(
     "--batch-size",
@@ -94,9 +119,10 @@ def command(
     as_json: bool,
     batch_size: int | None,
     tasks: str | None,
+    rewards: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Measure the loss of MODEL on text, or score it on tasks.
+    """Measure the loss of MODEL on text, or score it on tasks or on questions.
 
     MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, a folder that
     `convert` wrote, or a preset's name (random weights). Text gives loss, perplexity and bits per
@@ -104,13 +130,19 @@ def command(
     """
     from workhorse.native.allocator import keep_freed_memory
 
-    _check_pairs(options, tasks is not None)
+    if tasks is not None and rewards:
+        raise click.UsageError("--reward conflicts with --tasks; remove it")
+    _check_flags(options, "--tasks" if tasks is not None else "--reward" if rewards else "--data")
     opened = partial(open_model, model, running)
-    of_tasks = {name: options[name] for name in OF_TASKS}
-    of_text = {name: options[name] for name in OF_TEXT}
+    of_tasks, of_text, of_reward = (
+        {name: options[name] for name in names} for names in (OF_TASKS, OF_TEXT, OF_REWARD)
+    )
     if tasks is not None:
         result = _score(opened, tasks.split(","), batch_size=batch_size, **of_tasks)
         print_result(result, as_json, text="" if as_json else _table(result))
+    elif rewards:
+        result = _answers(model, running, rewards, batch_size=batch_size, **of_reward)
+        print_result(result, as_json, text="" if as_json else _answers_page(result))
     else:
         loaded = opened()
         with keep_freed_memory(loaded.decoder.device):
@@ -119,13 +151,14 @@ def command(
         announce(loaded)
 
 
-def _check_pairs(options: Mapping[str, Any], with_tasks: bool) -> None:
-    """Raise an error for a flag that would have no effect with, or without, `--tasks`."""
-    unread, needed = (OF_TEXT, "--data") if with_tasks else (OF_TASKS, "--tasks")
-    for name in unread:
-        if options[name] is not None and options[name] is not False:
+def _check_flags(options: Mapping[str, Any], mode: str) -> None:
+    """Raise an error for a flag that has no effect in this mode, one of the keys of `read`."""
+    read = {"--data": OF_TEXT, "--tasks": OF_TASKS, "--reward": OF_REWARD}
+    for name, value in options.items():
+        if name not in read[mode] and value not in (None, False, ()):
             flag = f"--{name.replace('_', '-')}"
-            conflict = "conflicts with --tasks" if flag == "--data" else f"only applies to {needed}"
+            needed = " or ".join(other for other, names in read.items() if name in names)
+            conflict = f"conflicts with {mode}" if flag == "--data" else f"only applies to {needed}"
             raise click.UsageError(f"{flag} {conflict}; remove it")
 
 
@@ -185,16 +218,59 @@ def _score(
     return result
 
 
-def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
+def _answers(
+    name: str,
+    running: Running,
+    rewards: Sequence[str],
+    *,
+    data: str | None,
+    limit: float | None,
+    beside: Sequence[str],
+    batch_size: int | None,
+) -> dict[str, Any]:
+    """Let models answer the same questions, and return the result of the verb."""
+    from workhorse.evaluate.answers import answer_questions, fractions, questions_of
+    from workhorse.train.rewards import PythonReward, PythonRewardConfig
+
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        scores = {}
+        for text in rewards:
+            path, _, function = text.partition(":")
+            config = PythonRewardConfig(path=Path(path), function=function or "reward")
+            scores[text] = stack.enter_context(closing(PythonReward(config)))
+        questions = None
+        for other in dict.fromkeys((name, *beside)):
+            model = open_model(other, running)
+            questions = questions or questions_of(_documents(model, data, _conversations), limit)
+            answers = answer_questions(model, questions, scores, batch_size=batch_size or 32)
+            found[other] = {"scores": fractions(answers), "answers": [*map(asdict, answers)]}
+            announce(model)
+    return found
+
+
+def _conversations(name: str) -> "SourceConfig":
+    """Return the config for conversations given on the command line: a file, or `stdlib`."""
+    from workhorse.data.config import ConversationsConfig
+
+    source = ConversationsConfig(path=Path(name))
+    return source if source.of_stdlib else source.replace(validation_fraction=0)
+
+
+def _documents(
+    model: "Model", data: str | None, of_name: "Callable[[str], SourceConfig] | None" = None
+) -> Iterator["Document"]:
     """Yield the documents of `--data`, or those of the run's validation split if it is not given.
 
-    Each call starts with the first document.
+    Each call starts with the first document. `of_name` makes the source of `--data`; None: as text.
     """
     from workhorse.data import read_documents, source_of
     from workhorse.errors import WorkhorseError
 
     if data is not None:
-        source = source_of(data)  # a file or folder in full, or the held-out part of the stdlib
+        source = (of_name or source_of)(
+            data
+        )  # a file or folder in full, or the held-out part of the stdlib
         yield from read_documents(source, "validation" if source.has_validation else "train")
         return
     if model.data is None:
@@ -230,6 +306,24 @@ def _page(result: dict[str, Any]) -> str:
             " characters, so the figures are too low"
         )
     return "\n".join(lines)
+
+
+def _answers_page(result: Mapping[str, Any]) -> str:
+    """Format the scores of each model as a line, then their first answers side by side."""
+    width = max(map(len, result))
+    lines = [
+        f"{name:{width}}"
+        + "".join(
+            f"  {key.rpartition(':')[-1]} {score:.3f}" for key, score in model["scores"].items()
+        )
+        for name, model in result.items()
+    ]
+    answers = {name: model["answers"] for name, model in result.items()}
+    for row, first in enumerate(next(iter(answers.values()))[:SHOWN_QUESTIONS]):
+        lines += ["", f"{first['question']['text']} {first['question']['known']}"]
+        for name in answers:
+            lines.append(f"{name:{width}}  {shorten(answers[name][row]['text'], SHOWN_CHARS)}")
+    return "\n".join(map(for_terminal, lines))
 
 
 def _table(result: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 # Works on a machine that has Python 3.11 or newer and nothing else:
 #   make demo    train a small model on real text, evaluate it and generate with it
+#   make chat    pretrain, fine-tune and align a small model, compare the three, and chat with it
 #   make test    lint and the default tests
 #   make test-all   every test: the slow ones, each C++ compiler, the campaigns (hours)
 # Variables:
@@ -33,7 +34,7 @@ CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus 
 
 # One pip at a time.
 .NOTPARALLEL:
-.PHONY: help install demo test test-all test-compilers lint format bench reference families clean campaigns $(CAMPAIGNS)
+.PHONY: help install demo chat test test-all test-compilers lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
@@ -69,6 +70,10 @@ demo: $(INSTALLED)
 	$(WORKHORSE) evaluate $(DEMO) --compare-gzip
 	$(WORKHORSE) generate $(DEMO) --prompt "def " --prompt "class " --prompt "import " --seed 1
 	@echo "The whole run in one page: $(DEMO)/report.html"
+
+# A finished stage is not repeated, and an interrupted one is resumed.
+chat: $(INSTALLED)
+	@.venv/bin/python recipes/chat.py
 
 test: $(FOR_TESTS)
 	@# While the checks take one core: the test processes would each compile all they import.

@@ -20,7 +20,7 @@ from workhorse.cli.loading import (
     model_options,
     open_model,
 )
-from workhorse.cli.output import counted, for_terminal, print_result, progress
+from workhorse.cli.output import counted, for_terminal, print_result, progress, warn
 
 if TYPE_CHECKING:
     from workhorse.data import Document, SourceConfig
@@ -155,7 +155,8 @@ def _check_flags(options: Mapping[str, Any], mode: str) -> None:
     """Raise an error for a flag that has no effect in this mode, one of the keys of `read`."""
     read = {"--data": OF_TEXT, "--tasks": OF_TASKS, "--reward": OF_REWARD}
     for name, value in options.items():
-        if name not in read[mode] and value not in (None, False, ()):
+        is_given = value not in (None, ()) and value is not False  # 0 is given, too
+        if name not in read[mode] and is_given:
             flag = f"--{name.replace('_', '-')}"
             needed = " or ".join(other for other, names in read.items() if name in names)
             conflict = f"conflicts with {mode}" if flag == "--data" else f"only applies to {needed}"
@@ -174,6 +175,11 @@ def _measure(
     """Measure a model's loss on text, and return the result of the verb."""
     from workhorse.evaluate import compressed_bits_per_byte, evaluate
 
+    if data is None and model.data is not None and model.data.has_conversations:
+        warn(
+            "the loss counts all tokens of the conversations; validation in training counts only "
+            "the learned ones, and --reward scores answers"
+        )
     total = sum(len(document.text.encode()) for document in _documents(model, data))
     with progress("evaluating", unit="bytes") as report:
         result: dict[str, Any] = evaluate(
@@ -268,9 +274,8 @@ def _documents(
     from workhorse.errors import WorkhorseError
 
     if data is not None:
-        source = (of_name or source_of)(
-            data
-        )  # a file or folder in full, or the held-out part of the stdlib
+        # A file or folder in full, or the held-out part of the standard library.
+        source = (of_name or source_of)(data)
         yield from read_documents(source, "validation" if source.has_validation else "train")
         return
     if model.data is None:

@@ -305,12 +305,13 @@ def test_a_terminal_gets_a_live_line(
     }
     with show_training(10) as show:
         show({"kind": "data", "step": 0, "done": 5, "total": 9})
-        show({**start, "peak_flops": 1e9, "tokens_per_step": 4})
+        show({**start, "peak_flops": 1e9})
         show(
             {
                 "kind": "step",
                 "step": 5,
                 "loss": 1.25,
+                "tokens": 20,
                 "tokens_per_second": 2.0,
                 "peak_fraction": 0.5,
                 "skipped_steps": 1,

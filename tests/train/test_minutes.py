@@ -127,7 +127,7 @@ def test_a_dry_run_says_what_minutes_mean_here(
     make_recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("workhorse.train.dry_run")
-    monkeypatch.setattr(module, "time_steps", lambda *_: 1.5)
+    monkeypatch.setattr(module, "time_steps", lambda *_, **__: 1.5)
     found = estimate(make_recipe(**LONGER))
     assert (found["steps"], found["tokens"], found["seconds"]) == (38, 38 * 4 * 16, 57)
 

@@ -13,7 +13,7 @@ from workhorse.memory.capacity import shares
 from workhorse.nn import IGNORE, Decoder
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.train import Recipe, TrainConfig
-from workhorse.train.assembly import _check_needs
+from workhorse.train.inputs import check_needs
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.resume import Resumption
 from workhorse.train.step.build import build_step
@@ -168,8 +168,8 @@ def _fits(**fields: int) -> None:
 def test_an_objective_without_what_it_needs_is_refused() -> None:
     batches = {0: Batch(*pairs().tensors[:2], None, torch.zeros(10))}
     with pytest.raises(ConfigError, match="objective preference needs group, which this data"):
-        _check_needs(config_of(), batches, Resumption())
-    _check_needs(config_of(), {0: pairs()}, Resumption())
+        check_needs(config_of(), batches, Resumption())
+    check_needs(config_of(), {0: pairs()}, Resumption())
 
 
 def test_a_recipe_of_before_names_its_z_loss_where_it_stood(make_recipe) -> None:

@@ -13,12 +13,15 @@ from workhorse.train.rewards import (
     PythonRewardConfig,
 )
 
-ANSWERS = ["p", "p"], ["abc ", "abd"], ["abc", "abc"]
+ANSWERS = ["p", "p"], [" abc", "abd"], ["abc", "abc"]
 
 
 def test_rewards_of_answers() -> None:
     assert AnswerRewardConfig().build()(*ANSWERS) == [1.0, 0.0]
     assert AnswerRewardConfig(partial=True).build()(*ANSWERS) == [1.0, pytest.approx(2 / 3)]
+    padded = ["p"], ["abc "], ["abc"]  # the completion should end after "c"
+    assert AnswerRewardConfig().build()(*padded) == [0.0]
+    assert AnswerRewardConfig(partial=True).build()(*padded) == [3 / 4]
     made = CountdownRewardConfig().build()(["3 4 make 7="] * 2, ["4+3", "3-4"], ["", ""])
     assert made == [1.0, 0.1]
 

@@ -11,11 +11,12 @@ from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run
 from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batches, prepare, prepare_tokenizer
+from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_body
 from workhorse.nn import DecoderConfig
 from workhorse.train import Recipe, read_metrics, train
 from workhorse.train.objectives.policy import PolicyConfig
-from workhorse.train.rollouts import RolloutConfig, Rollouts
+from workhorse.train.rollouts import RolloutConfig, Rollouts, prompts_of
 
 
 def recipe(**train: Any) -> Recipe:
@@ -23,7 +24,7 @@ def recipe(**train: Any) -> Recipe:
         {
             "name": "rewards",
             "model": MODEL,
-            "tokenizer": {"kind": "bytes"},
+            "tokenizer": {"kind": "bytes", "special": {"chat": [f"<|{n}|>" for n in range(30)]}},
             "data": {
                 "corpus": {"kind": "task", "task": "copy", "difficulty": 3, "count": 60},
                 "packing": "padded",
@@ -125,6 +126,42 @@ def test_unfinished_completions_can_be_ignored(tmp_path: Path) -> None:
     assert not kept.all()
 
 
+def test_special_tokens_are_visible_except_the_end(tmp_path: Path) -> None:
+    made, _ = rollouts(tmp_path)
+    asked = prompts_of(made.prompts[0], made.tokenizer)[:1] * 64
+    made.stop_tokens = ends = tuple(range(128))
+    rolled = made.complete(asked, range(64))
+    assert any(one.finished for one in rolled)
+    assert any("<|" in one.text for one in rolled)
+    for one in rolled:
+        assert one.finished == (one.tokens[-1] in ends)
+        assert one.text == made.tokenizer.decode([n for n in one.tokens if n not in ends])
+
+
+def test_each_token_can_have_its_own_advantage(tmp_path: Path) -> None:
+    """It is the change of the reward by the token, less the mean at this position of the group."""
+    made, _ = rollouts(tmp_path, credit="token")
+
+    def score(text: str) -> float:
+        return sum(ord(letter) % 5 for letter in text) / 4
+
+    made.reward = lambda prompts, completions, answers: [*map(score, completions)]
+    batch = made[0]
+    learned = batch.targets != IGNORE
+    assert batch.advantages is not None
+    assert not batch.advantages[~learned].any()
+    gains = torch.zeros(8, 5)
+    for row in range(8):
+        ids = batch.targets[row, learned[row]].tolist()
+        shown = ids[:-1] if ids[-1] in made.stop_tokens else ids
+        scores = [score(made.tokenizer.decode(shown[:end])) for end in range(len(shown) + 1)]
+        gains[row, : len(scores) - 1] = torch.tensor(scores).diff()
+    expected = (gains.view(2, 4, 5) - gains.view(2, 4, 5).mean(dim=1, keepdim=True)).view(8, 5)
+    for row in range(8):
+        of_row = batch.advantages[row, learned[row]]
+        torch.testing.assert_close(of_row, expected[row, : len(of_row)])
+
+
 def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings, told = recipe(), []
     result = train(settings, tmp_path / "whole", on_event=told.append)
@@ -158,6 +195,40 @@ def _rollouts(run: Path) -> list[dict[str, Any]]:
     return [event for event in read_metrics(run / "metrics.jsonl") if event["kind"] == "rollouts"]
 
 
+def test_the_divergence_from_the_initial_model(tmp_path: Path) -> None:
+    """It is 0 in the first step. A resumed run reads the initial model from the run directory."""
+    objective = {"kind": "policy", "kl_weight": 0.5}
+    settings, run = recipe(objective=objective, micro_batch_size=2), tmp_path / "resumed"
+    train(settings, tmp_path / "whole")
+    metrics = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    first, *_, last = [event["kl"] for event in metrics if event["kind"] == "step"]
+    assert first == 0
+    assert last > 1e-6
+    shutil.copytree(tmp_path / "whole", run)
+    shutil.rmtree(max((run / "checkpoints").glob("*4")))
+    train(settings, run, resume=True)
+    assert_same_run(tmp_path / "whole", run, step=4)
+    shutil.rmtree(run / "reference")
+    shutil.rmtree(max((run / "checkpoints").glob("*4")))
+    with pytest.raises(WorkhorseError, match="reference is missing, the model that this run"):
+        train(settings, run, resume=True)
+
+
+def test_the_reference_is_the_given_model(tmp_path: Path) -> None:
+    """Its log-probabilities are those of a separate forward pass, in float64, at every target."""
+    made, decoder = rollouts(tmp_path)
+    objective = PolicyConfig().build(decoder)
+    made.reference = lambda batch: objective.score(batch).target.detach()
+    batch = made[0]
+    assert batch.reference_tokens is not None
+    learned = batch.targets != IGNORE
+    logprobs = decoder.double()(batch.tokens).log_softmax(dim=-1)
+    expected = logprobs.gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(
+        batch.reference_tokens[learned].double(), expected[learned], atol=1e-5, rtol=0
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -165,10 +236,6 @@ def _rollouts(run: Path) -> list[dict[str, Any]]:
         (
             {"objective": {"kind": "next_token"}},
             "rollouts and the objective policy need each other",
-        ),
-        (
-            {"objective": {"kind": "policy", "kl_weight": 0.1}},
-            "kl_weight=0.1 needs a reference model",
         ),
         ({"steps": None, "minutes": 1.0}, "minutes=1 cannot be converted to steps with rollouts"),
         ({"batch_size": 6}, "batch_size=6 is not divisible by rollouts.completions=4"),

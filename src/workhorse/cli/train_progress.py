@@ -80,14 +80,14 @@ class _View:
 
     def __init__(self, steps: int | None) -> None:
         self.steps = steps
-        self.tokens_per_step = 0
         self.validation = ""
 
     def step_line(self, event: Event) -> str:
         """The line for a `step` event: step, loss, speed and remaining time."""
         speed = event["tokens_per_second"]
         assert self.steps is not None
-        left = (self.steps - event["step"]) * self.tokens_per_step / speed
+        # Steps of conversations have fewer predicted tokens than positions, so count the tokens.
+        left = (self.steps - event["step"]) * event["tokens"] / event["step"] / speed
         skipped = f", {event['skipped_steps']} skipped" if event["skipped_steps"] else ""
         terms = "".join(
             f", {name} {event[key]:.2g}"
@@ -110,7 +110,6 @@ class _View:
                 return event["message"]
             case "start":
                 self.steps = event["steps"]
-                self.tokens_per_step = event["tokens_per_step"]
                 goes_on = 0 < event["step"] < self.steps
                 after = f", resuming after step {event['step']:,}" if goes_on else ""
                 count = event.get("active_parameters", event["parameters"])

@@ -1,8 +1,9 @@
-"""Log-probabilities of the reference model, computed once before training.
+"""Log-probabilities of the reference model, which is the model that training started from.
 
-Preference objectives compare the model with the model that training started from. Its
-log-probability of each sequence never changes, so it is computed from the initial weights and
-stored in the run directory; no second model is kept in memory.
+For preference objectives, its log-probability of each sequence never changes. So it is computed
+before training from the initial weights and stored in the run directory; no second model is kept in
+memory. Rollouts are new sequences in every step. So their reference model is kept in memory, and
+the run directory has a copy of the initial weights.
 """
 
 from collections.abc import Callable
@@ -104,6 +105,27 @@ def compute_references(
         if world.is_first:
             folder.mkdir(exist_ok=True)
             write_array(path, values)
+
+
+def token_logprobs(step: TrainingStep) -> Callable[[Batch], Tensor]:
+    """Return a function that computes the log-probability of each target, (rows, seq), on the CPU.
+
+    It uses the step's weights and its implementation of the model, so that the KL divergence of a
+    model from itself is exactly 0. It keeps the model in memory, but not the optimizer.
+    """
+    objective, precision, device = step.objective.eval(), step.precision, step.device
+    size = step.micro_batch_size
+    while isinstance(objective, Wrapped):
+        objective = objective.objective
+    assert isinstance(objective, ModelObjective)
+    score = objective.score
+
+    def compute(batch: Batch) -> Tensor:
+        parts = [batch.rows(start, start + size) for start in range(0, len(batch), size)]
+        with torch.no_grad(), precision.products(), precision():
+            return torch.cat([score(part.to(device)).target.float().cpu() for part in parts])
+
+    return compute
 
 
 def sequence_logprobs(objective: Objective, batch: Batch) -> Tensor | None:

@@ -31,7 +31,11 @@ class Reward(Protocol):
 
 
 class AnswerRewardConfig(Config):
-    """Comparison with the answer in the data."""
+    """Comparison with the answer in the data.
+
+    Whitespace before a completion is ignored, but not after it: the model would learn to fill the
+    rest of a completion with spaces instead of ending it.
+    """
 
     kind: Literal["answer"] = "answer"
     partial: bool = False
@@ -40,7 +44,7 @@ class AnswerRewardConfig(Config):
     def build(self) -> Reward:
         score: Callable[[str, str], float] = similarity if self.partial else _is_equal
         return lambda prompts, completions, answers: [
-            score(completion.strip(), answer.strip())
+            score(completion.lstrip(), answer.strip())
             for completion, answer in zip(completions, answers, strict=True)
         ]
 

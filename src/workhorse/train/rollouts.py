@@ -6,13 +6,15 @@ log-probabilities go from generation to the loss as they are; nothing is tokeniz
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from workhorse.config.base import Config, ConfigError
 from workhorse.data import IGNORE, Batch, Batches
@@ -40,6 +42,11 @@ class RolloutConfig(Config):
     the completions of a prompt (`group`; Dr. GRPO, 2503.20783), the same divided by the standard
     deviation (`group_std`; GRPO, 2402.03300), or the mean over the other completions of the prompt
     (`leave_one_out`; RLOO, 2402.14740)."""
+    credit: Literal["completion", "token"] = "completion"
+    """`completion`: the advantage of a completion is that of each of its tokens. `token`: each
+    token has its own advantage: the change of the reward by this token, compared by `baseline` with
+    the other tokens at this position. It learns faster if each correct token raises the reward, as
+    with a partial `answer`. A token gets no credit for its effect on later tokens."""
     keep_unfinished: bool = True
     """False to ignore completions that reached `max_new_tokens` (DAPO, 2503.14476 §3.4)."""
 
@@ -69,6 +76,8 @@ class Rolled:
     logprobs: list[float]
     """The model's log-probability of each token when it was chosen."""
     text: str
+    """All tokens but the one that ended the completion. Other special tokens are visible, so that
+    the model does not learn to fill a completion with them."""
     finished: bool
     """False if it ended because of its length."""
 
@@ -114,15 +123,21 @@ def roll(
         max_sequences=len(prompts),
         max_tokens=len(prompts) * (most + 32),
     )
-    for row, (prompt, room) in enumerate(zip(prompts, rooms, strict=True)):
+
+    def request(row: int) -> tuple[int, Sequence[int]]:
+        return row if seeds is None else seeds[row] - row, prompts[row]
+
+    # A prompt is processed once for adjacent rows with consecutive seeds.
+    for _, (row, *others) in groupby(range(len(prompts)), request):
         config = GenerationConfig(
-            max_new_tokens=room,
+            max_new_tokens=rooms[row],
             temperature=0.0 if seeds is None else 1.0,
             seed=None if seeds is None else seeds[row],
+            n_samples=1 + len(others),
             stop_tokens=stop_tokens,
             logprobs=0,
         )
-        engine.add(prompt, config)
+        engine.add(prompts[row], config)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
@@ -133,8 +148,13 @@ def roll(
                 tokens[delta.index].append(delta.token)
                 logprobs[delta.index].append(delta.logprob.logprob)
                 finished[delta.index] = delta.finish_reason == "eos"
-    texts = [tokenizer.decode(one, skip_special=True) for one in tokens]
+    texts = [tokenizer.decode(_seen(*one)) for one in zip(tokens, finished, strict=True)]
     return [Rolled(*one) for one in zip(tokens, logprobs, texts, finished, strict=True)]
+
+
+def _seen(tokens: list[int], finished: bool) -> list[int]:
+    """Return the tokens of a completion without the one that ended it."""
+    return tokens[:-1] if finished else tokens
 
 
 class Rollouts:
@@ -149,6 +169,8 @@ class Rollouts:
         stop_tokens: ids that end a completion.
         reward: scores completions.
         seed: seed of the completions.
+        reference: computes the reference model's log-probabilities of the targets of some rows,
+            (rows, seq); None if the objective does not need them.
         world: the processes that divide the prompts among themselves.
 
     Attributes:
@@ -169,6 +191,7 @@ class Rollouts:
         stop_tokens: tuple[int, ...],
         reward: Reward,
         seed: int,
+        reference: Callable[[Batch], Tensor] | None = None,
         world: World = ALONE,
     ) -> None:
         self.prompts = prompts
@@ -178,6 +201,7 @@ class Rollouts:
         self.stop_tokens = stop_tokens
         self.reward = reward
         self.seed = seed
+        self.reference = reference
         self.world = world
         self.source_names = prompts.source_names
         self.rows_per_epoch = prompts.rows_per_epoch
@@ -188,13 +212,19 @@ class Rollouts:
         """Generate the completions of a step with the current weights, and score them."""
         started = time.perf_counter()
         read = self.prompts[step]
-        asked = [prompt for prompt in prompts_of(read, self.tokenizer) for _ in range(self._each)]
-        seeds = [derive(self.seed, "rollout", step, row) >> 1 for row in range(len(asked))]
+        prompts, each = prompts_of(read, self.tokenizer), range(self._each)
+        asked = [prompt for prompt in prompts for _ in each]
+        first = [derive(self.seed, "rollout", step, row) >> 2 for row in range(len(prompts))]
+        seeds = [seed + sample for seed in first for sample in each]
         rolled = self.complete(asked, seeds)
         rewards = self.score(asked, rolled)
         self._note(asked, rolled, rewards)
+        batch = self._batch(asked, rolled, rewards, read)
+        if self.config.credit == "token":
+            batch = replace(batch, advantages=self._token_advantages(asked, rolled, batch))
+        batch = self._with_reference(batch)
         self.figures["rollout_seconds"] = time.perf_counter() - started
-        return self._batch(asked, rolled, rewards, read)
+        return batch
 
     @property
     def _each(self) -> int:
@@ -234,7 +264,7 @@ class Rollouts:
         found = []
         for row, values in zip(tokens.tolist(), logprobs.tolist(), strict=True):
             *ids, count, finished = row
-            text = self.tokenizer.decode(ids[:count], skip_special=True)
+            text = self.tokenizer.decode(_seen(ids[:count], bool(finished)))
             found.append(Rolled(ids[:count], values[:count], text, bool(finished)))
         return found
 
@@ -283,6 +313,39 @@ class Rollouts:
             advantages=advantages_of(values, group, self.config.baseline),
         )
 
+    def _token_advantages(
+        self, asked: Sequence[Prompt], rolled: Sequence[Rolled], batch: PolicyBatch
+    ) -> Tensor:
+        """Compute the advantage of each token, (rows, seq), from the rewards of all prefixes."""
+        assert batch.group is not None
+        prefixes = [
+            (prompt, replace(one, text=self.tokenizer.decode(one.tokens[:end])))
+            for prompt, one in zip(asked, rolled, strict=True)
+            for end in range(len(_seen(one.tokens, one.finished)) + 1)
+        ]
+        rewards = iter(self.score(*zip(*prefixes, strict=True)))
+        gains = torch.zeros(len(rolled), max(len(one.tokens) for one in rolled))
+        for row, one in enumerate(rolled):  # 0 for the token that ends it, and after it
+            count = len(_seen(one.tokens, one.finished))
+            gains[row, :count] = torch.tensor([*islice(rewards, count + 1)]).diff()
+        columns = [advantages_of(one, batch.group, self.config.baseline) for one in gains.T]
+        advantages = torch.zeros(batch.tokens.shape)
+        for row, (prompt, values) in enumerate(zip(asked, torch.stack(columns, 1), strict=True)):
+            first, count = len(prompt.tokens) - 1, len(rolled[row].tokens)
+            advantages[row, first : first + count] = values[:count]
+        return advantages
+
+    def _with_reference(self, batch: PolicyBatch) -> PolicyBatch:
+        """Add the reference model's log-probabilities; each rank computes its share of the rows."""
+        if self.reference is None:
+            return batch
+        found, share = torch.zeros(batch.tokens.shape), self.world.share(len(batch))
+        if share:
+            found[share.start : share.stop] = self.reference(batch.rows(share.start, share.stop))
+        found = found.to(self.decoder.device)
+        self.world.add_(found)
+        return replace(batch, reference_tokens=found.cpu())
+
     def _note(
         self, asked: Sequence[Prompt], rolled: Sequence[Rolled], rewards: Sequence[float]
     ) -> None:
@@ -307,4 +370,4 @@ class Rollouts:
 def exact_match(asked: Sequence[Prompt], rolled: Sequence[Rolled]) -> float:
     """Return the fraction of completions that equal the answers of their prompts."""
     pairs = zip(asked, rolled, strict=True)
-    return fmean(one.text.strip() == prompt.answer.strip() for prompt, one in pairs)
+    return fmean(one.text.lstrip() == prompt.answer.strip() for prompt, one in pairs)

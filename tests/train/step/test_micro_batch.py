@@ -194,7 +194,7 @@ def test_a_run_is_the_one_with_the_number_and_resumes_with_it(
         return found.replace(micro_batch_size=2)
 
     train(recipe(2), tmp_path / "number")
-    monkeypatch.setattr("workhorse.train.assembly.fit_micro_batch", answer)
+    monkeypatch.setattr("workhorse.train.initial_model.fit_micro_batch", answer)
     train(recipe("auto"), tmp_path / "auto")
     assert_same_run(tmp_path / "number", tmp_path / "auto")
     shutil.copytree(tmp_path / "auto", tmp_path / "resumed")

@@ -319,6 +319,11 @@ class TrainConfig(Config):
         return self.steps
 
     @property
+    def needs_initial_model(self) -> bool:
+        """True if each step needs log-probabilities of the model that training started from."""
+        return isinstance(self.objective, PolicyConfig) and self.objective.kl_weight > 0
+
+    @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
 
@@ -431,13 +436,6 @@ class Recipe(Config):
     def _rollouts_fit(self) -> Self:
         if self.train.rollouts is None:
             return self
-        objective = self.train.objective
-        if isinstance(objective, PolicyConfig) and objective.kl_weight:
-            raise ConfigError(
-                f"kl_weight={objective.kl_weight} needs a reference model, which rollouts do not "
-                "have yet; remove it",
-                "train.objective",
-            )
         if self.data.packing != "padded":
             raise ConfigError(
                 f"packing={self.data.packing} puts several prompts into a row; set it to padded",
@@ -474,6 +472,7 @@ class Recipe(Config):
             ("init_optimizer=true", self.init_optimizer),
             ("train.fp8=true", train.fp8),
             (f"train.balance_rate={train.balance_rate:g}", train.balance_rate > 0),
+            ("train.objective.kl_weight", train.needs_initial_model),
         ):
             if used:
                 raise ConfigError(f"does not support {name}; remove one of the two", "adapter")

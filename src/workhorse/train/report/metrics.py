@@ -50,6 +50,12 @@ from workhorse.files.writing import write_atomically, writing
 
 Event = dict[str, Any]
 """One line of `metrics.jsonl`."""
+Listener = Callable[[Event], None]
+
+
+def notice(on_event: Listener, line: str) -> None:
+    """Send a line of text to the listener of a run."""
+    on_event({"kind": "notice", "message": line})
 
 
 class MetricsFile:

@@ -1,0 +1,197 @@
+"""The tokenizer, data, batches and rollouts of a run."""
+
+import gc
+import shutil
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from workhorse.checkpoints import (
+    Places,
+    RunDirectory,
+    load_weights,
+    mapped_weights,
+    weights_of,
+)
+from workhorse.checkpoints.model_folder import ModelFolder, write_model
+from workhorse.checkpoints.stored import open_stored
+from workhorse.config.base import ConfigError
+from workhorse.data import (
+    Batch,
+    Batches,
+    Dataset,
+    prepare,
+    prepare_tokenizer,
+)
+from workhorse.errors import WorkhorseError
+from workhorse.execute.choose import decoding_body
+from workhorse.generate.conversation import TemplateFormat
+from workhorse.nn import Decoder
+from workhorse.parallel.processes.world import World
+from workhorse.tokenizers import ChatTemplate, Tokenizer
+from workhorse.train.initial_model import Built, GiveWeights, with_whole_weights
+from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.reference import compute_references, load_references, token_logprobs
+from workhorse.train.report.metrics import Listener, notice
+from workhorse.train.resume import Resumption, seed_everything
+from workhorse.train.rollouts import Rollouts
+
+
+def tokenizer_of(recipe: Recipe, run: RunDirectory, notify: Callable[[str], None]) -> Tokenizer:
+    """Return the run's tokenizer; it is trained on the training data if there is none yet."""
+    if not run.tokenizer_folder.exists():
+        made = prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder, notify=notify)
+        run.save_tokenizer(made)
+    return run.tokenizer()
+
+
+def dataset_of(
+    recipe: Recipe, tokenizer: Tokenizer, run: RunDirectory, on_event: Listener
+) -> Dataset:
+    """Return the recipe's data as tokens; data is tokenized only if the run has no tokens yet."""
+    return prepare(
+        recipe.data,
+        tokenizer,
+        run.data_folder,
+        progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
+        notify=partial(notice, on_event),
+    )
+
+
+def batches_of(
+    recipe: Recipe, dataset: Dataset, at: Resumption, notify: Callable[[str], None]
+) -> Batches:
+    """Return the training batches, offset so that the next step gets the first unread row."""
+    config = recipe.train
+    each = config.rollouts.completions if config.rollouts else 1
+    batches = Batches(
+        dataset.train,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size // each,
+        seed=config.seed,
+        packing=recipe.data.packing,
+        too_long=recipe.data.too_long,
+        offset=(at.rows - at.step * config.batch_size) // each,
+    )
+    for line in batches.left_out:
+        notify(line)
+    return batches
+
+
+def check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
+    """Raise ConfigError if the batches lack a field that the objective needs."""
+    needs = [
+        name for name in config.objective.needs if name != "reference"
+    ]  # see `prepare_reference`
+    missing = [name for name in needs if getattr(batches[at.step], name, None) is None]
+    if missing:
+        raise ConfigError(
+            f"the objective {config.objective.kind} needs {' and '.join(missing)}, which this data "
+            "does not have; use other data, or another objective",
+            "train.objective",
+        )
+
+
+def rollouts_of(
+    recipe: Recipe,
+    reference: Decoder,
+    prompts: Batches,
+    tokenizer: Tokenizer,
+    started_from: Callable[[], Callable[[Batch], Tensor]],
+    *,
+    world: World,
+) -> Rollouts | None:
+    """Return the batches of a run that learns from rewards; None for other runs."""
+    config = recipe.train.rollouts
+    if config is None:
+        return None
+    execution = "reference" if recipe.train.execution == "reference" else "auto"
+    return Rollouts(
+        prompts,
+        decoding_body(reference, execution, wait=True).decoder,
+        tokenizer,
+        config,
+        stop_tokens=_stop_tokens(recipe, tokenizer),
+        reward=config.reward.build(),
+        seed=recipe.train.seed,
+        reference=started_from() if recipe.train.needs_initial_model else None,
+        world=world,
+    )
+
+
+def _stop_tokens(recipe: Recipe, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the token ids that end a completion."""
+    if recipe.data.has_conversations:
+        return TemplateFormat(ChatTemplate.of(tokenizer), tokenizer).stop_tokens
+    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+
+
+def prepare_reference(
+    recipe: Recipe,
+    run: RunDirectory,
+    dataset: Dataset,
+    built: Callable[[], Built],
+    at: Resumption,
+    *,
+    world: World,
+    notify: Callable[[str], None],
+) -> None:
+    """Load the reference model's log-probabilities if the objective needs them.
+
+    A new run computes them first.
+    """
+    if "reference" not in recipe.train.objective.needs:
+        return
+    if load_references(dataset, run.reference_folder):
+        return
+    if at.checkpoint is not None:
+        raise WorkhorseError(
+            f"{run.reference_folder} is missing, the log-probabilities of the model that this run "
+            "started from; restore it, or start a new run"
+        )
+    notify("computing the reference model's log-probabilities")
+    seed_everything(recipe.train.seed)  # so that random weights are those that training starts from
+    step = built().step
+    compute = partial(
+        compute_references,
+        step,
+        dataset,
+        run.reference_folder,
+        seq_len=recipe.train.seq_len,
+        too_long=recipe.data.too_long,
+        world=world,
+    )
+    compute_together = with_whole_weights(step, world, compute)
+    assert compute_together is not None
+    compute_together()
+    gc.collect()  # frees the memory of this model
+
+
+def initial_logprobs(
+    run: RunDirectory,
+    built_with: Callable[[GiveWeights], Built],
+    at: Resumption,
+    decoder: Decoder,
+    world: World,
+) -> Callable[[Batch], Tensor]:
+    """Return a function that computes log-probabilities with the weights that a run started from.
+
+    A new run writes these weights, those of `decoder`, to the run directory.
+    """
+    folder = run.reference_folder
+    with world.first_before_others():
+        if at.checkpoint is None and world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before a checkpoint
+            write_model(folder, decoder, tokenizer=None)
+    if not ModelFolder.is_one(folder):
+        raise WorkhorseError(
+            f"{folder} is missing, the model that this run started from; restore it, or start a "
+            "new run"
+        )
+
+    def give(decoder: Decoder, places: Places) -> None:
+        stored = open_stored(str(folder)).load_decoder(places=mapped_weights)
+        load_weights(decoder, weights_of(stored), places)
+
+    return token_logprobs(built_with(give).step)

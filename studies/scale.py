@@ -17,7 +17,7 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import DeviceConfig, find_device
 from workhorse.plan.plan import failures
 from workhorse.plan.step_time import StepTime, simulated_step
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 CUDA = torch.device("cuda")  # none is needed
 DAY = 86_400

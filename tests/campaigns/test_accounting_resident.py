@@ -13,7 +13,7 @@ from workhorse.memory.step_memory import step_memory
 from workhorse.models import preset
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 pytestmark = pytest.mark.campaign
 CPU = torch.device("cpu")

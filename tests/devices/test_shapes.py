@@ -11,7 +11,7 @@ from tests.plan.families import LATENT, small
 from workhorse.devices.tape import ShapeCache, stand_in, without_data
 from workhorse.memory.step_memory import step_memory
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cuda")}
 SHALLOW = {"num_hidden_layers": 2}

@@ -11,7 +11,7 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.parts import check_layers
 from workhorse.parallel.division.teams import part_of_model
 from workhorse.plan.limits import FINEST, longest, most_rows, remedies, smallest_mesh
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 CUDA = torch.device("cuda")  # no CUDA device is needed
 

@@ -11,7 +11,7 @@ from workhorse.memory.step_memory import StepMemory, step_memory
 from workhorse.nn import DecoderConfig, products
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 ROWS, SEQ = 2, 12
 CONFIGS = COVERING[:6]

@@ -15,7 +15,7 @@ from workhorse.memory.step_memory import step_memory
 from workhorse.nn import AttentionConfig, Context, Decoder, DecoderConfig, next_token_loss
 from workhorse.nn.blocks import BlockConfig, PreNorm
 from workhorse.nn.positions.rope import RopeConfig
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 SEQ = 10
 

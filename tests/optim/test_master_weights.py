@@ -21,7 +21,7 @@ from workhorse.optim.gradients import total_norm
 from workhorse.optim.master_weights import MasterWeights, join, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 
 

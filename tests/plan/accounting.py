@@ -33,7 +33,7 @@ from workhorse.models.describe import count_parameters, forward_flops
 from workhorse.models.huggingface import Fields, family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.self_attention import SelfAttention
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 ROWS, SEQ = 4, 48
 FAMILY_TIMES, GRID_TIMES, ODD_TIMES = 4, 8, 5

@@ -20,7 +20,7 @@ from workhorse.nn.cache.paged_view import PagedView
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.teams import absent_teams
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 

@@ -15,7 +15,7 @@ from tests.plan.measure import CPU, make_step, random_batch
 from workhorse.devices.memory import most_resident, resident
 from workhorse.native.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.nn import DecoderConfig
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 
 def take_steps(config: DecoderConfig, train: TrainConfig, count: int) -> None:

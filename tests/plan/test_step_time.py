@@ -11,7 +11,7 @@ from workhorse.plan import step_time
 from workhorse.plan.devices import Cluster, Link, Ring, find_device
 from workhorse.plan.plan import failures
 from workhorse.plan.step_time import Pass, StepTime, pipeline_seconds, simulated_step
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 CLUSTER = Cluster(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
 

@@ -24,7 +24,7 @@ from workhorse.plan import plan
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.train import Recipe, train, with_init
 from workhorse.train.dry_run import estimate
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.transforms.adapters import adapted_layers, adapter_parameters, disabled
 from workhorse.transforms.quantization import QuantizedLinear

@@ -7,7 +7,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
 from workhorse.tokenizers.config import SpecialTokensConfig
-from workhorse.train.recipe.recipe import SamplesConfig
+from workhorse.train.recipe.training import SamplesConfig
 from workhorse.train.validation import Sampler
 
 BOS, EOS = 256, 257

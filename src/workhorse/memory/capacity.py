@@ -30,7 +30,7 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 
 if TYPE_CHECKING:
-    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.recipe.training import TrainConfig
 
 
 class LayerCache(NamedTuple):

@@ -17,7 +17,7 @@ from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig,
 from workhorse.parallel.division.parts import check_divisible
 
 if TYPE_CHECKING:  # avoids a circular import
-    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.recipe.training import TrainConfig
 
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}

@@ -27,7 +27,7 @@ from workhorse.parallel.division.teams import absent_teams
 from workhorse.transforms.record import as_subclass, replace_modules
 
 if TYPE_CHECKING:
-    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.recipe.training import TrainConfig
 
 Module = TypeVar("Module", bound=nn.Module)
 aten = torch.ops.aten

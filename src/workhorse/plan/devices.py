@@ -8,7 +8,7 @@ import torch
 
 from workhorse.config.base import Config, ConfigError, parse_yaml
 from workhorse.errors import WorkhorseError, nearest
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 GIGA, TERA = 10**9, 10**12
 

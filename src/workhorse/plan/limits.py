@@ -21,7 +21,7 @@ from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import GIGA
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.transforms.quantization import FormatName, QuantizedWeight, place_codes
 
 WAYS: dict[str, FormatName | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}

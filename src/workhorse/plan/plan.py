@@ -25,7 +25,7 @@ from workhorse.plan.limits import limits, remedies, serving
 from workhorse.plan.step_time import simulated_step
 from workhorse.plan.subject import Subject, find_subject, optima
 from workhorse.train.minutes import remark, steps_within, with_steps
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import measured_peak
 
 HERE = "this machine"

@@ -20,7 +20,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig, share_of
 from workhorse.parallel.division.stages import Turn, one_forward_one_backward
 from workhorse.plan.devices import Cluster, DeviceConfig, Ring, cluster_of
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4
 """Number of memory accesses per saved activation in a pass: one operator writes it and the next one

@@ -22,7 +22,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.dry_run import vocab_size_of
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 PF_DAY = 1e15 * 24 * 3600
 """Floating-point operations of a petaflop/s-day."""

@@ -4,7 +4,8 @@ from workhorse.train.check import recipe_warnings
 from workhorse.train.dry_run import dry_run, estimate
 from workhorse.train.loop import DivergedError, StopSignals
 from workhorse.train.recipe.overrides import on_workers, override_recipe
-from workhorse.train.recipe.recipe import Recipe, TrainConfig, with_init
+from workhorse.train.recipe.recipe import Recipe, with_init
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.resume import Change, Resumption, resumed_recipe
 from workhorse.train.run import TrainResult, check_run, reason_not_free, train

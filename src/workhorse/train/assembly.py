@@ -48,7 +48,8 @@ from workhorse.train.inputs import (
 )
 from workhorse.train.loop import Loop
 from workhorse.train.minutes import settle
-from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Event, Listener, MetricsFile, notice, open_tracker
 from workhorse.train.resume import Resumption, check_same_run, seed_everything
 from workhorse.train.rollouts import Rollouts

@@ -22,7 +22,8 @@ from workhorse.parallel.processes import environment
 from workhorse.tokenizers import train_tokenizer
 from workhorse.tokenizers.config import FileConfig
 from workhorse.train.init_from import check_weights
-from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import check_tracker
 from workhorse.train.validation import check_samples
 from workhorse.transforms.float8 import check_float8

@@ -24,7 +24,8 @@ from workhorse.parallel.processes import environment
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe, recipe_warnings
 from workhorse.train.minutes import after_timing, as_begun, steps_within, with_steps
-from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.run import check_run, reason_not_free
 from workhorse.train.step.build import build_step, measured_peak
 from workhorse.transforms.adapters import adapter_parameters

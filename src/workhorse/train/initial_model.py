@@ -23,7 +23,8 @@ from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import start_optimizer, start_weights
-from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.resume import Resumption
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep

@@ -31,7 +31,8 @@ from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 from workhorse.train.initial_model import Built, GiveWeights, with_whole_weights
-from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.reference import compute_references, load_references, token_logprobs
 from workhorse.train.report.metrics import Listener, notice
 from workhorse.train.resume import Resumption, seed_everything

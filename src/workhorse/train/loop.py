@@ -27,7 +27,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import Slices, whole
 from workhorse.parallel.division.parts import own_slices
 from workhorse.parallel.processes.world import ALONE, World
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.resume import random_state, set_random_state
 from workhorse.train.rollouts import Rollouts

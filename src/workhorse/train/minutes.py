@@ -14,7 +14,8 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.data import Batches
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.processes.world import World
-from workhorse.train.recipe.recipe import FORWARD_PASS, Recipe, TrainConfig
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import FORWARD_PASS, TrainConfig
 from workhorse.train.report.metrics import read_metrics
 from workhorse.train.step.step import TrainingStep
 

@@ -17,7 +17,7 @@ from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tokenizers import Tokenizer
 from workhorse.tokenizers.chat.template import ChatTemplate
 from workhorse.train.objectives.objective import Objective, Outcome
-from workhorse.train.recipe.recipe import SamplesConfig
+from workhorse.train.recipe.training import SamplesConfig
 from workhorse.train.rollouts import Rolled, Rollouts, exact_match, prompts_of
 from workhorse.train.step.step import Precision
 

@@ -21,7 +21,7 @@ from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
 from workhorse.nn.logprobs import HeadLoss, Shaping, score
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormConfig, RMSNormMultipliedFirst
 from workhorse.nn.products import product
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 
 GPT: dict[str, Any] = {

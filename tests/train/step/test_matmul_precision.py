@@ -17,7 +17,7 @@ from workhorse.data import Batch
 from workhorse.devices.instructions import SWITCH
 from workhorse.nn import DecoderConfig
 from workhorse.train import StopSignals, train
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import Precision, TrainingStep
 

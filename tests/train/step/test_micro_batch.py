@@ -28,7 +28,7 @@ from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train import Recipe, estimate, read_metrics, train
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.resume import random_state
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -11,7 +11,7 @@ from workhorse.nn import Decoder, next_token_loss
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import LossScale, Precision, TrainingStep
 

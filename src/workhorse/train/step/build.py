@@ -24,7 +24,7 @@ from workhorse.parallel.division.teams import NO_TEAMS, Teams
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.objective import Divided, Objective, UncountedObjective, counts_here
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.speed import peak_flops
 from workhorse.train.step.reduction import Reduction, ShardedReduction
 from workhorse.train.step.step import LossScale, Precision, TrainingStep

@@ -75,7 +75,7 @@ def config(settings: list[str]) -> DecoderConfig:
 
 def training(*, settings: list[str], dtype: str, threads: int) -> Round:
     """Rounds of training steps, as in `workhorse train`; they return `tokens` per second."""
-    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.recipe.training import TrainConfig
     from workhorse.train.step.build import build_step
 
     torch.set_num_threads(threads)

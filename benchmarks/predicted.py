@@ -27,7 +27,7 @@ from workhorse.memory.device_memory import device_memory
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import Cluster, Link
 from workhorse.plan.step_time import step_time
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 SHAPE = "baby"
 CPU = torch.device("cpu")

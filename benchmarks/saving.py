@@ -27,7 +27,7 @@ from workhorse.data import Batch
 from workhorse.native.allocator import keep_freed_memory
 from workhorse.parallel.processes.world import ALONE
 from workhorse.train import saver
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.saver import Saver
 from workhorse.train.step.build import build_step
 

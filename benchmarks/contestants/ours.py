@@ -33,7 +33,7 @@ from workhorse.nn.positions.absolute import LearnedPositionConfig
 from workhorse.train.step.step import TrainingStep
 
 if TYPE_CHECKING:
-    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.recipe.training import TrainConfig
 
 LOAD_OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -84,7 +84,7 @@ def train_config(
     sizes: Shape, dtype: str, *, mean_dtype: str = "float32", **settings: Any
 ) -> "TrainConfig":
     """The training config of all contestants; `settings` are more keys of the section `train`."""
-    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.recipe.training import TrainConfig
 
     optimizer = {
         "kind": "adamw",

@@ -31,7 +31,7 @@ from workhorse.data import Batch
 from workhorse.data.batches import Batches
 from workhorse.data.dataset import Split, TokenStream
 from workhorse.nn import DecoderConfig
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.step import TrainingStep
 
 STEPS, TINY_STEPS = 10, 2

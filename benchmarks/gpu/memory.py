@@ -40,7 +40,7 @@ from workhorse.nn.attention.kernels import KernelName, Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern, Placement
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.positions.absolute import alibi_slopes
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 
 DIFFERENCE = 0.05
 """Goal for the difference between prediction and measured peak, relative to the peak."""

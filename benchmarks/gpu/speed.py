@@ -32,7 +32,7 @@ from workhorse.data import Batch
 from workhorse.memory.capacity import fit_micro_batch
 from workhorse.models.families.llama import llama
 from workhorse.nn import DecoderConfig
-from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 

@@ -91,9 +91,13 @@ DECODING = {
         _llama("1b", 22, (32, 4), 2048, 5632),
     )
 }
+TUNING = {shape.name: shape for shape in (_llama("25m", 10, (4, 4), 256, 768), DECODING["160m"])}
+"""Shapes of models that are fine-tuned, on rows of `TUNING_TOKENS` tokens."""
+TUNING_TOKENS = 512
 STORED = {
     shape.name: shape
     for shape in (
+        TUNING["25m"],
         _llama("20m", 8, (6, 2), 384, 1024),
         DECODING["160m"],
         _gpt("gpt2", 12, 12, 768, 50_304, context=1024, batch=1),

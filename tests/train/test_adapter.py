@@ -254,7 +254,9 @@ def test_added_tokens_are_refused(base: Path, make_recipe, tmp_path: Path) -> No
     fields = recipe_on(base, make_recipe).to_dict()
     del fields["model"]
     fields["tokenizer"] = {"add_tokens": ["+++"]}
-    with pytest.raises(WorkhorseError, match="1 tokens are added, but an adapter leaves their"):
+    with pytest.raises(
+        WorkhorseError, match="grows from 257 to 258 tokens, but an adapter leaves their"
+    ):
         train(Recipe.from_dict(with_init(fields)), tmp_path / "run")
 
 

@@ -222,8 +222,8 @@ def _check_model(recipe: Recipe) -> None:
     if recipe.adapter is not None:
         if config.vocab_size > of_tokenizer:
             raise WorkhorseError(
-                f"tokenizer: {config.vocab_size - of_tokenizer} tokens are added, but an adapter "
-                "leaves their embeddings untrained; train all weights with them first, then the "
-                "adapter"
+                f"the vocabulary grows from {of_tokenizer} to {config.vocab_size} tokens, but an "
+                "adapter leaves their embeddings untrained; train all weights with them first, "
+                "then the adapter"
             )
         recipe.adapter.adapt(decoder, seed=0)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 WIDTH, HEIGHT = 400, 190
@@ -13,7 +14,10 @@ N_COLORS = 8
 """Number of colors of lines, the classes `c0`, `c1`, ... in `style.css`."""
 MAX_POINTS = 400
 SMOOTHED_FROM = 40
-"""Lines with at least this number of points are smoothed."""
+"""Lines with at least this number of points are smoothed, if they are noisy."""
+NOISY = 3.0
+"""A line is noisy if its values move up and down by more than this times their range in total. A
+learning rate that rises and falls moves by 2."""
 LOG_FROM = 100.0
 """Ratio of the largest to the smallest value from which an axis can be logarithmic."""
 PREFIXES = (
@@ -49,7 +53,7 @@ def line_chart(
 
     Args:
         title: the title, with the unit.
-        series: the lines. A long line is smoothed, with its values in a lighter color behind.
+        series: the lines. A long noisy line is smoothed, with its values in a lighter color behind.
         include: values that the vertical axis includes, such as 0 and 1 for a fraction.
         log: True for a logarithmic axis if all values are positive and differ by `LOG_FROM`.
     """
@@ -125,7 +129,7 @@ def _line(line: Series, place: Callable[[float, float], tuple[float, float]]) ->
     if line.band:
         edges = [(x, high) for x, _, high in line.band] + [(x, y) for x, y, _ in line.band[::-1]]
         yield f'<polygon class="{color}" points="{_path(edges, place)}"/>'
-    smooth = len(line.points) >= SMOOTHED_FROM and not line.marked and not line.band
+    smooth = not line.marked and not line.band and _is_noisy([y for _, y in line.points])
     kind = "raw" if smooth else "marked" if line.marked else "plain"
     values = escape(json.dumps([[x, float(f"{y:.7g}")] for x, y in line.points]))
     yield (
@@ -145,12 +149,20 @@ def _path(
     return " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in points)
 
 
+def _is_noisy(values: Sequence[float]) -> bool:
+    moved = math.fsum(abs(after - before) for before, after in pairwise(values))
+    return len(values) >= SMOOTHED_FROM and moved > NOISY * (max(values) - min(values))
+
+
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Replace each value by the mean of a window around it, which is narrower at the ends."""
-    most, last = len(points) // 20, len(points) - 1
+    """Replace each value by the mean of a window around it.
+
+    The window is narrower at the start, where values change fast, and one-sided at the end.
+    """
+    most = len(points) // 20
     found = []
     for middle, (x, _) in enumerate(points):
-        half = min(most, middle, last - middle)
+        half = min(most, middle)
         window = points[middle - half : middle + half + 1]
         found.append((x, math.fsum(value for _, value in window) / len(window)))
     return found

@@ -49,7 +49,10 @@ def test_a_limit_does_not_depend_on_the_order() -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ([Document("a", "text")], "there are no questions with known answers; give other --data"),
+        (
+            [Document("a", "text")],
+            "this data has no questions with known answers; give other --data",
+        ),
         (documents({"prompt": "a", "chosen": "b", "rejected": "c"}, rows="pairs"), "no questions"),
         (documents({"prompt": "a", "completion": "b", "label": 1}, rows="labels"), "no questions"),
         (documents({**turns("a?", "b"), "tools": [{"name": "f"}]}), "line 0 has tools"),

@@ -81,7 +81,7 @@ def write_peft(
     tied = decoder.config.head.tied and EMBEDDING in full
     tensors: dict[str, Tensor] = {}
     saved: list[str] = []
-    transposed = False  # that of the last layer, since PEFT sets it layer by layer
+    transposed = False  # the value of the last layer, since PEFT sets it layer by layer
     for move in modules.moves:
         if not full.keys().isdisjoint(move.ours):
             tensors |= _saved(move, full)
@@ -153,7 +153,7 @@ def _to_theirs(
     a, parts, alpha = with_one_a(updates, shapes, divisor)
     (b,) = put(move, parts)
     b = b.mT if transposed else b
-    if swapped:  # PEFT takes the first axis of the matrices for that of the outputs
+    if swapped:  # PEFT takes the first axis of the matrices for the axis of outputs
         a, b = b.mT, a.mT
     lengths = [one.magnitude for one in updates if one is not None and one.magnitude is not None]
     if not lengths:

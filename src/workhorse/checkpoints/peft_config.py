@@ -28,7 +28,7 @@ NO_EFFECT: Mapping[str, Any] = {
     "qalora_group_size": 16,
     "target_modules": [],
 }
-"""Keys that do not change what a saved adapter computes, with PEFT's defaults. The tensors show
+"""Keys without effect on the result of a saved adapter, with PEFT's defaults. The tensors show
 which layers have an adapter."""
 UNSUPPORTED: Mapping[str, Any] = {
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "corda_config", "kasa_config")),

@@ -1,6 +1,6 @@
 """Answers of a model to questions with known answers, scored by rewards.
 
-A question is a conversation before its last message, or the prompt of a task. Rewards are those of
+A question is a conversation before its last message, or the prompt of a task. Rewards come from
 `workhorse.train.rewards`, so the function that measures a model can also train it.
 """
 
@@ -49,7 +49,7 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
 
     Args:
         documents: the data; see `read_documents`. Texts, pairs and labels have no questions.
-        limit: the maximum number of questions; below 1: a fraction of them. They are chosen by a
+        limit: the maximum number of questions; below 1: the fraction to ask. They are chosen by a
             hash, so they are the same on every machine. None: all, in order.
 
     Raises:
@@ -76,7 +76,7 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
         count = int(limit if limit >= 1 else limit * len(found))
         found = sorted(found, key=lambda question: hash_of(question.text))[: max(count, 0)]
     if not found:
-        raise WorkhorseError("there are no questions with known answers; give other --data")
+        raise WorkhorseError("this data has no questions with known answers; give other --data")
     return found
 
 

@@ -325,7 +325,7 @@ class Tokenizer:
             if found.token_id(name) < self.vocab_size:
                 raise WorkhorseError(
                     f"the tokenizer has unused ids, so {name!r} gets the id {found.token_id(name)} "
-                    "among those of other tokens; use a tokenizer without gaps"
+                    "among the ids of other tokens; use a tokenizer without gaps"
                 )
             text = f"a{name}b"
             before, after = (one.decode(one.encode(text)).lstrip(" ") for one in (self, found))

@@ -51,7 +51,7 @@ class Built(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What a checkpoint adds to the constants of a run."""
+        """Values that a checkpoint adds to the constants of a run."""
         return {} if self.base is None else {"base": asdict(self.base)}
 
 

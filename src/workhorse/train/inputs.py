@@ -178,7 +178,7 @@ def initial_logprobs(
 ) -> Callable[[Batch], Tensor]:
     """Return a function that computes log-probabilities with the weights that a run started from.
 
-    A new run writes these weights, those of `decoder`, to the run directory.
+    A new run writes these weights, which `decoder` still has, to the run directory.
     """
     folder = run.reference_folder
     with world.first_before_others():

@@ -43,7 +43,7 @@ class RolloutConfig(Config):
     deviation (`group_std`; GRPO, 2402.03300), or the mean over the other completions of the prompt
     (`leave_one_out`; RLOO, 2402.14740)."""
     credit: Literal["completion", "token"] = "completion"
-    """`completion`: the advantage of a completion is that of each of its tokens. `token`: each
+    """`completion`: each token has the advantage of its completion. `token`: each
     token has its own advantage: the change of the reward by this token, compared by `baseline` with
     the other tokens at this position. It learns faster if each correct token raises the reward, as
     with a partial `answer`. A token gets no credit for its effect on later tokens."""

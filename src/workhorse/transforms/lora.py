@@ -277,7 +277,7 @@ def matrices(weight: Tensor) -> Tensor:
 
 
 def ends_with(path: str, name: str) -> bool:
-    """True if `name` is the name of a module, or the last parts of it."""
+    """True if `name` is the name of a module, or its last parts."""
     return f".{path}".endswith(f".{name}")
 
 

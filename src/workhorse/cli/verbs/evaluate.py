@@ -85,7 +85,7 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--limit",
     type=float,
-    help="With --tasks or --reward: maximum number of questions; below 1: a fraction of them.",
+    help="With --tasks or --reward: maximum number of questions; below 1: the fraction to ask.",
 )
 @click.option(
     "--apply-chat-template",
@@ -266,7 +266,7 @@ def _conversations(name: str) -> "SourceConfig":
 def _documents(
     model: "Model", data: str | None, of_name: "Callable[[str], SourceConfig] | None" = None
 ) -> Iterator["Document"]:
-    """Yield the documents of `--data`, or those of the run's validation split if it is not given.
+    """Yield the documents of `--data`, or of the run's validation split if it is not given.
 
     Each call starts with the first document. `of_name` makes the source of `--data`; None: as text.
     """

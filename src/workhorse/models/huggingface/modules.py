@@ -1,8 +1,8 @@
-"""Names of a transformers model in memory, where they differ from the names in its files.
+"""Names of a transformers model in memory that differ from the names in its files.
 
 transformers 5 stacks the experts of a layer in memory: `experts.gate_up_proj`, with the rows of
-gate before those of up, and `experts.down_proj`, both (experts, out_features, in_features). Some
-modules also have another name in memory. Adapters (PEFT) use the names in memory.
+gate first and of up second, and `experts.down_proj`, both (experts, out_features, in_features).
+Some modules also have another name in memory. Adapters (PEFT) use the names in memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

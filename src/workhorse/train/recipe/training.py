@@ -207,9 +207,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _rollouts_fit(self) -> Self:
         if (self.rollouts is None) != (self.objective.kind != "policy"):
-            raise ConfigError(
-                "rollouts and the objective policy need each other; set both or none of them"
-            )
+            raise ConfigError("rollouts and the objective policy need each other; set both or none")
         if self.rollouts is not None and self.minutes is not None:
             raise ConfigError(
                 f"minutes={self.minutes:g} cannot be converted to steps with rollouts, because "

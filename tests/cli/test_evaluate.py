@@ -181,7 +181,7 @@ def test_a_reward_that_does_not_exist(run_folder, capsys, questions):
         capsys, [str(run_folder), *questions, "--reward", "no.py:f"], "raised FileNotFoundError"
     )
     assert_refused(
-        capsys, [str(run_folder), *questions[2:]], "this data has no questions with known answers"
+        capsys, [str(run_folder), *questions[2:]], "no question with a known answer is left"
     )
 
 

@@ -51,10 +51,16 @@ def test_a_limit_does_not_depend_on_the_order() -> None:
     [
         (
             [Document("a", "text")],
-            "this data has no questions with known answers; give other --data",
+            "no question with a known answer is left; give other --data or a larger --limit",
         ),
-        (documents({"prompt": "a", "chosen": "b", "rejected": "c"}, rows="pairs"), "no questions"),
-        (documents({"prompt": "a", "completion": "b", "label": 1}, rows="labels"), "no questions"),
+        (
+            documents({"prompt": "a", "chosen": "b", "rejected": "c"}, rows="pairs"),
+            "no question with",
+        ),
+        (
+            documents({"prompt": "a", "completion": "b", "label": 1}, rows="labels"),
+            "no question with",
+        ),
         (documents({**turns("a?", "b"), "tools": [{"name": "f"}]}), "line 0 has tools"),
         (documents(turns([{"type": "text", "text": "a?"}], "b")), "content that is not a string"),
         (documents(turns("a?", "b", "c?")), "or no answer"),
@@ -68,7 +74,7 @@ def test_data_without_questions(found: list[Document], message: str) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 0.2])
 def test_a_limit_that_leaves_nothing(limit: float) -> None:
-    with pytest.raises(WorkhorseError, match="there are no questions"):
+    with pytest.raises(WorkhorseError, match="no question with a known answer is left"):
         questions_of(documents(turns("a?", "b")), limit)
 
 

@@ -76,7 +76,9 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
         count = int(limit if limit >= 1 else limit * len(found))
         found = sorted(found, key=lambda question: hash_of(question.text))[: max(count, 0)]
     if not found:
-        raise WorkhorseError("this data has no questions with known answers; give other --data")
+        raise WorkhorseError(
+            "no question with a known answer is left; give other --data or a larger --limit"
+        )
     return found
 
 

@@ -11,7 +11,12 @@ import pytest
 import yaml
 
 from tests.evaluate.local_tasks import write_task
+from workhorse.checkpoints.huggingface.export import find_family
+from workhorse.checkpoints.peft import write_peft
 from workhorse.cli.main import main
+from workhorse.model.load import load
+from workhorse.transforms.adapters import adapter_parameters, add_adapter
+from workhorse.transforms.lora import LoraConfig
 
 
 def evaluate(capsys, *arguments: str) -> dict:
@@ -170,6 +175,20 @@ def test_rewards_of_two_models(run_folder, capsys, questions):
     assert lines[1].startswith(f"{beside[1]}  ")
     assert lines[3] == "0 b"  # a question, its answer, and what the models answer
     assert [line.split()[0] for line in lines[4:6]] == [str(run_folder), beside[1]]
+
+
+def test_an_adapter_belongs_to_the_first_model_only(run_folder, tmp_path, capsys, questions):
+    base, adapter = str(run_folder), str(tmp_path / "adapter")
+    decoder = load(base, execution="reference").decoder
+    add_adapter(decoder, LoraConfig(rank=2))
+    for weight in adapter_parameters(decoder).values():
+        weight.data.normal_()
+    write_peft(tmp_path / "adapter", decoder, find_family(decoder.config), base)
+    alone = evaluate(capsys, base, *questions)
+    found = evaluate(capsys, base, *questions, "--adapter", adapter, "--beside", base)
+    assert [*found] == [f"{base} + {adapter}", base]
+    assert found[base] == alone[base]
+    assert found[f"{base} + {adapter}"]["answers"] != found[base]["answers"]
 
 
 def test_a_reward_that_does_not_exist(run_folder, capsys, questions):

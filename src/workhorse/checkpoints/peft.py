@@ -160,7 +160,7 @@ def _to_theirs(
         return Update(a, b, None, alpha)
     if len(lengths) < len(updates) or lengths[0].ndim > 1:
         raise WorkhorseError(
-            f"PEFT has no DoRA for {theirs} if only parts of it have adapters, or for "
+            f"PEFT has no DoRA for {theirs} unless the adapter covers it whole, or for "
             "experts; train the adapter with dora=false"
         )
     return Update(a, b, put(move, lengths)[0], alpha)

@@ -48,7 +48,7 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
     """Return the questions of conversations and tasks.
 
     Args:
-        documents: the data; see `read_documents`. Texts, pairs and labels have no questions.
+        documents: the data; see `read_documents`. Only conversations and tasks have questions.
         limit: the maximum number of questions; below 1: the fraction to ask. They are chosen by a
             hash, so they are the same on every machine. None: all, in order.
 

@@ -300,7 +300,7 @@ class Tokenizer:
         return Tokenizer(self.definition, {**self.roles, role: token}, self.chat_templates)
 
     def with_tokens(self, tokens: Sequence[str], *, special: bool = False) -> "Tokenizer":
-        """Return a copy of this tokenizer with more tokens, whose ids follow the largest id.
+        """Return a copy of this tokenizer with more tokens. Their ids follow the largest id.
 
         Args:
             tokens: names of the new tokens. In the input, they are matched before normalisation.

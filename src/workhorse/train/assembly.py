@@ -22,11 +22,9 @@ from workhorse.data import (
 from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.execute.body import with_parameters_of
 from workhorse.execute.choose import decoding_body, training_announcement
-from workhorse.memory.capacity import check_training
 from workhorse.models.describe import active_parameters, count_parameters, flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams
-from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens
@@ -92,16 +90,6 @@ def assemble(
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
     fitted = fitted_to_memory(recipe, decoder_config, device, at, world)
-    if environment.rank_here() == 0:  # for all ranks of this machine, before any allocates memory
-        check_training(
-            decoder_config,
-            fitted,
-            device,
-            packed=recipe.data.packed,
-            parallel=recipe.parallel,
-            adapter=recipe.adapter,
-        )
-    world.wait()
     built_with = partial(
         build_model,
         recipe.replace(train=fitted.to_dict()),

@@ -17,9 +17,10 @@ from workhorse.checkpoints import (
 from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, open_base
 from workhorse.devices.names import training_dtype
 from workhorse.devices.transfer import copy_tensors
-from workhorse.memory.capacity import fit_micro_batch
+from workhorse.memory.capacity import check_training, fit_micro_batch
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams, make_teams
+from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import start_optimizer, start_weights
@@ -123,11 +124,11 @@ def give_weights(
 ) -> Checkpoint | None:
     """Set a decoder's weights: from a checkpoint, from the recipe's `init`, or random ones.
 
-    `config` describes the whole model, of which `decoder` may be a part. `places` returns the
+    `config` describes the whole model; `decoder` may be a part of it. `places` returns the
     tensors of the decoder that weights are copied to.
 
     Returns:
-        The checkpoint of `init` whose optimizer state must be loaded too, or None.
+        The checkpoint of `init` if its optimizer state must be loaded too, or None.
     """
     if checkpoint is not None:
         load_weights(decoder, checkpoint.model, places)
@@ -154,20 +155,25 @@ def fitted_to_memory(
     """Replace `micro_batch_size: auto` by a size, from the checkpoint if there is one.
 
     All ranks use the size of the rank with the least memory.
+
+    Raises:
+        WorkhorseError: training does not fit into memory.
     """
     train = recipe.train
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
         train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
-    fitted = fit_micro_batch(
-        config,
-        train,
-        device,
-        packed=recipe.data.packed,
-        parallel=recipe.parallel,
-        adapter=recipe.adapter,
-    )
-    size = fitted.micro_batch_size
-    return fitted.replace(micro_batch_size=-world.most(-size)) if isinstance(size, int) else fitted
+    of_recipe: dict[str, Any] = {
+        "packed": recipe.data.packed,
+        "parallel": recipe.parallel,
+        "adapter": recipe.adapter,
+    }
+    train = fit_micro_batch(config, train, device, **of_recipe)
+    if isinstance(size := train.micro_batch_size, int):
+        train = train.replace(micro_batch_size=-world.most(-size))
+    if environment.rank_here() == 0:  # for all ranks of this machine, before any allocates memory
+        check_training(config, train, device, **of_recipe)
+    world.wait()
+    return train
 
 
 def with_whole_weights(step: TrainingStep, world: World, call: Call | None) -> Call | None:

@@ -149,6 +149,11 @@ def plain(folder: Path) -> Callable[[str], Result]:
     return run
 
 
+def assert_same(found: Result, expected: Result) -> None:
+    assert found.losses == expected.losses
+    assert torch.equal(found.weights, expected.weights)
+
+
 def assert_close(found: Result, expected: Result) -> None:
     """Steps of AdamW move a weight by up to 0.001, so a single other step would be seen."""
     assert found.losses == pytest.approx(expected.losses, rel=1e-5, abs=1e-6)
@@ -160,9 +165,7 @@ def test_settings_that_change_no_bit(
     folder: Path, tmp_path: Path, plain: Callable[[str], Result], objective: str
 ) -> None:
     train(recipe(folder, objective, NO_EFFECT), tmp_path / "run")
-    found, expected = Result.of(tmp_path / "run"), plain(objective)
-    assert found.losses == expected.losses
-    assert torch.equal(found.weights, expected.weights)
+    assert_same(Result.of(tmp_path / "run"), plain(objective))
 
 
 @pytest.mark.parametrize("setting", ROUNDED)
@@ -180,9 +183,7 @@ def test_a_resumed_run(
 ) -> None:
     train(recipe(folder, objective, ["train.steps=7"]), tmp_path / "run")
     train(recipe(folder, objective, []), tmp_path / "run", resume=True)
-    found, expected = Result.of(tmp_path / "run"), plain(objective)
-    assert found.losses == expected.losses
-    assert torch.equal(found.weights, expected.weights)
+    assert_same(Result.of(tmp_path / "run"), plain(objective))
 
 
 @pytest.mark.parametrize("way", DIVIDED)

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -104,7 +104,8 @@ PER_TASK = ("versions", "n-shot")
     "--beside",
     multiple=True,
     metavar="MODEL",
-    help="With --reward: another model that answers the same questions. Repeatable.",
+    help="With --reward: another model that answers the same questions, without --adapter."
+    " Repeatable.",
 )
 @click.option(
     "--batch-size",
@@ -246,11 +247,16 @@ def _answers(
             config = PythonRewardConfig(path=Path(path), function=function or "reward")
             scores[text] = stack.enter_context(closing(PythonReward(config)))
         questions = None
-        for other in dict.fromkeys((name, *beside)):
-            model = open_model(other, running)
+        plain = replace(running, adapter=None)
+        title = f"{name} + {running.adapter}" if running.adapter else name
+        for shown, (path, how) in {
+            title: (name, running),
+            **{other: (other, plain) for other in beside if other != title},
+        }.items():
+            model = open_model(path, how)
             questions = questions or questions_of(_documents(model, data, _conversations), limit)
             answers = answer_questions(model, questions, scores, batch_size=batch_size or 32)
-            found[other] = {"scores": fractions(answers), "answers": [*map(asdict, answers)]}
+            found[shown] = {"scores": fractions(answers), "answers": [*map(asdict, answers)]}
             announce(model)
     return found
 

@@ -52,7 +52,7 @@ class Modules:
     Args:
         config: the config of the decoder.
         family: the model type of the transformers model.
-        stored: names of weights, some of which may be names in files.
+        stored: names of weights, in memory or in files.
 
     Attributes:
         moves: for each of our weights, the weights in memory that hold it; with `stored`, then also

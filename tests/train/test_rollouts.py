@@ -69,6 +69,16 @@ def rollouts(tmp_path: Path, **config: Any) -> tuple[Rollouts, Any]:
     return made, decoder
 
 
+def test_rows_keep_their_seeds_if_prompts_are_processed_together(tmp_path: Path) -> None:
+    """Rows of one prompt are one request only if their seeds are consecutive."""
+    made, _ = rollouts(tmp_path)
+    asked = [prompts_of(made.prompts[0], made.tokenizer)[0]] * 4
+    together = made.complete(asked, [1, 2, 50, 51])
+    alone = [made.complete(asked[:1], [seed])[0] for seed in (1, 2, 50, 51)]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert len({tuple(one.tokens) for one in alone}) == 4
+
+
 def test_the_rows_of_a_step(tmp_path: Path) -> None:
     made, decoder = rollouts(tmp_path)
     made.reward = lambda prompts, *_: [float(row in (1, 2)) for row in range(len(prompts))]

@@ -301,14 +301,16 @@ def _places(decoder: Decoder) -> dict[str, Place]:
 def _by_place(tensors: dict[str, Tensor], places: dict[str, Place]) -> dict[Place, int]:
     """Sum the bytes of weights or optimizer state by place in the model.
 
-    The name of an optimizer state tensor begins with the name of its parameter.
+    The name of an optimizer state tensor begins with the name of its parameter. Parameters of the
+    objective, outside the decoder, count as part of the head.
     """
     sizes: dict[Place, int] = defaultdict(int)
     seen: set[int] = set()
     for name, tensor in tensors.items():
         if id(tensor) not in seen:  # a tied matrix has two names
             seen.add(id(tensor))
-            sizes[places[name if name in places else name.rpartition(".")[0]]] += tensor.nbytes
+            parameter = name if name in places else name.rpartition(".")[0]
+            sizes[places.get(parameter, Place("head", "head"))] += tensor.nbytes
     return dict(sizes)
 
 

@@ -170,13 +170,14 @@ class MasterWeights:
             for name, weight in module.named_parameters()
         }
 
-    def trained(self) -> dict[str, Tensor]:
-        """Return the float32 values of the trained parameters, by name."""
+    def trained(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the float32 values of a module's trained parameters, by name."""
         return {
             name: placed_like(self.read(name), weight)
             if name in self.low_bits
             else weight.detach().float()
-            for name, weight in self.parameters.items()
+            for name, weight in module.named_parameters()
+            if name in self.parameters
         }
 
     def places(self, module: nn.Module) -> dict[str, Destination]:

@@ -115,7 +115,9 @@ def assemble(
     model = built()
     reference, step, teams = model.reference, model.step, model.teams
     started_from = partial(initial_logprobs, run, built_with, at, reference, world)
-    rollouts = rollouts_of(recipe, reference, batches, tokenizer, started_from, world=world)
+    rollouts = rollouts_of(
+        recipe, reference, batches, tokenizer, started_from, step=step, world=world
+    )
     constants |= {"micro_batch_size": step.micro_batch_size, **model.constants}
     together = partial(with_whole_weights, step, world)
     loop = Loop(
@@ -233,7 +235,7 @@ def _validator(
     """
     if dataset.validation is None:
         return None
-    if rollouts is not None:
+    if rollouts is not None and rollouts.reward is not None:
         prompts = ValidationBatches(
             dataset.validation,
             seq_len=recipe.train.seq_len,

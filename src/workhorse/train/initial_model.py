@@ -47,8 +47,8 @@ class Built(NamedTuple):
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that a checkpoint holds: all, or only the trained ones with an adapter."""
-        masters = self.step.optimizer.masters
-        return masters.trained() if self.base else masters.weights(self.step.objective.decoder)
+        masters, decoder = self.step.optimizer.masters, self.step.objective.decoder
+        return masters.trained(decoder) if self.base else masters.weights(decoder)
 
     @property
     def constants(self) -> dict[str, Any]:

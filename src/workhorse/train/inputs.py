@@ -31,12 +31,19 @@ from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 from workhorse.train.initial_model import Built, GiveWeights, with_whole_weights
+from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
-from workhorse.train.reference import compute_references, load_references, token_logprobs
+from workhorse.train.reference import (
+    compute_references,
+    load_references,
+    token_logprobs,
+    token_values,
+)
 from workhorse.train.report.metrics import Listener, notice
 from workhorse.train.resume import Resumption, seed_everything
-from workhorse.train.rollouts import Rollouts
+from workhorse.train.rollouts import Critic, Rollouts
+from workhorse.train.step.step import TrainingStep
 
 
 def tokenizer_of(recipe: Recipe, run: RunDirectory, notify: Callable[[str], None]) -> Tokenizer:
@@ -101,12 +108,14 @@ def rollouts_of(
     tokenizer: Tokenizer,
     started_from: Callable[[], Callable[[Batch], Tensor]],
     *,
+    step: TrainingStep,
     world: World,
 ) -> Rollouts | None:
-    """Return the batches of a run that learns from rewards; None for other runs."""
-    config = recipe.train.rollouts
+    """Return the batches of a run that learns from its own completions; None for other runs."""
+    config, objective = recipe.train.rollouts, recipe.train.objective
     if config is None:
         return None
+    values = objective.values if isinstance(objective, PolicyConfig) else None
     execution = "reference" if recipe.train.execution == "reference" else "auto"
     return Rollouts(
         prompts,
@@ -114,9 +123,10 @@ def rollouts_of(
         tokenizer,
         config,
         stop_tokens=_stop_tokens(recipe, tokenizer),
-        reward=config.reward.build(),
+        reward=None if config.reward is None else config.reward.build(),
         seed=recipe.train.seed,
         reference=started_from() if recipe.train.needs_initial_model else None,
+        critic=None if values is None else Critic(values, token_values(step)),
         world=world,
     )
 

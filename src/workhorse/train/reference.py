@@ -8,6 +8,7 @@ the run directory has a copy of the initial weights.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,17 +114,35 @@ def token_logprobs(step: TrainingStep) -> Callable[[Batch], Tensor]:
     It uses the step's weights and its implementation of the model, so that the KL divergence of a
     model from itself is exactly 0. It keeps the model in memory, but not the optimizer.
     """
-    objective, precision, device = step.objective.eval(), step.precision, step.device
+    return _of_targets(step, lambda objective, rows: objective.score(rows).target)
+
+
+def token_values(step: TrainingStep) -> Callable[[Batch], Tensor]:
+    """Return a function that computes the current value at each position, (rows, seq), on the CPU.
+
+    The objective is a `Policy` with a value head.
+    """
+    return _of_targets(step, lambda objective, rows: objective.values_at(rows))
+
+
+def _of_targets(
+    step: TrainingStep, figure: Callable[[Any, Batch], Tensor]
+) -> Callable[[Batch], Tensor]:
+    """Return a function that computes a figure in passes without gradients and dropout."""
+    whole = objective = step.objective
+    precision, device = step.precision, step.device
     size = step.micro_batch_size
     while isinstance(objective, Wrapped):
         objective = objective.objective
     assert isinstance(objective, ModelObjective)
-    score = objective.score
 
     def compute(batch: Batch) -> Tensor:
         parts = [batch.rows(start, start + size) for start in range(0, len(batch), size)]
+        whole.eval()
         with torch.no_grad(), precision.products(), precision():
-            return torch.cat([score(part.to(device)).target.float().cpu() for part in parts])
+            found = [figure(objective, part.to(device)).float().cpu() for part in parts]
+        whole.train()
+        return torch.cat(found)
 
     return compute
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -24,7 +24,7 @@ from workhorse.generate.engine import Engine
 from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.objectives.policy import Baseline, PolicyBatch, advantages_of
+from workhorse.train.objectives.policy import Baseline, PolicyBatch, ValuesConfig, advantages_of
 from workhorse.train.rewards import AnswerRewardConfig, AnyReward, Reward
 
 
@@ -35,13 +35,13 @@ class RolloutConfig(Config):
     """Number of completions per prompt, a divisor of `train.batch_size`."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Maximum number of tokens of a completion; fewer if `train.seq_len` does not have room."""
-    reward: AnyReward = AnswerRewardConfig()
-    """The reward of a completion."""
+    reward: AnyReward | None = AnswerRewardConfig()
+    """The reward of a completion; None for the objective `distill`, which needs no rewards."""
     baseline: Baseline = "group"
     """Subtracted from rewards to give advantages: `none`, the mean over the `batch`, the mean over
     the completions of a prompt (`group`; Dr. GRPO, 2503.20783), the same divided by the standard
     deviation (`group_std`; GRPO, 2402.03300), or the mean over the other completions of the prompt
-    (`leave_one_out`; RLOO, 2402.14740)."""
+    (`leave_one_out`; RLOO, 2402.14740). A value head needs `none`."""
     credit: Literal["completion", "token"] = "completion"
     """`completion`: each token has the advantage of its completion. `token`: each
     token has its own advantage: the change of the reward by this token, compared by `baseline` with
@@ -52,7 +52,10 @@ class RolloutConfig(Config):
 
     @model_validator(mode="after")
     def _several(self) -> "RolloutConfig":
-        if self.completions == 1 and self.baseline in ("group", "group_std", "leave_one_out"):
+        if self.reward is None:
+            if (self.baseline, self.credit) != ("group", "completion"):
+                raise ConfigError("baseline and credit have no effect on reward=null; remove them")
+        elif self.completions == 1 and self.baseline in ("group", "group_std", "leave_one_out"):
             raise ConfigError(
                 f"completions=1 leaves nothing to compare for baseline={self.baseline}; increase it"
             )
@@ -157,8 +160,16 @@ def _seen(tokens: list[int], finished: bool) -> list[int]:
     return tokens[:-1] if finished else tokens
 
 
+class Critic(NamedTuple):
+    """The value head in training."""
+
+    config: ValuesConfig
+    values: Callable[[Batch], Tensor]
+    """Computes the current value at each position of some rows, (rows, seq)."""
+
+
 class Rollouts:
-    """The batches of a run that learns from rewards, by step.
+    """The batches of a run that learns from its own completions, by step.
 
     Args:
         prompts: batches of rows with prompts and answers; `prompts.batch_size` is the number of
@@ -167,10 +178,11 @@ class Rollouts:
         tokenizer: the model's tokenizer.
         config: how completions are generated and scored.
         stop_tokens: ids that end a completion.
-        reward: scores completions.
+        reward: scores completions; None if the objective does not need rewards.
         seed: seed of the completions.
         reference: computes the reference model's log-probabilities of the targets of some rows,
             (rows, seq); None if the objective does not need them.
+        critic: the value head; None if advantages do not depend on values.
         world: the processes that divide the prompts among themselves.
 
     Attributes:
@@ -189,9 +201,10 @@ class Rollouts:
         config: RolloutConfig,
         *,
         stop_tokens: tuple[int, ...],
-        reward: Reward,
+        reward: Reward | None,
         seed: int,
         reference: Callable[[Batch], Tensor] | None = None,
+        critic: Critic | None = None,
         world: World = ALONE,
     ) -> None:
         self.prompts = prompts
@@ -202,6 +215,7 @@ class Rollouts:
         self.reward = reward
         self.seed = seed
         self.reference = reference
+        self.critic = critic
         self.world = world
         self.source_names = prompts.source_names
         self.rows_per_epoch = prompts.rows_per_epoch
@@ -222,7 +236,10 @@ class Rollouts:
         batch = self._batch(asked, rolled, rewards, read)
         if self.config.credit == "token":
             batch = replace(batch, advantages=self._token_advantages(asked, rolled, batch))
-        batch = self._with_reference(batch)
+        if self.reference is not None:
+            batch = replace(batch, reference_tokens=self._divided(self.reference, batch))
+        if self.critic is not None:
+            batch = self.critic.config.advise(batch, self._divided(self.critic.values, batch))
         self.figures["rollout_seconds"] = time.perf_counter() - started
         return batch
 
@@ -271,7 +288,7 @@ class Rollouts:
     def score(self, asked: Sequence[Prompt], rolled: Sequence[Rolled]) -> list[float]:
         """Return the reward of each completion. Rank 0 computes them for all ranks."""
         rewards = torch.zeros(len(asked), dtype=torch.float64)
-        if self.world.is_first:
+        if self.world.is_first and self.reward is not None:
             found = self.reward(
                 [prompt.text for prompt in asked],
                 [one.text for one in rolled],
@@ -310,7 +327,9 @@ class Rollouts:
             group=group,
             values=values,
             old=old,
-            advantages=advantages_of(values, group, self.config.baseline),
+            advantages=advantages_of(
+                values, group, self.config.baseline if self.reward else "none"
+            ),
         )
 
     def _token_advantages(
@@ -335,26 +354,27 @@ class Rollouts:
             advantages[row, first : first + count] = values[:count]
         return advantages
 
-    def _with_reference(self, batch: PolicyBatch) -> PolicyBatch:
-        """Add the reference model's log-probabilities; each rank computes its share of the rows."""
-        if self.reference is None:
-            return batch
+    def _divided(self, compute: Callable[[Batch], Tensor], batch: PolicyBatch) -> Tensor:
+        """Compute a figure of each target, (rows, seq), divided among the ranks by rows."""
         found, share = torch.zeros(batch.tokens.shape), self.world.share(len(batch))
         if share:
-            found[share.start : share.stop] = self.reference(batch.rows(share.start, share.stop))
+            found[share.start : share.stop] = compute(batch.rows(share.start, share.stop))
         found = found.to(self.decoder.device)
         self.world.add_(found)
-        return replace(batch, reference_tokens=found.cpu())
+        return found.cpu()
 
     def _note(
         self, asked: Sequence[Prompt], rolled: Sequence[Rolled], rewards: Sequence[float]
     ) -> None:
         lengths = [len(one.tokens) for one in rolled]
         groups = [rewards[row : row + self._each] for row in range(0, len(rolled), self._each)]
-        self.figures = {
+        of_rewards = {
             "reward": fmean(rewards),
             "reward_std": pstdev(rewards),
             "equal_rewards": fmean(min(group) == max(group) for group in groups),
+        }
+        self.figures = {
+            **({} if self.reward is None else of_rewards),
             "exact_match": exact_match(asked, rolled),
             "completion_tokens": fmean(lengths),
             "longest_completion": max(lengths),
@@ -365,6 +385,9 @@ class Rollouts:
             {"prompt": prompt.text, "text": one.text, "reward": reward, "answer": prompt.answer}
             for prompt, one, reward in first
         ]
+        if self.reward is None:
+            for one in self.shown:
+                del one["reward"]
 
 
 def exact_match(asked: Sequence[Prompt], rolled: Sequence[Rolled]) -> float:

@@ -166,10 +166,14 @@ class ModelObjective(Objective):
         If sequences are split, `batch` has only this rank's tokens. `options` are passed to
         `logprobs`.
         """
+        return self.hidden_and_score(batch, **options)[1]
+
+    def hidden_and_score(self, batch: Batch, **options: Any) -> tuple[Hidden, Any]:
+        """Return the hidden states of a batch, and the result of `score`."""
         head = self.decoder.head
         matrix = self.logprobs.matrix(head)  # must precede the forward pass, see `NativeLogprobs`
         x = self.hidden(self.decoder, batch)
-        return self.logprobs(x, batch.targets, head, matrix=matrix, **options)
+        return x, self.logprobs(x, batch.targets, head, matrix=matrix, **options)
 
     def sequence_logprobs(self, batch: Batch) -> Tensor:
         """Compute the weighted sum of the log-probabilities of each row's targets, (rows).

@@ -1,20 +1,22 @@
 """Policy gradients on sampled completions, from REINFORCE to GSPO, and their advantages."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from workhorse.config.base import ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
 from workhorse.nn.logprobs import count_of
+from workhorse.nn.shapes import Hidden
 from workhorse.train.objectives.objective import (
     ModelObjective,
     ObjectiveConfig,
@@ -38,6 +40,83 @@ class PolicyBatch(Batch):
     """Advantages, `(batch,)` or, one for each target, `(batch, seq)`."""
     reference_tokens: Tensor | None = None
     """Log-probabilities of the targets under the reference model, `(batch, seq)`."""
+    old_values: Tensor | None = None
+    """Values that the value head gave when the targets were sampled, `(batch, seq)`."""
+    returns: Tensor | None = None
+    """Returns that the value head learns, `(batch, seq)`."""
+
+
+class ValuesConfig(Config):
+    """A value head, whose values replace the baseline of the rewards (PPO, 1707.06347 eq. 9).
+
+    It is a linear function of the hidden states after the final norm, 0 at first. The value at a
+    position is the expected reward before its target is chosen. Checkpoints hold the head, but
+    models do not: a new run with `init` has a new head.
+    """
+
+    weight: Weight = 0.1
+    """Weight of the value loss, half of the squared error; its denominator is that of the loss."""
+    clip: float | None = Field(default=0.2, gt=0)
+    """The loss is the larger one of the value's and of the value that differs by at most this from
+    the value at sampling (PPO); None: no limit. Without dropout a rollout's only update starts at a
+    difference of 0, up to rounding."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Decay of later errors of the values in an advantage (GAE, 1506.02438 eq. 16); 1: the
+    advantage is the reward minus the value."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of the rewards and values of later tokens."""
+    whiten: bool = False
+    """True to give the advantages of a batch's targets mean 0 and variance 1, as TRL does."""
+    detach: bool = False
+    """True to train only the head by the value loss; False: also the layers below it."""
+
+    def advise(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
+        """Replace the rewards of a batch by advantages, and add values and returns.
+
+        Args:
+            batch: its `advantages` are rewards: `(batch, seq)`, or `(batch,)` for rewards of the
+                last targets. No value follows the last target, whether it ends the completion or
+                only reaches the maximum length.
+            values: the values at the targets, `(batch, seq)`.
+        """
+        assert batch.advantages is not None
+        learned, rewards = batch.targets != IGNORE, batch.advantages
+        if rewards.ndim == 1:
+            rewards = rewards[:, None] * (learned & ~F.pad(learned[:, 1:], (0, 1)))
+        values = values.where(learned, 0)
+        advantages = gae(rewards, values, self.gamma, self.gae_lambda).where(learned, 0)
+        returns = advantages + values
+        if self.whiten:
+            own = advantages[learned]
+            scaled = (advantages - own.mean()) / (own.var() + 1e-8).sqrt()
+            advantages = scaled.where(learned, 0)
+        return replace(batch, advantages=advantages, old_values=values, returns=returns)
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float, decay: float) -> Tensor:
+    """`A_t = δ_t + γ λ A_{t+1}`, where `δ_t = r_t + γ V_{t+1} - V_t` (1506.02438 eq. 16).
+
+    All are (batch, seq). Rewards and values must be 0 after the last target. `decay` is λ.
+    """
+    errors = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
+    advantages, following = torch.empty_like(errors), torch.zeros_like(errors[:, 0])
+    for at in reversed(range(errors.shape[1])):
+        advantages[:, at] = following = errors[:, at] + gamma * decay * following
+    return advantages
+
+
+class ValueHead(nn.Module):
+    """`w · x + b` in float32, 0 at first."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        dtype = torch.promote_types(next(decoder.parameters()).dtype, torch.float32)
+        at: dict[str, Any] = {"dtype": dtype, "device": decoder.device}
+        self.weight = nn.Parameter(torch.zeros(1, decoder.config.d_model, **at))
+        self.bias = nn.Parameter(torch.zeros(1, **at))
+
+    def forward(self, x: Hidden) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)[..., 0]  # (batch, seq)
 
 
 class PolicyConfig(ObjectiveConfig):
@@ -46,7 +125,8 @@ class PolicyConfig(ObjectiveConfig):
     | method | ratio | clip | limits: low, high | denominator | advantages |
     |---|---|---|---|---|---|
     | REINFORCE, RLOO (2402.14740) | none | | none | constant, 1 | batch, leave_one_out |
-    | PPO (1707.06347 eq. 7), without values | token | surrogate | 0.2, 0.2 | tokens | batch |
+    | PPO (1707.06347 eq. 7), `values: {}` | token | surrogate | 0.2, 0.2 | tokens | none |
+    | PPO without values | token | surrogate | 0.2, 0.2 | tokens | batch |
     | GRPO (2402.03300 eq. 3) | token | surrogate | 0.2, 0.2 | sequences | group_std |
     | Dr. GRPO (2503.20783 §3.2) | token | surrogate | 0.2, 0.2 | constant | group |
     | DAPO (2503.14476 eq. 8) | token | surrogate | 0.2, 0.28 | tokens | group_std |
@@ -83,6 +163,9 @@ class PolicyConfig(ObjectiveConfig):
     KL(model || reference). `k3`: `exp(-d) - 1 + d`, with that of KL(reference || model)."""
     entropy_weight: Weight = 0.0
     """Weight of the entropy of the predictions, averaged as the loss and subtracted from it."""
+    values: ValuesConfig | None = None
+    """A value head that is trained with the model, for advantages by GAE; None: the advantages are
+    those of `rollouts.baseline`."""
 
     def model_post_init(self, _context: object) -> None:
         limits = self.clip_low, self.clip_high
@@ -96,7 +179,8 @@ class PolicyConfig(ObjectiveConfig):
 
     def synthetic(self, tokens: Tensor, documents: Tensor | None = None) -> PolicyBatch:
         batch, zeros = super().synthetic(tokens, documents), torch.zeros_like(tokens).float()
-        return PolicyBatch(**vars(batch), old=zeros, advantages=zeros[:, 0], reference_tokens=zeros)
+        names = ("old", "advantages", "reference_tokens", "old_values", "returns")
+        return PolicyBatch(**vars(batch), **dict.fromkeys(names, zeros))
 
     def build(self, decoder: Decoder, team: Team = None) -> "Policy":
         low, high = self.clip_low, self.clip_high
@@ -110,12 +194,15 @@ class PolicyConfig(ObjectiveConfig):
             entropy_weight=self.entropy_weight,
             per_token=self.denominator == "tokens",
             max_length=self.max_length,
+            values=self.values,
             team=team,
         )
 
 
 class Policy(ModelObjective):
     """`Σ loss(ratio, advantage, log p) + kl_weight · kl - entropy_weight · entropy` over targets.
+
+    With a value head, its loss is added, see `ValuesConfig`.
 
     Args:
         decoder: the model to train.
@@ -126,6 +213,7 @@ class Policy(ModelObjective):
         per_token: True if the denominator is the number of targets; otherwise the sum of each row
             is divided by `max_length`, and the denominator is the number of rows.
         max_length: divisor of the sum of a row; None: its number of targets.
+        values: the options of the value head; None for no head.
         team: the ranks that each have a part of the same sequences; None if sequences are not
             split.
     """
@@ -142,9 +230,12 @@ class Policy(ModelObjective):
         entropy_weight: float = 0.0,
         per_token: bool = True,
         max_length: int | None = None,
+        values: ValuesConfig | None = None,
         team: Team = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(entropy=True), team)
+        self.values = values
+        self.value_head = None if values is None else ValueHead(decoder)
         self.loss = loss
         self.kl = kl
         self.kl_weight = kl_weight
@@ -156,7 +247,7 @@ class Policy(ModelObjective):
         return count_of(batch.targets, batch.weights) if self.per_token else super().count(batch)
 
     def forward(self, batch: PolicyBatch) -> Outcome:
-        logprobs, _, entropy = self.score(batch)
+        x, (logprobs, _, entropy) = self.hidden_and_score(batch)
         weights, lengths = weights_of(batch), self.sequence_weights(batch)
         real = lengths > 0
         assert batch.advantages is not None
@@ -174,6 +265,10 @@ class Policy(ModelObjective):
         if batch.reference_tokens is not None:
             kl = self.kl(_difference(logprobs, batch.reference_tokens, batch))
             losses, figures["kl"] = losses + self.kl_weight * kl, kl
+        if self.values is not None and self.value_head is not None:
+            values = self.value_head(x.detach() if self.values.detach else x)
+            errors = value_losses(values, batch, self.values.clip)
+            losses, figures["value_loss"] = losses + self.values.weight * errors, errors
 
         def in_rows(of_tokens: Tensor, divisor: Tensor | int) -> Tensor:
             return self.over_sequences((of_tokens * weights).sum(dim=1)) / divisor
@@ -186,6 +281,20 @@ class Policy(ModelObjective):
         }
         count = lengths.sum() if self.per_token else real.sum()
         return Outcome(in_rows(losses, divisor).sum(), count, sums)
+
+    def values_at(self, batch: PolicyBatch) -> Tensor:
+        """Compute the value at each position, (batch, seq)."""
+        assert self.value_head is not None
+        return self.value_head(self.hidden(self.decoder, batch))
+
+    def state(self) -> dict[str, Any]:
+        head = {} if self.value_head is None else self.value_head.state_dict()
+        return {name: weight.tolist() for name, weight in head.items()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.value_head is not None and state:
+            head = {name: torch.tensor(weight) for name, weight in state.items()}
+            self.value_head.load_state_dict(head)
 
     def log_ratios(self, logprobs: Tensor, batch: PolicyBatch) -> Tensor:
         """Compute the logarithm of each token's ratio, (batch, seq), or of each row's, (batch, 1).
@@ -215,6 +324,18 @@ class OnPolicy(Policy):
 def _difference(logprobs: Tensor, before: Tensor, batch: Batch) -> Tensor:
     """`logprobs - before` at targets, and 0 at other positions, such as padding."""
     return (logprobs - before).where(batch.targets != IGNORE, 0)
+
+
+def value_losses(values: Tensor, batch: PolicyBatch, clip: float | None) -> Tensor:
+    """`max((V - R)², (clip(V) - R)²) / 2` at targets, (batch, seq); see `ValuesConfig.clip`."""
+    old, returns = batch.old_values, batch.returns
+    assert old is not None
+    assert returns is not None
+    errors = (values - returns).square()
+    if clip is not None:
+        near = old + (values - old).clamp(-clip, clip)
+        errors = torch.maximum(errors, (near - returns).square())
+    return (errors / 2).where(batch.targets != IGNORE, 0)
 
 
 Limits = tuple[float, float]

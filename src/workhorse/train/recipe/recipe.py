@@ -182,6 +182,11 @@ class Recipe(Config):
                 "init_optimizer=true needs init, which is not set; set init to a run directory",
                 "init_optimizer",
             )
+        if self.init_optimizer and getattr(self.train.objective, "values", None):
+            raise ConfigError(
+                "init_optimizer=true does not fit objective.values, whose head is new; remove it",
+                "init_optimizer",
+            )
         return self
 
     @field_validator("name")

@@ -113,8 +113,9 @@ class TrainConfig(Config):
     objective: AnyObjective = NextTokenConfig()
     """The loss that training minimises."""
     rollouts: RolloutConfig | None = None
-    """Learn from rewards: each batch has completions that the model generates for prompts of the
-    data. Needs `objective: {kind: policy}`. None: learn from the data itself."""
+    """Learn from the model's own completions of prompts of the data: from rewards with
+    `objective: {kind: policy}`, from a teacher with `{kind: distill}` and `reward: null`. None:
+    learn from the data itself."""
     optimizer: Annotated[OptimizerConfig, OnResume.CONTINUES] = MuonConfig()
     """How a step updates the weights from the gradient."""
     schedule: Annotated[ScheduleConfig, OnResume.CONTINUES] = CosineConfig()
@@ -206,8 +207,19 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _rollouts_fit(self) -> Self:
-        if (self.rollouts is None) != (self.objective.kind != "policy"):
+        kind = self.objective.kind
+        if (self.rollouts is None) != (kind != "policy") and kind != "distill":
             raise ConfigError("rollouts and the objective policy need each other; set both or none")
+        if self.rollouts is not None and (self.rollouts.reward is None) != (kind == "distill"):
+            need = "takes no" if kind == "distill" else "needs a"
+            remedy = "set it to null" if kind == "distill" else "set it"
+            raise ConfigError(f"the objective {kind} {need} rollouts.reward; {remedy}")
+        values = self.objective.values if isinstance(self.objective, PolicyConfig) else None
+        if self.rollouts is not None and values and self.rollouts.baseline != "none":
+            raise ConfigError(
+                f"objective.values replaces rollouts.baseline={self.rollouts.baseline}; set it to "
+                "none"
+            )
         if self.rollouts is not None and self.minutes is not None:
             raise ConfigError(
                 f"minutes={self.minutes:g} cannot be converted to steps with rollouts, because "

@@ -31,6 +31,7 @@ FIGURES = {
     "bits_per_byte": Figure(LOSS, "Bits per byte"),
     "z_loss": Figure(LOSS, "Auxiliary losses", "z-loss"),
     "balance_loss": Figure(LOSS, "Auxiliary losses", "balance loss"),
+    "value_loss": Figure(LOSS, "Auxiliary losses", "value loss"),
     "reward": Figure(REWARDS, "Reward"),
     "exact_match": Figure(REWARDS, "Completions equal to the answer", include=(0, 1)),
     "reward_std": Figure(REWARDS, "Standard deviation of rewards", include=(0,)),

@@ -54,10 +54,18 @@ def rollouts(decoder: Decoder) -> PolicyBatch:
     """Completions that were sampled by a slightly different model; garbage in their padding."""
     batch, generator = rows(group=4), torch.Generator().manual_seed(5)
     noise = torch.randn(2, 8, SEQ, generator=generator, dtype=torch.float64) / 2
+    values, gains = torch.randn(2, 8, SEQ, generator=generator, dtype=torch.float64)
     now = logprobs(decoder, batch).detach()
     old, reference = (torch.where(batch.targets != IGNORE, now + one, -999.0) for one in noise)
     advantages = torch.randn(8, generator=generator, dtype=torch.float64)
-    return PolicyBatch(**vars(batch), old=old, advantages=advantages, reference_tokens=reference)
+    return PolicyBatch(
+        **vars(batch),
+        old=old,
+        advantages=advantages,
+        reference_tokens=reference,
+        old_values=values,
+        returns=values + gains,
+    )
 
 
 def gradients(decoder: Decoder, loss: Tensor) -> list[Tensor]:

@@ -42,6 +42,11 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
         {"kind": "policy", "ratio": "none", "denominator": "constant", "max_length": 1},
     ),
     "PPO": ("task", {"kind": "policy", "clip_low": 0.2, "clip_high": 0.2}),
+    "PPO with values": (
+        "task",
+        {"kind": "policy", "clip_low": 0.2, "clip_high": 0.2, "values": {"weight": 1.0}},
+    ),
+    "on-policy distillation": ("task", {"kind": "distill", "beta": 1.0}),
     "GRPO": ("task", {"kind": "policy", "denominator": "sequences", "clip_high": 0.2}),
     "Dr. GRPO": ("task", {"kind": "policy", "denominator": "constant", "max_length": 5}),
     "GSPO": ("task", {"kind": "policy", "ratio": "sequence", "denominator": "sequences"}),
@@ -111,7 +116,12 @@ def recipe(folder: Path, objective: str, changes: list[str]) -> Recipe:
     if rows == "task":
         fields["data"]["corpus"] = {"kind": "task", "task": "copy", "difficulty": 3, "count": 60}
         reward = {"kind": "answer", "partial": True}
-        fields["train"]["rollouts"] = {"completions": 4, "max_new_tokens": 5, "reward": reward}
+        rollouts: dict[str, Any] = {"completions": 4, "max_new_tokens": 5, "reward": reward}
+        if options["kind"] == "distill":
+            rollouts |= {"completions": 1, "reward": None}
+        if "values" in options:
+            rollouts["baseline"] = "none"
+        fields["train"]["rollouts"] = rollouts
     else:
         fields["data"]["corpus"] = {
             "kind": "conversations",
@@ -119,7 +129,7 @@ def recipe(folder: Path, objective: str, changes: list[str]) -> Recipe:
             "rows": rows,
             "validation_fraction": 0.2,
         }
-    if objective == "distillation":
+    if options["kind"] == "distill":
         fields["train"]["objective"]["teacher"] = str(folder / "teacher")
     return Recipe.from_dict(apply_overrides(fields, changes))
 

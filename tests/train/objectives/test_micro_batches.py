@@ -31,6 +31,7 @@ ALL: list[ObjectiveConfig] = [
     SimpoConfig(),
     RewardConfig(token=3, centre=0.1),
     PolicyConfig(clip_low=0.2, clip_high=0.2, kl_weight=0.1),
+    PolicyConfig(values={}, denominator="sequences"),
     PolicyConfig(ratio="sequence", clip_high=0.2, denominator="sequences", entropy_weight=0.1),
     PolicyConfig(clip="weight", clip_high=0.2, denominator="constant", max_length=9),
 ]
@@ -52,7 +53,7 @@ def config_of(objective: ObjectiveConfig, micro_batch: int) -> TrainConfig:
         micro_batch_size=micro_batch,
         optimizer=AdamWConfig(),
         objective=objective,
-        rollouts=RolloutConfig(completions=2) if objective.needs[:1] == ("old",) else None,
+        rollouts=RolloutConfig(baseline="none") if objective.kind == "policy" else None,
         grad_clip=None,
     )
 
@@ -91,7 +92,7 @@ def test_steps_reduce_the_loss(objective: ObjectiveConfig) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("objective", [DpoConfig(), PolicyConfig()], ids=name)
+@pytest.mark.parametrize("objective", [DpoConfig(), PolicyConfig(values={})], ids=name)
 def test_the_memory_of_a_step_can_be_computed(objective: ObjectiveConfig) -> None:
     found = step_memory(model().config, config_of(objective, 4), CPU)
     assert max(found.totals) > 0

@@ -13,7 +13,12 @@ from tests.train.objectives.data import rollouts as rollouts_of
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE
-from workhorse.train.objectives.policy import PolicyBatch, PolicyConfig, advantages_of
+from workhorse.train.objectives.policy import (
+    PolicyBatch,
+    PolicyConfig,
+    ValuesConfig,
+    advantages_of,
+)
 
 DECODER = model()
 CLIPPED = {"clip_low": 0.2, "clip_high": 0.2}
@@ -184,6 +189,91 @@ def test_advantages() -> None:
     assert torch.equal(equal, torch.zeros(4))
     with pytest.raises(WorkhorseError, match="a group has 1 completion; baseline=leave_one_out"):
         advantages_of(torch.ones(3), torch.tensor([0, 0, 1]), "leave_one_out")
+
+
+@pytest.mark.parametrize("clip", [0.3, None])
+def test_ppo_with_a_value_head(clip: float | None) -> None:
+    """The loss is `L_clip + c · max((V - R)², (V_clipped - R)²) / 2`, each a mean over targets."""
+    batch, generator = rollouts(), torch.Generator().manual_seed(4)
+    config = PolicyConfig(**CLIPPED, values=ValuesConfig(weight=0.7, clip=clip))
+    objective = config.build(DECODER)
+    assert not objective.values_at(batch).any()
+    with torch.no_grad():
+        for weight in objective.value_head.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    w, b = objective.value_head.parameters()
+    policy, errors, cut = [], [], 0
+    for row, one in enumerate(completions(batch)):
+        own = batch.targets[row] != IGNORE
+        values = DECODER.hidden(batch.tokens[row : row + 1])[0][own] @ w[0] + b
+        old, returns = batch.old_values[row][own], batch.returns[row][own]
+        error = (values - returns) ** 2
+        if clip is not None:
+            near = torch.minimum(torch.maximum(values, old - clip), old + clip)
+            cut += int(((near - returns) ** 2 > error).sum())
+            error = torch.maximum(error, (near - returns) ** 2)
+        errors.append(error / 2)
+        policy.append(-clipped((one["now"] - one["old"]).exp(), one["a"], 0.2, 0.2))
+    assert clip is None or 0 < cut < len(torch.cat(errors))
+    error = torch.cat(errors).mean()
+    loss, count, figures = objective(batch)
+    torch.testing.assert_close(loss / count, torch.cat(policy).mean() + 0.7 * error)
+    torch.testing.assert_close(figures["value_loss"] / count, error.detach())
+    found, wanted = (
+        torch.autograd.grad(one, (w, b), retain_graph=True) for one in (loss / count, 0.7 * error)
+    )
+    torch.testing.assert_close(found, wanted)
+    # Without advantages only the value loss is left, whose gradient reaches the model.
+    assert_same(objective, replace(batch, advantages=torch.zeros(8)), 0.7 * error)
+
+
+def test_a_detached_head_does_not_change_the_gradient_of_the_model() -> None:
+    batch = rollouts()
+    objective = PolicyConfig(values={"detach": True}).build(DECODER)
+    with torch.no_grad():
+        objective.value_head.weight.fill_(0.5)
+    plain, *_ = PolicyConfig().build(DECODER)(batch)
+    loss, *_ = objective(batch)
+    assert loss != plain
+    ours, theirs = (torch.autograd.grad(one, DECODER.parameters()) for one in (loss, plain))
+    torch.testing.assert_close(ours, theirs)
+    assert objective.value_head.weight.grad is None
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_generalised_advantages(of_tokens: bool) -> None:
+    """`A_t = Σ (γλ)^l δ_{t+l}` over the targets of a row (1506.02438 eq. 16), one at a time."""
+    batch, generator = rollouts(), torch.Generator().manual_seed(3)
+    values, rewards = torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)
+    if not of_tokens:
+        rewards = rewards[:, 0]
+    batch = replace(batch, targets=batch.targets.clone(), advantages=rewards)
+    batch.targets[3] = IGNORE  # an ignored completion
+    config = ValuesConfig(gae_lambda=0.8, gamma=0.9)
+    expected, returns = torch.zeros(2, 8, 8, dtype=torch.float64)
+    for row in range(8):
+        own = [at for at in range(8) if batch.targets[row, at] != IGNORE]
+        for at in own:
+            for later in (one for one in own if one >= at):
+                reward = rewards[row, later] if of_tokens else (later == own[-1]) * rewards[row]
+                following = 0 if later == own[-1] else values[row, later + 1]
+                error = reward + 0.9 * following - values[row, later]
+                expected[row, at] += (0.9 * 0.8) ** (later - at) * error
+            returns[row, at] = expected[row, at] + values[row, at]
+    found = config.advise(batch, values)
+    torch.testing.assert_close(found.advantages, expected)
+    torch.testing.assert_close(found.returns, returns)
+    learned = batch.targets != IGNORE
+    whitened = config.replace(whiten=True).advise(batch, values)
+    mean, n = expected[learned].mean(), int(learned.sum())
+    variance = ((expected[learned] - mean) ** 2).sum() / (n - 1)
+    wanted = torch.where(learned, (expected - mean) / (variance + 1e-8).sqrt(), 0)
+    torch.testing.assert_close(whitened.advantages, wanted)
+    torch.testing.assert_close(whitened.returns, returns)
+    if not of_tokens:  # with γ = λ = 1 the advantage of each token is the reward minus its value
+        plain = ValuesConfig(gae_lambda=1.0).advise(batch, values)
+        wanted = (rewards[:, None] - values).where(learned, 0)
+        torch.testing.assert_close(plain.advantages, wanted)
 
 
 def test_options_that_would_be_ignored_are_refused() -> None:

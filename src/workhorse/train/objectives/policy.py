@@ -81,8 +81,8 @@ class ValuesConfig(Config):
         """
         assert batch.advantages is not None
         learned, rewards = batch.targets != IGNORE, batch.advantages
-        if rewards.ndim == 1:
-            rewards = rewards[:, None] * (learned & ~F.pad(learned[:, 1:], (0, 1)))
+        rewarded = learned if rewards.ndim > 1 else learned & ~F.pad(learned[:, 1:], (0, 1))
+        rewards = rewards.view(len(learned), -1).where(rewarded, 0)
         values = values.where(learned, 0)
         advantages = gae(rewards, values, self.gamma, self.gae_lambda).where(learned, 0)
         returns = advantages + values

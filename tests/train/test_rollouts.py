@@ -1,5 +1,6 @@
 """Learning from rewards: rollouts, their log-probabilities, and exact resuming."""
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+import workhorse
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run
+from workhorse.checkpoints import CheckpointStore
 from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batches, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_body
-from workhorse.nn import DecoderConfig
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.train import Recipe, TrainConfig, read_metrics, train, with_init
 from workhorse.train.objectives.policy import PolicyConfig
-from workhorse.train.rollouts import RolloutConfig, Rollouts, prompts_of
+from workhorse.train.reference import token_values
+from workhorse.train.rollouts import Critic, RolloutConfig, Rollouts, prompts_of
+from workhorse.train.step.build import build_step
 
 
 def recipe(**train: Any) -> Recipe:
@@ -239,6 +244,104 @@ def test_the_reference_is_the_given_model(tmp_path: Path) -> None:
     )
 
 
+VALUES = {
+    "objective": {"kind": "policy", "values": {"weight": 1.0, "whiten": True}},
+    "rollouts": {
+        "completions": 4,
+        "max_new_tokens": 5,
+        "reward": {"kind": "answer", "partial": True},
+        "baseline": "none",
+    },
+}
+
+
+def test_a_value_head_is_saved_in_checkpoints_only(tmp_path: Path) -> None:
+    """It starts at 0, is restored bit for bit, and is not part of the model."""
+    settings, run = recipe(**VALUES, micro_batch_size=2, eval_every=None), tmp_path / "resumed"
+    train(settings, tmp_path / "whole")
+    assert {"value_loss", "reward"} <= read_metrics(tmp_path / "whole" / "metrics.jsonl")[1].keys()
+    shutil.copytree(tmp_path / "whole", run)
+    shutil.rmtree(max((run / "checkpoints").glob("*4")))
+    train(settings, run, resume=True)
+    assert_same_run(tmp_path / "whole", run, step=4)
+    one, other = (
+        CheckpointStore(path / "checkpoints").load(4) for path in (tmp_path / "whole", run)
+    )
+    assert one.state["objective"] == other.state["objective"]
+    assert any(one.state["objective"]["weight"][0])
+    names = {name for name in one.optimizer if name.startswith("value_head.")}
+    assert names
+    assert all(torch.equal(one.optimizer[name], other.optimizer[name]) for name in names)
+    loaded = workhorse.load(run).reference
+    assert set(one.model) == {name for name, _ in loaded.named_parameters()}
+
+
+def test_values_are_recorded_when_completions_are_sampled(tmp_path: Path) -> None:
+    """They are those of the current weights, without dropout, on each rank's share of the rows."""
+    made, decoder = rollouts(tmp_path, baseline="none")
+    config = PolicyConfig(values={"gae_lambda": 1.0})
+    train_config = TrainConfig(
+        steps=1, batch_size=8, micro_batch_size=3, seq_len=20,
+        objective=config, rollouts=RolloutConfig(baseline="none"),
+    )  # fmt: skip
+    step = build_step(decoder, train_config, torch.device("cpu"))
+    made.critic = Critic(config.values, token_values(step))
+    step.objective.value_head.bias.data.fill_(0.25)
+    batch = made[0]
+    learned = batch.targets != IGNORE
+    assert torch.equal(batch.old_values, 0.25 * learned)
+    expected = (batch.values[:, None] - 0.25) * learned  # the reward, minus the value
+    torch.testing.assert_close(batch.advantages, expected)
+    torch.testing.assert_close(batch.returns, batch.values[:, None] * learned)
+    assert step.objective.training
+    _, count, figures = step.objective(batch)
+    error = (0.25 - batch.values[:, None]).square() * learned / 2
+    torch.testing.assert_close(figures["value_loss"] / count, error.sum() / learned.sum())
+
+
+def test_on_policy_distillation_approaches_the_teacher(tmp_path: Path) -> None:
+    """20 steps lower KL(model || teacher) at completions of new prompts.
+
+    `test_equivalences.py` resumes such a run.
+    """
+    made, student = rollouts(tmp_path)
+    teacher = copy.deepcopy(student)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    for name, decoder in (("student", student), ("teacher", teacher)):
+        workhorse.save(decoder, tmp_path / name, tokenizer=made.tokenizer)
+
+    def reverse_kl(decoder: Decoder) -> float:
+        made.decoder = decoder
+        found, count = 0.0, 0
+        for step in range(100, 108):
+            batch = made[step]
+            learned = batch.targets != IGNORE
+            p, q = (one(batch.tokens)[learned].log_softmax(-1) for one in (decoder, teacher))
+            found, count = found + float((p.exp() * (p - q)).sum()), count + int(learned.sum())
+        return found / count
+
+    objective = {"kind": "distill", "teacher": str(tmp_path / "teacher"), "beta": 1.0}
+    completions = {"completions": 1, "max_new_tokens": 5, "reward": None}
+    fields = recipe(
+        steps=20, objective=objective, rollouts=completions, eval_every=None,
+        optimizer={"kind": "adamw", "learning_rate": 2e-2}, schedule={"kind": "constant"},
+    ).to_dict()  # fmt: skip
+    del fields["tokenizer"]  # that of the student
+    fields |= {"init": str(tmp_path / "student"), "model": {}}
+    settings = Recipe.from_dict(with_init(fields))
+    run, told = tmp_path / "run", []
+    train(settings, run, on_event=told.append)
+    steps = [event for event in told if event["kind"] == "step"]
+    assert "exact_match" in steps[0]
+    assert not {"reward", "equal_rewards"} & steps[0].keys()
+    assert "reward" not in _rollouts(run)[0]["rollouts"][0]
+    with torch.no_grad():
+        before, after = reverse_kl(student), reverse_kl(workhorse.load(run).reference)
+    assert after < 0.8 * before
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -249,6 +352,19 @@ def test_the_reference_is_the_given_model(tmp_path: Path) -> None:
         ),
         ({"steps": None, "minutes": 1.0}, "minutes=1 cannot be converted to steps with rollouts"),
         ({"batch_size": 6}, "batch_size=6 is not divisible by rollouts.completions=4"),
+        ({"rollouts": {"reward": None}}, "the objective policy needs a rollouts.reward; set it"),
+        (
+            {"objective": {"kind": "distill", "teacher": "runs/teacher"}},
+            "the objective distill takes no rollouts.reward; set it to null",
+        ),
+        (
+            {"rollouts": {"reward": None, "credit": "token"}},
+            "baseline and credit have no effect on reward=null",
+        ),
+        (
+            {"objective": VALUES["objective"]},
+            "objective.values replaces rollouts.baseline=group; set it to none",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:

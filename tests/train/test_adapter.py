@@ -165,6 +165,26 @@ def test_a_loaded_run_computes_what_was_trained(
     assert all(one.format == "int4" for one in adapted_layers(smaller).values())
 
 
+@pytest.mark.slow
+def test_an_adapter_with_a_value_head(base: Path, make_recipe, tmp_path: Path) -> None:
+    """The head is neither among the weights of the adapter nor in the loaded model."""
+    fields = recipe_on(base, make_recipe).to_dict()
+    fields["data"] = {"corpus": {"kind": "task", "task": "copy", "count": 40}, "packing": "padded"}
+    fields["train"] |= {
+        "dtype": "bfloat16",
+        "objective": {"kind": "policy", "values": {}},
+        "rollouts": {"completions": 2, "max_new_tokens": 4, "baseline": "none"},
+    }
+    recipe = Recipe.from_dict(fields)
+    train(recipe, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000006")
+    train(recipe, tmp_path / "parts", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
+    loaded = load(tmp_path / "whole").decoder
+    assert set(weights(tmp_path / "whole", 6)) == set(adapter_parameters(loaded))
+
+
 def test_verbs_take_the_run(base: Path, make_recipe, tmp_path: Path, capsys) -> None:
     run = str(tmp_path / "run")
     train(recipe_on(base, make_recipe), run)

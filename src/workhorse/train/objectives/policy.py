@@ -57,9 +57,9 @@ class ValuesConfig(Config):
     weight: Weight = 0.1
     """Weight of the value loss, half of the squared error; its denominator is that of the loss."""
     clip: float | None = Field(default=0.2, gt=0)
-    """The loss is the larger one of the value's and of the value that differs by at most this from
-    the value at sampling (PPO); None: no limit. Without dropout a rollout's only update starts at a
-    difference of 0, up to rounding."""
+    """The loss is the larger of two: with the value, and with the value limited to this distance
+    from the value at sampling, as in TRL. None: no limit. Each rollout has one update, so without
+    dropout the distance is 0, up to rounding."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Decay of later errors of the values in an advantage (GAE, 1506.02438 eq. 16); 1: the
     advantage is the reward minus the value."""

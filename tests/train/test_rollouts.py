@@ -370,3 +370,10 @@ def test_on_policy_distillation_approaches_the_teacher(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(**fields)
+
+
+def test_a_value_head_has_no_optimizer_state_in_init() -> None:
+    fields = {**recipe(**VALUES).to_dict(), "init": "runs/other", "init_optimizer": True}
+    fields["model"] |= {"vocab_size": 300, "max_seq_len": 20}
+    with pytest.raises(ConfigError, match=r"init_optimizer=true does not fit objective\.values"):
+        Recipe.from_dict(fields)

@@ -118,10 +118,7 @@ def token_logprobs(step: TrainingStep) -> Callable[[Batch], Tensor]:
 
 
 def token_values(step: TrainingStep) -> Callable[[Batch], Tensor]:
-    """Return a function that computes the current value at each position, (rows, seq), on the CPU.
-
-    The objective is a `Policy` with a value head.
-    """
+    """Return the same for the current values of the value head of a `Policy`."""
     return _of_targets(step, lambda objective, rows: objective.values_at(rows))
 
 

@@ -55,7 +55,7 @@ class ValuesConfig(Config):
     """
 
     weight: Weight = 0.1
-    """Weight of the value loss, half of the squared error; its denominator is that of the loss."""
+    """Weight of the value loss: half the squared error, with the same denominator as the loss."""
     clip: float | None = Field(default=0.2, gt=0)
     """The loss is the larger of two: with the value, and with the value limited to this distance
     from the value at sampling, as in TRL. None: no limit. Each rollout has one update, so without
@@ -164,8 +164,8 @@ class PolicyConfig(ObjectiveConfig):
     entropy_weight: Weight = 0.0
     """Weight of the entropy of the predictions, averaged as the loss and subtracted from it."""
     values: ValuesConfig | None = None
-    """A value head that is trained with the model, for advantages by GAE; None: the advantages are
-    those of `rollouts.baseline`."""
+    """A value head that is trained with the model, for advantages by GAE. None: `rollouts.baseline`
+    determines the advantages."""
 
     def model_post_init(self, _context: object) -> None:
         limits = self.clip_low, self.clip_high

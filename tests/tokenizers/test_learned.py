@@ -2,10 +2,13 @@
 
 import re
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -224,33 +227,121 @@ def test_the_first_message_may_be_the_assistants() -> None:
     assert text == "<|im_start|>assistant\n⟦Hi<|im_end|>⟧\n"
 
 
-PROMPTS = (
-    "<\uff5cAssistant\uff5c>",
-    "<|start|>assistant",
-    "<think>\n\n</think>\n\n",
-    "<think>\n",
-    "<think>",
+GIVEN, WRITTEN = "αβ", "ЖЗ"
+"""Letters of the user and the system, and letters of the assistant."""
+PIECES = [
     "\n",
+    " ",
+    "x",
+    "é",
+    "🙂",
+    "{{",
+    "assistant",
+    "user",
+    "<|im_end|>",
+    "</s>",
+    "[/INST]",
+    "<|end|>",
+]
+
+
+def contents(letters: str) -> st.SearchStrategy[str]:
+    """Contents with any pieces between two letters."""
+    letter = st.sampled_from(letters)
+    inside = st.lists(st.sampled_from([*PIECES, *letters]), max_size=5).map("".join)
+    return st.tuples(letter, inside, letter).map("".join)
+
+
+# `grids.yaml` sets the number of templates in the default suite.
+@needs_trl
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=6)
+@given(
+    system=st.none() | contents(GIVEN),
+    turns=st.lists(st.tuples(contents(GIVEN), contents(WRITTEN)), min_size=1, max_size=3),
 )
-"""Ends of generation prompts that TRL's training templates learn."""
+def test_what_the_assistant_writes_is_learned_and_nothing_else(
+    name: str, system: str | None, turns: list[tuple[str, str]]
+) -> None:
+    source, messages = source_of(name), chat(*chain(*turns))
+    if system is not None and name not in WITHOUT_SYSTEM:
+        messages = [{"role": "system", "content": system}, *messages]
+    text = learned(source, messages)
+    tokenizer = Tokenizer(library(source).to_str(), {"bos": "<s>", "eos": "</s>"}, source)
+    template = ChatTemplate.of(tokenizer)
+    whole = template.render(messages, add_generation_prompt=False)
+    assert re.sub("[⟦⟧]", "", text) == whole
+    found = spans(text)
+    assert len(found) == len(turns)
+    assert not any(letter in span for span in found for letter in GIVEN)
+    assert not any(letter in re.sub("⟦.*?⟧", "", text, flags=re.DOTALL) for letter in WRITTEN)
+    ended = re.search(rf"(?:{SPECIAL.pattern})\s*\Z", found[-1])
+    assert bool(ended) == (name not in WITHOUT_END)
+    # What is given before the last answer is the generation prompt, as far as they are equal.
+    asked = re.split(f"[{GIVEN}]", template.render(messages[:-1], add_generation_prompt=True))[-1]
+    prompt = re.split(f"[{GIVEN}]", text[: text.rindex("⟦")])[-1]
+    assert asked.startswith(prompt)
+    assert asked[len(prompt) :][:1] != found[-1][0]
+
+
+WITHOUT_SYSTEM = {"gemma"}
+"""Templates that refuse a system message."""
+WITHOUT_END = {"glm4moe"}
+"""Templates that write no token at the end of the last turn."""
+THINK, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
+
+# What TRL's masks have in addition to ours: before and after an earlier answer, before and after
+# the last one. TRL marks a block of the template, and its training templates differ in it.
+DIFFERENCES: dict[str, tuple[str, str, str, str]] = {
+    **dict.fromkeys(("cohere", "cohere2", "llama3", "llava_next"), ("", "", "", "")),
+    # The line break that the template writes after the end of a turn: generation has ended there.
+    **dict.fromkeys(
+        ("diffusion_gemma", "gemma", "gemma3", "idefics3", "lfm2", "lfm2_v2", "qwen2_5_vl"),
+        ("", "\n", "", "\n"),
+    ),
+    **dict.fromkeys(("qwen3_instruct_2507", "qwen3_vl", "smolvlm"), ("", "\n", "", "\n")),
+    # The same. The last turn ends with </s>, so both learn the line break before it.
+    **dict.fromkeys(("phi3", "phi3_5"), ("", "\n", "", "")),
+    # The end of the generation prompt, which the model is given.
+    **dict.fromkeys(
+        ("deepseek_r1_distill", "deepseekv3"),
+        ("<\uff5cAssistant\uff5c>", "", "<\uff5cAssistant\uff5c>", ""),
+    ),
+    **dict.fromkeys(
+        ("gptoss", "muse_glimmer"), ("<|start|>assistant", "", "<|start|>assistant", "")
+    ),
+    "qwen2_5": ("\n", "\n", "\n", "\n"),
+    **dict.fromkeys(
+        ("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+        ("<think>", "\n", "<think>", "\n"),
+    ),
+    "qwen3_8": (THINK, "\n", THINK, "\n"),
+    "qwen3_5_nothink": (EMPTY, "\n", EMPTY, "\n"),
+    # The same before the last answer. The original template omits reasoning of earlier answers;
+    # TRL's writes empty reasoning, so that a longer conversation begins as a shorter one.
+    "qwen3": (EMPTY, "\n", "", "\n"),
+    **dict.fromkeys(("qwen3_5_think", "qwen3_6"), (EMPTY, "\n", THINK, "\n")),
+    # The first token of the next turn ends a turn. TRL's template also writes it after the last.
+    "glm4moe": ("", "", "", "<|user|>"),
+}
+OPENED = {
+    **dict.fromkeys((one for one in DIFFERENCES if one.startswith("nemotron")), THINK),
+    "qwen3_5_nothink": THINK,
+}
+"""As before the last answer in `DIFFERENCES`, if it has reasoning: the generation prompt then
+equals more, or less, of the answer."""
 
 
 @pytest.mark.slow
 @needs_trl
 @pytest.mark.parametrize("case", CHATS)
 @pytest.mark.parametrize("name", [n for n in NAMES if (FOLDER / f"{n}_training.jinja").exists()])
-def test_turns_equal_those_of_trls_training_templates(name: str, case: str) -> None:
-    """Compare with TRL's masks, up to systematic differences.
-
-    TRL also learns the line break after a turn, the end of the generation prompt, and for GLM
-    the first token of a turn that does not follow. Its training templates of Qwen3 keep earlier
-    empty reasoning. Its template of DiffusionGemma loses characters of several tokens.
-    """
+def test_turns_differ_from_those_of_trls_training_templates_as_listed(name: str, case: str) -> None:
     transformers = pytest.importorskip("transformers")
     messages = CHATS[case]
     if name == "diffusion_gemma" and case == "unicode":
         pytest.skip("TRL's mask has holes inside the characters of several tokens")
-    ours = spans(learned(source_of(name), messages))
+    *earlier, last = spans(learned(source_of(name), messages))
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     theirs_in = parts if name in ("idefics3", "smolvlm", "llava_next") else messages
     wrapped = transformers.PreTrainedTokenizerFast(
@@ -264,9 +355,10 @@ def test_turns_equal_those_of_trls_training_templates(name: str, case: str) -> N
         return_assistant_tokens_mask=True,
     )
     theirs = spans(marked(wrapped.decode, found["input_ids"], found["assistant_masks"]))
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        if name == "qwen3" and case == "white space":  # TRL's removes line breaks before contents
-            one = one.lstrip("\n")  # noqa: PLW2901
-        accepted = {start + one + end for start in ("", *PROMPTS) for end in ("", "\n", "<|user|>")}
-        assert other in accepted
+    before, after, before_last, after_last = DIFFERENCES[name]
+    if name == "qwen3" and case == "white space":  # TRL's removes line breaks before contents
+        earlier = [one.lstrip("\n") for one in earlier]
+    if case == "reasoning":
+        before_last = OPENED.get(name, before_last)
+    expected = [before + one + after for one in earlier]
+    assert theirs == [*expected, before_last + last + after_last]

@@ -68,14 +68,14 @@ def test_task_arithmetic_adds_changes() -> None:
 
 
 def test_ties_by_hand() -> None:
-    """Of four elements, two are kept per model; one element has a conflict of signs."""
+    """Two of four elements are kept per model, and then one has a conflict of signs."""
     base = torch.zeros(4)
-    a, b = torch.tensor([1.0, -4.0, 0.1, 3.0]), torch.tensor([2.0, 5.0, 0.2, -1.0])
+    a, b = torch.tensor([1.0, -4.0, 0.1, 1.5]), torch.tensor([2.0, 5.0, 0.2, -1.9])
     found = merged({"kind": "ties", "density": 0.5}, [a, b], [1.0, 1.0], base=base)
-    # kept: a -> (0, -4, 0, 3), b -> (2, 5, 0, 0); the sign of element 1 is +, so only b counts
-    close(found, torch.tensor([2.0, 5.0, 0.0, 3.0]).double())
+    # kept: a -> (0, -4, 0, 1.5), b -> (2, 5, 0, 0); the sign of element 1 is +, so only b counts
+    close(found, torch.tensor([2.0, 5.0, 0.0, 1.5]).double())
     weighted = merged({"kind": "ties", "density": 0.5}, [a, b], [3.0, 1.0], base=base)
-    close(weighted, torch.tensor([2.0, -4.0, 0.0, 3.0]).double())
+    close(weighted, torch.tensor([2.0, -4.0, 0.0, 1.5]).double())
 
 
 def test_dare_keeps_the_mean_and_is_reproducible() -> None:

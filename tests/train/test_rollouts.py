@@ -16,6 +16,7 @@ from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batches, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_body
+from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import Recipe, TrainConfig, read_metrics, train, with_init
 from workhorse.train.objectives.policy import PolicyConfig
@@ -74,14 +75,17 @@ def rollouts(tmp_path: Path, **config: Any) -> tuple[Rollouts, Any]:
     return made, decoder
 
 
-def test_rows_keep_their_seeds_if_prompts_are_processed_together(tmp_path: Path) -> None:
-    """Rows of one prompt are one request only if their seeds are consecutive."""
+def test_rows_are_completions_at_temperature_1_with_their_own_seeds(tmp_path: Path) -> None:
+    """Also if they are processed together: rows of a prompt whose seeds are consecutive."""
     made, _ = rollouts(tmp_path)
     asked = [prompts_of(made.prompts[0], made.tokenizer)[0]] * 4
     together = made.complete(asked, [1, 2, 50, 51])
-    alone = [made.complete(asked[:1], [seed])[0] for seed in (1, 2, 50, 51)]
-    assert [one.tokens for one in together] == [one.tokens for one in alone]
-    assert len({tuple(one.tokens) for one in alone}) == 4
+    alone = [
+        generate(made.decoder, [asked[0].tokens], GenerationConfig(max_new_tokens=5, seed=seed))[0]
+        for seed in (1, 2, 50, 51)
+    ]
+    assert [tuple(one.tokens) for one in together] == [tuple(one.tokens) for one in alone]
+    assert len({one.tokens for one in alone}) == 4
 
 
 def test_the_rows_of_a_step(tmp_path: Path) -> None:

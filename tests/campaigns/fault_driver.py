@@ -2,8 +2,9 @@
 
     python fault_driver.py RECIPE.yaml RUN_DIRECTORY [POINT SAVE] [SECTION.KEY=VALUE]...
 
-Resumes the run if it exists, with these settings. Prints the number of each step. If a point of
-`POINTS` and the number of a save (from 1) are given, the process kills itself there.
+Resumes the run if it exists, with these settings. Prints a line before training and the number of
+each step. If a point of `POINTS` and the number of a save (from 1) are given, the process kills
+itself there.
 """
 
 import os
@@ -15,7 +16,7 @@ from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.config.base import read_yaml
 from workhorse.config.overrides import apply_overrides
 from workhorse.files.safetensors import Slices
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe, train, with_init
 
 POINTS = (
     "before the folder is made",
@@ -99,9 +100,10 @@ class KillingDisk(Disk):
 def main(recipe_file: str, out: str, *words: str) -> None:
     settings = [word for word in words if "=" in word]
     point, save = [word for word in words if word not in settings] or ("", "0")
-    recipe = Recipe.from_dict(apply_overrides(read_yaml(recipe_file), settings))
+    recipe = Recipe.from_dict(with_init(apply_overrides(read_yaml(recipe_file), settings)))
     run = RunDirectory(out)
     disk: Disk = KillingDisk(point, int(save)) if point else Disk()
+    print("training", flush=True)
     train(
         recipe,
         out,

@@ -4,6 +4,7 @@
 process, so this does not test power failures, which the syncs are for.
 """
 
+import json
 import os
 import random
 import runpy
@@ -13,41 +14,53 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from workhorse.checkpoints import CheckpointStore
 from workhorse.config.base import read_yaml
+from workhorse.files.text_formats import write_yaml
 from workhorse.train import read_metrics
 
 pytestmark = pytest.mark.campaign
 
 DRIVER = Path(__file__).with_name("fault_driver.py")
 POINTS = runpy.run_path(str(DRIVER))["POINTS"]
-RECIPE = Path(__file__).with_name("faults.yaml")
-RANDOM_KILLS = 35
+RECIPES = read_yaml(Path(__file__).with_name("faults.yaml"))
+RANDOM_KILLS = 30
 DAMAGED = 500
 RESUMED_AFTER_DAMAGE = 5
 
-Losses = list[tuple[int, float]]
+Losses = list[tuple[str, int, float]]
 
 
 class Runs:
-    """Runs of one recipe over one corpus, as processes."""
+    """Runs of one recipe over one corpus, as processes.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: a folder for the corpora, the recipe, and the runs.
+        name: the name of the recipe in `faults.yaml`.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
-        words = random.Random(0).choices(["one ", "two ", "three ", "four\n", "five, "], k=20_000)
-        (folder / "corpus.txt").write_text("".join(words))
+        self.name = name
+        write_corpora(folder)
         self.recipe = folder / "recipe.yaml"
-        self.recipe.write_text(RECIPE.read_text().replace("CORPUS", str(folder / "corpus.txt")))
-        self.steps = read_yaml(self.recipe)["train"]["steps"]
+        self.recipe.write_text(write_yaml(RECIPES["recipe"]).replace("FOLDER", str(folder)))
+        self.steps = RECIPES["recipe"]["train"]["steps"]
+        self.settings: list[str] = []
+        settings = [one.replace("FOLDER", str(folder)) for one in RECIPES["runs"][name]]
+        if settings:
+            assert self.finish(folder / "base") == 0
+        self.settings = settings
 
     def start(self, out: Path, *words: str) -> subprocess.Popen[str]:
         """Start a process that trains in `out` and prints a line per step; see `fault_driver`."""
         return subprocess.Popen(
-            [sys.executable, DRIVER, self.recipe, out, *words],
+            [sys.executable, DRIVER, self.recipe, out, *self.settings, *words],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -59,20 +72,37 @@ class Runs:
             process.communicate()
         return process.returncode
 
-    def kill(self, out: Path, steps: int, seconds: float, *words: str) -> int:
-        """Train, kill the process `seconds` after `steps` steps, and return its exit status."""
+    def kill(self, out: Path, lines: int, seconds: float, *words: str) -> int:
+        """Train, kill the process `seconds` after it printed `lines`, and return its status."""
         with self.start(out, *words) as process:
             assert process.stdout is not None
-            for _ in range(steps):
+            for _ in range(lines):
                 process.stdout.readline()
             time.sleep(seconds)
             process.kill()
         return process.returncode
 
 
+def write_corpora(folder: Path) -> None:
+    """Write text, conversations, and pairs of answers."""
+    words = random.Random(0).choices(["one ", "two ", "three ", "four\n", "five, "], k=20_000)
+    (folder / "corpus.txt").write_text("".join(words))
+    records: dict[str, list[dict[str, Any]]] = {"conversations": [], "pairs": []}
+    for number in range(100):
+        question = [{"role": "user", "content": f"{number}+1?"}]
+        right, wrong = (
+            [{"role": "assistant", "content": str(answer)}] for answer in (number + 1, number)
+        )
+        records["conversations"].append({"messages": [*question, *right]})
+        records["pairs"].append({"prompt": question, "chosen": right, "rejected": wrong})
+    for name, lines in records.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("faults"))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs of pretraining, or of the recipe that the test names."""
+    return Runs(tmp_path_factory.mktemp("faults"), getattr(request, "param", "pretraining"))
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +114,12 @@ def whole(runs: Runs) -> Path:
 
 
 def losses(out: Path) -> Losses:
-    """The loss of every step; empty if the process was killed before it wrote any."""
+    """The loss of every step and validation; empty if the process was killed before the first."""
     if not (out / "metrics.jsonl").exists():
         return []
     events = read_metrics(out / "metrics.jsonl")
-    return [(event["step"], event["loss"]) for event in events if event["kind"] == "step"]
+    kinds = ("step", "validation")
+    return [(one["kind"], one["step"], one["loss"]) for one in events if one["kind"] in kinds]
 
 
 def final_files(out: Path, step: int) -> list[bytes]:
@@ -101,30 +132,44 @@ def assert_same(runs: Runs, out: Path, whole: Path) -> None:
     assert final_files(out, runs.steps) == final_files(whole, runs.steps)
 
 
+@pytest.mark.parametrize("runs", RECIPES["runs"], indirect=True)
 def test_kills_at_random_moments(runs: Runs, whole: Path) -> None:
+    """Half of them before the first step: while it prepares data or a reference, or resumes."""
     chance = random.Random(1)
     kills = finished = lost_steps = 0
     began = time.perf_counter()
+    with runs.start(runs.folder / "timed") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        started = time.perf_counter()
+        process.stdout.readline()
+        preparation = time.perf_counter() - started
+        process.communicate()
     while kills < RANDOM_KILLS:
         out = runs.folder / f"random-{finished}"
         while kills < RANDOM_KILLS:
-            # A step with its share of a checkpoint takes about a hundredth of a second.
-            status = runs.kill(out, chance.randrange(runs.steps // 2), chance.uniform(0, 0.02))
+            early, steps = kills % 2 == 0, chance.randrange(runs.steps // 2)
+            # A step with its share of a checkpoint takes hundredths of a second.
+            moment = (1, preparation) if early else (2 + steps, 0.05)
+            status = runs.kill(out, moment[0], chance.uniform(0, moment[1]))
             if status == 0:
                 break  # it had already finished
             assert status == -signal.SIGKILL
             kills += 1
             so_far = losses(out)
             assert so_far == losses(whole)[: len(so_far)]
-            newest = max(CheckpointStore(out / "checkpoints").steps(), default=0)
-            lost_steps += len(so_far) - newest
+            store = CheckpointStore(out / "checkpoints")
+            for step in store.steps():
+                store.check(step)
+            lost_steps += max((step for _, step, _ in so_far), default=0)
+            lost_steps -= max(store.steps(), default=0)
         assert runs.finish(out) == 0
         assert_same(runs, out, whole)
         finished += 1
     print(
-        f"\n{kills} kills at random moments in {finished} runs: every loss and the final weights "
-        f"and optimizer bit-identical; a kill lost {lost_steps / kills:.1f} steps on average; "
-        f"{time.perf_counter() - began:.0f} s"
+        f"\n{runs.name}: {kills} kills at random moments in {finished} runs: every loss and the "
+        f"final weights and optimizer bit-identical; a kill lost {lost_steps / kills:.1f} steps on "
+        f"average; {time.perf_counter() - began:.0f} s"
     )
 
 
@@ -143,7 +188,7 @@ def test_kills_while_a_run_goes_on_with_changes(runs: Runs, tmp_path: Path) -> N
     kills = 0
     for settings in (second, third):
         for _ in range(6):
-            status = runs.kill(killed, chance.randrange(8), chance.uniform(0, 0.02), *settings)
+            status = runs.kill(killed, chance.randrange(9), chance.uniform(0, 0.02), *settings)
             assert status in (0, -signal.SIGKILL)
             kills += status != 0
         assert runs.finish(killed, *settings) == 0

@@ -1,16 +1,10 @@
-"""Train a recipe in a process that is killed: from outside, or at a point inside a save.
-
-    python fault_driver.py RECIPE.yaml RUN_DIRECTORY [POINT SAVE] [SECTION.KEY=VALUE]...
-
-Resumes the run if it exists, with these settings. Prints a line before training and the number of
-each step. If a point of `POINTS` and the number of a save (from 1) are given, the process kills
-itself there.
-"""
+"""Train a recipe in a process that is killed: from outside, or at a point inside a save."""
 
 import os
 import signal
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.config.base import read_yaml
@@ -97,21 +91,26 @@ class KillingDisk(Disk):
         self.reach("after the removal of the oldest")
 
 
-def main(recipe_file: str, out: str, *words: str) -> None:
+def main(sender: "Connection[Any, Any]", recipe_file: str, out: str, *words: str) -> None:
+    """Train, or resume if the run exists, and send 0 before training and the number of each step.
+
+    Args:
+        sender: where to send the numbers.
+        recipe_file: the recipe.
+        out: the run directory.
+        words: settings `section.key=value`; before them, a point of `POINTS` and the number of a
+            save (from 1) at which the process kills itself there.
+    """
     settings = [word for word in words if "=" in word]
     point, save = [word for word in words if word not in settings] or ("", "0")
     recipe = Recipe.from_dict(with_init(apply_overrides(read_yaml(recipe_file), settings)))
     run = RunDirectory(out)
     disk: Disk = KillingDisk(point, int(save)) if point else Disk()
-    print("training", flush=True)
+    sender.send(0)
     train(
         recipe,
         out,
         resume=run.exists,
-        on_event=lambda event: event["kind"] == "step" and print(event["step"], flush=True),
+        on_event=lambda event: sender.send(event["step"]) if event["kind"] == "step" else None,
         store=CheckpointStore(run.checkpoints_folder, recipe.train.keep, disk),
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,20 +5,20 @@ process, so this does not test power failures, which the syncs are for.
 """
 
 import json
-import os
 import random
-import runpy
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.campaigns.fault_driver import POINTS, main
+from tests.parallel.forked import FORKS
 from workhorse.checkpoints import CheckpointStore
 from workhorse.config.base import read_yaml
 from workhorse.files.text_formats import write_yaml
@@ -26,8 +26,6 @@ from workhorse.train import read_metrics
 
 pytestmark = pytest.mark.campaign
 
-DRIVER = Path(__file__).with_name("fault_driver.py")
-POINTS = runpy.run_path(str(DRIVER))["POINTS"]
 RECIPES = read_yaml(Path(__file__).with_name("faults.yaml"))
 RANDOM_KILLS = 30
 DAMAGED = 500
@@ -57,30 +55,33 @@ class Runs:
             assert self.finish(folder / "base") == 0
         self.settings = settings
 
-    def start(self, out: Path, *words: str) -> subprocess.Popen[str]:
-        """Start a process that trains in `out` and prints a line per step; see `fault_driver`."""
-        return subprocess.Popen(
-            [sys.executable, DRIVER, self.recipe, out, *self.settings, *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    def start(self, out: Path, *words: str) -> tuple[BaseProcess, Any]:
+        """Fork a process that trains in `out`; see `fault_driver`. Its messages can be received."""
+        receiver, sender = FORKS.Pipe(duplex=False)
+        given = (sender, str(self.recipe), str(out), *self.settings, *words)
+        process = FORKS.Process(target=main, args=given)
+        process.start()
+        sender.close()
+        return process, receiver
 
-    def finish(self, out: Path, *words: str) -> int:
+    def finish(self, out: Path, *words: str) -> int | None:
         """Train until the process ends, and return its exit status."""
-        with self.start(out, *words) as process:
-            process.communicate()
-        return process.returncode
+        process, receiver = self.start(out, *words)
+        with receiver:
+            process.join()
+        return process.exitcode
 
-    def kill(self, out: Path, lines: int, seconds: float, *words: str) -> int:
-        """Train, kill the process `seconds` after it printed `lines`, and return its status."""
-        with self.start(out, *words) as process:
-            assert process.stdout is not None
-            for _ in range(lines):
-                process.stdout.readline()
+    def kill(self, out: Path, messages: int, seconds: float, *words: str) -> int | None:
+        """Train, kill the process `seconds` after its first messages, and return its status."""
+        process, receiver = self.start(out, *words)
+        with receiver:
+            for _ in range(messages):
+                with suppress(EOFError):
+                    receiver.recv()
             time.sleep(seconds)
             process.kill()
-        return process.returncode
+            process.join()
+        return process.exitcode
 
 
 def write_corpora(folder: Path) -> None:
@@ -138,13 +139,12 @@ def test_kills_at_random_moments(runs: Runs, whole: Path) -> None:
     chance = random.Random(1)
     kills = finished = lost_steps = 0
     began = time.perf_counter()
-    with runs.start(runs.folder / "timed") as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        started = time.perf_counter()
-        process.stdout.readline()
-        preparation = time.perf_counter() - started
-        process.communicate()
+    process, receiver = runs.start(runs.folder / "timed")
+    receiver.recv()
+    started = time.perf_counter()
+    receiver.recv()
+    preparation = time.perf_counter() - started
+    process.join()
     while kills < RANDOM_KILLS:
         out = runs.folder / f"random-{finished}"
         while kills < RANDOM_KILLS:

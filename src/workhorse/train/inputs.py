@@ -150,13 +150,14 @@ def prepare_reference(
 ) -> None:
     """Load the reference model's log-probabilities if the objective needs them.
 
-    A new run computes them first.
+    A new run computes them first. So does a run that ended before its first checkpoint, because its
+    initial model can have changed since then.
     """
     if "reference" not in recipe.train.objective.needs:
         return
-    if load_references(dataset, run.reference_folder):
-        return
     if at.checkpoint is not None:
+        if load_references(dataset, run.reference_folder):
+            return
         raise WorkhorseError(
             f"{run.reference_folder} is missing, the log-probabilities of the model that this run "
             "started from; restore it, or start a new run"

@@ -1,9 +1,11 @@
 """Whole runs on pairs and labels: reference, validation, resuming, and errors of the data."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.parallel import forked
@@ -62,7 +64,10 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("rows", "kind"), [("pairs", "dpo"), ("labels", "kto")])
 def test_a_run_from_its_reference_resumes_bit_for_bit(tmp_path: Path, rows: str, kind: str) -> None:
-    """In the first step the model is the reference, so rewards are 0. KTO keeps its point z."""
+    """In the first step the model is the reference, so rewards are 0. KTO keeps its point z.
+
+    Without a checkpoint, the reference is computed again: the initial model can have changed.
+    """
     recipe = recipe_of(tmp_path, rows, {"kind": kind})
     train(recipe, tmp_path / "whole")
     first, *_, last = events(tmp_path / "whole", "step")
@@ -73,7 +78,12 @@ def test_a_run_from_its_reference_resumes_bit_for_bit(tmp_path: Path, rows: str,
     assert validations[-1]["loss"] < first["loss"]
     shorter = recipe.replace(train=recipe.train.replace(steps=3).to_dict())
     train(shorter, tmp_path / "parts")
-    train(recipe, tmp_path / "parts", resume=True)
+    shutil.rmtree(tmp_path / "parts" / "checkpoints")
+    (tmp_path / "parts" / "metrics.jsonl").unlink()
+    for file in (tmp_path / "parts" / "reference").iterdir():
+        np.save(file, 2 * np.load(file))
+    for longer in (shorter, recipe):
+        train(longer, tmp_path / "parts", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
 
 

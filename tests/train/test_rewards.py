@@ -1,5 +1,7 @@
 """Rewards: comparison with answers, and Python functions in another process."""
 
+import gc
+import os
 import re
 from pathlib import Path
 
@@ -32,6 +34,17 @@ def reward(tmp_path: Path, body: str, seconds: float = 20) -> PythonReward:
     made = PythonRewardConfig(path=path, seconds=seconds).build()
     assert isinstance(made, PythonReward)
     return made
+
+
+def test_the_process_ends_with_the_reward(tmp_path: Path) -> None:
+    """A program that trains many runs keeps no process of the finished ones."""
+    made = reward(tmp_path, "import os\ndef reward(p, c, a):\n    return [os.getpid() for _ in p]")
+    (pid,) = made(["a"], ["b"], ["c"])
+    os.kill(int(pid), 0)  # it is running
+    del made
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
 
 
 def test_a_python_function_scores_a_batch_and_may_print(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import select
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -130,10 +131,9 @@ class PythonReward:
         return [float(reward) for reward in rewards]
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, as the deletion of the reward does."""
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            _end(self._process)
             self._process = None
 
     def _ask(self, request: bytes) -> dict[str, Any] | None:
@@ -163,7 +163,14 @@ class PythonReward:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
+            weakref.finalize(self, _end, self._process)
         return self._process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    if process.stdout is not None and not process.stdout.closed:
+        process.communicate()
 
 
 _WORKER = """

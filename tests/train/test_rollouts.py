@@ -128,6 +128,21 @@ def test_the_rows_of_a_step(tmp_path: Path) -> None:
     assert made[6].targets.tolist() != batch.targets.tolist()
 
 
+def test_lengths_of_right_and_of_wrong_completions(tmp_path: Path) -> None:
+    made, _ = rollouts(tmp_path)
+    made.stop_tokens = tuple(range(64))  # so that lengths differ
+    made.reward = lambda prompts, *_: [0.9, 1.0, 1.5, 0.0, *[0.0] * (len(prompts) - 4)]
+    lengths = (made[0].targets != IGNORE).sum(dim=1).tolist()
+    right, wrong = lengths[1:3], [lengths[0], *lengths[3:]]
+    assert sum(right) / 2 != sum(wrong) / 6
+    assert made.figures["right_tokens"] == pytest.approx(sum(right) / 2)
+    assert made.figures["wrong_tokens"] == pytest.approx(sum(wrong) / 6)
+    made.reward = lambda prompts, *_: [0.5 for _ in prompts]
+    made[0]
+    assert "right_tokens" not in made.figures
+    assert made.figures["wrong_tokens"] == pytest.approx(sum(lengths) / 8)
+
+
 def test_rollouts_follow_the_weights(tmp_path: Path) -> None:
     made, decoder = rollouts(tmp_path)
     before = made[0]

@@ -380,6 +380,10 @@ class Rollouts:
             "longest_completion": max(lengths),
             "unfinished": fmean(not one.finished for one in rolled),
         }
+        scored = [*zip(lengths, rewards, strict=True)]
+        for name, is_right in (("right_tokens", True), ("wrong_tokens", False)):
+            if own := [count for count, reward in scored if (reward >= 1) == is_right]:
+                self.figures[name] = fmean(own)
         first = [*zip(asked, rolled, rewards, strict=True)][:: self._each][:4]
         self.shown = [
             {"prompt": prompt.text, "text": one.text, "reward": reward, "answer": prompt.answer}

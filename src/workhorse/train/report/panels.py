@@ -45,6 +45,8 @@ FIGURES = {
     "reward_gain": Figure(REWARDS, "Gain in the direction of the labels", include=(0,)),
     "completion_tokens": Figure(LENGTHS, "Tokens per completion", "mean", (0,)),
     "longest_completion": Figure(LENGTHS, "Tokens per completion", "longest", (0,)),
+    "right_tokens": Figure(LENGTHS, "Tokens per completion", "reward of 1 or more", (0,)),
+    "wrong_tokens": Figure(LENGTHS, "Tokens per completion", "reward below 1", (0,)),
     "unfinished": Figure(LENGTHS, "Unfinished completions", include=(0, 1)),
     "kl": Figure(RATIOS, "KL from the reference, nats", include=(0,)),
     "kl_old": Figure(RATIOS, "KL from the sampling model, nats", log=True),

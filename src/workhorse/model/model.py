@@ -5,7 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.huggingface.export import huggingface_tensors
 from workhorse.checkpoints.stored import (
     StoredModel,
     is_stored,
@@ -33,7 +37,7 @@ from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tokenizers import ChatTemplate, Tokenizer
-from workhorse.transforms.adapters import merge_adapter
+from workhorse.transforms.adapters import adapters_of, merge_adapter
 
 
 def describe(
@@ -177,6 +181,22 @@ class Model:
         """
         decoder = merge_adapter(self.reference, kernel)
         return replace(self, decoder=decoder, body=None, built=None)
+
+    def huggingface_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the current weights by their names in a Hugging Face directory, for another engine.
+
+        Names, values and order are the same as in `convert(..., to="hf")`. An adapter is added to
+        the weights. A tensor may share memory with the model: copy it if training continues before
+        it is used.
+
+        Args:
+            dtype: dtype of the tensors, except those that are always float32; None: the model's.
+
+        Raises:
+            WorkhorseError: no transformers class can represent the model, or it is quantised.
+        """
+        model = self.merged() if adapters_of(self.reference) else self
+        return huggingface_tensors(model.reference, self.family, dtype)
 
     @property
     def config(self) -> DecoderConfig:

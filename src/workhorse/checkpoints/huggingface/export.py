@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workhorse.checkpoints.huggingface.load import CONFIG_FILE, GENERATION_FILE
-from workhorse.checkpoints.huggingface.tensor_folder import write_tensors
+from workhorse.checkpoints.huggingface.tensor_folder import TensorToWrite, write_tensors
 from workhorse.checkpoints.model_folder import make_folder
 from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.tensors import weights_of
@@ -92,6 +92,39 @@ def find_family(config: DecoderConfig) -> Family:
     return found
 
 
+def tensors_to_write(
+    decoder: Decoder,
+    family: Family,
+    dtype: torch.dtype,
+    weights: Mapping[str, Tensor] | None = None,
+) -> tuple[DecoderConfig, list[TensorToWrite]]:
+    """Return the config and the tensors of a Hugging Face directory; see `write_huggingface`."""
+    equivalent = family.equivalent(decoder.config)
+    if equivalent is None:
+        differences = in_the_way(family.differences(decoder.config), decoder.config)
+        raise WorkhorseError(f"cannot be exported as {family.architecture}: {differences}")
+    decoder = to_equivalent(decoder, equivalent)
+    own = weights_of(decoder)
+    shapes = {name: tuple(weight.shape) for name, weight in own.items()}
+    moves = plan(family.rules, shapes, decoder.config)
+    written = own if weights is None else Replaced(own, weights)
+    return decoder.config, written_tensors(moves, written, dtype, shapes)
+
+
+def huggingface_tensors(
+    decoder: Decoder, family: Family | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that `write_huggingface` writes, by name, on the device of the decoder.
+
+    Each is computed when it is reached; one that needs no change shares memory with the decoder.
+    """
+    family = family or find_family(decoder.config)
+    first = decoder.embedding.tokens.weight
+    _, tensors = tensors_to_write(decoder, family, dtype or first.dtype)
+    for name, _, kept, make in tensors:
+        yield name, make().to(first.device, kept)
+
+
 def write_huggingface(
     folder: Path,
     decoder: Decoder,
@@ -120,19 +153,10 @@ def write_huggingface(
         WorkhorseError: no model type can express this config, or the folder cannot be written.
     """
     family = family or find_family(decoder.config)
-    equivalent = family.equivalent(decoder.config)
-    if equivalent is None:
-        differences = in_the_way(family.differences(decoder.config), decoder.config)
-        raise WorkhorseError(f"cannot be exported as {family.architecture}: {differences}")
-    decoder = to_equivalent(decoder, equivalent)
-    own = weights_of(decoder)
     dtype = dtype or decoder.embedding.tokens.weight.dtype
-    shapes = {name: tuple(weight.shape) for name, weight in own.items()}
-    moves = plan(family.rules, shapes, decoder.config)
-    written = own if weights is None else Replaced(own, weights)
-    tensors = written_tensors(moves, written, dtype, shapes)
+    written, tensors = tensors_to_write(decoder, family, dtype, weights)
     ids = _special_ids(tokenizer, stop_tokens)
-    config = family.write(decoder.config) | ids | {"dtype": dtype_name(dtype)}
+    config = family.write(written) | ids | {"dtype": dtype_name(dtype)}
 
     def fill(temporary: Path) -> None:
         _write_json(temporary / CONFIG_FILE, config)

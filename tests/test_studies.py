@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from studies import coordinates, depth, ladder, publish
+from studies import coordinates, depth, ladder, publish, reward_lengths
 from workhorse.compare import quick, read_study
 from workhorse.compare.plan import make_plan
 from workhorse.scaling import fit_laws
@@ -91,6 +91,43 @@ def test_a_ladder_predicts_its_next_rung_and_then_trains_it(
     assert predicted.stat().st_mtime < (out / predicted.stem / "metrics.jsonl").stat().st_mtime
 
 
+def test_lengths_are_compared_at_equal_steps_and_at_equal_reward():
+    """The second run reaches the same reward 10 steps later; wrong answers grow by 1 per step."""
+
+    def run(first: int) -> reward_lengths.Steps:
+        steps = [{"reward": (step + first) / 100, "right_tokens": 5.0} for step in range(40)]
+        return [{**step, "wrong_tokens": 10.0 + at} for at, step in enumerate(steps)]
+
+    runs = dict(zip(reward_lengths.LOSSES, (run(10), run(0)), strict=True))
+    matched = reward_lengths.at_equal_reward(runs)
+    levels = [reward_lengths.mean_of(steps, "reward") for steps in matched.values()]
+    assert levels == [pytest.approx(0.345)] * 2
+    lengths = [reward_lengths.mean_of(steps, "wrong_tokens") for steps in matched.values()]
+    assert lengths == [34.5, 44.5]
+    text = reward_lengths.report({1: runs, 2: runs})
+    assert "| at equal reward | wrong answers | 34.50 (34.50 to 34.50) | 44.50" in text
+    assert "| last | wrong, minus right | 39.50 (39.50 to 39.50) | 39.50" in text
+    assert "| last, minus first | wrong answers | 30.00 (30.00 to 30.00)" in text
+
+
+@pytest.mark.slow
+def test_a_study_of_lengths_trains_its_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(reward_lengths, "QUESTIONS", 400)
+    words = ["--seeds", "1", "2", "--steps", "10", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["reward_lengths", *words])
+    reward_lengths.main()
+    table = (tmp_path / "lengths.md").read_text()
+    assert table.count("wrong answers") == 4
+    trained = sorted(path.parent.name for path in tmp_path.glob("*/ended"))
+    losses = ("by-a-constant", "by-length", "prime")
+    assert trained == [f"{name}-{seed}" for name in losses for seed in (1, 2)]
+    capsys.readouterr()
+    reward_lengths.main()
+    assert capsys.readouterr().out == table
+
+
 @pytest.mark.parametrize(
     ("program", "words", "told"),
     [
@@ -98,6 +135,8 @@ def test_a_ladder_predicts_its_next_rung_and_then_trains_it(
         (ladder, ["--tokens", "10"], "train.steps: 0 is too small"),
         (ladder, ["--depths", "1"], "no law can be fitted to these runs: at least 5 runs are need"),
         (publish, ["nowhere"], "nowhere"),
+        (reward_lengths, ["--seeds", "1"], "1 seed has no interval; give --seeds two or more"),
+        (reward_lengths, ["--steps", "9"], "--steps 9 is too small; choose 10 or more"),
         (depth, ["--out", "file/depth.html"], "cannot write file"),
     ],
 )

@@ -380,7 +380,7 @@ class Rollouts:
             "longest_completion": max(lengths),
             "unfinished": fmean(not one.finished for one in rolled),
         }
-        scored = [*zip(lengths, rewards, strict=True)]
+        scored = [*zip(lengths, rewards, strict=True)] if self.reward else []
         for name, is_right in (("right_tokens", True), ("wrong_tokens", False)):
             if own := [count for count, reward in scored if (reward >= 1) == is_right]:
                 self.figures[name] = fmean(own)

@@ -16,8 +16,11 @@ from workhorse.tokenizers import Tokenizer
 
 
 def documents(*records: dict[str, Any], rows: RowKind = "conversations") -> list[Document]:
-    found = [record_of(fields, rows, f"line {at}") for at, fields in enumerate(records)]
-    return [Document(one.where, "", example=example) for one in found for example in one.examples]
+    return [
+        Document(f"line {at}", "", example=example)
+        for at, fields in enumerate(records)
+        for example in record_of(fields, rows, f"line {at}").examples
+    ]
 
 
 def turns(*contents: Any) -> dict[str, Any]:

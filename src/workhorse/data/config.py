@@ -63,7 +63,15 @@ class HeldOut(Config):
         return self.validation is not None or self.held_out > 0
 
 
-class TextConfig(HeldOut):
+class Decoded(HeldOut):
+    """Files of text."""
+
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
+    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
+    U+FFFD."""
+
+
+class TextConfig(Decoded):
     """One plain text file, read as one document. The validation split is the end of the file.
 
     The first `int((1 - validation_fraction) * n)` of its n characters are used for training.
@@ -72,12 +80,9 @@ class TextConfig(HeldOut):
     kind: Literal["text"] = "text"
     path: Annotated[Path, OnResume.SAME_DATA]
     """A file, plain or compressed with gzip or zstd. `-` is the standard input."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
-    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
-    U+FFFD."""
 
 
-class FolderConfig(HeldOut):
+class FolderConfig(Decoded):
     """A folder of text files, sorted by path. Each file is one document.
 
     Files are held out for validation by a hash of their path inside the folder. Hidden files are
@@ -89,12 +94,9 @@ class FolderConfig(HeldOut):
     """The folder."""
     glob: Annotated[str, OnResume.SAME_DATA] = "**/*"
     """Pattern of the files to read, as for `pathlib.Path.glob`."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
-    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
-    U+FFFD."""
 
 
-class JsonlConfig(HeldOut):
+class JsonlConfig(Decoded):
     """JSON Lines files: each line is an object with the text of one document.
 
     Documents are held out for validation by a hash of their text.
@@ -106,12 +108,9 @@ class JsonlConfig(HeldOut):
     is the standard input."""
     text_field: str = "text"
     """Key of the text in each object. Lines whose text is null or empty are skipped."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
-    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
-    U+FFFD."""
 
 
-class ParquetConfig(HeldOut):
+class ParquetConfig(Decoded):
     """Parquet files (needs pyarrow): each row is one document.
 
     Documents are held out for validation by a hash of their text.
@@ -122,9 +121,6 @@ class ParquetConfig(HeldOut):
     """A file, or a folder of `.parquet` files."""
     text_field: str = "text"
     """Name of the text column. Rows whose text is null or empty are skipped."""
-    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_DATA] = "strict"
-    """Handling of bytes that are not UTF-8: `strict` raises an error, `replace` decodes them as
-    U+FFFD."""
 
 
 class ConversationsConfig(HeldOut):
@@ -182,15 +178,11 @@ class ConversationsConfig(HeldOut):
         return 2 if self.rows == "pairs" else 1
 
 
-class StdlibConfig(Config):
-    """The source code of the running Python's standard library: each module is one document.
+class Generated(Config):
+    """Documents that are not read from a path."""
 
-    Modules are held out for validation by a hash of their name.
-    """
-
-    kind: Literal["stdlib"] = "stdlib"
     validation_fraction: Fraction = DEFAULT_FRACTION
-    """Fraction of the modules held out for validation."""
+    """Fraction of the documents held out for validation."""
 
     @property
     def held_out(self) -> float:
@@ -201,7 +193,16 @@ class StdlibConfig(Config):
         return self.validation_fraction > 0
 
 
-class TaskConfig(Config):
+class StdlibConfig(Generated):
+    """The source code of the running Python's standard library: each module is one document.
+
+    Modules are held out for validation by a hash of their name.
+    """
+
+    kind: Literal["stdlib"] = "stdlib"
+
+
+class TaskConfig(Generated):
     """Generated prompts and answers of a verifiable task; see `workhorse.data.tasks`.
 
     A hash of the prompt decides if an example is held out for validation. Only answers are learned.
@@ -216,16 +217,6 @@ class TaskConfig(Config):
     """Number of different prompts, over both splits."""
     seed: int = Field(default=0, ge=0)
     """Seed of the prompts."""
-    validation_fraction: Fraction = DEFAULT_FRACTION
-    """Fraction of the prompts held out for validation."""
-
-    @property
-    def held_out(self) -> float:
-        return self.validation_fraction
-
-    @property
-    def has_validation(self) -> bool:
-        return self.validation_fraction > 0
 
 
 AnySource = (

@@ -15,6 +15,7 @@ from workhorse.errors import WorkhorseError, nearest, shown
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
+    from workhorse.tokenizers.chat.learned import Learned
 
 RowKind = Literal["conversations", "pairs", "labels"]
 Message = dict[str, Any]
@@ -67,19 +68,10 @@ class Example:
 class Record(NamedTuple):
     """A record of a data set."""
 
-    where: str
-    """File and line or row, for messages."""
     identity: str
     """The string whose hash decides the split: the conversation, or the prompt of a pair."""
     examples: tuple[Example, ...]
     """One sequence, or the chosen and the rejected one."""
-
-
-class Weighted(NamedTuple):
-    """The token ids of a sequence, and the weight of each one's loss; 0: it is not learned."""
-
-    ids: list[int]
-    weights: list[float]
 
 
 def record_of(
@@ -101,23 +93,23 @@ def record_of(
         match rows:
             case "conversations":
                 example = replace(_conversation(fields), learn=learn)
-                return Record(where, _identity(example), (example,))
+                return Record(_identity(example), (example,))
             case "pairs":
                 chosen, rejected = _pair(fields)
                 prompt = chosen.messages[: chosen.n_prompt]
                 identity = json.dumps([prompt, (chosen.strings or ("",))[0]], default=str)
-                return Record(where, identity, (chosen, rejected))
+                return Record(identity, (chosen, rejected))
             case "labels":
                 label = _field(fields, "label")
                 if label not in (True, False):
                     raise WorkhorseError(f"label={shown(label)} is not true or false; correct it")
                 example = _completion(fields, float(label))
-                return Record(where, _identity(example), (example,))
+                return Record(_identity(example), (example,))
     except WorkhorseError as error:
         raise WorkhorseError(f"{where}: {error}") from None
 
 
-def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: bool) -> Weighted:
+def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: bool) -> "Learned":
     """Encode a sequence and weight its tokens.
 
     Args:
@@ -129,7 +121,7 @@ def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: 
     Raises:
         WorkhorseError: the template refuses the messages, or nothing would be learned.
     """
-    from workhorse.tokenizers.chat.learned import encode_conversation
+    from workhorse.tokenizers.chat.learned import Learned, encode_conversation
     from workhorse.tokenizers.chat.template import ChatTemplate
 
     if example.strings is not None:
@@ -139,16 +131,15 @@ def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: 
         learned = [*completion, *after]
         start = len(before) + len(prompt)
         weight = 1.0 if example.learn == "all" else 0.0
-        return Weighted([*before, *prompt, *learned], [weight] * start + [1.0] * len(learned))
+        return Learned([*before, *prompt, *learned], [weight] * start + [1.0] * len(learned))
     prompt = [{**message, "weight": 0} for message in example.messages[: example.n_prompt]]
-    found = encode_conversation(
+    return encode_conversation(
         ChatTemplate.of(tokenizer),
         tokenizer,
         [*prompt, *example.messages[example.n_prompt :]],
         learn=example.learn,
         tools=example.tools,
     )
-    return Weighted(found.ids, found.weights)
 
 
 def _conversation(fields: Mapping[str, Any]) -> Example:

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from workhorse.data import stdlib
 from workhorse.data.config import (
@@ -20,6 +20,7 @@ from workhorse.data.config import (
     ConversationsConfig,
     DataConfig,
     FolderConfig,
+    Generated,
     JsonlConfig,
     ParquetConfig,
     SourceConfig,
@@ -27,7 +28,7 @@ from workhorse.data.config import (
     TaskConfig,
     TextConfig,
 )
-from workhorse.data.conversations import Example, Record, record_of
+from workhorse.data.conversations import Example, record_of
 from workhorse.data.files import (
     Advice,
     check_files,
@@ -41,12 +42,7 @@ from workhorse.data.files import (
 from workhorse.data.records import PARQUET_ROWS, json_records, parquet_file, text_records
 from workhorse.data.tasks import examples
 
-if TYPE_CHECKING:
-    pass
-
 HASHES = 2**64
-GENERATED = StdlibConfig | TaskConfig
-"""The sources without a path."""
 
 
 def hash_of(identity: str) -> int:
@@ -55,7 +51,7 @@ def hash_of(identity: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -> float:
+def threshold(fraction: float, records: Iterable[tuple[str, Iterable[object]]]) -> float:
     """Return the hash below which documents are held out for validation.
 
     The threshold is `fraction * 2^64`, unless this leaves one of the splits empty. In that case it
@@ -64,14 +60,14 @@ def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -
 
     Args:
         fraction: fraction of the documents to hold out; with 0 no documents are read.
-        documents: (identity, text blocks) of each document; the identity is the string that is
-            hashed. Documents are read until both splits have one. Empty documents do not count.
+        records: the identity of each record, which is the string that is hashed, and its parts.
+            Records are read until both splits have one. A record without parts does not count.
     """
     asked = fraction * HASHES
     smallest, largest = HASHES, -1
-    for identity, blocks in documents if asked else ():
+    for identity, parts in records if asked else ():
         number = hash_of(identity)
-        if (number < smallest or number > largest) and any(blocks):
+        if (number < smallest or number > largest) and any(parts):
             smallest, largest = min(smallest, number), max(largest, number)
             if smallest < asked <= largest:
                 return asked
@@ -127,21 +123,16 @@ def read_documents(
     if isinstance(source, TextConfig):
         yield from _read_text_file(source, split, advice)
         return
-    if isinstance(source, TaskConfig):
-        yield from _read_task(source, split)
-        return
-    files = data_files(source, split)
-    if isinstance(source, ConversationsConfig):
-        yield from _read_conversations(source, split, files, advice)
-        return
     below = None  # the splits are separate files
-    if isinstance(source, StdlibConfig) or source.validation is None:
-        whole = _whole_documents(source, split, files, advice)
-        every = ((identity, blocks) for identity, _, blocks in whole)
-        below = threshold(source.held_out, every)
-    for identity, name, blocks in _whole_documents(source, split, files, advice):
-        if below is None or (hash_of(identity) < below) == (split == "validation"):
-            yield from _in_pieces(name, blocks)
+    if isinstance(source, Generated) or source.validation is None:
+        below = threshold(source.held_out, _records(source, split, advice))
+    elsewhere: set[str] = set()
+    if isinstance(source, ConversationsConfig) and source.overlap == "drop" and split == "train":
+        elsewhere = _identities(source, "validation", advice)
+    for identity, documents in _records(source, split, advice):
+        wanted = below is None or (hash_of(identity) < below) == (split == "validation")
+        if wanted and identity not in elsewhere:
+            yield from documents
 
 
 def iterate_documents(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
@@ -169,7 +160,7 @@ def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
     Raises:
         WorkhorseError: a file is not UTF-8 text.
     """
-    if not isinstance(source, GENERATED | ParquetConfig) and not of_stdlib(source):
+    if not isinstance(source, Generated | ParquetConfig) and not of_stdlib(source):
         files = [path for path in all_files(source) if path.suffix not in PARQUET_SUFFIXES]
         check_files(files, source.errors, _advice(source, key))
 
@@ -188,7 +179,7 @@ def _advice(source: SourceConfig, key: str | None) -> Advice:
 def all_files(source: SourceConfig) -> list[Path]:
     """Return the files of both splits of a source."""
     files = data_files(source, "train")
-    if not isinstance(source, GENERATED) and source.validation is not None:
+    if not isinstance(source, Generated) and source.validation is not None:
         files = [*files, *data_files(source, "validation")]
     return files
 
@@ -214,51 +205,17 @@ def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
             return source_files(path, SUFFIXES[source.kind])
 
 
-def _read_task(source: TaskConfig, split: SplitName) -> Iterator[Document]:
-    made = [*examples(source.task, source.count, source.difficulty, source.seed)]
-    below = threshold(source.held_out, ((prompt, [prompt]) for prompt, _ in made))
-    for strings in made:
-        if (hash_of(strings[0]) < below) == (split == "validation"):
-            example = Example(strings=strings)
-            yield Document(strings[0], example.text, example=example)
-
-
-def _read_conversations(
-    source: ConversationsConfig, split: SplitName, files: list[Path], advice: Advice
-) -> Iterator[Document]:
-    """Yield one document per sequence, that is, two per record of `pairs`."""
-
-    def records(files: Iterable[Path]) -> Iterator[Record]:
-        for where, fields in _fields(source, files, advice):
-            yield record_of(fields, source.rows, where, source.learn)
-
-    other: set[str] = set()
-    below = None
-    if source.validation is None:
-        every = ((record.identity, [record.identity]) for record in records(files))
-        below = threshold(source.held_out, every)
-    elif split == "train" and source.overlap == "drop":
-        other = {record.identity for record in records(data_files(source, "validation"))}
-    for record in records(files):
-        held_out = below is not None and hash_of(record.identity) < below
-        wanted = below is None or held_out == (split == "validation")
-        if wanted and record.identity not in other:
-            for example in record.examples:
-                yield Document(record.where, example.text, example=example)
-
-
 def overlap_of(source: SourceConfig) -> int:
     """Count the training records of a source that are also in its file for validation."""
     if not isinstance(source, ConversationsConfig) or source.validation is None:
         return 0
     advice = _advice(source, None)
+    held_out = _identities(source, "validation", advice)
+    return sum(identity in held_out for identity, _ in _records(source, "train", advice))
 
-    def identities(split: SplitName) -> Iterator[str]:
-        for where, fields in _fields(source, data_files(source, split), advice):
-            yield record_of(fields, source.rows, where).identity
 
-    held_out = set(identities("validation"))
-    return sum(identity in held_out for identity in identities("train"))
+def _identities(source: ConversationsConfig, split: SplitName, advice: Advice) -> set[str]:
+    return {identity for identity, _ in _records(source, split, advice)}
 
 
 def _fields(
@@ -292,16 +249,36 @@ def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Ite
         )
 
 
-def _whole_documents(
-    source: FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
-    split: SplitName,
-    files: Iterable[Path],
-    advice: Advice,
+Records = Iterator[tuple[str, Iterable[Document]]]
+"""The identity of each record, whose hash decides the split, and the documents in it."""
+
+
+def _records(source: SourceConfig, split: SplitName, advice: Advice) -> Records:
+    """Yield all records in the files of a split, of any source but one text file."""
+    files = data_files(source, split)
+    match source:
+        case ConversationsConfig():
+            for where, fields in _fields(source, files, advice):
+                record = record_of(fields, source.rows, where, source.learn)
+                yield record.identity, [_example(where, one) for one in record.examples]
+        case TaskConfig():
+            for strings in examples(source.task, source.count, source.difficulty, source.seed):
+                yield strings[0], [_example(strings[0], Example(strings=strings))]
+        case _:
+            for identity, name, blocks in _texts(source, split, files, advice):
+                yield identity, _in_pieces(name, blocks)
+
+
+def _example(name: str, example: Example) -> Document:
+    return Document(name, example.text, example=example)
+
+
+def _texts(
+    source: SourceConfig, split: SplitName, files: Iterable[Path], advice: Advice
 ) -> Iterator[tuple[str, str, Iterable[str]]]:
     """Yield (identity, name, text blocks) of every document in the files of a split.
 
-    The hash of the identity decides the document's split. A file of a folder is read only when its
-    text blocks are iterated.
+    A file of a folder is read only when its text blocks are iterated.
     """
     match source:
         case StdlibConfig():
@@ -316,6 +293,8 @@ def _whole_documents(
             for path in files:
                 for name, text in text_records(path, source, advice):
                     yield text, name, [text]
+        case _:
+            raise AssertionError(source.kind)
 
 
 def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:

@@ -12,13 +12,13 @@ from workhorse.data.config import (
     STDIN,
     DataConfig,
     FolderConfig,
+    Generated,
     SourceConfig,
     StdlibConfig,
     TaskConfig,
     TextConfig,
 )
 from workhorse.data.documents import (
-    GENERATED,
     SplitName,
     all_files,
     check_text_files,
@@ -115,7 +115,7 @@ def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
             where = f"the task {source.task}"
         case _:
             where = str(source.path)
-    if not isinstance(source, GENERATED) and source.validation is not None:
+    if not isinstance(source, Generated) and source.validation is not None:
         where = str(source.validation) if split == "validation" else where
     elif next(read_documents(source, "validation" if split == "train" else "train"), None):
         return (
@@ -182,7 +182,7 @@ def check_sources(config: DataConfig) -> None:
 
 
 def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:
-    if not isinstance(source, GENERATED) and source.path == STDIN:
+    if not isinstance(source, Generated) and source.path == STDIN:
         with path.open("rb") as file:
             return str(STDIN), path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
     return str(path.resolve()), *_size_and_time(path)
@@ -286,7 +286,7 @@ def _listed_in(home: Path | None) -> Mapping[tuple[str, str], FileState] | None:
 
 def _name(config: DataConfig, source: str, inside: str) -> str:
     read = config.sources[source]
-    name = str(read.path) if inside == "." and not isinstance(read, GENERATED) else inside
+    name = str(read.path) if inside == "." and not isinstance(read, Generated) else inside
     return name if len(config.sources) == 1 else f"{source}: {name}"
 
 

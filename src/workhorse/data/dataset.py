@@ -14,10 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from workhorse.data.manifest import (
-    ENDS,
-    TOKENS,
-    VALUES,
-    WEIGHTS,
     ManifestConfig,
     ShardConfig,
     StreamConfig,
@@ -70,6 +66,27 @@ class TokenStream:
         self._weights = weights
         self._starts = [0, *accumulate(len(shard) for shard in shards)]
         assert (ends[-1] if len(ends) else 0) == len(self), "a document has no end"
+
+    @classmethod
+    def of_shards(
+        cls, name: str, shards: "Sequence[Shard]", n_bytes: int, n_unknown: int, group: int
+    ) -> "TokenStream":
+        """Make a stream of consecutive shards."""
+        tokens = [shard.tokens for shard in shards]
+        starts = [0, *accumulate(map(len, tokens))]
+        ends = [shard.ends + start for shard, start in zip(shards, starts, strict=False)]
+        weights = [shard.weights for shard in shards if shard.weights is not None]
+        values = [shard.values for shard in shards if shard.values is not None]
+        return cls(
+            name,
+            tokens,
+            np.concatenate([np.zeros(0, np.int64), *ends]),
+            n_bytes,
+            n_unknown,
+            weights=weights or None,
+            values=np.concatenate(values) if values else None,
+            group=group,
+        )
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -260,33 +277,35 @@ def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Da
 
 
 class Shard(NamedTuple):
-    """The arrays of one shard; weights and values may be missing."""
+    """The arrays of one shard. The optional ones are missing in all shards of a stream, or none."""
 
     tokens: np.ndarray
-    """The tokens, memory-mapped."""
+    """The tokens, unsigned integers."""
     ends: np.ndarray
-    """The ends of its documents."""
-    weights: np.ndarray | None
-    """The weight of each token, memory-mapped."""
-    values: np.ndarray | None
-    """The value of each document that ends in the shard."""
+    """The ends of its documents, as positions in the shard."""
+    weights: np.ndarray | None = None
+    """The weight of each token, float32."""
+    values: np.ndarray | None = None
+    """The value of each document that ends in the shard, float32."""
 
 
 def open_shard(folder: Path, shard: ShardConfig) -> Shard:
-    """Open one shard.
+    """Open one shard; tokens and weights are memory-mapped.
 
     Raises:
         WorkhorseError: a file is missing, truncated, too long, or changed.
     """
-    lengths = {WEIGHTS: shard.tokens, VALUES: shard.documents}
-    tokens = _open_array(folder / (shard.name + TOKENS), shard.tokens)
-    ends = np.array(_open_array(folder / (shard.name + ENDS), shard.documents), dtype=np.int64)
-    weights, values = (
-        _open_array(folder / (shard.name + suffix), length) if suffix in shard.checksums else None
-        for suffix, length in lengths.items()
-    )
+    lengths = {
+        "tokens": shard.tokens,
+        "ends": shard.documents,
+        "weights": shard.tokens,
+        "values": shard.documents,
+    }
+    arrays = {
+        name: _open_array(shard.path(folder, name), lengths[name]) for name in shard.checksums
+    }
     check_sums(folder, shard)
-    return Shard(tokens, ends, weights, values)
+    return Shard(**arrays | {"ends": np.array(arrays["ends"], dtype=np.int64)})
 
 
 def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None:
@@ -297,8 +316,8 @@ def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None
     Raises:
         WorkhorseError: the checksum of a file differs.
     """
-    for suffix, expected in shard.checksums.items():
-        path = folder / (shard.name + suffix)
+    for array, expected in shard.checksums.items():
+        path = shard.path(folder, array)
         with open_plain(path) as file:
             at = os.fstat(file.fileno())
             known = (expected, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
@@ -311,22 +330,7 @@ def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None
 
 def _open_stream(folder: Path, source: str, stream: StreamConfig, group: int) -> TokenStream:
     shards = [open_shard(folder, shard) for shard in stream.shards]
-    ends, position = [np.zeros(0, dtype=np.int64)], 0
-    for shard in shards:
-        ends.append(shard.ends + position)
-        position += len(shard.tokens)
-    weights = [shard.weights for shard in shards if shard.weights is not None]
-    values = [shard.values for shard in shards if shard.values is not None]
-    return TokenStream(
-        source,
-        [shard.tokens for shard in shards],
-        np.concatenate(ends),
-        stream.bytes,
-        stream.unknown,
-        weights=weights or None,
-        values=np.concatenate(values) if values else None,
-        group=group,
-    )
+    return TokenStream.of_shards(source, shards, stream.bytes, stream.unknown, group)
 
 
 def _open_array(path: Path, length: int) -> np.ndarray:

@@ -15,9 +15,9 @@ import numpy as np
 
 from workhorse.data.config import DataConfig
 from workhorse.data.conversations import Example, encode_example
-from workhorse.data.dataset import TokenStream
+from workhorse.data.dataset import Shard, TokenStream
 from workhorse.data.documents import Document
-from workhorse.data.manifest import ENDS, TOKENS, VALUES, WEIGHTS, ShardConfig, write_array
+from workhorse.data.manifest import ShardConfig, write_array
 from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ def stream_of(
     name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
 ) -> TokenStream:
     """Encode a few documents into a token stream in memory, without writing a data set."""
-    source = config.sources.get(name)
     buffer, size = TokenBuffer(), 0
     found = encoded(
         ((name, document) for document in documents),
@@ -123,16 +122,8 @@ def stream_of(
     )
     for piece in found:
         size += buffer.add(piece)
-    return TokenStream(
-        name,
-        [np.concatenate([np.zeros(0, np.int64), *buffer.tokens])],
-        np.array(buffer.ends, dtype=np.int64),
-        size,
-        buffer.n_unknown,
-        weights=[np.concatenate(buffer.weights)] if buffer.weights else None,
-        values=np.array(buffer.values, np.float32) if buffer.values else None,
-        group=getattr(source, "group", 1),
-    )
+    group = getattr(config.sources.get(name), "group", 1)
+    return TokenStream.of_shards(name, [buffer.shard()], size, buffer.n_unknown, group)
 
 
 def _blocks(
@@ -176,7 +167,22 @@ class TokenBuffer:
             self.ends.append(self.n_tokens)
         return n_bytes
 
-    def write(self, home: Path, name: str) -> ShardConfig:
+    def shard(self) -> Shard:
+        """Return the collected arrays."""
+        return Shard(
+            np.concatenate(self.tokens) if self.tokens else np.zeros(0, dtype=np.int64),
+            np.array(self.ends, dtype=np.int64),
+            np.concatenate(self.weights) if self.weights else None,
+            np.array(self.values, dtype=np.float32) if self.values else None,
+        )
+
+    def write(self, folder: Path, name: str) -> ShardConfig:
+        """Write the shard's files, and return its entry for the manifest."""
+        sums = {
+            f"{array}_sha256": write_array(folder / f"{name}.{array}.npy", values)
+            for array, values in self.shard()._asdict().items()
+            if values is not None
+        }
         return ShardConfig(
             name=name,
             tokens=self.n_tokens,
@@ -184,16 +190,5 @@ class TokenBuffer:
             bytes=self.n_bytes,
             pieces=len(self.tokens),
             unknown=self.n_unknown,
-            tokens_sha256=write_array(home / (name + TOKENS), np.concatenate(self.tokens)),
-            ends_sha256=write_array(home / (name + ENDS), np.array(self.ends, dtype=np.int64)),
-            weights_sha256=(
-                write_array(home / (name + WEIGHTS), np.concatenate(self.weights))
-                if self.weights
-                else None
-            ),
-            values_sha256=(
-                write_array(home / (name + VALUES), np.array(self.values, dtype=np.float32))
-                if self.values
-                else None
-            ),
+            **sums,
         )

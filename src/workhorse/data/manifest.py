@@ -15,8 +15,8 @@ from workhorse.files.text_formats import read_text
 from workhorse.files.writing import write_atomically
 
 MANIFEST = "manifest.json"
-TOKENS, ENDS, WEIGHTS, VALUES = (f".{name}.npy" for name in ("tokens", "ends", "weights", "values"))
-"""Ends of the names of a shard's files."""
+ARRAYS = ("tokens", "ends", "weights", "values")
+"""The arrays of a shard; the file of one is `SHARD.ARRAY.npy`."""
 MANIFEST_BYTES = 100_000_000
 """Maximum size of a manifest in bytes. Each shard takes about 400 bytes."""
 
@@ -49,14 +49,13 @@ class ShardConfig(Config):
 
     @property
     def checksums(self) -> dict[str, str]:
-        """The checksum of each file of the shard, by the end of its name."""
-        sums = {
-            TOKENS: self.tokens_sha256,
-            ENDS: self.ends_sha256,
-            WEIGHTS: self.weights_sha256,
-            VALUES: self.values_sha256,
-        }
-        return {suffix: value for suffix, value in sums.items() if value is not None}
+        """The checksum of each file of the shard, by the name of its array."""
+        sums = {array: getattr(self, f"{array}_sha256") for array in ARRAYS}
+        return {array: value for array, value in sums.items() if value is not None}
+
+    def path(self, folder: Path, array: str) -> Path:
+        """The path of the file of an array."""
+        return folder / f"{self.name}.{array}.npy"
 
 
 class StreamConfig(Config):

@@ -46,6 +46,8 @@ def test_a_task_with_few_prompts_ends() -> None:
         ("", 0),
         ("__import__('os')", 0),
         ("3**4+5", 0),
+        ("35 # 3 4 5", 0),
+        ("-3+4+5", 0),
     ],
 )
 def test_an_expression_is_checked_without_evaluating_it_as_python(

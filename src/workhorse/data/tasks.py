@@ -3,6 +3,7 @@
 Each task is a function from a random generator and a difficulty to a prompt and an answer.
 """
 
+import ast
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -12,11 +13,11 @@ from typing import Literal
 
 TaskName = Literal["copy", "reverse", "sort", "spelling", "addition", "countdown"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 LARGEST = 20
 """Largest number in a countdown."""
@@ -60,13 +61,12 @@ def countdown(random: Random, difficulty: int) -> tuple[str, str]:
     """Combine `difficulty` numbers, each used once, to a target; see `reaches`."""
     while True:
         numbers = [random.randint(1, LARGEST) for _ in range(difficulty)]
-        value, expression = Fraction(numbers[0]), str(numbers[0])
+        expression = str(numbers[0])
         for number in numbers[1:]:
             sign = random.choice("+-*")
-            value = OPERATORS[sign](value, Fraction(number))
             expression = f"({expression})" if sign == "*" else expression
             expression = f"{expression}{sign}{number}"
-        if value > 0:
+        if (value := _value(expression)) > 0:
             return f"{' '.join(map(str, numbers))} make {value}=", expression
 
 
@@ -111,33 +111,23 @@ def reaches(prompt: str, expression: str) -> float:
     if sorted(re.findall(r"\d+", expression)) != sorted(numbers.split()):
         return 0.0
     try:
-        value = _value(re.findall(r"\d+|\S", expression))
-    except (ValueError, IndexError, ZeroDivisionError):
+        value = _value(expression)
+    except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
     return 1.0 if value == Fraction(target) else 0.1
 
 
-def _value(tokens: list[str]) -> Fraction:
-    """Evaluate an expression by precedence climbing; raises ValueError if it is malformed."""
-    rest = tokens[:]
+def _value(expression: str) -> Fraction:
+    """Evaluate an expression; raises SyntaxError or ValueError if it is malformed."""
+    if re.search(r"[^\d\s+*/()-]", expression):
+        raise ValueError(expression)
 
-    def operand() -> Fraction:
-        token = rest.pop(0)
-        if token == "(":
-            inner = climb(0)
-            if rest.pop(0) != ")":
-                raise ValueError(token)
-            return inner
-        return Fraction(int(token))
+    def of(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
+                return OPERATORS[type(sign)](of(left), of(right))
+            case ast.Constant(int() as number):
+                return Fraction(number)
+        raise ValueError(expression)
 
-    def climb(least: int) -> Fraction:
-        left = operand()
-        while rest and rest[0] in OPERATORS and (level := 1 + (rest[0] in "*/")) > least:
-            sign = rest.pop(0)
-            left = OPERATORS[sign](left, climb(level))
-        return left
-
-    value = climb(0)
-    if rest:
-        raise ValueError(rest)
-    return value
+    return of(ast.parse(" ".join(expression.split()), mode="eval").body)

@@ -103,29 +103,18 @@ class Base:
     sha256: str
     """Hash of the weights; see `hash_of`."""
 
-    def check(self, found: str) -> None:
-        """Check that these are the weights with the hash `found`.
 
-        Raises:
-            WorkhorseError: they are other weights.
-        """
-        if found != self.sha256:
-            raise WorkhorseError(
-                f"the weights of {self.init} (SHA-256 {found[:16]}) are not those that the adapter "
-                f"was trained on ({self.sha256[:16]}); restore them"
-            )
-
-
-def open_base(init: str, config: DecoderConfig) -> tuple[Base, Decoder]:
+def open_base(init: str, config: DecoderConfig, sha256: str | None = None) -> tuple[Base, Decoder]:
     """Open the model that an adapter is added to, with its weights mapped from the files.
 
     Args:
         init: a folder, a file or an id of the hub.
         config: the config of the decoder that gets the adapter. Only options without weights, such
             as dropout, may differ.
+        sha256: the hash of the weights that an existing adapter was trained on.
 
     Raises:
-        WorkhorseError: there is no such model, or it has an adapter itself.
+        WorkhorseError: there is no such model, it has an adapter itself, or it has other weights.
     """
     from workhorse.checkpoints.stored import open_stored  # it imports run directories
 
@@ -142,7 +131,13 @@ def open_base(init: str, config: DecoderConfig) -> tuple[Base, Decoder]:
     if shapes != {name: one.shape for name, one in wanted}:
         raise WorkhorseError(f"init={init} has weights of other shapes than the adapter's base")
     path = os.path.abspath(init) if os.path.exists(init) else init
-    return Base(path, hash_of(weights_of(decoder))), decoder
+    base = Base(path, hash_of(weights_of(decoder)))
+    if sha256 not in (None, base.sha256):
+        raise WorkhorseError(
+            f"the weights of {path} (SHA-256 {base.sha256[:16]}) are not those that the adapter "
+            f"was trained on ({sha256[:16]}); restore them"
+        )
+    return base, decoder
 
 
 def hash_of(weights: Mapping[str, Tensor]) -> str:
@@ -178,9 +173,7 @@ def load_adapted(
         WorkhorseError: the base is missing, or it is another one.
     """
     adapter = AdapterConfig.from_dict(state["recipe"]["adapter"])
-    base = Base(**state["base"])
-    found, source = open_base(base.init, decoder.config)
-    base.check(found.sha256)
+    _, source = open_base(state["base"]["init"], decoder.config, state["base"]["sha256"])
     into = places(decoder)
     if adapter.quantize is not None and not transforms_of(decoder):
         into = adapter.place_codes(decoder)
@@ -206,8 +199,7 @@ def add_trained(
     """
     if "base" not in state:
         raise WorkhorseError("the run trained a whole model, not an adapter; give it as the model")
-    found, _ = open_base(init, decoder.config)
-    Base(found.init, state["base"]["sha256"]).check(found.sha256)
+    open_base(init, decoder.config, state["base"]["sha256"])
     AdapterConfig.from_dict(state["recipe"]["adapter"]).adapt(decoder, seed=0, name=name)
     copy_adapter(decoder, weights, name)
 

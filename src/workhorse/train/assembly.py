@@ -29,17 +29,14 @@ from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens
 from workhorse.train.initial_model import (
-    Built,
-    build_model,
+    Start,
     fitted_to_memory,
-    give_weights,
     with_whole_weights,
 )
 from workhorse.train.inputs import (
     batches_of,
     check_needs,
     dataset_of,
-    initial_logprobs,
     prepare_reference,
     rollouts_of,
     tokenizer_of,
@@ -90,34 +87,26 @@ def assemble(
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
     fitted = fitted_to_memory(recipe, decoder_config, device, at, world)
-    built_with = partial(
-        build_model,
+    start = Start(
         recipe.replace(train=fitted.to_dict()),
         decoder_config,
+        tokenizer,
         device,
         world,
-        checkpoint=checkpoint,
-    )
-    built = partial(
-        built_with,
-        partial(
-            give_weights, recipe, decoder_config, checkpoint, tokenizer=tokenizer, notify=notify
-        ),
+        checkpoint,
+        notify,
     )
     if config.rollouts is None:
         check_needs(config, batches, at)
-    prepare_reference(recipe, run, dataset, built, at, world=world, notify=notify)
+    prepare_reference(start, run, dataset)
     minutes = config.minutes
-    recipe = _with_steps(recipe, built, batches, dataset, world=world, notify=notify)
+    recipe = _with_steps(recipe, start, batches, dataset)
     config = recipe.train
     constants["recipe"] = recipe.to_dict()
     seed_everything(config.seed)
-    model = built()
+    model = start.build()
     reference, step, teams = model.reference, model.step, model.teams
-    started_from = partial(initial_logprobs, run, built_with, at, reference, world)
-    rollouts = rollouts_of(
-        recipe, reference, batches, tokenizer, started_from, step=step, world=world
-    )
+    rollouts = rollouts_of(start, run, model, batches)
     constants |= {"micro_batch_size": step.micro_batch_size, **model.constants}
     together = partial(with_whole_weights, step, world)
     loop = Loop(
@@ -155,22 +144,15 @@ def assemble(
     return loop
 
 
-def _with_steps(
-    recipe: Recipe,
-    built: Callable[[], Built],
-    batches: Batches,
-    dataset: Dataset,
-    *,
-    world: World,
-    notify: Callable[[str], None],
-) -> Recipe:
+def _with_steps(recipe: Recipe, start: Start, batches: Batches, dataset: Dataset) -> Recipe:
     """Replace `minutes` of a recipe by `steps`, by timing a separate copy of the model."""
     config, held_out = recipe.train, dataset.validation
     if config.minutes is None:
         return recipe
     seed_everything(config.seed)
     rows = 0 if held_out is None else held_out.n_tokens / config.tokens_per_step
-    config = settle(config, built().step, batches, world, held_out=rows, notify=notify)
+    settled = partial(settle, held_out=rows, notify=start.notify)
+    config = settled(config, start.build().step, batches, start.world)
     gc.collect()  # frees the memory of the timed model
     return recipe.replace(train=config.to_dict())
 

@@ -1,7 +1,9 @@
 """The model of a run with its initial weights, and the step that trains it."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,9 +14,11 @@ from workhorse.checkpoints import (
     Places,
     empty_decoder,
     load_weights,
+    mapped_weights,
     weights_of,
 )
 from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, open_base
+from workhorse.checkpoints.stored import open_stored
 from workhorse.devices.names import training_dtype
 from workhorse.devices.transfer import copy_tensors
 from workhorse.memory.capacity import check_training, fit_micro_batch
@@ -30,7 +34,6 @@ from workhorse.train.resume import Resumption
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 
-GiveWeights = Callable[[Decoder, Places], Checkpoint | None]
 Call = TypeVar("Call", bound=Callable[..., object])
 
 
@@ -56,97 +59,96 @@ class Built(NamedTuple):
         return {} if self.base is None else {"base": asdict(self.base)}
 
 
-def build_model(
-    recipe: Recipe,
-    config: DecoderConfig,
-    device: torch.device,
-    world: World,
-    give_weights: GiveWeights,
-    *,
-    checkpoint: Checkpoint | None,
-) -> Built:
-    """Build the decoder with its initial weights, and the step that trains it."""
-    train, parallel, divided = recipe.train, recipe.parallel, world.lockstep
-    if recipe.adapter is not None:
-        decoder, base = _adapted(recipe, recipe.adapter, config, device, checkpoint)
-        return Built(
-            decoder,
-            build_step(decoder, train, device, parallel=parallel, world=world),
-            make_teams(world, parallel, config.vocab_size),
-            base,
-        )
-    teams = make_teams(world, parallel, config.vocab_size)
-    if divided:
-        decoder, other = teams.build(config, train.kernel, "meta"), None
-    else:
-        decoder = empty_decoder(config, train.kernel, device, torch.float32)
-        other = give_weights(decoder, weights_of)
-    step = build_step(
-        decoder, train, device, parallel=parallel, world=world, teams=teams, whole=config
-    )
-    if divided:  # only this rank's parts of the weights are allocated
-        other = give_weights(step.objective.decoder, step.optimizer.masters.places)
-    if other is not None:
-        start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
-    return Built(decoder, step, teams)
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from, of which its model is built as often as it is needed.
 
-
-def _adapted(
-    recipe: Recipe,
-    adapter: AdapterConfig,
-    config: DecoderConfig,
-    device: torch.device,
-    checkpoint: Checkpoint | None,
-) -> tuple[Decoder, Base]:
-    """Build the frozen base of a recipe, with an adapter that is new or from a checkpoint."""
-    trained_on = None if checkpoint is None else Base(**checkpoint.state["base"])
-    base, source = open_base(trained_on.init if trained_on else str(recipe.init), config)
-    if trained_on is not None:
-        trained_on.check(base.sha256)
-    dtype = training_dtype(recipe.train.dtype, device)
-    decoder, places = adapter.empty(config, recipe.train.kernel, device, dtype)
-    copy_tensors(places, weights_of(source), "base")
-    adapter.adapt(decoder, recipe.train.seed, torch.float32)
-    if checkpoint is not None:
-        copy_adapter(decoder, checkpoint.model)
-    return decoder, base
-
-
-def give_weights(
-    recipe: Recipe,
-    config: DecoderConfig,
-    checkpoint: Checkpoint | None,
-    decoder: Decoder,
-    places: Places,
-    *,
-    tokenizer: Tokenizer,
-    notify: Callable[[str], None],
-) -> Checkpoint | None:
-    """Set a decoder's weights: from a checkpoint, from the recipe's `init`, or random ones.
-
-    `config` describes the whole model; `decoder` may be a part of it. `places` returns the
-    tensors of the decoder that weights are copied to.
-
-    Returns:
-        The checkpoint of `init` if its optimizer state must be loaded too, or None.
+    The values are those of the recipe's `init`, random ones, or those of `checkpoint`.
     """
-    if checkpoint is not None:
-        load_weights(decoder, checkpoint.model, places)
-        return None
-    if recipe.init is not None:
-        return start_weights(
-            recipe.init,
-            decoder,
-            notify,
-            whole=config,
-            tokenizer=tokenizer,
-            places=places,
-            with_optimizer=recipe.init_optimizer,
+
+    recipe: Recipe
+    config: DecoderConfig
+    """Config of the whole decoder."""
+    tokenizer: Tokenizer
+    device: torch.device
+    world: World
+    checkpoint: Checkpoint | None
+    notify: Callable[[str], None]
+
+    def build(self, stored: Path | None = None) -> Built:
+        """Build the decoder with its initial weights, and the step that trains it.
+
+        Args:
+            stored: a model folder; its weights replace the initial ones, except with an adapter.
+        """
+        train, parallel, divided = self.recipe.train, self.recipe.parallel, self.world.lockstep
+        teams = make_teams(self.world, parallel, self.config.vocab_size)
+        build = partial(
+            build_step,
+            config=train,
+            device=self.device,
+            parallel=parallel,
+            world=self.world,
         )
-    into = places(decoder)
-    for name, values in config.draw(decoder.device):
-        into[name].copy_(values)
-    return None
+        if self.recipe.adapter is not None:
+            decoder, base = self._adapted(self.recipe.adapter)
+            return Built(decoder, build(decoder), teams, base)
+        if divided:
+            decoder, other = teams.build(self.config, train.kernel, "meta"), None
+        else:
+            decoder = empty_decoder(self.config, train.kernel, self.device, torch.float32)
+            other = self._set_weights(decoder, weights_of, stored)
+        step = build(decoder, teams=teams, whole=self.config)
+        if divided:  # only this rank's parts of the weights are allocated
+            places = step.optimizer.masters.places
+            other = self._set_weights(step.objective.decoder, places, stored)
+        if other is not None:
+            start_optimizer(str(self.recipe.init), other, step.optimizer, train.optimizer.kind)
+        return Built(decoder, step, teams)
+
+    def _adapted(self, adapter: AdapterConfig) -> tuple[Decoder, Base]:
+        """Build the frozen base of a recipe, with an adapter that is new or from a checkpoint."""
+        train, device = self.recipe.train, self.device
+        if self.checkpoint is None:
+            base, source = open_base(str(self.recipe.init), self.config)
+        else:
+            base, source = open_base(config=self.config, **self.checkpoint.state["base"])
+        dtype = training_dtype(train.dtype, device)
+        decoder, places = adapter.empty(self.config, train.kernel, device, dtype)
+        copy_tensors(places, weights_of(source), "base")
+        adapter.adapt(decoder, train.seed, torch.float32)
+        if self.checkpoint is not None:
+            copy_adapter(decoder, self.checkpoint.model)
+        return decoder, base
+
+    def _set_weights(
+        self, decoder: Decoder, places: Places, stored: Path | None
+    ) -> Checkpoint | None:
+        """Set the weights of a decoder, or of a part of it, through its `places`.
+
+        Returns:
+            The checkpoint of `init` if its optimizer state must be loaded too, or None.
+        """
+        if stored is not None:
+            model = open_stored(stored).load_decoder(places=mapped_weights)
+            load_weights(decoder, weights_of(model), places)
+        elif self.checkpoint is not None:
+            load_weights(decoder, self.checkpoint.model, places)
+        elif self.recipe.init is not None:
+            return start_weights(
+                self.recipe.init,
+                decoder,
+                self.notify,
+                whole=self.config,
+                tokenizer=self.tokenizer,
+                places=places,
+                with_optimizer=self.recipe.init_optimizer,
+            )
+        else:
+            into = places(decoder)
+            for name, values in self.config.draw(decoder.device):
+                into[name].copy_(values)
+        return None
 
 
 def fitted_to_memory(

@@ -7,15 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from workhorse.checkpoints import (
-    Places,
-    RunDirectory,
-    load_weights,
-    mapped_weights,
-    weights_of,
-)
+from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.model_folder import ModelFolder, write_model
-from workhorse.checkpoints.stored import open_stored
 from workhorse.config.base import ConfigError
 from workhorse.data import (
     Batch,
@@ -28,9 +21,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_body
 from workhorse.generate.conversation import TemplateFormat
 from workhorse.nn import Decoder
-from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import ChatTemplate, Tokenizer
-from workhorse.train.initial_model import Built, GiveWeights, with_whole_weights
+from workhorse.train.initial_model import Built, Start, with_whole_weights
 from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
@@ -43,7 +35,6 @@ from workhorse.train.reference import (
 from workhorse.train.report.metrics import Listener, notice
 from workhorse.train.resume import Resumption, seed_everything
 from workhorse.train.rollouts import Critic, Rollouts
-from workhorse.train.step.step import TrainingStep
 
 
 def tokenizer_of(recipe: Recipe, run: RunDirectory, notify: Callable[[str], None]) -> Tokenizer:
@@ -101,33 +92,28 @@ def check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
         )
 
 
-def rollouts_of(
-    recipe: Recipe,
-    reference: Decoder,
-    prompts: Batches,
-    tokenizer: Tokenizer,
-    started_from: Callable[[], Callable[[Batch], Tensor]],
-    *,
-    step: TrainingStep,
-    world: World,
-) -> Rollouts | None:
-    """Return the batches of a run that learns from its own completions; None for other runs."""
-    config, objective = recipe.train.rollouts, recipe.train.objective
+def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches) -> Rollouts | None:
+    """Return the batches of a run that learns from its own completions; None for other runs.
+
+    They are generated with the current weights of `model`.
+    """
+    train, reference = start.recipe.train, model.reference
+    config, objective = train.rollouts, train.objective
     if config is None:
         return None
     values = objective.values if isinstance(objective, PolicyConfig) else None
-    execution = "reference" if recipe.train.execution == "reference" else "auto"
+    execution = "reference" if train.execution == "reference" else "auto"
     return Rollouts(
         prompts,
         decoding_body(reference, execution, wait=True).decoder,
-        tokenizer,
+        start.tokenizer,
         config,
-        stop_tokens=_stop_tokens(recipe, tokenizer),
+        stop_tokens=_stop_tokens(start.recipe, start.tokenizer),
         reward=None if config.reward is None else config.reward.build(),
-        seed=recipe.train.seed,
-        reference=started_from() if recipe.train.needs_initial_model else None,
-        critic=None if values is None else Critic(values, token_values(step)),
-        world=world,
+        seed=train.seed,
+        reference=_initial_logprobs(start, run, reference) if train.needs_initial_model else None,
+        critic=None if values is None else Critic(values, token_values(model.step)),
+        world=start.world,
     )
 
 
@@ -138,62 +124,48 @@ def _stop_tokens(recipe: Recipe, tokenizer: Tokenizer) -> tuple[int, ...]:
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
-def prepare_reference(
-    recipe: Recipe,
-    run: RunDirectory,
-    dataset: Dataset,
-    built: Callable[[], Built],
-    at: Resumption,
-    *,
-    world: World,
-    notify: Callable[[str], None],
-) -> None:
+def prepare_reference(start: Start, run: RunDirectory, dataset: Dataset) -> None:
     """Load the reference model's log-probabilities if the objective needs them.
 
     A new run computes them first. So does a run that ended before its first checkpoint, because its
     initial model can have changed since then.
     """
+    recipe = start.recipe
     if "reference" not in recipe.train.objective.needs:
         return
-    if at.checkpoint is not None:
+    if start.checkpoint is not None:
         if load_references(dataset, run.reference_folder):
             return
         raise WorkhorseError(
             f"{run.reference_folder} is missing, the log-probabilities of the model that this run "
             "started from; restore it, or start a new run"
         )
-    notify("computing the reference model's log-probabilities")
+    start.notify("computing the reference model's log-probabilities")
     seed_everything(recipe.train.seed)  # so that random weights are those that training starts from
-    step = built().step
-    compute = partial(
-        compute_references,
+    step = start.build().step
+    compute = with_whole_weights(step, start.world, compute_references)
+    assert compute is not None
+    compute(
         step,
         dataset,
         run.reference_folder,
         seq_len=recipe.train.seq_len,
         too_long=recipe.data.too_long,
-        world=world,
+        world=start.world,
     )
-    compute_together = with_whole_weights(step, world, compute)
-    assert compute_together is not None
-    compute_together()
     gc.collect()  # frees the memory of this model
 
 
-def initial_logprobs(
-    run: RunDirectory,
-    built_with: Callable[[GiveWeights], Built],
-    at: Resumption,
-    decoder: Decoder,
-    world: World,
+def _initial_logprobs(
+    start: Start, run: RunDirectory, decoder: Decoder
 ) -> Callable[[Batch], Tensor]:
     """Return a function that computes log-probabilities with the weights that a run started from.
 
     A new run writes these weights, which `decoder` still has, to the run directory.
     """
     folder = run.reference_folder
-    with world.first_before_others():
-        if at.checkpoint is None and world.is_first:
+    with start.world.first_before_others():
+        if start.checkpoint is None and start.world.is_first:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before a checkpoint
             write_model(folder, decoder, tokenizer=None)
     if not ModelFolder.is_one(folder):
@@ -201,9 +173,4 @@ def initial_logprobs(
             f"{folder} is missing, the model that this run started from; restore it, or start a "
             "new run"
         )
-
-    def give(decoder: Decoder, places: Places) -> None:
-        stored = open_stored(str(folder)).load_decoder(places=mapped_weights)
-        load_weights(decoder, weights_of(stored), places)
-
-    return token_logprobs(built_with(give).step)
+    return token_logprobs(start.build(folder).step)

@@ -46,11 +46,7 @@ def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> 
     """Add the options `--device`, `--dtype` and `--threads` to a verb that runs a model.
 
     The verb's function gets `device: str`, `dtype: str` and `threads: int` (0: torch's default).
-
-    Args:
-        verb: the function of the verb.
-        default: text that the help shows as the default of each option; True shows the option's
-            actual default value.
+    `default` is the default that the help shows for each option; True: the actual one.
     """
     for option in (
         click.option(
@@ -111,10 +107,6 @@ def model_options(
     """Add the argument MODEL, and options for how to execute it, to a verb that runs a model.
 
     The verb's function gets `model: str` and `running: Running`, which it passes to `open_model`.
-
-    Args:
-        verb: the function of the verb.
-        kernels: the attention kernels that the verb supports.
     """
 
     @functools.wraps(verb)
@@ -160,12 +152,7 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
     """Load the model for a verb, and print the loader's warnings on stderr.
 
     An adapter is merged into weights that are not quantised, so it does not slow decoding down.
-
-    Args:
-        model: the argument MODEL of the verb.
-        running: the values of the verb's options.
-        with_text: True to raise an error if the model has no tokenizer. False for draft models,
-            which need no tokenizer and get no adapter.
+    `with_text` is False for draft models, which need no tokenizer and get no adapter.
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load

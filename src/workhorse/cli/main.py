@@ -222,12 +222,7 @@ VALID = re.compile(r"a valid (integer|float)( range)?")
 
 
 def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
-    """The one-line message for an error that the user can correct; empty for a bug in Workhorse.
-
-    Args:
-        error: the exception that the verb raised.
-        arguments: the arguments of the command line.
-    """
+    """The one-line message for an error that the user can correct; empty for a bug in Workhorse."""
     where = "workhorse"
     match error:
         case click.exceptions.NoArgsIsHelpError():
@@ -259,10 +254,7 @@ def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
 
 
 def _verb_in(arguments: Sequence[str]) -> str:
-    """The command and the verb in `arguments`, such as `workhorse train`.
-
-    It is for errors of click's parser that do not contain the verb.
-    """
+    """The command and the verb in `arguments`: errors of click's parser do not contain the verb."""
     return " ".join(["workhorse", *(word for word in arguments[:1] if word in VERBS)])
 
 

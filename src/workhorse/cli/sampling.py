@@ -18,16 +18,7 @@ BOM = "\ufeff"
 
 
 def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
-    """Return the prompts of `--prompt`, followed by those of `--prompt-file`; at least one.
-
-    Args:
-        given: the values of `--prompt`; `-` reads the prompt from stdin.
-        file: the value of `--prompt-file`.
-
-    Raises:
-        UsageError: no prompt is given, or stdin is given twice.
-        WorkhorseError: the file cannot be read, is too large, or contains no prompt.
-    """
+    """Return the prompts of `--prompt`, followed by those of `--prompt-file`; at least one."""
     if not given and file is None:
         raise click.UsageError(
             "no prompt is given; use --prompt TEXT, --prompt - for stdin, or --prompt-file FILE"
@@ -75,12 +66,8 @@ def speed(lengths: Iterable[int], seconds: float, prompt_seconds: float) -> dict
     """The speed of decoding, as the result fields `tokens_per_second` and `prompt_seconds`.
 
     The first token of a completion comes from the prompt's forward pass, so it is not counted.
-    `tokens_per_second` is None if no completion has a second token.
-
-    Args:
-        lengths: number of new tokens of each completion.
-        seconds: total time in seconds.
-        prompt_seconds: seconds spent on the forward passes of the prompts.
+    `tokens_per_second` is None if no completion has a second token. `seconds` is the total time,
+    `prompt_seconds` the part spent on the forward passes of the prompts.
     """
     decoded = sum(max(0, n - 1) for n in lengths)
     rate = decoded / (seconds - prompt_seconds) if decoded else None
@@ -206,10 +193,7 @@ def with_sampling(
 ) -> "GenerationConfig":
     """Add the options in a model's `generation_config.json` to a config; print them on stderr.
 
-    Args:
-        config: the config made from the verb's flags.
-        model: the loaded model.
-        options: the verb's flags; those that are not None take precedence.
+    Flags in `options` that are not None take precedence.
     """
     given = [name for name, value in options.items() if value is not None]
     full = model.with_sampling(config, given)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.loading import PATH, json_option, recipe_of_run
-from workhorse.cli.output import for_terminal, print_result, progress, warn
+from workhorse.cli.output import aligned, for_terminal, print_result, progress, warn
 
 if TYPE_CHECKING:
     from workhorse.data import Batch, Dataset, RowView
@@ -161,13 +161,8 @@ def _counts(result: dict[str, Any]) -> str:
             ratio = f"{counts['bytes_per_token']:.2f}"
             unknown = f"{counts['unknown']:,}"
             table.append((f"{split} {source}", *cells, ratio, unknown, weight))
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-    lines = []
-    for name, *cells in table:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())
     kept = f"{result['folder']} ({result['dtype']}, vocabulary of {result['vocab_size']:,})"
-    return "\n".join([*lines, f"in {kept}"])
+    return "\n".join([*aligned(table), f"in {kept}"])
 
 
 def _page(result: dict[str, Any], views: tuple["RowView", ...]) -> str:

@@ -166,10 +166,7 @@ def _explain(
 ) -> None:
     """Print on stderr the number of tokens, the speed and the reasons for stopping.
 
-    Args:
-        ends: for each completion, the reason for stopping and the number of tokens.
-        rates: the speed, as returned by `speed`.
-        config: the generation config.
+    `ends` has the reason for stopping and the number of tokens of each completion.
     """
     tokens = sum(n for _, n in ends)
     reasons = ", ".join(sorted({reason for reason, _ in ends}))

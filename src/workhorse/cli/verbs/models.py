@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import click
 
 from workhorse.cli.loading import json_option
-from workhorse.cli.output import print_result, warn
+from workhorse.cli.output import aligned, print_result, warn
 
 Rows = list[dict[str, Any]]
 COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "length")
@@ -78,16 +79,9 @@ def _both(first: str, second: str) -> str:
 
 
 def _plain_table(families: list[Rows]) -> str:
-    blocks = [[list(COLUMNS)], *([_cells(row) for row in rows] for rows in families)]
-    lines = [line for block in blocks for line in block]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    return "\n\n".join("\n".join(_line(cells, widths) for cells in block) for block in blocks)
-
-
-def _line(cells: list[str], widths: list[int]) -> str:
-    name, *others = cells
-    columns = zip(others, widths[1:], strict=True)
-    return "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in columns)])
+    lines = iter(aligned([COLUMNS, *(_cells(row) for rows in families for row in rows)]))
+    blocks = ("\n".join(islice(lines, count)) for count in (1, *map(len, families)))
+    return "\n\n".join(blocks)
 
 
 def _print_table(families: list[Rows]) -> None:

@@ -184,11 +184,7 @@ def _print_pieces(
 ) -> None:
     """Print each token's id and its piece of the text, then the number of tokens and bytes.
 
-    Args:
-        tokenizer: the tokenizer of the ids.
-        ids: the token ids.
-        as_json: True to print JSON.
-        n_bytes: number of bytes of the text; None: the bytes of all tokens except special tokens.
+    If `n_bytes` is None, the bytes of all tokens except special tokens are counted.
     """
     pieces = tokenizer.pieces(ids)
     result = {

@@ -39,11 +39,7 @@ class _Train(click.Command):
 def _as_settings(option: str, given: list[str]) -> str:
     """The recipe settings for an unknown option: `train.steps=10` for `--steps 10`.
 
-    Empty if a recipe has no key of that name.
-
-    Args:
-        option: the unknown option.
-        given: all arguments of the verb, which contain the option's value.
+    Empty if a recipe has no key of that name. `given` has all arguments of the verb.
     """
     from workhorse.train.recipe.overrides import listed, places_of
 
@@ -183,14 +179,8 @@ def _read(
 ) -> Any:
     """Read a recipe and apply overrides to it.
 
-    Args:
-        file: the recipe's file, or `depth-N`.
-        overrides: settings as `section.key=value`.
-        out: the run directory; None: `runs/NAME`.
-        resume: True to resume the run in that folder, if there is one. The model that the run was
-            initialized from is then not needed.
-        workers: number of processes, to which `parallel.data` is adapted; None: unchanged.
-        notify: callback for warnings about the overrides.
+    With `resume`, the model that the run was initialized from is not needed. `parallel.data` is
+    adapted to `workers`, the number of processes, unless it is None.
     """
     from workhorse.config.dial import read_recipe
     from workhorse.errors import WorkhorseError

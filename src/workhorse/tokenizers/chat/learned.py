@@ -23,6 +23,7 @@ from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 from workhorse.errors import WorkhorseError, shown
+from workhorse.tokenizers.chat.messages import REASONING
 from workhorse.tokenizers.chat.template import ChatTemplate, Messages
 from workhorse.tokenizers.tokenizer import Tokenizer
 
@@ -30,7 +31,6 @@ Learn = Literal["assistant", "last", "all"]
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
 OURS = ("weight", "train")
 """Keys of a message that are options of `encode_conversation`; templates do not see them."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
 
 _WORD = re.compile(r"[<\[]?/?\w*\Z")
 """Matches the word, or the beginning of a tag, at the end of a string."""

@@ -26,7 +26,7 @@ ChatMessage = Mapping[str, Any]
 """A chat message: its `role`, `content`, and any other keys that the template reads."""
 MAX_DEPTH = 64
 """Maximum nesting depth of lists and mappings."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which templates look for the reasoning of a message."""
 
 
@@ -63,7 +63,7 @@ def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copy the reasoning of each message to all keys that a template may use for it."""
     completed: list[dict[str, Any]] = []
     for message in messages:
-        texts = [message[name] for name in _REASONING if message.get(name) is not None]
+        texts = [message[name] for name in REASONING if message.get(name) is not None]
         extra = {"thinking": texts[0], **message, "reasoning_content": texts[0]} if texts else {}
         completed.append(extra or message)
     return completed

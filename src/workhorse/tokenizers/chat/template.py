@@ -148,22 +148,19 @@ class ChatTemplate:
             WorkhorseError: the messages are malformed, or the template raises an error or exceeds a
                 limit.
         """
-        if tools is not None and self.with_tools is not None:
-            return self.with_tools.render(
-                messages, add_generation_prompt, tools=tools, documents=documents, **variables
-            )
         chat = _chat(messages, tools, documents, variables)
         now = datetime.now()
+        template = self._for(tools)
         try:
-            text = self._render(chat, add_generation_prompt, now)
+            text = template._render(chat, add_generation_prompt, now)
         except WorkhorseError:
-            if not self._knows_parts:
+            if not template._knows_parts:
                 raise
-            return self._render(in_parts(chat), add_generation_prompt, now)
+            return template._render(in_parts(chat), add_generation_prompt, now)
         contents = [c.strip() for m in chat.messages if isinstance(c := m.get("content"), str)]
-        if self._knows_parts and any(content not in text for content in contents):
+        if template._knows_parts and any(content not in text for content in contents):
             with suppress(WorkhorseError):
-                other = self._render(in_parts(chat), add_generation_prompt, now)
+                other = template._render(in_parts(chat), add_generation_prompt, now)
                 text = other if all(content in other for content in contents) else text
         return text
 
@@ -198,30 +195,24 @@ class ChatTemplate:
                 limit; a message's content is not in the rendered text; or the template splits
                 messages, so that its special tokens cannot be distinguished from typed text.
         """
-        if tools is not None and self.with_tools is not None:
-            return self.with_tools.encode(
-                tokenizer,
-                messages,
-                add_generation_prompt,
-                tools=tools,
-                documents=documents,
-                allow_special=allow_special,
-                **variables,
+        if not allow_special:
+            encoder, spelled = self.spelling(
+                tokenizer, tools=tools, documents=documents, **variables
             )
+            return encoder.encode(spelled(messages, add_generation_prompt))
+        template, now = self._for(tools), datetime.now()
+        encoder = tokenizer.control_encoder(template._written_tokens(tokenizer))
         chat = _chat(messages, tools, documents, variables)
-        encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
-        now = datetime.now()
-        if allow_special:
-            chat, _, _ = self._marked(chat, add_generation_prompt, now, tokenizer, encoder)
-            text = self._render(chat, add_generation_prompt, now)
-            return tokenizer.encode(text, allow_special=True)
-        return encoder.encode(self._spelled(chat, add_generation_prompt, now, tokenizer, encoder))
+        chat, _, _ = template._marked(chat, add_generation_prompt, now, tokenizer, encoder)
+        text = template._render(chat, add_generation_prompt, now)
+        return tokenizer.encode(text, allow_special=True)
 
     def spelling(
         self,
         tokenizer: Tokenizer,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> tuple[ControlEncoder, Callable[[Messages, bool], str]]:
         """Return an encoder, and a function from messages to the string that `encode` encodes.
@@ -232,32 +223,24 @@ class ChatTemplate:
         Args:
             tokenizer: the model's tokenizer.
             tools: see `render`.
+            documents: see `render`.
             variables: see `render`.
         """
-        if tools is not None and self.with_tools is not None:
-            return self.with_tools.spelling(tokenizer, tools=tools, **variables)
-        encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
-        now = datetime.now()
+        template, now = self._for(tools), datetime.now()
+        encoder = tokenizer.control_encoder(template._written_tokens(tokenizer))
 
         def spelled(messages: Messages, add_generation_prompt: bool) -> str:
-            chat = _chat(messages, tools, None, variables)
-            return self._spelled(chat, add_generation_prompt, now, tokenizer, encoder)
+            chat = _chat(messages, tools, documents, variables)
+            _check_roles(chat, [*encoder.names])
+            _, typed, text = template._marked(chat, add_generation_prompt, now, tokenizer, encoder)
+            plain = template._render(typed.without_names, add_generation_prompt, now)
+            return typed.put_back(text, plain)
 
         return encoder, spelled
 
-    def _spelled(
-        self,
-        chat: Chat,
-        add_generation_prompt: bool,
-        now: datetime,
-        tokenizer: Tokenizer,
-        encoder: ControlEncoder,
-    ) -> str:
-        """Render a chat for the encoder, in which typed text cannot be a control token."""
-        _check_roles(chat, [*encoder.names])
-        _, typed, text = self._marked(chat, add_generation_prompt, now, tokenizer, encoder)
-        plain = self._render(typed.without_names, add_generation_prompt, now)
-        return typed.put_back(text, plain)
+    def _for(self, tools: object) -> "ChatTemplate":
+        """Return the template for chats with these tools, or without tools if they are None."""
+        return self if tools is None or self.with_tools is None else self.with_tools
 
     def _marked(
         self,

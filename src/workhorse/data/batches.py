@@ -232,7 +232,7 @@ class ValidationBatches:
         """
         sampler = self._samplers[source]
         assert isinstance(sampler, WholeDocuments)
-        return sampler.plan.documents
+        return sampler.plan.pieces.documents
 
     def __len__(self) -> int:
         """Number of batches."""

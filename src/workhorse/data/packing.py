@@ -24,8 +24,8 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class PackingPlan:
-    """The document pieces of each row, stored as arrays so that millions take only megabytes."""
+class Pieces:
+    """Pieces of documents, stored as arrays so that millions take only megabytes."""
 
     starts: Indices
     """Position of each piece's first token in the stream."""
@@ -33,6 +33,23 @@ class PackingPlan:
     """Number of predictions of each piece. A piece has one token more."""
     documents: Indices
     """Index of each piece's document in the stream."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, chosen: npt.NDArray[np.bool_] | Indices | slice) -> "Pieces":
+        return Pieces(self.starts[chosen], self.lengths[chosen], self.documents[chosen])
+
+    def __add__(self, other: "Pieces") -> "Pieces":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Pieces(*map(np.concatenate, pairs))
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """The document pieces of each row."""
+
+    pieces: Pieces
     bounds: Indices
     """Bounds of the rows: row i holds the pieces `bounds[i]:bounds[i + 1]`."""
     dropped: int = 0
@@ -45,20 +62,8 @@ class PackingPlan:
 
     def row(self, index: int) -> list[tuple[int, int]]:
         """Return (start position, number of predictions) of each piece of a row."""
-        pieces = slice(self.bounds[index], self.bounds[index + 1])
-        return list(zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True))
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """Pieces of documents, in the order of the stream; the arrays are as in `PackingPlan`."""
-
-    starts: Indices
-    lengths: Indices
-    documents: Indices
-
-    def __getitem__(self, chosen: npt.NDArray[np.bool_] | Indices) -> "_Pieces":
-        return _Pieces(self.starts[chosen], self.lengths[chosen], self.documents[chosen])
+        pieces = self.pieces[self.bounds[index] : self.bounds[index + 1]]
+        return list(zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True))
 
 
 def pack(stream: TokenStream, seq_len: int, too_long: TooLong = "split") -> PackingPlan:
@@ -68,25 +73,23 @@ def pack(stream: TokenStream, seq_len: int, too_long: TooLong = "split") -> Pack
     # Full rows: one for each multiple of seq_len in each document.
     owner = np.repeat(np.arange(len(full)), full)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
-    whole = _Pieces(
+    whole = Pieces(
         documents.starts[owner] + nth * seq_len,
         np.full(len(owner), seq_len),
         documents.documents[owner],
     )
-    remainders = _Pieces(documents.starts + full * seq_len, rest, documents.documents)
+    remainders = Pieces(documents.starts + full * seq_len, rest, documents.documents)
     remainders = remainders[rest > 0]
     kept, left = whole[_learned(stream, whole)], remainders[_learned(stream, remainders)]
-    unlearned = len(whole.starts) + len(remainders.starts) - len(kept.starts) - len(left.starts)
+    unlearned = len(whole) + len(remainders) - len(kept) - len(left)
     # Remainders, longest first; equal lengths stay in corpus order.
     left = left[np.argsort(-left.lengths, kind="stable")]
-    full_rows = np.arange(len(kept.starts))
-    rows = np.concatenate([full_rows, len(full_rows) + _best_fit(left.lengths.tolist(), seq_len)])
+    fitted = len(kept) + _best_fit(left.lengths.tolist(), seq_len)
+    rows = np.concatenate([np.arange(len(kept)), fitted])
     by_row = np.argsort(rows, kind="stable")
     n_rows = int(rows.max()) + 1 if len(rows) else 0
     return PackingPlan(
-        np.concatenate([kept.starts, left.starts])[by_row],
-        np.concatenate([kept.lengths, left.lengths])[by_row],
-        np.concatenate([kept.documents, left.documents])[by_row],
+        (kept + left)[by_row],
         np.searchsorted(rows[by_row], np.arange(n_rows + 1)),
         dropped,
         unlearned,
@@ -103,17 +106,10 @@ def one_per_row(stream: TokenStream, seq_len: int, too_long: TooLong = "drop") -
     useful = (documents.lengths > 0) & _learned(stream, documents)
     useful = np.repeat(useful.reshape(-1, stream.group).all(axis=1), stream.group)
     kept = documents[useful]
-    return PackingPlan(
-        kept.starts,
-        kept.lengths,
-        kept.documents,
-        np.arange(len(kept.starts) + 1),
-        dropped,
-        len(useful) - len(kept.starts),
-    )
+    return PackingPlan(kept, np.arange(len(kept) + 1), dropped, len(useful) - len(kept))
 
 
-def _shortened(stream: TokenStream, seq_len: int, too_long: TooLong) -> tuple[_Pieces, int]:
+def _shortened(stream: TokenStream, seq_len: int, too_long: TooLong) -> tuple[Pieces, int]:
     """Return each document as one piece, shortened or dropped if it is too long.
 
     Also returns the number of dropped documents. With `split`, pieces may still be too long.
@@ -121,7 +117,7 @@ def _shortened(stream: TokenStream, seq_len: int, too_long: TooLong) -> tuple[_P
     ends = stream.ends
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     lengths = np.maximum(ends - starts - 1, 0)
-    documents = _Pieces(starts, lengths, np.arange(len(ends)))
+    documents = Pieces(starts, lengths, np.arange(len(ends)))
     match too_long:
         case "split":
             return documents, 0
@@ -130,16 +126,16 @@ def _shortened(stream: TokenStream, seq_len: int, too_long: TooLong) -> tuple[_P
             fits = np.repeat(fits, stream.group)
             return documents[fits], int(len(fits) - fits.sum())
         case "keep_start":
-            return _Pieces(starts, np.minimum(lengths, seq_len), documents.documents), 0
+            return Pieces(starts, np.minimum(lengths, seq_len), documents.documents), 0
         case "keep_end":
             kept = np.minimum(lengths, seq_len)
-            return _Pieces(starts + lengths - kept, kept, documents.documents), 0
+            return Pieces(starts + lengths - kept, kept, documents.documents), 0
 
 
-def _learned(stream: TokenStream, pieces: _Pieces) -> npt.NDArray[np.bool_]:
+def _learned(stream: TokenStream, pieces: Pieces) -> npt.NDArray[np.bool_]:
     """Return for each piece whether a token of it is learned."""
     if not stream.weighted:
-        return np.ones(len(pieces.starts), dtype=bool)
+        return np.ones(len(pieces), dtype=bool)
     pairs = zip((pieces.starts + 1).tolist(), pieces.lengths.tolist(), strict=True)
     return np.array(
         [bool(stream.read_weights(first, first + length).any()) for first, length in pairs], bool

@@ -313,7 +313,7 @@ class WholeDocuments:
                 column += length
         if self.packing == "documents":
             return Rows(tokens, targets, documents, weights if stream.weighted else None)
-        own = self.plan.documents[numbers]
+        own = self.plan.pieces.documents[numbers]
         return Rows(
             tokens,
             targets,

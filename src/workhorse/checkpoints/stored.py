@@ -71,9 +71,10 @@ class StoredModel(Protocol):
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """Build the decoder and load its weights, by default in dtype `self.dtype`.
+        """Build the decoder and load its weights, in evaluation mode.
 
-        `places` is a function that returns the object to copy each weight into.
+        The weights get the dtype `self.dtype` by default. The function `places` returns the
+        destinations that they are copied to.
         """
         ...
 

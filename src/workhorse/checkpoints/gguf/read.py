@@ -126,10 +126,7 @@ class GgufFile:
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """Build the decoder and load its weights, in evaluation mode.
-
-        The weights get the dtype `self.dtype` by default. The function `places` returns the
-        destinations that they are copied to.
+        """Build the decoder and load its weights; see `StoredModel.load_decoder`.
 
         Raises:
             WorkhorseError: a tensor is missing, unexpected or has a wrong shape, or its type needs

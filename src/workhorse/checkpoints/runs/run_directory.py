@@ -362,11 +362,9 @@ class RunDirectory:
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """Build the trained decoder and load its weights, in evaluation mode.
+        """Build the trained decoder and load its weights; see `StoredModel.load_decoder`.
 
-        The weights get the dtype `self.dtype` by default. The function `places` returns the
-        destinations that they are copied to. If the run trained an adapter, its base is loaded too,
-        and the decoder has the adapter.
+        If the run trained an adapter, its base is loaded too, and the decoder has the adapter.
 
         Raises:
             WorkhorseError: the run or checkpoint is missing, the checkpoint's config differs from

@@ -69,36 +69,8 @@ VERBS = {
 """The verbs and their descriptions in `--help`. The module of a verb is `workhorse.cli.verbs.VERB`;
 it is imported when the verb is used."""
 
-REFUSED_BY_SYSTEM = {
-    errno.EACCES,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.EINTR,
-    errno.EIO,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.EMFILE,
-    errno.ENAMETOOLONG,
-    errno.ENFILE,
-    errno.ENOENT,
-    errno.ENOLCK,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.ENOTEMPTY,
-    errno.ENXIO,
-    errno.EOPNOTSUPP,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-}
-"""Values of `OSError.errno` for problems that a user can correct.
-
-For these errors, the command prints one line instead of a traceback.
-"""
+BUGS = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTTY, errno.ESPIPE}
+"""Values of `OSError.errno` that a user cannot correct; for these, the traceback is printed."""
 
 
 class VerbGroup(click.Group):
@@ -238,7 +210,7 @@ def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
             reason = error.format_message()
         case WorkhorseError():
             reason = str(error)
-        case OSError() if error.errno in REFUSED_BY_SYSTEM:
+        case OSError() if error.errno not in BUGS:
             subject = f"{error.filename}: " if error.filename is not None else ""
             remedy = "; check the path" if error.errno == errno.ENOENT else ""
             reason = f"{subject}{error.strerror}{remedy}"

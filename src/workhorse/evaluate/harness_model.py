@@ -9,18 +9,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from workhorse.data import DataConfig, start_token
+from workhorse.data import start_token
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.evaluate.evaluation import check_causal
 from workhorse.evaluate.scoring import Question, Score, by_length, score
 from workhorse.generate import Completion, GenerationConfig, generate
+from workhorse.model.model import Model
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 
@@ -158,25 +159,6 @@ def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
     yield lambda done, total: None
 
 
-class Evaluated(Protocol):
-    """The part of `workhorse.model.model.Model` that the harness model uses."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def decoder(self) -> Decoder: ...
-    @property
-    def text(self) -> Tokenizer: ...
-    @property
-    def data(self) -> DataConfig | None: ...
-    @property
-    def prefix(self) -> tuple[int, ...]: ...
-    @property
-    def start(self) -> int | None: ...
-    @property
-    def stop_tokens(self) -> tuple[int, ...]: ...
-
-
 class HarnessModel(TemplateLM):
     """Model for lm-evaluation-harness.
 
@@ -198,7 +180,7 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        model: Evaluated,
+        model: Model,
         *,
         progress: Progress = silent,
         batch_size: int | None = None,

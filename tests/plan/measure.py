@@ -43,10 +43,9 @@ def make_step(
 ) -> TrainingStep:
     torch.manual_seed(0)
     if adapter is not None:
-        decoder, places = adapter.empty(config, train.kernel, CPU, training_dtype(train.dtype, CPU))
-        for name, values in config.draw(CPU):
-            places[name].copy_(values)
-        return build_step(adapter.adapt(decoder, 0, torch.float32), train, CPU)
+        dtype = training_dtype(train.dtype, CPU)
+        decoder = adapter.trainable(config, train.kernel, CPU, dtype, config.draw(CPU))
+        return build_step(decoder, train, CPU)
     teams = absent_teams(parallel, config.vocab_size)
     decoder = teams.build(config, train.kernel, CPU)
     return build_step(decoder, train, CPU, parallel=parallel, teams=teams, whole=config)

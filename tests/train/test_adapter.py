@@ -315,10 +315,7 @@ def test_training_in_bfloat16_starts_as_the_base(quantize: str | None, base: Pat
     config = load(base, execution="reference").config
     adapter = AdapterConfig(dora=True, quantize=quantize)
     cpu = torch.device("cpu")
-    decoder, places = adapter.empty(config, "auto", cpu, torch.bfloat16)
-    for name, weight in weights(base, 2).items():
-        places[name].copy_(weight)
-    adapter.adapt(decoder, 0, torch.float32)
+    decoder = adapter.trainable(config, "auto", cpu, torch.bfloat16, weights(base, 2).items())
     fields = {"steps": 1, "batch_size": 1, "seq_len": 16, "dtype": "bfloat16"}
     body = build_step(decoder, TrainConfig(**fields), cpu).objective.decoder.eval()
     types = {name.rpartition(".")[2]: one.dtype for name, one in body.named_parameters()}

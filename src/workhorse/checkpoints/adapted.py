@@ -6,7 +6,7 @@ adapter, the name of its base and the SHA-256 of the base's weights.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +36,27 @@ class AdapterConfig(LoraConfig):
     """Format of the linear layers inside the blocks of the base: `int8`, `int4` (QLoRA,
     2305.14314), or None for the dtype of the training."""
 
-    def empty(
-        self, config: DecoderConfig, kernel: KernelName, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Decoder, dict[str, Destination]]:
-        """Build a frozen decoder for training with `dtype`, with uninitialised weights.
+    def trainable(
+        self,
+        config: DecoderConfig,
+        kernel: KernelName,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: Iterable[tuple[str, Tensor]] = (),
+        *,
+        seed: int = 0,
+    ) -> Decoder:
+        """Build a frozen decoder with a new adapter, for training with `dtype`.
 
         Frozen weights have this dtype. Weights that are trained are float32.
 
-        Returns:
-            The decoder, to which `adapt` adds the adapter, and the destination of each weight.
+        Args:
+            config: the config of the base.
+            kernel: the implementation of attention.
+            device: the device of the decoder.
+            dtype: the dtype of the training.
+            weights: the weights of the base; without them its values are not set.
+            seed: the seed of the adapter's initial values.
         """
         decoder = config.build(kernel, device="meta", dtype=torch.float32)
         freeze(decoder, self)
@@ -54,15 +66,13 @@ class AdapterConfig(LoraConfig):
             ):
                 parameter.data = parameter.data.to(dtype)
         allocate(decoder, device)
-        if self.quantize is not None:
-            return decoder, self.place_codes(decoder)
-        return decoder, {name: LocalShard(one) for name, one in decoder.named_parameters()}
-
-    def blank(
-        self, config: DecoderConfig, kernel: KernelName, device: torch.device, dtype: torch.dtype
-    ) -> Decoder:
-        """Build a decoder for training with `dtype`, with adapter and uninitialised base."""
-        return self.adapt(self.empty(config, kernel, device, dtype)[0], 0, torch.float32)
+        if self.quantize is None:
+            places = {name: LocalShard(one) for name, one in decoder.named_parameters()}
+        else:
+            places = self.place_codes(decoder)
+        for name, values in weights:
+            places[name].copy_(values)
+        return self.adapt(decoder, seed, torch.float32)
 
     def check_parallel(self, parallel: ParallelismConfig) -> None:
         """Raise ConfigError if ranks divide weights or sequences."""
@@ -180,28 +190,6 @@ def load_adapted(
     copy_tensors(into, weights_of(source), "base")
     adapter.adapt(decoder, seed=0)
     copy_adapter(decoder, weights)
-
-
-def add_trained(
-    decoder: Decoder, init: str, state: Mapping[str, Any], weights: Mapping[str, Tensor], name: str
-) -> None:
-    """Add the adapter of a run to its base, in place.
-
-    Args:
-        decoder: the base, which may have another dtype than in the run.
-        init: the model that the decoder was loaded from.
-        state: the state of the run's checkpoint.
-        weights: the weights in the checkpoint.
-        name: the name that the adapter gets.
-
-    Raises:
-        WorkhorseError: the run has no adapter, or the decoder is not its base.
-    """
-    if "base" not in state:
-        raise WorkhorseError("the run trained a whole model, not an adapter; give it as the model")
-    open_base(init, decoder.config, state["base"]["sha256"])
-    AdapterConfig.from_dict(state["recipe"]["adapter"]).adapt(decoder, seed=0, name=name)
-    copy_adapter(decoder, weights, name)
 
 
 def copy_adapter(decoder: Decoder, weights: Mapping[str, Tensor], name: str = "default") -> None:

@@ -196,7 +196,7 @@ def check_held(
     if adapter is None:
         decoder = config.build(train.kernel, device="meta")
     else:
-        decoder = adapter.blank(config, train.kernel, torch.device("meta"), dtype)
+        decoder = adapter.trainable(config, train.kernel, torch.device("meta"), dtype)
     low_bits = round_weights(decoder) if narrow else {}
     optimizer = build_optimizer(decoder, train.optimizer, low_bits)
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]

@@ -198,7 +198,7 @@ def step_memory(
         if adapter is None:
             decoder = teams.build(config, train.kernel, here)
         else:
-            decoder = adapter.blank(config, kernel, here, training_dtype(train.dtype, device))
+            decoder = adapter.trainable(config, kernel, here, training_dtype(train.dtype, device))
         if here.type == "meta":
             decoder = with_gpu_kernels(decoder)
         step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)

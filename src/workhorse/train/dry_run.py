@@ -155,12 +155,8 @@ def time_steps(
     if adapter is None:
         decoder = config.build(train.kernel, device=device)
     else:
-        decoder, places = adapter.empty(
-            config, train.kernel, device, training_dtype(train.dtype, device)
-        )
-        for name, values in config.draw(device):
-            places[name].copy_(values)
-        adapter.adapt(decoder, train.seed, torch.float32)
+        dtype = training_dtype(train.dtype, device)
+        decoder = adapter.trainable(config, train.kernel, device, dtype, config.draw(device))
     step = build_step(decoder, train, device, parallel=parallel)
     for _ in range(1 + TIMED_STEPS):
         start = time.perf_counter()

@@ -20,7 +20,6 @@ from workhorse.checkpoints import (
 from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, open_base
 from workhorse.checkpoints.stored import open_stored
 from workhorse.devices.names import training_dtype
-from workhorse.devices.transfer import copy_tensors
 from workhorse.memory.capacity import check_training, fit_micro_batch
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams, make_teams
@@ -114,9 +113,10 @@ class Start:
         else:
             base, source = open_base(config=self.config, **self.checkpoint.state["base"])
         dtype = training_dtype(train.dtype, device)
-        decoder, places = adapter.empty(self.config, train.kernel, device, dtype)
-        copy_tensors(places, weights_of(source), "base")
-        adapter.adapt(decoder, train.seed, torch.float32)
+        weights = weights_of(source).items()
+        decoder = adapter.trainable(
+            self.config, train.kernel, device, dtype, weights, seed=train.seed
+        )
         if self.checkpoint is not None:
             copy_adapter(decoder, self.checkpoint.model)
         return decoder, base

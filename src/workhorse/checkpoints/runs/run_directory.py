@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from workhorse.checkpoints.adapted import add_trained, load_adapted
+from workhorse.checkpoints.adapted import AdapterConfig, copy_adapter, load_adapted, open_base
 from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore, step_of
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
@@ -385,9 +385,24 @@ class RunDirectory:
         return decoder.eval()
 
     def add_adapter(self, decoder: Decoder, init: str, name: str) -> None:
-        """Add the adapter that this run trained to its base; see `add_trained`."""
+        """Add the adapter that this run trained to its base, in place.
+
+        Args:
+            decoder: the base, which may have another dtype than in the run.
+            init: the model that the decoder was loaded from.
+            name: the name that the adapter gets.
+
+        Raises:
+            WorkhorseError: the run has no adapter, or the decoder is not its base.
+        """
         weights, state = self._weights()
-        add_trained(decoder, init, state, weights, name)
+        if "base" not in state:
+            raise WorkhorseError(
+                "the run trained a whole model, not an adapter; give it as the model"
+            )
+        open_base(init, decoder.config, state["base"]["sha256"])
+        AdapterConfig.from_dict(state["recipe"]["adapter"]).adapt(decoder, seed=0, name=name)
+        copy_adapter(decoder, weights, name)
 
     @property
     def base(self) -> str | None:

@@ -1,5 +1,6 @@
 """Validation: means of the loss and of the objective's other figures, on one rank or several."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,17 @@ def test_a_rank_without_batches_gets_the_same_loss(make_recipe: MakeRecipe, tmp_
             most=lambda _: 3,
             add_=add,
         )
-        sizes: dict[str, Any] = {"seq_len": 16, "batch_size": 2, "packing": "documents"}
-        precision = Precision(cpu, torch.float32)
-        return Validator(objective, split, cpu, precision=precision, world=world, **sizes)(9)
+        validator = Validator(
+            objective,
+            split,
+            cpu,
+            precision=Precision(cpu, torch.float32),
+            batches=partial(
+                ValidationBatches, split, seq_len=16, batch_size=2, packing="documents"
+            ),
+            world=world,
+        )
+        return validator(9)
 
     first, second = validated(True), validated(False)
     batches = ValidationBatches(split, seq_len=16, batch_size=2, packing="documents", max_rows=9)

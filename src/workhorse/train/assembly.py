@@ -217,24 +217,22 @@ def _validator(
     """
     if dataset.validation is None:
         return None
+    batches = partial(
+        ValidationBatches,
+        dataset.validation,
+        seq_len=recipe.train.seq_len,
+        packing=recipe.data.packing,
+        too_long=recipe.data.too_long,
+    )
     if rollouts is not None and rollouts.reward is not None:
-        prompts = ValidationBatches(
-            dataset.validation,
-            seq_len=recipe.train.seq_len,
-            batch_size=recipe.train.batch_size,
-            packing="padded",
-            too_long=recipe.data.too_long,
-        )
+        prompts = batches(batch_size=recipe.train.batch_size, packing="padded")
         return RolloutValidator(rollouts, prompts)
     return Validator(
         step.objective,
         dataset.validation,
         step.device,
         precision=step.precision,
-        seq_len=recipe.train.seq_len,
-        batch_size=step.micro_batch_size,
-        packing=recipe.data.packing,
-        too_long=recipe.data.too_long,
+        batches=partial(batches, batch_size=step.micro_batch_size),
         world=world,
     )
 

@@ -1,15 +1,14 @@
 """Validation during training: the loss on held-out documents, and generated samples."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
 from textwrap import shorten
-from typing import Any
 
 import torch
 
 from workhorse.data import DataConfig, SequenceStart, Split, ValidationBatches
-from workhorse.data.config import Packing, TooLong
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder
@@ -117,10 +116,7 @@ class Validator:
         split: the held-out tokens.
         device: the device of the model.
         precision: creates the context that a forward pass runs in.
-        seq_len: predictions per row.
-        batch_size: rows per forward pass.
-        packing: the packing used in training.
-        too_long: handling of long documents; see `DataConfig.too_long`.
+        batches: returns the batches of the split, up to `max_rows` rows.
         world: the processes that divide the batches among themselves.
     """
 
@@ -131,23 +127,15 @@ class Validator:
         device: torch.device,
         *,
         precision: Precision,
-        seq_len: int,
-        batch_size: int,
-        packing: Packing,
-        too_long: TooLong | None = None,
+        batches: Callable[..., ValidationBatches],
         world: World = ALONE,
     ) -> None:
         self.objective = objective
         self.split = split
         self.device = device
         self.precision = precision
+        self.batches = batches
         self.world = world
-        self._sizes: dict[str, Any] = {
-            "seq_len": seq_len,
-            "batch_size": batch_size,
-            "packing": packing,
-            "too_long": too_long,
-        }
 
     @torch.no_grad()
     def __call__(self, max_rows: int | None = None) -> Validation:
@@ -156,7 +144,7 @@ class Validator:
         Args:
             max_rows: number of rows, spread evenly over the split; None for the whole split.
         """
-        batches = ValidationBatches(self.split, **self._sizes, max_rows=max_rows)
+        batches = self.batches(max_rows=max_rows)
         none = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         sums = {"loss": none, "count": none.clone()}
         self.objective.eval()

@@ -128,8 +128,7 @@ class Batches:
         too_long: TooLong | None = None,
         offset: int = 0,
     ) -> None:
-        _check_sizes(seq_len, batch_size)
-        _check_groups(split, batch_size)
+        _check_sizes(split, seq_len, batch_size)
         self._split = split
         self.seq_len, self.batch_size, self.offset = seq_len, batch_size, offset
         self.packing: Packing = packing
@@ -202,8 +201,7 @@ class ValidationBatches:
         too_long: TooLong | None = None,
         max_rows: int | None = None,
     ) -> None:
-        _check_sizes(seq_len, batch_size)
-        _check_groups(split, batch_size)
+        _check_sizes(split, seq_len, batch_size)
         self._split = split
         self.seq_len, self.batch_size = seq_len, batch_size
         self.packing: Packing = packing
@@ -310,18 +308,15 @@ def _batch(
     return Batch(**{"documents": None, **{k: torch.from_numpy(one) for k, one in fields.items()}})
 
 
-def _check_groups(split: Split, batch_size: int) -> None:
+def _check_sizes(split: Split, seq_len: int, batch_size: int) -> None:
+    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+        if value < 1:
+            raise WorkhorseError(f"{name}={value} is less than 1; choose 1 or more")
     if batch_size % split.group:
         raise WorkhorseError(
             f"batch_size={batch_size} splits groups of {split.group} rows; choose a multiple of "
             f"{split.group}"
         )
-
-
-def _check_sizes(seq_len: int, batch_size: int) -> None:
-    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-        if value < 1:
-            raise WorkhorseError(f"{name}={value} is less than 1; choose 1 or more")
 
 
 @dataclass(frozen=True)

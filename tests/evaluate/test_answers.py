@@ -8,8 +8,8 @@ import torch
 
 from workhorse import load
 from workhorse.data import Document, read_documents
-from workhorse.data.config import TaskConfig
-from workhorse.data.conversations import RowKind, record_of
+from workhorse.data.config import RowKind, TaskConfig
+from workhorse.data.conversations import record_of
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.answers import answer_questions, fractions, questions_of
 from workhorse.tokenizers import Tokenizer

@@ -29,6 +29,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Packing = Literal["windows", "random_windows", "documents", "padded"]
 TooLong = Literal["split", "drop", "keep_start", "keep_end"]
 Learn = Literal["assistant", "last", "all"]
+RowKind = Literal["conversations", "pairs", "labels"]
 
 
 class HeldOut(Config):
@@ -143,7 +144,7 @@ class ConversationsConfig(HeldOut):
     """A file, or a folder of files: `.jsonl`, `.jsonl.gz`, `.jsonl.zst` or `.parquet`. `stdlib`:
     questions about the functions and classes of Python's standard library, if there is no file of
     this name."""
-    rows: Literal["conversations", "pairs", "labels"] = "conversations"
+    rows: RowKind = "conversations"
     """The meaning of a record. Each record of `pairs` is two sequences."""
     learn: Learn = "assistant"
     """The tokens to learn: of all assistant messages, only of the `last` one, or `all` tokens. A

@@ -8,16 +8,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workhorse.data.config import Learn
+from workhorse.data.config import Learn, RowKind
 from workhorse.errors import WorkhorseError, nearest, shown
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
     from workhorse.tokenizers.chat.learned import Learned
 
-RowKind = Literal["conversations", "pairs", "labels"]
 Message = dict[str, Any]
 
 SHAREGPT_ROLES = {

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from workhorse.evaluate.scoring import Question, Score, by_length, score
 from workhorse.generate import Completion, GenerationConfig, generate
 from workhorse.model.model import Model
 from workhorse.nn import Decoder
-from workhorse.tokenizers import ChatTemplate, Tokenizer
+from workhorse.tokenizers import ChatTemplate
 
 WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Sampling options. With greedy decoding they are ignored, as in the harness."""
@@ -37,29 +36,13 @@ OPTIONS = {
 ELSEWHERE = ("do_sample", "until", "max_gen_toks")
 
 
-@dataclass
-class Answers:
-    """The model that generates completions, and its limits."""
-
-    decoder: Decoder
-    tokenizer: Tokenizer
-    encode: Callable[[str], list[int]]
-    stop_tokens: Sequence[int]
-    """Token ids that end every completion."""
-    max_length: int
-    """Maximum number of tokens of a prompt and its completion together."""
-    batch_size: int | None
-    shortened: int = 0
-    """Number of prompts truncated on the left to make room for the completion."""
-
-
 def answer(
-    asked: Answers, requests: Sequence[tuple[str, Mapping[str, Any]]]
+    asked: "HarnessModel", requests: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[tuple[int, str]]:
     """Generate completions of prompts. Prompts with equal options are batched, longest first.
 
     Args:
-        asked: the model and its limits.
+        asked: the model.
         requests: prompts, each with the harness's `generation_kwargs`. If they are sampled, equal
             prompts get different completions. The seeds come from torch's generator, which the
             harness seeds.
@@ -84,7 +67,7 @@ def answer(
             )
         same: dict[tuple[int, ...], list[int]] = {}
         for number in numbers:
-            tokens = asked.encode(requests[number][0])
+            tokens = asked.tok_encode(requests[number][0])
             asked.shortened += len(tokens) > room
             same.setdefault(tuple(tokens[-room:]), []).append(number)
         for number, completion in _completions(asked, config, same):
@@ -97,7 +80,7 @@ def answer(
 
 
 def _completions(
-    asked: Answers, config: GenerationConfig, same: Mapping[tuple[int, ...], Sequence[int]]
+    asked: "HarnessModel", config: GenerationConfig, same: Mapping[tuple[int, ...], Sequence[int]]
 ) -> Iterator[tuple[int, Completion]]:
     """Yield the index and the completion of each request.
 
@@ -120,7 +103,7 @@ def _completions(
             yield from ((number, completion) for number in same[prompt])
 
 
-def _config(asked: Answers, options: Mapping[str, Any]) -> GenerationConfig:
+def _config(asked: "HarnessModel", options: Mapping[str, Any]) -> GenerationConfig:
     """Convert the harness's normalised options to a `GenerationConfig`."""
     for name in options:
         if name not in OPTIONS and name not in ELSEWHERE:
@@ -199,6 +182,16 @@ class HarnessModel(TemplateLM):
         self._model = model
         self._progress = progress
         self._device = model.decoder.device
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder of the model."""
+        return self._model.decoder
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that end every completion."""
+        return self._model.stop_tokens or (self.eot_token_id,)
 
     @property
     def eot_token_id(self) -> int:
@@ -296,23 +289,14 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate a completion of each context, up to a stop string."""
-        asked = Answers(
-            self._model.decoder,
-            self.tokenizer,
-            encode=self.tok_encode,
-            stop_tokens=self._model.stop_tokens or (self.eot_token_id,),
-            max_length=self.max_length,
-            batch_size=self.batch_size,
-        )
         texts = [""] * len(requests)
         done = 0
         with self._progress("generating") as report:
-            for number, text in answer(asked, [request.args for request in requests]):
+            for number, text in answer(self, [request.args for request in requests]):
                 texts[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)
                 done += 1
                 report(done, len(requests))
-        self.shortened += asked.shortened
         return texts
 
     def apply_chat_template(

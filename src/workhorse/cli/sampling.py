@@ -18,7 +18,7 @@ BOM = "\ufeff"
 
 
 def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
-    """Return the prompts of `--prompt`, followed by those of `--prompt-file`; at least one."""
+    """Return the prompts of `--prompt` and then of `--prompt-file`, at least one."""
     if not given and file is None:
         raise click.UsageError(
             "no prompt is given; use --prompt TEXT, --prompt - for stdin, or --prompt-file FILE"

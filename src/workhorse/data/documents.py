@@ -250,7 +250,7 @@ def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Ite
 
 
 Records = Iterator[tuple[str, Iterable[Document]]]
-"""The identity of each record, whose hash decides the split, and the documents in it."""
+"""The identity of each record and its documents. The hash of the identity decides the split."""
 
 
 def _records(source: SourceConfig, split: SplitName, advice: Advice) -> Records:

@@ -60,9 +60,9 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from, of which its model is built as often as it is needed.
+    """Builds the model of a run with its initial weights, as often as it is needed.
 
-    The values are those of the recipe's `init`, random ones, or those of `checkpoint`.
+    The weights come from `checkpoint`, else from the recipe's `init`, else they are random.
     """
 
     recipe: Recipe

@@ -259,16 +259,15 @@ def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Da
             "run workhorse data prepare again"
         )
 
-    def of_pairs(source: str) -> bool:
-        return manifest.sources[source].get("rows") == "pairs"
+    def stream_of(source: str, stream: StreamConfig) -> TokenStream:
+        shards = [open_shard(folder, shard) for shard in stream.shards]
+        group = 2 if manifest.sources[source].get("rows") == "pairs" else 1
+        return TokenStream.of_shards(source, shards, stream.bytes, stream.unknown, group)
 
     def split(name: str, streams: Mapping[str, StreamConfig]) -> Split:
         return Split(
             name,
-            tuple(
-                _open_stream(folder, source, stream, 2 if of_pairs(source) else 1)
-                for source, stream in streams.items()
-            ),
+            tuple(stream_of(*named) for named in streams.items()),
             tuple((weights or {}).get(source, 1.0) for source in streams),
         )
 
@@ -326,11 +325,6 @@ def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise _damaged(path, "its checksum differs")
             _verified.add(known)
-
-
-def _open_stream(folder: Path, source: str, stream: StreamConfig, group: int) -> TokenStream:
-    shards = [open_shard(folder, shard) for shard in stream.shards]
-    return TokenStream.of_shards(source, shards, stream.bytes, stream.unknown, group)
 
 
 def _open_array(path: Path, length: int) -> np.ndarray:

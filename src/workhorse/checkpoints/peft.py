@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from workhorse.checkpoints.adapted import copy_adapter
 from workhorse.checkpoints.huggingface.load import ADAPTER_FILE
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.low_rank import Update, updates_of, with_one_a
@@ -31,7 +32,6 @@ from workhorse.checkpoints.peft_config import (
 )
 from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.tensors import check_numbers
-from workhorse.devices.transfer import copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import fill, lay_out, whole
 from workhorse.models.huggingface import Family
@@ -248,8 +248,7 @@ def _add(
         trained |= {f"{own}.lora_a.weight": update.a, f"{own}.lora_b.weight": update.b}
         if update.magnitude is not None:
             trained[f"{own}.magnitude"] = update.magnitude
-    into = {path: one.detach() for path, one in adapter_parameters(decoder, name).items()}
-    copy_tensors(into, trained, "adapter")
+    copy_adapter(decoder, trained, name)
 
 
 def _by_weight(

@@ -15,12 +15,7 @@ from workhorse.data.config import (
     start_token,
 )
 from workhorse.data.dataset import Dataset, Split, TokenStream, open_dataset
-from workhorse.data.documents import (
-    Document,
-    check_source_files,
-    iterate_documents,
-    read_documents,
-)
+from workhorse.data.documents import Document, check_source_files, iterate_documents, read_documents
 from workhorse.data.encoding import stream_of
 from workhorse.data.preparation import check_separators, prepare, prepare_tokenizer
 from workhorse.data.sampling import IGNORE

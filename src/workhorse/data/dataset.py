@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from workhorse.data.manifest import (
-    ManifestConfig,
-    ShardConfig,
-    StreamConfig,
-    read_manifest,
-)
+from workhorse.data.manifest import ManifestConfig, ShardConfig, StreamConfig, read_manifest
 from workhorse.errors import WorkhorseError
 from workhorse.files.text_formats import open_plain
 

@@ -34,11 +34,7 @@ from workhorse.data.documents import (
     read_documents,
 )
 from workhorse.data.encoding import Encoded, TokenBuffer, encoded
-from workhorse.data.manifest import (
-    ManifestConfig,
-    StreamConfig,
-    read_manifest,
-)
+from workhorse.data.manifest import ManifestConfig, StreamConfig, read_manifest
 from workhorse.data.sources import (
     SPLITS,
     Progress,

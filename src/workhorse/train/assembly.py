@@ -9,16 +9,9 @@ from typing import Any
 import torch
 
 from workhorse import __version__
-from workhorse.checkpoints import (
-    RunDirectory,
-)
+from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.runs.store import CheckpointStore
-from workhorse.data import (
-    Batches,
-    Dataset,
-    ValidationBatches,
-    sequence_start,
-)
+from workhorse.data import Batches, Dataset, ValidationBatches, sequence_start
 from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.execute.body import with_parameters_of
 from workhorse.execute.choose import decoding_body, training_announcement
@@ -28,11 +21,7 @@ from workhorse.parallel.division.teams import Teams
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens
-from workhorse.train.initial_model import (
-    Start,
-    fitted_to_memory,
-    with_whole_weights,
-)
+from workhorse.train.initial_model import Start, fitted_to_memory, with_whole_weights
 from workhorse.train.inputs import (
     batches_of,
     check_needs,

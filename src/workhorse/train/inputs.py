@@ -10,13 +10,7 @@ from torch import Tensor
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.model_folder import ModelFolder, write_model
 from workhorse.config.base import ConfigError
-from workhorse.data import (
-    Batch,
-    Batches,
-    Dataset,
-    prepare,
-    prepare_tokenizer,
-)
+from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_body
 from workhorse.generate.conversation import TemplateFormat

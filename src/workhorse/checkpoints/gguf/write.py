@@ -15,11 +15,7 @@ from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.quantized import gguf_package, quantize
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
-from workhorse.checkpoints.gguf.vocabulary import (
-    NO_VOCABULARY,
-    end_metadata,
-    tokenizer_metadata,
-)
+from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, end_metadata, tokenizer_metadata
 from workhorse.checkpoints.huggingface.export import to_equivalent
 from workhorse.checkpoints.tensors import check_numbers
 from workhorse.errors import WorkhorseError, nearest

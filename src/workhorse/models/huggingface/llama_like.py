@@ -12,12 +12,7 @@ from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, FieldPath, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.moves import Rule, interleaved_by, joined, same
-from workhorse.models.huggingface.rotation import (
-    ROPE_KEYS,
-    older_scaling,
-    read_rope,
-    written_rope,
-)
+from workhorse.models.huggingface.rotation import ROPE_KEYS, older_scaling, read_rope, written_rope
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.blocks import BlockConfig

@@ -21,7 +21,6 @@ def train(*, shape: str, dtype: str, method: str, rows: int, models: str, thread
     from workhorse.checkpoints.adapted import AdapterConfig
     from workhorse.checkpoints.stored import open_stored
     from workhorse.devices.names import training_dtype
-    from workhorse.devices.transfer import copy_tensors
     from workhorse.train.recipe.training import TrainConfig
     from workhorse.train.step.build import build_step
 
@@ -49,13 +48,10 @@ def train(*, shape: str, dtype: str, method: str, rows: int, models: str, thread
     if method in ("lora", "qlora"):
         lora: dict[str, Any] = {"rank": RANK, "alpha": ALPHA}
         adapter = AdapterConfig(**lora, quantize="int4" if method == "qlora" else None)
-        source = decoder
-        decoder, places = adapter.empty(
-            source.config, config.kernel, DEVICE, training_dtype(dtype, DEVICE)
-        )
-        copy_tensors(places, weights_of(source), "base")
-        del source
-        adapter.adapt(decoder, 0, torch.float32)
+        weights = weights_of(decoder).items()
+        form = training_dtype(dtype, DEVICE)
+        decoder = adapter.trainable(decoder.config, config.kernel, DEVICE, form, weights)
+        del weights
     step = build_step(decoder.train(), config, DEVICE)
     torch.manual_seed(0)
     tokens = torch.randint(TUNING[shape].vocab_size, (rows, TUNING_TOKENS))

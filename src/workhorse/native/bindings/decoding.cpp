@@ -97,6 +97,8 @@ void multiply(const Given& given, const std::vector<linear::Layer<T>>& layers) {
   if constexpr (std::is_same_v<T, BFloat16>)
     if (rows > 1 && tiles_allowed()) {
       linear::TiledRows tiled{x, rows, in};
+      const std::unique_ptr<uint32_t[]> packed{new uint32_t[tiled.room()]};
+      tiled.b = packed.get();
       in_threads(tiled.columns, in * kTile * 2,
                  [&](int64_t from, int64_t to) { tiled.pack(from, to); });
       in_blocks(layers, kTile, in * kTile * 2,

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "ops/scratch.h"
 #include "simd/bf16.h"
 
 namespace workhorse {
@@ -33,6 +34,14 @@ struct Tiles {
   Tiles() { _tile_loadconfig(&config); }
   ~Tiles() { _tile_release(); }
 };
+
+// The elements along k whose products the unit sums before the sum is added to the sums of earlier parts of k. An
+// element of a bfloat16 number that is split in `parts` counts as several.
+inline int64_t tile_part(int64_t k, int64_t parts = 1) {
+  constexpr int64_t kWhole = 1536;  // the longest k that is not cut
+  constexpr int64_t kCut = 512;
+  return k <= kWhole / parts ? round_up(k, kDepth) : even_part(k, kCut / parts, kDepth);
+}
 
 // Memory barrier: GCC does not know that loading a tile reads memory.
 inline void written() { asm volatile("" ::: "memory"); }

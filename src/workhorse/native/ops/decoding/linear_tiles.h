@@ -6,12 +6,12 @@
 //       x is small and packed once per call
 //   C   16 outputs × 16 rows, float32
 //
+// The rounding of an element depends only on the length of its sum, and is that of ops/gemm/tiles.h.
 // Two tiles of A are multiplied by two tiles of B at a time. W is read from memory once; if x has more
 // than 32 rows, the next two tiles of B find the two rows of tiles of A in the L2 cache.
 #pragma once
 
 #include <algorithm>
-#include <memory>
 
 #include "ops/decoding/linear.h"
 #include "simd/amx.h"
@@ -24,13 +24,15 @@ namespace workhorse::linear {
 constexpr int64_t kHigh = 2 * kTile;  // outputs at a time
 constexpr int kBeside = 2;            // tiles of B at a time
 
-// Rows of x packed for the unit; they can be multiplied by any number of weights.
+// Rows of x packed for the unit; they can be multiplied by any number of weights. `b` points to `room()` words.
 struct TiledRows {
   const BFloat16* x;
   int64_t rows, in;
+  uint32_t* b = nullptr;
   int64_t columns = (rows + kTile - 1) / kTile;     // tiles that the rows of x fill
   int64_t steps = (in + kDepth - 1) / kDepth;       // tiles along `in`
-  std::unique_ptr<uint32_t[]> b{new uint32_t[columns * steps * kTile * kTile]};
+
+  int64_t room() const { return columns * steps * kTile * kTile; }
 
   // Packs x: columns [begin, end) of tiles of B.
   void pack(int64_t begin, int64_t end) {
@@ -43,7 +45,7 @@ struct TiledRows {
           v[i] = (U32x16)_mm512_maskz_loadu_epi16(width < 32 ? (1u << width) - 1 : ~0u,
                                                   x + (r + i) * in + s * kDepth);
         transpose(v);
-        for (int i = 0; i < 16; i++) put(b.get() + ((c * steps + s) * kTile + i) * kTile, v[i]);
+        for (int i = 0; i < 16; i++) put(b + ((c * steps + s) * kTile + i) * kTile, v[i]);
       }
   }
 
@@ -73,12 +75,34 @@ struct TiledRows {
   void product(const Layer<BFloat16>& layer, int64_t o, int64_t height, int64_t column,
                const BFloat16* w) const {
     const int64_t stride = steps * kTile * kTile;
-    const uint32_t* from = b.get() + column * stride;
+    const uint32_t* from = b + column * stride;
+    const int64_t deep = tile_part(in);
+    alignas(64) float c[2][2][kTile][kTile];
+    for (int64_t k = 0; k < in; k += deep) {
+      alignas(64) float part[2][2][kTile][kTile];
+      sum<A, C>(w, from, height, k, std::min(deep, in - k), k ? part : c);
+      w += deep;
+      from += deep / kDepth * kTile * kTile;
+      if (k == 0) continue;
+      for (int i = 0; i < A; i++)
+        for (int j = 0; j < C; j++)
+          for (int r = 0; r < kTile; r++) put(c[i][j][r], load<F32x16>(c[i][j][r]) + load<F32x16>(part[i][j][r]));
+    }
+    for (int i = 0; i < A; i++)
+      for (int j = 0; j < C; j++)
+        finish(layer, c[i][j], o + i * kTile, (column + j) * kTile, std::min<int64_t>(height, kTile));
+  }
+
+  // Sums products of `depth` elements from element `begin` on, which `w` and `from` point to.
+  template <int A, int C>
+  void sum(const BFloat16* w, const uint32_t* from, int64_t height, int64_t begin, int64_t depth,
+           float (&c)[2][2][kTile][kTile]) const {
+    const int64_t stride = steps * kTile * kTile;
     _tile_zero(0);
     if constexpr (C > 1) _tile_zero(1);
     if constexpr (A > 1) _tile_zero(2);
     if constexpr (A * C > 3) _tile_zero(3);
-    for (int64_t k = 0; k < in; k += kDepth, w += kDepth, from += kTile * kTile) {
+    for (int64_t k = begin; k < begin + depth; k += kDepth, w += kDepth, from += kTile * kTile) {
       if (A > 1 || (height == kTile && k + kDepth <= in))
         _tile_loadd(4, w, in * 2);
       else
@@ -95,14 +119,11 @@ struct TiledRows {
       }
       if constexpr (A * C > 3) _tile_dpbf16ps(3, 5, 7);
     }
-    alignas(64) float c[2][2][kTile][kTile];
     _tile_stored(0, c[0][0], 64);
     if constexpr (C > 1) _tile_stored(1, c[0][1], 64);
     if constexpr (A > 1) _tile_stored(2, c[1][0], 64);
     if constexpr (A * C > 3) _tile_stored(3, c[1][1], 64);
-    for (int i = 0; i < A; i++)
-      for (int j = 0; j < C; j++)
-        finish(layer, c[i][j], o + i * kTile, (column + j) * kTile, std::min<int64_t>(height, kTile));
+    written();
   }
 
   // Transposes a tile of C into 16 rows of y, the bias added.

@@ -13,6 +13,7 @@
 #include "ops/activations.h"
 #include "ops/decoding/attend.h"
 #include "ops/decoding/linear.h"
+#include "ops/decoding/linear_tiles.h"
 #include "ops/decoding/packed_linear.h"
 #include "ops/decoding/team.h"
 #include "ops/gemm/few_rows.h"
@@ -200,12 +201,9 @@ struct Pass {
       each(n, [&]<class V>(V, int64_t j) {
         V normal = (read<V>(x + j) - part_moments.mean) * part_moments.rstd;
         if (how & kRoundedNormal) normal = held_by<T>(normal);
-        if (gain) {
-          const V by = read<V>(gain + j) + offset;
-          normal *= how & kRoundedGain ? held_by<T>(by) : by;
-        }
-        if (shift) normal += read<V>(shift + j);
-        write(y + j, normal);
+        V by = gain ? read<V>(gain + j) + offset : V{} + 1.0f;
+        if (how & kRoundedGain) by = held_by<T>(by);
+        write(y + j, fma(normal, by, shift ? read<V>(shift + j) : V{}));  // as in training
       });
     }
   }
@@ -251,14 +249,29 @@ struct Pass {
     const int64_t in = width(now.from), out = now.options[0];
     const T *const x = row(now.from, 0), *const w = weight<T>(now.weight), *const bias = weight<T>(now.bias);
     T* const y = row(now.to, 0);
-    const bool in_place = FewRows<T>::suits(in);
     const int64_t most = std::min(kUnitColumns, out / (4 * shares) + 1);
+    thread_local ScratchBuffer buffer;
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<T, BFloat16>)
+      if (tiles_allowed()) {
+        linear::TiledRows tiled{x, rows, in};
+        const linear::Layer<T> layer{w, bias, y, out};
+        const int64_t size = even_part(out, most, linear::kHigh);
+        return divide((out + size - 1) / size, [&](int64_t unit) {
+          const Tiles tiles;
+          tiled.b = (uint32_t*)buffer.at_least(tiled.room() * sizeof(uint32_t));
+          if (in_order != now.from) tiled.pack(0, tiled.columns);
+          in_order = now.from;
+          tiled.run(layer, unit * size, std::min(out, (unit + 1) * size));
+        });
+      }
+#endif
+    const bool in_place = FewRows<T>::suits(in);
     const int64_t size = even_part(out, most, in_place ? kHigh : kWide), units = (out + size - 1) / size;
     if (!in_place) {
       const Product<T> product{{{{x, in, true}, {w, in, true}, in}}, y, out, bias};
       return divide(units, [&](int64_t unit) { product.run(0, rows, unit * size, std::min(out, (unit + 1) * size)); });
     }
-    thread_local ScratchBuffer buffer;
     const FewRows<T> product{x, w, rows, in, y, out, bias};
     divide(units, [&](int64_t unit) {
       // Allocate only here: growing the memory loses the rows that a thread without units has packed.

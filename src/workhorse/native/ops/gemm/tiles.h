@@ -9,7 +9,7 @@
 //   L2 cache   a packed block of B, reused for every panel of A, and, if k is too long for one block,
 //              partial sums
 //
-// (the layers of 10.1145/1356052.1356053). The epilogue of one tile, which accumulates, rounds and stores
+// (the layers of 10.1145/1356052.1356053). The rounding of an element depends only on the length of k. The epilogue of one tile, which accumulates, rounds and stores
 // its sums, overlaps with the computation of the next tile (ops/gemm/tile_sums.h).
 #pragma once
 
@@ -21,8 +21,6 @@ namespace workhorse::gemm_tiles {
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t kWhole = 1536;        // the longest k that is not split, in bfloat16 elements
-constexpr int64_t kCut = 512;           // the k of a part otherwise, in bfloat16 elements
 constexpr int64_t kBlock = 3 << 18;     // bytes of a block of B
 constexpr int64_t kTotals = 1 << 18;    // partial sums kept between parts of k
 
@@ -37,8 +35,8 @@ struct Product {
     thread_local ScratchBuffer buffer;
     const int64_t columns = n_end - n, rows = m_end - m;
     constexpr int64_t most = kBlock / sizeof(T);
-    const bool whole = k <= kWhole / kParts<T> || k * columns <= most;
-    const int64_t deep = whole ? round_up(k, kDepth) : even_part(k, kCut / kParts<T>, kDepth);
+    const int64_t deep = tile_part(k, kParts<T>);
+    const bool whole = deep >= k;
     const int64_t wide = even_part(columns, std::max<int64_t>(kPanel, most / deep / kPanel * kPanel), kPanel);
     const int64_t high = whole ? rows : even_part(rows, kTotals / wide / kPanel * kPanel, kPanel);
     const int64_t left = kPanel * deep, right = wide * deep, totals = whole ? 0 : high * wide;

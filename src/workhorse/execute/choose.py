@@ -59,7 +59,11 @@ class DecodingBody(NamedTuple):
 
 
 def decoding_body(
-    reference: Decoder, execution: Execution = "auto", *, wait: bool = False
+    reference: Decoder,
+    execution: Execution = "auto",
+    *,
+    wait: bool = False,
+    exact: bool = False,
 ) -> DecodingBody:
     """Return a copy of a decoder for fast generation and evaluation; it shares the parameters.
 
@@ -71,6 +75,8 @@ def decoding_body(
         wait: True to wait until native operators are compiled, which each machine does once. False
             to compile them in the background: this decoder then runs without them, and models that
             are loaded later use them. It only applies to `auto`; `native` and `compiled` wait.
+        exact: True to compute logits whose bits depend only on the tokens before them, if native
+            steps can compute the model; see `step_natively`.
 
     Raises:
         WorkhorseError: there are no native operators, or the decoder cannot be compiled.
@@ -96,7 +102,7 @@ def decoding_body(
     if execution == "compiled":
         body = compile_steps(body)
     if operators.steps is not None:
-        body = step_natively(body, operators)
+        body = step_natively(body, operators, exact=exact)
     return DecodingBody(body, operators)
 
 

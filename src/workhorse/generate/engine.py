@@ -31,7 +31,7 @@ from workhorse.generate.checks import (
 from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondition
 from workhorse.generate.runner import Chunk, Logits, Runner, tokens_needed, wait
-from workhorse.generate.sampling import Chooser
+from workhorse.generate.sampling import Chooser, Score
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import PIECE, TokenSequence
 from workhorse.generate.speculation import Draft, PromptLookup, Proposer, slack_of
@@ -60,6 +60,8 @@ class Engine:
         prefix_caching: True to keep keys and values while the cache has room, so that a later
             prompt is processed only after the prefix that is in the cache. The weights must not
             change.
+        score: computes the log-probabilities of the chosen tokens from logits (rows, vocab) and
+            tokens (rows); None: PyTorch computes them in float32.
 
     Raises:
         WorkhorseError: an option has a wrong type or is out of range; or see `check_draft`.
@@ -76,6 +78,7 @@ class Engine:
         token_budget: int | None = None,
         speculate: int = 0,
         prefix_caching: bool = False,
+        score: Score | None = None,
     ) -> None:
         check_models(decoder, draft, tokenizer)
         if not isinstance(prefix_caching, bool):
@@ -86,6 +89,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_sequences = whole("max_sequences", max_sequences, 1)
         self._draft = draft
+        self._score = score
         self._speculate = speculate = whole("speculate", speculate, 0)
         check_draft(decoder, draft, speculate, tokenizer)
         least = self.max_sequences * (1 + speculate)
@@ -478,7 +482,7 @@ class Engine:
 
     def _chooser(self, config: GenerationConfig) -> Chooser:
         size, decoding = self.decoder.config.vocab_size, decoding_operators(self.decoder)
-        return Chooser(config, self._vocab, size, decoding)
+        return Chooser(config, self._vocab, size, decoding, self._score)
 
     def _guess(self) -> None:
         """Guess tokens for the requests that decode.

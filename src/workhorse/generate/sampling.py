@@ -18,6 +18,9 @@ from workhorse.generate.request import Request
 from workhorse.native import Decoding
 from workhorse.nn.logprobs import log_probabilities, normaliser
 
+Score = Callable[[Tensor, Tensor], Tensor]
+"""Computes log-probabilities (rows) of tokens (rows) from logits (rows, vocab)."""
+
 _READ_NATIVELY = (torch.bfloat16, torch.float32)
 _NUCLEUS_FIRST_LOOK = 1024  # likeliest tokens tried before top-p sorts the whole vocabulary
 
@@ -282,16 +285,23 @@ class Chooser:
         vocab: the number of ids in use; larger ids are never chosen.
         size: the size of the vocabulary, padding included.
         decoding: the native operators that the decoder uses.
+        score: see `Engine`.
     """
 
     def __init__(
-        self, config: GenerationConfig, vocab: int, size: int, decoding: Decoding | None = None
+        self,
+        config: GenerationConfig,
+        vocab: int,
+        size: int,
+        decoding: Decoding | None = None,
+        score: Score | None = None,
     ) -> None:
         self.config = config
         self.shape = shaping(config, vocab if vocab < size else None)
         self._vocab = vocab
         self._size = size
         self._decoding = decoding
+        self._score = score
         self._rows: list[Request] = []
         self._history: History | None = None
 
@@ -340,7 +350,7 @@ class Chooser:
                 ahead(tokens)
             ids = arriving.wait()
             _check_rows(min(ids) >= 0, at, chosen)
-            logprobs = _logprobs(at, tokens, self.config.logprobs)
+            logprobs = _logprobs(at, tokens, self.config.logprobs, self._score)
             if history is not None:
                 history.add(tokens, indices)
             yield from zip(chosen, ids, logprobs, strict=True)
@@ -436,11 +446,14 @@ def _uniforms(rows: Sequence[Request]) -> Tensor:
     return torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, n: int | None) -> list[TokenLogprob | None]:
+def _logprobs(
+    logits: Tensor, tokens: Tensor, n: int | None, score: Score | None
+) -> list[TokenLogprob | None]:
     if n is None:
         return [None] * len(tokens)
     logprobs = log_probabilities(logits.float())
-    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    of_tokens = logprobs.gather(-1, tokens[:, None])[:, 0]
+    own = (of_tokens if score is None else score(logits, tokens)).tolist()
     best = logprobs.topk(min(n, logprobs.shape[-1]), dim=-1)
     return [
         TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))

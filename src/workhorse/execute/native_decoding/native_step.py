@@ -7,6 +7,7 @@ instruction, the step runs module by module.
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,9 @@ MAX_TOKENS = 256
 modules, whose attention computes whole blocks of scores."""
 
 
-def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
+def step_natively(
+    decoder: Decoder, operators: Operators, *, exact: bool = False
+) -> "SteppingDecoder":
     """Return a decoder that adds a few tokens to a paged cache in one native call.
 
     All other passes, such as long prompts, run module by module. So do all passes while the decoder
@@ -46,13 +49,17 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
         decoder: the decoder in evaluation mode, on the CPU, after the other inference transforms.
             The returned decoder replaces it.
         operators: the native operators, including `steps`.
+        exact: True to process any number of tokens in native calls, with the gemms of training, so
+            that the bits of a token's logits depend only on the tokens before it.
     """
     dtype = next(decoder.parameters()).dtype
     few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
     # Without native gemms, PyTorch computes larger batches faster.
     most = few if operators.vectors is None else MAX_TOKENS
     if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster from two rows on
-        few = most = 1
+        few, most = 1, MAX_TOKENS
+    if exact:
+        few, most = 0, sys.maxsize
     options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
     return as_subclass(decoder, kind, **options, watch=Watch(decoder.modules()))
@@ -95,7 +102,7 @@ class SteppingDecoder(Decoder):
 
     @property
     def invariant_batch(self) -> int:
-        return super().invariant_batch if self._kept_program() is None else self.few
+        return super().invariant_batch if self._kept_program() is None else self.few or self.most
 
     def why_not_whole(self) -> str:
         """Name of the computation that the native program cannot express.

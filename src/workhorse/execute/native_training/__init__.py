@@ -27,7 +27,8 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
     Args:
         root: the module, on the CPU, in float32 or bfloat16.
         operators: the native operators; `training`, `matrix_unit` and `vectors` are used if they
-            are available.
+            are available. With `decoding`, results have the bits of an exact decoding step
+            (`step_natively`).
         precision: the precision of float32 gemms; see `Gemm`.
     """
     multiply = Gemm(operators, precision)
@@ -39,6 +40,7 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
     if operators.training is not None:
         replace_embeddings(root, operators.training)
         replace_norms(root, operators.training)
-        replace_feed_forwards(root, multiply, operators.training)
-        replace_attention(root, operators.training)
+        as_decoding = None if operators.decoding is None else operators.training
+        replace_feed_forwards(root, multiply, operators.training, as_decoding)
+        replace_attention(root, operators.training, operators.decoding)
         replace_blocks(root, multiply)

@@ -3,24 +3,37 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from workhorse.execute.native_training.feedforward import Gemm, is_plain, several_linear
-from workhorse.native import Training
+from workhorse.native import Decoding, Training
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.watched import watched
 from workhorse.transforms.record import as_subclass, replace_modules
 
+BLOCK = 16
+"""Keys in a block of the layout that the operator of decoding reads."""
+
 
 class TrainingSdpa(Sdpa):
-    """`Sdpa` that uses the native operator for the inputs that the operator accepts."""
+    """`Sdpa` that uses the native operator for the inputs that the operator accepts.
+
+    Attributes:
+        operators: the operators of training.
+        decoding: the operators of decoding, to compute the same bits as a decoding step; or None.
+    """
 
     operators: Training
+    decoding: Decoding | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:
         hidden, causal = mask
+        if self.decoding is not None and causal and (odd := q.shape[2] % 2):
+            longer = (F.pad(x, (0, 0, 0, odd)) for x in (q, k, v))  # no query sees the last key
+            return self(*longer, mask)[:, :, :-odd]
         can = (
             hidden is None
             and not self.scoring.dropout
@@ -33,11 +46,14 @@ class TrainingSdpa(Sdpa):
         )
         if not can:
             return super().forward(q, k, v, mask)
-        return _Attention.apply(q, k, v, self.scoring.scale, causal, self.operators)
+        how = self.scoring.scale, causal, self.operators, self.decoding
+        return _Attention.apply(q, k, v, *how)
 
 
-def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
-    """Make every `sdpa` kernel in a module use the native operators.
+def replace_attention(
+    root: nn.Module, operators: Training, decoding: Decoding | None = None
+) -> nn.Module:
+    """Make every `sdpa` kernel in a module use the native operators; see `TrainingSdpa`.
 
     Returns:
         The module, or its replacement if it is a kernel itself.
@@ -45,7 +61,7 @@ def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is Sdpa:
-            return as_subclass(module, TrainingSdpa, operators=operators)
+            return as_subclass(module, TrainingSdpa, operators=operators, decoding=decoding)
         return module
 
     return replace_modules(root, choose)
@@ -92,9 +108,12 @@ class _Attention(torch.autograd.Function):
         scale: float,
         causal: bool,
         operators: Training,
+        decoding: Decoding | None,
     ) -> Tensor:
         every_k, every_v = _of_each_head(k, q.shape[1]), _of_each_head(v, q.shape[1])
         y, normaliser = operators.attention(q, every_k, every_v, scale=scale, causal=causal)
+        if decoding is not None:
+            y = _as_decoding(decoding, q, k, v, scale=scale, causal=causal)
         ctx.save_for_backward(q, k, v, y, normaliser)
         ctx.scale, ctx.causal, ctx.operators = scale, causal, operators
         return y
@@ -116,7 +135,24 @@ class _Attention(torch.autograd.Function):
             scale=ctx.scale,
             causal=ctx.causal,
         )
-        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), None, None, None
+        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), *(None,) * 4
+
+
+def _as_decoding(
+    decoding: Decoding, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+) -> Tensor:
+    """Compute attention with the operator of decoding, whose results depend on no other query."""
+    batch, _, seq, _ = q.shape
+    blocks = -(-seq // BLOCK)
+    table = torch.arange(batch * blocks).view(batch, blocks)
+    last = (torch.arange(1, seq + 1) if causal else torch.full((seq,), seq)).repeat(batch, 1)
+
+    def in_blocks(x: Tensor) -> Tensor:
+        whole = F.pad(x, (0, 0, 0, blocks * BLOCK - seq))
+        return whole.transpose(0, 1).reshape(x.shape[1], -1, BLOCK, x.shape[3])
+
+    seen = {"first": torch.zeros_like(last), "last": last}
+    return decoding.attend(q, in_blocks(k), in_blocks(v), table=table, **seen, scale=scale)
 
 
 def _has_whole_rows(x: Tensor) -> bool:

@@ -193,10 +193,18 @@ class _Linear(torch.autograd.Function):
         return dx[0].view(shape) if for_x else None, None, *gradients
 
 
-def activation_of(module: nn.Module) -> blocks.Activation | None:
-    """Convert an activation module to the operators' format; None if they do not support it."""
+def activation_of(
+    module: nn.Module, rounded_from: Training | None = None
+) -> blocks.Activation | None:
+    """Convert an activation module to the operators' format; None if they do not support it.
+
+    Args:
+        module: the activation.
+        rounded_from: operators whose float32 activation gives the values for bfloat16, as in a
+            decoding step; None: each value is rounded once.
+    """
     name = activation_name(module)
-    return blocks.Activation(name, _table_of(module)) if name else None
+    return blocks.Activation(name, _table_of(module, name, rounded_from)) if name else None
 
 
 def _computes(native: blocks.Activation, module: nn.Module) -> bool:
@@ -205,11 +213,17 @@ def _computes(native: blocks.Activation, module: nn.Module) -> bool:
 
 
 @torch.enable_grad()
-def _table_of(activation: nn.Module) -> Tensor:
+def _table_of(
+    activation: nn.Module, name: blocks.ActivationName, rounded_from: Training | None
+) -> Tensor:
+    """Tabulate an activation and its derivative; see `ops/activations.h`."""
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     x = bits.view(torch.bfloat16).double().requires_grad_()
     value = activation(x)
     (slope,) = torch.autograd.grad(value.sum(), x)
+    if rounded_from is not None:
+        without_table = blocks.Activation(name, torch.empty(0, dtype=torch.int32))
+        value = rounded_from.activation(x.detach().float(), None, without_table).double()
     both = torch.stack((value.detach(), slope), dim=1).to(torch.bfloat16)
     return both.view(torch.int32).flatten()
 
@@ -283,8 +297,12 @@ class NativeGatedMlp(GatedMlp):
         return Simple(gated.native, gated.operators, linears)
 
 
-def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) -> nn.Module:
+def replace_feed_forwards(
+    root: nn.Module, multiply: Gemm, operators: Training, rounded_from: Training | None = None
+) -> nn.Module:
     """Make the feed-forwards in a module use native operators, if they support the activation.
+
+    For `rounded_from`, see `activation_of`.
 
     Returns:
         The module, or its replacement if it is a feed-forward itself.
@@ -293,9 +311,9 @@ def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is GatedMlp:
             return as_subclass(module, NativeGatedMlp, multiply=multiply)
-        if type(module) is Gated and (native := activation_of(module.activation)):
+        if type(module) is Gated and (native := activation_of(module.activation, rounded_from)):
             return as_subclass(module, NativeGated, native=native, operators=operators)
-        if type(module) is Mlp and (native := activation_of(module.activation)):
+        if type(module) is Mlp and (native := activation_of(module.activation, rounded_from)):
             return as_subclass(
                 module, NativeMlp, native=native, operators=operators, multiply=multiply
             )

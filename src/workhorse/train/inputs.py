@@ -13,7 +13,9 @@ from workhorse.config.base import ConfigError
 from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_body
+from workhorse.execute.native_training.vocabulary import token_scores
 from workhorse.generate.conversation import TemplateFormat
+from workhorse.native import resolve
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 from workhorse.train.initial_model import Built, Start, with_whole_weights
@@ -97,9 +99,11 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
         return None
     values = objective.values if isinstance(objective, PolicyConfig) else None
     execution = "reference" if train.execution == "reference" else "auto"
-    return Rollouts(
+    operators = resolve("training", wait=True).training if config.exact else None
+    body = decoding_body(reference, execution, wait=True, exact=config.exact)
+    rollouts = Rollouts(
         prompts,
-        decoding_body(reference, execution, wait=True).decoder,
+        body.decoder,
         start.tokenizer,
         config,
         stop_tokens=_stop_tokens(start.recipe, start.tokenizer),
@@ -107,8 +111,13 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
         seed=train.seed,
         reference=_initial_logprobs(start, run, reference) if train.needs_initial_model else None,
         critic=None if values is None else Critic(values, token_values(model.step)),
+        score=None if operators is None else token_scores(operators),
         world=start.world,
     )
+    if config.exact:
+        step = 0 if start.checkpoint is None else start.checkpoint.step
+        rollouts.check_exact(step, token_logprobs(model.step), body.announcement)
+    return rollouts
 
 
 def _stop_tokens(recipe: Recipe, tokenizer: Tokenizer) -> tuple[int, ...]:

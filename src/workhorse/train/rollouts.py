@@ -19,13 +19,18 @@ from torch import Tensor
 from workhorse.config.base import Config, ConfigError
 from workhorse.data import IGNORE, Batch, Batches
 from workhorse.data.sampling import derive
+from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
 from workhorse.generate.engine import Engine
+from workhorse.generate.sampling import Score
 from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.objectives.policy import Baseline, PolicyBatch, ValuesConfig, advantages_of
 from workhorse.train.rewards import AnswerRewardConfig, AnyReward, Reward
+
+CHECKED = 2
+"""Number of prompts that `Rollouts.check_exact` completes."""
 
 
 class RolloutConfig(Config):
@@ -49,6 +54,10 @@ class RolloutConfig(Config):
     with a partial `answer`. A token gets no credit for its effect on later tokens."""
     keep_unfinished: bool = True
     """False to ignore completions that reached `max_new_tokens` (DAPO, 2503.14476 §3.4)."""
+    exact: bool = False
+    """True to record, for each sampled token, bit by bit the log-probability that the training step
+    computes, so that every ratio is exactly 1 before the update. This is possible on a CPU, for
+    models whose training and decoding steps are both native; it does not use a matrix unit."""
 
     @model_validator(mode="after")
     def _several(self) -> "RolloutConfig":
@@ -106,6 +115,7 @@ def roll(
     seq_len: int,
     max_new_tokens: int,
     stop_tokens: tuple[int, ...],
+    score: Score | None = None,
 ) -> list[Rolled]:
     """Generate one completion for each prompt.
 
@@ -117,6 +127,7 @@ def roll(
         seq_len: maximum number of predictions of prompt and completion together.
         max_new_tokens: maximum number of tokens of a completion.
         stop_tokens: ids that end a completion.
+        score: computes log-probabilities; see `Engine`.
     """
     rooms = [min(max_new_tokens, seq_len + 1 - len(prompt)) for prompt in prompts]
     most = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
@@ -125,6 +136,7 @@ def roll(
         tokenizer=tokenizer,
         max_sequences=len(prompts),
         max_tokens=len(prompts) * (most + 32),
+        score=score,
     )
 
     def request(row: int) -> tuple[int, Sequence[int]]:
@@ -183,6 +195,7 @@ class Rollouts:
         reference: computes the reference model's log-probabilities of the targets of some rows,
             (rows, seq); None if the objective does not need them.
         critic: the value head; None if advantages do not depend on values.
+        score: computes log-probabilities of sampled tokens; see `Engine`.
         world: the processes that divide the prompts among themselves.
 
     Attributes:
@@ -205,6 +218,7 @@ class Rollouts:
         seed: int,
         reference: Callable[[Batch], Tensor] | None = None,
         critic: Critic | None = None,
+        score: Score | None = None,
         world: World = ALONE,
     ) -> None:
         self.prompts = prompts
@@ -216,6 +230,7 @@ class Rollouts:
         self.seed = seed
         self.reference = reference
         self.critic = critic
+        self.record = score
         self.world = world
         self.source_names = prompts.source_names
         self.rows_per_epoch = prompts.rows_per_epoch
@@ -243,6 +258,26 @@ class Rollouts:
         self.figures["rollout_seconds"] = time.perf_counter() - started
         return batch
 
+    def check_exact(self, step: int, logprobs: Callable[[Batch], Tensor], decoding: str) -> None:
+        """Raise a WorkhorseError if recorded log-probabilities differ from those in training.
+
+        Args:
+            step: the step whose first prompts are completed for the comparison.
+            logprobs: computes the log-probabilities of targets in training, (rows, seq).
+            decoding: describes how the decoder runs, for the message.
+        """
+        read = self.prompts[step].rows(0, CHECKED)
+        asked = [prompt for prompt in prompts_of(read, self.tokenizer) for _ in range(self._each)]
+        rolled = self.complete(asked, [*range(len(asked))])
+        batch = self._batch(asked, rolled, [0.0] * len(asked), read)
+        chosen = batch.targets != IGNORE
+        differing = int((logprobs(batch) != batch.old)[chosen].sum())
+        if differing:
+            raise WorkhorseError(
+                f"rollouts.exact is not possible for this model: {differing} of "
+                f"{int(chosen.sum())} log-probabilities differ in training ({decoding}); remove it"
+            )
+
     @property
     def _each(self) -> int:
         return self.config.completions
@@ -265,6 +300,7 @@ class Rollouts:
                 seq_len=self.prompts.seq_len,
                 max_new_tokens=longest,
                 stop_tokens=self.stop_tokens,
+                score=self.record,
             )
         if self.world.size == 1:
             return own

@@ -11,7 +11,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.execute.body import Execution, body_of
 from workhorse.execute.native_training import Gemm, replace_embeddings, train_natively
 from workhorse.execute.training import checkpoint_activations, compile_layers, compile_logprobs
-from workhorse.native import Operators, resolve
+from workhorse.native import Library, Operators, resolve
 from workhorse.native.allocator import give_back_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import build_optimizer
@@ -70,7 +70,8 @@ def build_step(
     if not any(parameter.requires_grad for parameter in decoder.parameters()):
         raise WorkhorseError("no weight has requires_grad=True; set it for the weights to train")
     dtype = training_dtype(config.dtype, device)
-    operators = training_operators(device, dtype, config.execution)
+    exact = config.rollouts is not None and config.rollouts.exact
+    operators = training_operators(device, dtype, config.execution, exact=exact)
     compiled = config.execution == "compiled"
     whole = whole or decoder.config
     # The copy fixes dtypes and thresholds when it is built, so weights are rounded before.
@@ -242,23 +243,34 @@ def measured_peak(config: TrainConfig, device: torch.device) -> float:
 
 
 def training_operators(
-    device: torch.device, dtype: torch.dtype, execution: Execution = "auto"
+    device: torch.device,
+    dtype: torch.dtype,
+    execution: Execution = "auto",
+    *,
+    exact: bool = False,
 ) -> Operators:
     """Return the native operators for training in a dtype on a device; waits for their compilation.
 
+    With `exact`, they compute the same bits as exact decoding steps; see `train_natively`.
+
     Raises:
-        WorkhorseError: `execution` is `native`, but there are no native operators.
+        WorkhorseError: `execution` is `native` or `exact` is True, but there are no native
+            operators.
     """
-    if execution == "reference":
+    if execution == "reference" and not exact:
         return Operators()
     if device.type != "cpu" or dtype == torch.float16:
         found = Operators()
         reason = f"none are for {dtype} on {device.type}".replace("torch.", "")
     else:
-        found = resolve("training", "matrix_unit", "vectors", wait=True)
+        others: tuple[Library, ...] = ("decoding", "steps") if exact else ()
+        found = resolve("training", "matrix_unit", "vectors", *others, wait=True)
         reason = found.why_not.get("training", "")
     if execution == "native" and found.training is None:
         raise WorkhorseError(
             f"train.execution=native needs native operators: {reason}; set train.execution=auto"
         )
+    if exact and (execution != "auto" or None in (found.training, found.vectors, found.steps)):
+        reason = reason or "".join(found.why_not.values()) or f"not train.execution={execution}"
+        raise WorkhorseError(f"rollouts.exact needs native operators: {reason}; remove it")
     return found

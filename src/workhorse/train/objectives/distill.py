@@ -23,7 +23,7 @@ from workhorse.train.objectives.objective import (
     ObjectiveConfig,
     Outcome,
     Team,
-    weights_of,
+    target_weights,
 )
 
 LogProbabilities = Float[Tensor, "tokens vocab"]
@@ -87,7 +87,7 @@ class Distill(ModelObjective):
         team: Team = None,
     ) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
-        self.teacher = (teacher.eval().requires_grad_(requires_grad=False),)
+        self.teacher = (teacher.eval().requires_grad_(requires_grad=False),)  # not a submodule
         between = partial(jensen_shannon, beta=beta)
         self.divergence = {0.0: forward_kl, 1.0: reverse_kl}.get(beta, between)
 
@@ -96,23 +96,24 @@ class Distill(ModelObjective):
         (teacher,) = self.teacher
         with torch.no_grad():
             y = self.hidden(teacher.to(x.device), batch)
-        most = self.logprobs.max_logits or min(default_max_logits(x.device), MOST_WIDE)
-        rows = rows_at_once(most // 2, self.decoder.head.vocab_size)
-        flat = x.flatten(0, 1), y.flatten(0, 1), weights_of(batch).flatten()
+        max_logits = self.logprobs.max_logits or min(default_max_logits(x.device), MOST_WIDE)
+        rows = rows_at_once(max_logits // 2, self.decoder.head.vocab_size)  # of two models
+        flat = x.flatten(0, 1), y.flatten(0, 1), target_weights(batch).flatten()
         call = cast(Any, checkpoint)
         sums = [
-            call(self._of_part, *part, use_reentrant=False)
-            for part in zip(*(one.split(rows) for one in flat), strict=True)
+            call(self._divergence_of, *part, use_reentrant=False)
+            for part in zip(*(values.split(rows) for values in flat), strict=True)
         ]
         return Outcome(torch.stack(sums).sum(), self.count(batch), {})
 
-    def _of_part(self, x: Tensor, y: Tensor, weights: Float[Tensor, " tokens"]) -> Tensor:
+    def _divergence_of(self, x: Tensor, y: Tensor, weights: Float[Tensor, " tokens"]) -> Tensor:
+        """Sum the weighted divergences at some positions, from the hidden states of both models."""
         (teacher,) = self.teacher
-        theirs, ours = (
+        of_teacher, of_model = (
             log_probabilities(widened(decoder.unembed(part[None])[0]))
             for decoder, part in ((teacher, y), (self.decoder, x))
         )
-        return (self.divergence(theirs, ours) * weights).sum()
+        return (self.divergence(of_teacher, of_model) * weights).sum()
 
 
 def kl(of: LogProbabilities, to: LogProbabilities) -> Float[Tensor, " tokens"]:

@@ -12,7 +12,7 @@ from workhorse.train.objectives.objective import (
     ObjectiveConfig,
     Outcome,
     Team,
-    weights_of,
+    target_weights,
 )
 
 
@@ -72,7 +72,7 @@ class DynamicFineTuning(ModelObjective):
         self.z_loss = z_loss
 
     def forward(self, batch: Batch) -> Outcome:
-        scores, weights = self.score(batch), weights_of(batch)
+        scores, weights = self.score(batch), target_weights(batch)
         z_loss = self.z_loss if self.training else 0.0
         losses = -(scores.target * scores.target.detach().exp() * weights).sum()
         z = z_loss * (scores.logsumexp.square() * weights).sum()

@@ -181,11 +181,11 @@ class ModelObjective(Objective):
         If sequences are split among ranks, all ranks get the sums over whole sequences.
         """
         of_tokens = self.score(batch).target
-        return self.over_sequences((of_tokens * weights_of(batch)).sum(dim=1))
+        return self.over_sequences((of_tokens * target_weights(batch)).sum(dim=1))
 
     def sequence_weights(self, batch: Batch) -> Tensor:
         """Compute the sum of the weights of each row's targets, (rows); see `sequence_logprobs`."""
-        return self.over_sequences(weights_of(batch).sum(dim=1))
+        return self.over_sequences(target_weights(batch).sum(dim=1))
 
     def over_sequences(self, of_own_tokens: Tensor) -> Tensor:
         """Sum a value per sequence over the ranks that have parts of the sequences.
@@ -203,8 +203,8 @@ class ModelObjective(Objective):
         return decoder.hidden(batch.tokens, cache=view)
 
 
-def weights_of(batch: Batch) -> Tensor:
-    """The weight of each target of a batch, (batch, seq) float32; 0 if the target is `IGNORE`."""
+def target_weights(batch: Batch) -> Tensor:
+    """Return the loss weight of each target, (batch, seq) float32; 0 if the target is `IGNORE`."""
     counted = batch.targets != IGNORE
     return counted.float() if batch.weights is None else batch.weights.where(counted, 0)
 

@@ -22,7 +22,7 @@ from workhorse.train.objectives.objective import (
     ObjectiveConfig,
     Outcome,
     Team,
-    weights_of,
+    target_weights,
 )
 from workhorse.train.objectives.preferences import Weight
 
@@ -87,8 +87,8 @@ class ValuesConfig(Config):
         advantages = gae(rewards, values, self.gamma, self.gae_lambda).where(learned, 0)
         returns = advantages + values
         if self.whiten:
-            own = advantages[learned]
-            scaled = (advantages - own.mean()) / (own.var() + 1e-8).sqrt()
+            of_targets = advantages[learned]
+            scaled = (advantages - of_targets.mean()) / (of_targets.var() + 1e-8).sqrt()
             advantages = scaled.where(learned, 0)
         return replace(batch, advantages=advantages, old_values=values, returns=returns)
 
@@ -214,8 +214,7 @@ class Policy(ModelObjective):
             is divided by `max_length`, and the denominator is the number of rows.
         max_length: divisor of the sum of a row; None: its number of targets.
         values: the options of the value head; None for no head.
-        team: the ranks that each have a part of the same sequences; None if sequences are not
-            split.
+        team: see `Team` in `objective.py`.
     """
 
     denominator = "sequences"
@@ -248,11 +247,10 @@ class Policy(ModelObjective):
 
     def forward(self, batch: PolicyBatch) -> Outcome:
         x, (logprobs, _, entropy) = self.hidden_and_score(batch)
-        weights, lengths = weights_of(batch), self.sequence_weights(batch)
-        real = lengths > 0
+        weights, lengths = target_weights(batch), self.sequence_weights(batch)
         assert batch.advantages is not None
         assert batch.reference_tokens is not None or not self.kl_weight
-        advantages = batch.advantages.view(len(real), -1)  # (batch, 1) or (batch, seq)
+        advantages = batch.advantages.view(len(batch), -1)  # (batch, 1) or (batch, seq)
         log_ratios = self.log_ratios(logprobs, batch)
         losses, clipped = self.loss(log_ratios.exp(), advantages, logprobs)
         losses = losses - self.entropy_weight * entropy
@@ -279,7 +277,7 @@ class Policy(ModelObjective):
             name: in_rows(figure.detach().expand_as(weights), mean).sum()
             for name, figure in figures.items()
         }
-        count = lengths.sum() if self.per_token else real.sum()
+        count = lengths.sum() if self.per_token else (lengths > 0).sum()
         return Outcome(in_rows(losses, divisor).sum(), count, sums)
 
     def values_at(self, batch: PolicyBatch) -> Tensor:
@@ -309,7 +307,7 @@ class SequencePolicy(Policy):
     """A policy gradient whose ratio is the geometric mean over a row (GSPO, 2507.18071 eq. 7)."""
 
     def log_ratios(self, logprobs: Tensor, batch: PolicyBatch) -> Tensor:
-        of_tokens = super().log_ratios(logprobs, batch) * weights_of(batch)
+        of_tokens = super().log_ratios(logprobs, batch) * target_weights(batch)
         total = self.over_sequences(of_tokens.sum(dim=1))
         return (total / self.sequence_weights(batch).clamp(min=1))[:, None]
 
@@ -343,6 +341,7 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Computes the losses of tokens from ratios, advantages and log-probabilities, and a bool tensor,
 True if a ratio was clipped. The shapes are (batch, seq), or (batch, 1) if equal for a row."""
 KlEstimator = Callable[[Tensor], Tensor]
+"""Estimates the KL divergence at each target from `log p - log p_reference`."""
 
 
 def surrogate(

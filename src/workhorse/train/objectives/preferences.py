@@ -1,10 +1,9 @@
 """Preference objectives: DPO, ORPO and SimPO on pairs of answers, KTO on single answers.
 
-The three objectives on pairs differ in two functions only: the reward that they derive from an
-answer's log-probability, and the loss of a margin, which is the reward of the chosen answer minus
-that of the rejected one. `Preference` combines them. Each loss, including its likelihood term, is
-summed over pairs (or answers) and divided by their number in the whole batch, so it does not depend
-on the choice of micro-batches.
+The objectives on pairs differ in two functions: the reward of an answer, computed from its
+log-probability, and the loss of a margin. The margin is the reward of the chosen answer minus that
+of the rejected one. `Preference` combines the two functions. All losses are summed over pairs (or
+answers) and divided by their number in the whole batch, so they do not depend on micro-batches.
 """
 
 from collections.abc import Callable
@@ -41,7 +40,7 @@ class Answers(NamedTuple):
         return self.logprobs / self.weights
 
 
-Rewards = Callable[[Answers], Tensor]
+RewardFunction = Callable[[Answers], Tensor]
 """Computes the reward of each answer."""
 MarginLoss = Callable[[Tensor], Tensor]
 """Computes the loss of each margin."""
@@ -94,12 +93,14 @@ class DpoConfig(PairsConfig):
             )
 
     def build(self, decoder: Decoder, team: Team = None) -> "Preference":
-        flipped, kept = self.label_smoothing, 1 - 2 * self.label_smoothing
+        epsilon, unbiased = self.label_smoothing, 1 - 2 * self.label_smoothing
         losses: dict[str, MarginLoss] = {
-            "sigmoid": partial(sigmoid_loss, right=1 - flipped, wrong=flipped),
+            "sigmoid": partial(sigmoid_loss, right=1 - epsilon, wrong=epsilon),
             "hinge": lambda margins: F.relu(1 - margins),
             "ipo": lambda margins: ((margins - 0.5) / self.beta).square(),
-            "robust": partial(sigmoid_loss, right=(1 - flipped) / kept, wrong=-flipped / kept),
+            "robust": partial(
+                sigmoid_loss, right=(1 - epsilon) / unbiased, wrong=-epsilon / unbiased
+            ),
         }
         rewards = partial(relative_reward, beta=self.beta, per_token=self.per_token)
         return Preference(decoder, rewards, losses[self.loss], self.sft_weight, team=team)
@@ -155,13 +156,13 @@ class AnswersObjective(ModelObjective):
         """Score the answers of a batch.
 
         Returns:
-            The values of all rows, and a bool tensor (rows), True if a row has a prediction. The
-            log-probability of other rows, such as padding of a validation batch, is 0.
+            The values of all rows, and a bool tensor (rows), True if a row counts because it has a
+            target. The log-probability of other rows, such as padding of a validation batch, is 0.
         """
         logprobs = self.sequence_logprobs(batch)
         weights = self.sequence_weights(batch).to(logprobs.dtype)
-        real = weights > 0
-        return Answers(logprobs, weights.where(real, 1), batch.reference), real
+        counted = weights > 0
+        return Answers(logprobs, weights.where(counted, 1), batch.reference), counted
 
 
 class Preference(AnswersObjective):
@@ -182,7 +183,7 @@ class Preference(AnswersObjective):
     def __init__(
         self,
         decoder: Decoder,
-        rewards: Rewards,
+        rewards: RewardFunction,
         loss: MarginLoss,
         sft_weight: float = 0.0,
         *,
@@ -194,11 +195,11 @@ class Preference(AnswersObjective):
         self.sft_weight = sft_weight
 
     def forward(self, batch: Batch) -> Outcome:
-        answers, real = self.answers(batch)
+        answers, counted = self.answers(batch)
         chosen, rejected = self.rewards(answers).view(-1, 2).unbind(dim=1)
         losses = self.loss(chosen - rejected) - self.sft_weight * answers.mean[0::2]
         logprobs = {"logp_chosen": answers.logprobs[0::2], "logp_rejected": answers.logprobs[1::2]}
-        return summed(losses, real[0::2], pair_figures(chosen, rejected) | logprobs)
+        return outcome_of(losses, counted[0::2], pair_figures(chosen, rejected) | logprobs)
 
 
 class KtoConfig(ObjectiveConfig):
@@ -266,14 +267,14 @@ class Kto(AnswersObjective):
 
     def forward(self, batch: Batch) -> Outcome:
         assert batch.values is not None
-        answers, real = self.answers(batch)
+        answers, counted = self.answers(batch)
         rewards = relative_reward(answers)
         desirable = batch.values > 0
         gains = self.beta * (rewards - self.point) * torch.where(desirable, 1, -1)
         losses = (-gains).sigmoid()
         losses = (self.weights[0] * losses).where(desirable, self.weights[1] * losses)
         if self.training:
-            sums = torch.stack([rewards.detach().where(real, 0).sum(), real.sum()]).double()
+            sums = torch.stack([rewards.detach().where(counted, 0).sum(), counted.sum()]).double()
             self._sums = [self._sums[0] + sums] if self._sums else [sums]
         figures = {
             "reward": self.beta * rewards,
@@ -281,7 +282,7 @@ class Kto(AnswersObjective):
             "accuracy": (gains > 0).float(),
             "kl": torch.full_like(rewards, self.point),
         }
-        return summed(losses, real, figures)
+        return outcome_of(losses, counted, figures)
 
     def tallies(self) -> list[Tensor]:
         return self._sums
@@ -332,7 +333,7 @@ def pair_figures(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     }
 
 
-def summed(losses: Tensor, real: Tensor, figures: dict[str, Tensor]) -> Outcome:
-    """Sum losses and figures of rows or pairs, without those for which `real` is False."""
-    sums = {name: each.detach().where(real, 0).sum() for name, each in figures.items()}
-    return Outcome(losses.where(real, 0).sum(), real.sum(), sums)
+def outcome_of(losses: Tensor, counted: Tensor, figures: dict[str, Tensor]) -> Outcome:
+    """Sum losses and figures over the rows or pairs for which `counted` is True, all (rows)."""
+    sums = {name: values.detach().where(counted, 0).sum() for name, values in figures.items()}
+    return Outcome(losses.where(counted, 0).sum(), counted.sum(), sums)

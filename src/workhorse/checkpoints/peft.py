@@ -76,18 +76,18 @@ def write_peft(
         WorkhorseError: PEFT cannot express the adapter, or a value is infinite or NaN.
     """
     config, modules = adapters_of(decoder)[name], Modules(decoder.config, family)
-    ours, full = updates_of(decoder, name), _full(decoder, name)
+    our_updates, trained = updates_of(decoder, name), _trained_weights(decoder, name)
     updates: dict[str, Update] = {}
-    tied = decoder.config.head.tied and EMBEDDING in full
+    tied = decoder.config.head.tied and EMBEDDING in trained
     tensors: dict[str, Tensor] = {}
     saved: list[str] = []
     transposed = False  # the value of the last layer, since PEFT sets it layer by layer
     for move in modules.moves:
-        if not full.keys().isdisjoint(move.ours):
-            tensors |= _saved(move, full)
+        if not trained.keys().isdisjoint(move.ours):
+            tensors |= _weights_to_theirs(move, trained)
             saved += [] if tied and HEAD in move.ours else move.theirs
-        if not ours.keys().isdisjoint(move.ours):
-            parts = [ours.get(one) for one in move.ours]
+        if not our_updates.keys().isdisjoint(move.ours):
+            parts = [our_updates.get(path) for path in move.ours]
             updates[move.theirs[0]] = _to_theirs(modules, move, parts, config.divisor)
             if move.theirs[0].endswith(".weight"):
                 transposed = modules.layout(move)[0]
@@ -100,8 +100,8 @@ def write_peft(
             tensors[f"{key}{BASE_LAYER}.weight"] = decoder.head.proj.weight.detach()
     for key, value in tensors.items():
         check_numbers(key, value)
-    every = modules_of(one for move in modules.moves for one in move.theirs)
-    data = written_config(config, updates, saved, every) | {
+    all_modules = modules_of(weight for move in modules.moves for weight in move.theirs)
+    data = written_config(config, updates, saved, all_modules) | {
         "base_model_name_or_path": base,
         "ensure_weight_tying": tied,
         "fan_in_fan_out": transposed,
@@ -118,22 +118,22 @@ def write_peft(
     return sum(value.numel() for value in tensors.values())
 
 
-def _saved(move: Move, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if missing := sorted(set(move.ours) - full.keys()):
+def _weights_to_theirs(move: Move, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if missing := sorted(set(move.ours) - trained.keys()):
         raise WorkhorseError(
             f"also_train: {move.theirs[0]} also holds {missing[0]}; add it to the list"
         )
-    values = put(move, [full[one] for one in move.ours])
+    values = put(move, [trained[path] for path in move.ours])
     return dict(zip(move.theirs, values, strict=True))
 
 
-def _full(decoder: Decoder, name: str) -> dict[str, Tensor]:
+def _trained_weights(decoder: Decoder, name: str) -> dict[str, Tensor]:
     """The weights of `also_train` by name. A tied head is listed too, since PEFT stores both."""
-    own = adapter_parameters(decoder, name).items()
-    full = {path: one.detach() for path, one in own if ".adapters." not in path}
-    if decoder.config.head.tied and EMBEDDING in full:
-        full[HEAD] = full[EMBEDDING]
-    return full
+    parameters = adapter_parameters(decoder, name).items()
+    trained = {path: one.detach() for path, one in parameters if ".adapters." not in path}
+    if decoder.config.head.tied and EMBEDDING in trained:
+        trained[HEAD] = trained[EMBEDDING]
+    return trained
 
 
 def _to_theirs(
@@ -155,15 +155,15 @@ def _to_theirs(
     b = b.mT if transposed else b
     if swapped:  # PEFT takes the first axis of the matrices for the axis of outputs
         a, b = b.mT, a.mT
-    lengths = [one.magnitude for one in updates if one is not None and one.magnitude is not None]
-    if not lengths:
+    magnitudes = [one.magnitude for one in updates if one and one.magnitude is not None]
+    if not magnitudes:
         return Update(a, b, None, alpha)
-    if len(lengths) < len(updates) or lengths[0].ndim > 1:
+    if len(magnitudes) < len(updates) or magnitudes[0].ndim > 1:
         raise WorkhorseError(
             f"PEFT has no DoRA for {theirs} unless the adapter covers it whole, or for "
             "experts; train the adapter with dora=false"
         )
-    return Update(a, b, put(move, lengths)[0], alpha)
+    return Update(a, b, put(move, magnitudes)[0], alpha)
 
 
 def add_peft(decoder: Decoder, folder: Path, family: Family, *, name: str = "default") -> None:
@@ -196,68 +196,89 @@ def add_peft(decoder: Decoder, folder: Path, family: Family, *, name: str = "def
 def _add(
     decoder: Decoder, config: PeftConfig, stored: TensorFolder, family: Family, name: str
 ) -> None:
-    found, full = _by_weight(config, stored, Modules(decoder.config, family))
-    modules = Modules(decoder.config, family, [*found, *full])
-    layers: dict[str, Update] = {}
+    update_keys, weight_keys = _by_weight(config, stored, Modules(decoder.config, family))
+    modules = Modules(decoder.config, family, [*update_keys, *weight_keys])
+    updates: dict[str, Update] = {}
     trained: dict[str, Tensor] = {}
     for move in modules.moves:
-        if found.keys() >= set(move.theirs):
-            keys = [found.pop(one) for one in move.theirs]
-            layers |= _to_ours(modules, move, keys, config, stored)
-        if full.keys() >= set(move.theirs):
-            keys = [full.pop(one) for one in move.theirs]
-            shapes = modules.stored_shapes(move)
-            values = [_read(stored, *one) for one in zip(keys, shapes, strict=True)]
-            sizes = [modules.shapes[one] for one in move.ours]
-            taken = dict(zip(move.ours, move.rule.take(values, sizes, move.block), strict=True))
-            module = move.theirs[0].rpartition(".")[0]
-            tied_head = HEAD in move.ours and config.ensure_weight_tying
-            if tied_head or any(module.endswith(one) for one in config.modules_to_save or ()):
-                trained |= taken
+        if update_keys.keys() >= set(move.theirs):
+            keys = [update_keys.pop(theirs) for theirs in move.theirs]
+            updates |= _to_ours(modules, move, keys, config, stored)
+        if weight_keys.keys() >= set(move.theirs):
+            keys = [weight_keys.pop(theirs) for theirs in move.theirs]
+            weights = _weights_to_ours(modules, move, keys, stored)
+            if _is_trained(move, config):
+                trained |= weights
             else:
-                _check_unchanged(decoder, taken)
-    if left := [*found, *full]:
+                _check_unchanged(decoder, weights)
+    if left := [*update_keys, *weight_keys]:
         raise WorkhorseError(
             f"{left[0]} is not a weight of this {family.model_type} model; {OTHER_BASE}"
         )
-    if decoder.config.head.tied and not trained.keys().isdisjoint((EMBEDDING, HEAD)):
-        both = [trained.pop(one) for one in (EMBEDDING, HEAD) if one in trained]
-        if not config.ensure_weight_tying or not torch.equal(both[0], both[-1]):
-            raise WorkhorseError(
-                "modules_to_save trains head and embedding apart, which share one weight in this "
-                "base; train the adapter with ensure_weight_tying=True"
-            )
-        trained[EMBEDDING] = both[0]
-    every = modules_of(modules.shapes)
-    ranks = {path: one.rank for path, one in layers.items()}
-    alphas = {path: float(one.alpha) for path, one in layers.items()}
-    lora = LoraConfig(
+    if decoder.config.head.tied:
+        _join_tied(trained, config)
+    add_adapter(decoder, _lora_config(config, modules, updates, trained), name=name)
+    for path, update in updates.items():
+        adapter = f"{path}.adapters.{name}"
+        trained |= {f"{adapter}.lora_a.weight": update.a, f"{adapter}.lora_b.weight": update.b}
+        if update.magnitude is not None:
+            trained[f"{adapter}.magnitude"] = update.magnitude
+    copy_adapter(decoder, trained, name)
+
+
+def _is_trained(move: Move, config: PeftConfig) -> bool:
+    """True if `modules_to_save` names the module of a weight that is saved in full."""
+    module = move.theirs[0].rpartition(".")[0]
+    tied_head = HEAD in move.ours and config.ensure_weight_tying
+    return tied_head or any(module.endswith(end) for end in config.modules_to_save or ())
+
+
+def _join_tied(trained: dict[str, Tensor], config: PeftConfig) -> None:
+    """Keep one weight for a tied embedding and head, in place; PEFT stores both."""
+    both = [trained.pop(path) for path in (EMBEDDING, HEAD) if path in trained]
+    if not both:
+        return
+    if not config.ensure_weight_tying or not torch.equal(both[0], both[-1]):
+        raise WorkhorseError(
+            "modules_to_save trains head and embedding apart, which share one weight in this "
+            "base; train the adapter with ensure_weight_tying=True"
+        )
+    trained[EMBEDDING] = both[0]
+
+
+def _lora_config(
+    config: PeftConfig, modules: Modules, updates: Mapping[str, Update], trained: Iterable[str]
+) -> LoraConfig:
+    """The options of an adapter with these updates, by layer, and these trained weights."""
+    all_modules = modules_of(modules.shapes)
+    ranks = {path: update.rank for path, update in updates.items()}
+    alphas = {path: float(update.alpha) for path, update in updates.items()}
+    return LoraConfig(
         rank=config.r,
         alpha=config.lora_alpha,
-        ranks=pattern(ranks, config.r, every),
-        alphas=pattern(alphas, float(config.lora_alpha), every),
+        ranks=pattern(ranks, config.r, all_modules),
+        alphas=pattern(alphas, float(config.lora_alpha), all_modules),
         scaling="sqrt_rank" if config.use_rslora else "rank",
         dropout=config.lora_dropout,
         dora=config.use_dora,
-        targets=tuple(shortest(layers, every)),
-        also_train=tuple(dict.fromkeys(one.rpartition(".")[0] for one in trained)),
+        targets=tuple(shortest(updates, all_modules)),
+        also_train=tuple(dict.fromkeys(path.rpartition(".")[0] for path in trained)),
     )
-    add_adapter(decoder, lora, name=name)
-    for path, update in layers.items():
-        own = f"{path}.adapters.{name}"
-        trained |= {f"{own}.lora_a.weight": update.a, f"{own}.lora_b.weight": update.b}
-        if update.magnitude is not None:
-            trained[f"{own}.magnitude"] = update.magnitude
-    copy_adapter(decoder, trained, name)
 
 
 def _by_weight(
     config: PeftConfig, stored: TensorFolder, modules: Modules
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Map the names of weights to the keys of their updates, without A or B, or of their values."""
-    stacks = [one for move in modules.moves for one in move.theirs if not one.endswith(".weight")]
-    found: dict[str, str] = {}
-    full: dict[str, str] = {}
+    """Map the names of weights to the keys of the stored tensors.
+
+    Returns:
+        For each weight with an update, the key of the update without the ends of A and B. For each
+        weight that is stored in full, its key.
+    """
+    theirs = (name for move in modules.moves for name in move.theirs)
+    stacks = [name for name in theirs if not name.endswith(".weight")]
+    update_keys: dict[str, str] = {}
+    weight_keys: dict[str, str] = {}
     used: set[str] = set()
     ends = (A, B, MAGNITUDE) if config.use_dora else (A, B)
     for key in stored.shapes:
@@ -268,16 +289,17 @@ def _by_weight(
                 "modules_to_save"
             )
         if inner.endswith(A):
-            found[_weight_of(inner.removesuffix(A), config, stacks)] = module = key.removesuffix(A)
+            module = key.removesuffix(A)
+            update_keys[_weight_of(inner.removesuffix(A), config, stacks)] = module
             used |= {module + end for end in ends}
         elif not inner.endswith((B, MAGNITUDE)):
-            full[inner.replace(f"{BASE_LAYER}.", ".")] = key
+            weight_keys[inner.replace(f"{BASE_LAYER}.", ".")] = key
             used.add(key)
     for key in sorted(stored.shapes.keys() - used):
         raise WorkhorseError(
             f"tensor {key!r} does not belong to a LoRA with these options; save the adapter again"
         )
-    return found, full
+    return update_keys, weight_keys
 
 
 def _weight_of(module: str, config: PeftConfig, stacks: Iterable[str]) -> str:
@@ -287,10 +309,10 @@ def _weight_of(module: str, config: PeftConfig, stacks: Iterable[str]) -> str:
     """
     targets = config.target_parameters or ()
     inside = [
-        one
-        for one in stacks
-        if one.rpartition(".")[0] == module.replace(BASE_LAYER, "")
-        and any(ends_with(one, target) for target in targets)
+        stack
+        for stack in stacks
+        if stack.rpartition(".")[0] == module.replace(BASE_LAYER, "")
+        and any(ends_with(stack, target) for target in targets)
     ]
     depth = module.count(BASE_LAYER)
     return inside[-1 - depth] if depth < len(inside) else f"{module}.weight"
@@ -301,7 +323,7 @@ def _wrapped(weight: str, updates: Iterable[str]) -> str:
     module, _, parameter = weight.rpartition(".")
     if parameter == "weight":
         return module
-    inside = [one for one in updates if one.rpartition(".")[0] == module]
+    inside = [other for other in updates if other.rpartition(".")[0] == module]
     return module + BASE_LAYER * (len(inside) - 1 - inside.index(weight))
 
 
@@ -325,16 +347,26 @@ def _to_ours(
     if swapped:
         all_a, all_b = [b.mT for b in all_b], [a.mT for a in all_a]
     a = all_a[0] if len(all_a) == 1 else torch.stack(all_a)
-    sizes = [(*modules.shapes[one][:-1], rank) for one in move.ours]
+    sizes = [(*modules.shapes[path][:-1], rank) for path in move.ours]
     parts = move.rule.take([b.mT if transposed else b for b in all_b], sizes, move.block)
-    lengths: Sequence[Tensor | None] = [None] * len(parts)
+    magnitudes: Sequence[Tensor | None] = [None] * len(parts)
     if config.use_dora:
-        whole_lengths = [_read(stored, key + MAGNITUDE, (rows,)) for key in keys]
-        lengths = move.rule.take(whole_lengths, [size[:-1] for size in sizes], move.block)
+        joined = [_read(stored, key + MAGNITUDE, (rows,)) for key in keys]
+        magnitudes = move.rule.take(joined, [size[:-1] for size in sizes], move.block)
     return {
-        path.removesuffix(".weight"): Update(a, b, length, alpha)
-        for path, b, length in zip(move.ours, parts, lengths, strict=True)
+        path.removesuffix(".weight"): Update(a, b, magnitude, alpha)
+        for path, b, magnitude in zip(move.ours, parts, magnitudes, strict=True)
     }
+
+
+def _weights_to_ours(
+    modules: Modules, move: Move, keys: Sequence[str], stored: TensorFolder
+) -> dict[str, Tensor]:
+    """Read a weight that is stored in full, and split it among our weights."""
+    shapes = modules.stored_shapes(move)
+    values = [_read(stored, key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    sizes = [modules.shapes[path] for path in move.ours]
+    return dict(zip(move.ours, move.rule.take(values, sizes, move.block), strict=True))
 
 
 def _flat(update: Update) -> tuple[Tensor, Tensor]:

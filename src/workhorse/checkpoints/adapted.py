@@ -136,9 +136,9 @@ def open_base(init: str, config: DecoderConfig, sha256: str | None = None) -> tu
         raise WorkhorseError(
             f"init={init} is a run of an adapter and cannot be the base of another; give its base"
         )
-    shapes = {name: one.shape for name, one in decoder.named_parameters()}
-    wanted = config.build(device="meta").named_parameters()
-    if shapes != {name: one.shape for name, one in wanted}:
+    shapes = {name: weight.shape for name, weight in decoder.named_parameters()}
+    expected = config.build(device="meta").named_parameters()
+    if shapes != {name: weight.shape for name, weight in expected}:
         raise WorkhorseError(f"init={init} has weights of other shapes than the adapter's base")
     path = os.path.abspath(init) if os.path.exists(init) else init
     base = Base(path, hash_of(weights_of(decoder)))
@@ -193,10 +193,13 @@ def load_adapted(
 
 
 def copy_adapter(decoder: Decoder, weights: Mapping[str, Tensor], name: str = "default") -> None:
-    """Copy the weights of a checkpoint into the adapter of a decoder."""
-    own = {path: one.detach() for path, one in adapter_parameters(decoder, name).items()}
-    mine = {
-        path.replace(".adapters.default.", f".adapters.{name}."): one
-        for path, one in weights.items()
+    """Copy the weights of a checkpoint into the adapter of a decoder, in place.
+
+    A checkpoint names its adapter `default`; here it may have another name.
+    """
+    parameters = adapter_parameters(decoder, name).items()
+    renamed = {
+        path.replace(".adapters.default.", f".adapters.{name}."): weight
+        for path, weight in weights.items()
     }
-    copy_tensors(own, mine, "adapter")
+    copy_tensors({path: one.detach() for path, one in parameters}, renamed, "adapter")

@@ -21,6 +21,7 @@ class Update(NamedTuple):
     magnitude: Tensor | None
     """DoRA's magnitudes, (…, out_features)."""
     alpha: float
+    """`scale` is alpha divided by `LoraConfig.divisor` of the rank."""
 
     @property
     def rank(self) -> int:
@@ -41,34 +42,36 @@ def updates_of(decoder: Decoder, name: str) -> dict[str, Update]:
     return found
 
 
-def with_one_a(
+def with_shared_a(
     updates: Sequence[Update | None],
     shapes: Sequence[tuple[int, ...]],
     divisor: Callable[[int], float],
 ) -> tuple[Tensor, list[Tensor], float]:
     """Express the updates of several matrices with the same input by one A.
 
-    This is the A that all share, or all A's below each other: then each B is zero in the columns of
-    the other A's, and the rank is the sum of the ranks.
+    If all updates have the same A, it is that A. Otherwise it is all A's, stacked along the rank:
+    each B is zero in the columns of the other A's, and the rank is the sum of the ranks.
 
     Args:
         updates: the update of each matrix, or None for a matrix that has none.
         shapes: the shapes of the matrices.
-        divisor: the divisor of alpha for a rank.
+        divisor: returns the divisor of alpha for a rank.
 
     Returns:
         A, the B of each matrix, and alpha.
     """
-    given = [one for one in updates if one is not None]
+    given = [update for update in updates if update is not None]
     first = given[0]
-    shared = all(torch.equal(one.a, first.a) for one in given)
-    a = first.a if shared else torch.cat([one.a for one in given], -2)
-    rank, at = a.shape[-2], 0
-    unit = first.alpha / divisor(first.rank)
-    parts: list[Tensor] = []
-    for one, shape in zip(updates, shapes, strict=True):
-        parts.append(first.b.new_zeros(*shape[:-1], rank))
-        if one is not None:
-            parts[-1][..., at : at + one.rank] = one.b * (one.alpha / divisor(one.rank) / unit)
-            at += 0 if shared else one.rank
-    return a, parts, first.alpha * (divisor(rank) / divisor(first.rank))
+    shared = all(torch.equal(update.a, first.a) for update in given)
+    a = first.a if shared else torch.cat([update.a for update in given], -2)
+    rank, column = a.shape[-2], 0
+    scale = first.alpha / divisor(first.rank)
+    all_b: list[Tensor] = []
+    for update, shape in zip(updates, shapes, strict=True):
+        b = first.b.new_zeros(*shape[:-1], rank)
+        if update is not None:
+            factor = update.alpha / divisor(update.rank) / scale
+            b[..., column : column + update.rank] = update.b * factor
+            column += 0 if shared else update.rank
+        all_b.append(b)
+    return a, all_b, first.alpha * (divisor(rank) / divisor(first.rank))

@@ -5,7 +5,7 @@ which rows of our matrices are rows of theirs, and each row of B belongs to the 
 
     W of theirs = rows of (W_1, W_2, …)   so   B of theirs = the same rows of (B_1, B_2, …)
 
-If their matrix holds several of ours, such as q, k and v, one A serves all; see `with_one_a`.
+If their matrix holds several of ours, such as q, k and v, one A serves all; see `with_shared_a`.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import Tensor
 from workhorse.checkpoints.adapted import copy_adapter
 from workhorse.checkpoints.huggingface.load import ADAPTER_FILE
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
-from workhorse.checkpoints.low_rank import Update, updates_of, with_one_a
+from workhorse.checkpoints.low_rank import Update, updates_of, with_shared_a
 from workhorse.checkpoints.model_folder import make_folder
 from workhorse.checkpoints.peft_config import (
     PeftConfig,
@@ -150,7 +150,7 @@ def _to_theirs(
         )
     transposed, swapped = modules.layout(move)
     shapes = [modules.shapes[name] for name in move.ours]
-    a, parts, alpha = with_one_a(updates, shapes, divisor)
+    a, parts, alpha = with_shared_a(updates, shapes, divisor)
     (b,) = put(move, parts)
     b = b.mT if transposed else b
     if swapped:  # PEFT takes the first axis of the matrices for the axis of outputs

@@ -55,7 +55,7 @@ class PeftConfig(Config):
     use_dora: bool = False
     bias: Literal["none"] = "none"
     init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
-    """Others than these change the weights of the base."""
+    """PEFT's other methods change the weights of the base."""
     modules_to_save: list[str] | None = None
     ensure_weight_tying: bool = False
     target_parameters: list[str] | None = None
@@ -82,7 +82,7 @@ def read_config(path: Path) -> PeftConfig:
 
 
 def written_config(
-    config: LoraConfig, updates: Mapping[str, Update], saved: Iterable[str], every: list[str]
+    config: LoraConfig, updates: Mapping[str, Update], saved: Iterable[str], modules: list[str]
 ) -> dict[str, Any]:
     """The content of `adapter_config.json`.
 
@@ -90,65 +90,73 @@ def written_config(
         config: the options of the adapter.
         updates: the updates, by the names of their weights.
         saved: the names of the weights that are saved in full.
-        every: the names of all modules.
+        modules: the names of all modules.
     """
-    every = [*every, *updates]
-    named = {one.removesuffix(".weight"): update for one, update in updates.items()}
-    alphas = {one: _plain(update.alpha) for one, update in named.items()}
-    parameters = shortest([one for one in named if one in updates], every)
-    modules = [one.rpartition(".")[0] for one in saved]
+    names = [*modules, *updates]
+    by_target = {weight.removesuffix(".weight"): update for weight, update in updates.items()}
+    ranks = {target: update.rank for target, update in by_target.items()}
+    alphas = {target: _plain(update.alpha) for target, update in by_target.items()}
+    target_modules = [target for target in by_target if target not in updates]
+    target_parameters = [target for target in by_target if target in updates]
+    saved_modules = [weight.rpartition(".")[0] for weight in saved]
     written = PeftConfig(
         peft_type="LORA",
         task_type="CAUSAL_LM",
         r=config.rank,
         lora_alpha=_plain(config.alpha),
-        rank_pattern=pattern({one: named[one].rank for one in named}, config.rank, every),
-        alpha_pattern=pattern(alphas, _plain(config.alpha), every),
+        rank_pattern=pattern(ranks, config.rank, names),
+        alpha_pattern=pattern(alphas, _plain(config.alpha), names),
         lora_dropout=config.dropout,
         use_rslora=config.scaling == "sqrt_rank",
         use_dora=config.dora,
-        modules_to_save=shortest(modules, every, str.endswith) or None,
-        target_parameters=sorted(parameters) or None,
+        modules_to_save=shortest(saved_modules, names, str.endswith) or None,
+        target_parameters=sorted(shortest(target_parameters, names)) or None,
     )
-    targets = sorted(shortest([one for one in named if one not in updates], every))
+    targets = sorted(shortest(target_modules, names))
     return {**NO_EFFECT, **UNSUPPORTED, **written.to_dict(), "target_modules": targets}
 
 
 def modules_of(weights: Iterable[str]) -> list[str]:
-    """The names of the modules that contain weights, directly or not."""
-    parts = (name.split(".") for name in weights)
-    return list(dict.fromkeys(".".join(one[:n]) for one in parts for n in range(1, len(one))))
+    """The names of the modules that contain weights, directly or in a child module."""
+    paths = (name.split(".") for name in weights)
+    return list(dict.fromkeys(".".join(path[:n]) for path in paths for n in range(1, len(path))))
 
 
 def shortest(
-    chosen: Iterable[str], every: Iterable[str], fits: Callable[[str, str], bool] = ends_with
+    chosen: Iterable[str], names: Iterable[str], fits: Callable[[str, str], bool] = ends_with
 ) -> list[str]:
-    """The shortest ends that fit the chosen names, and no other of `every`."""
-    wanted = dict.fromkeys(chosen)
-    others = [one for one in every if one not in wanted]
-    found: list[str] = []
-    for name in wanted:
-        if not any(fits(name, end) for end in found):
+    """The shortest suffixes that fit the chosen names, and no others of `names`."""
+    chosen = dict.fromkeys(chosen)
+    others = [name for name in names if name not in chosen]
+    suffixes: list[str] = []
+    for name in chosen:
+        if not any(fits(name, suffix) for suffix in suffixes):
             parts = name.split(".")
-            ends = (".".join(parts[n:]) for n in reversed(range(len(parts))))
-            found.append(next(end for end in ends if not any(fits(one, end) for one in others)))
-    return found
+            candidates = (".".join(parts[n:]) for n in reversed(range(len(parts))))
+            suffixes.append(next(c for c in candidates if not any(fits(o, c) for o in others)))
+    return suffixes
 
 
-def pattern(values: Mapping[str, Value], default: Value, every: Iterable[str]) -> dict[str, Value]:
-    """The values that differ from the default, by the shortest ends of names."""
-    others = dict.fromkeys(one for one in values.values() if one != default)
+def pattern(values: Mapping[str, Value], default: Value, names: Iterable[str]) -> dict[str, Value]:
+    """The values that differ from the default, by the shortest suffixes of their names.
+
+    Args:
+        values: the values by name.
+        default: the value of a name that no suffix fits.
+        names: all names, including those of `values`.
+    """
+    others = dict.fromkeys(value for value in values.values() if value != default)
     return {
-        end: value
-        for value in others
-        for end in shortest([name for name, one in values.items() if one == value], every)
+        suffix: other
+        for other in others
+        for suffix in shortest([name for name, value in values.items() if value == other], names)
     }
 
 
 def matching(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
     """The value of the first pattern, a regular expression, that fits the end of a name."""
     try:
-        fits = (one for end, one in patterns.items() if re.match(rf"(.*\.)?({end})$", name))
+        fits = (value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", name))
         return next(fits, default)
     except re.error as error:
         raise WorkhorseError(f"a pattern of {ADAPTER_FILE} is not valid: {error}") from None

@@ -76,7 +76,8 @@ class LoraConfig(Config):
 
     def of(self, path: str) -> "LoraConfig":
         """The options for one layer, with the rank and the alpha of this layer."""
-        rank, alpha = _own(self.ranks, path, self.rank), _own(self.alphas, path, self.alpha)
+        rank = _value_for(path, self.ranks, self.rank)
+        alpha = _value_for(path, self.alphas, self.alpha)
         return self.replace(rank=rank, alpha=alpha, ranks={}, alphas={})
 
     def build(self, weight: torch.Size) -> "LowRank":
@@ -281,8 +282,9 @@ def ends_with(path: str, name: str) -> bool:
     return f".{path}".endswith(f".{name}")
 
 
-def _own(values: Mapping[str, Value], path: str, default: Value) -> Value:
-    return next((one for name, one in values.items() if ends_with(path, name)), default)
+def _value_for(path: str, values: Mapping[str, Value], default: Value) -> Value:
+    """The value of the first name that the path of a layer ends with."""
+    return next((value for name, value in values.items() if ends_with(path, name)), default)
 
 
 def _linear(experts: list[int], in_features: int, out_features: int) -> nn.Linear | GroupedLinear:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from workhorse.checkpoints.gguf.tensors import SHAPED, TensorPlan, joined, tensor_parts
 from workhorse.checkpoints.gguf.write import architecture_of, find_gguf_family, write_file
-from workhorse.checkpoints.low_rank import updates_of, with_one_a
+from workhorse.checkpoints.low_rank import updates_of, with_shared_a
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder
@@ -47,12 +47,12 @@ def write_gguf_adapter(
         names = [part.ours for part in parts]
         if updates.keys().isdisjoint(names) or tensor.split(".")[-2] in SHAPED:
             continue
-        given = [updates.pop(one, None) for one in names]
-        shapes = [tuple(base.get_parameter(one).shape) for one in names]
-        a, several, alpha = with_one_a(given, shapes, config.divisor)
+        own_updates = [updates.pop(name, None) for name in names]
+        shapes = [tuple(base.get_parameter(name).shape) for name in names]
+        a, all_b, alpha = with_shared_a(own_updates, shapes, config.divisor)
         rank = a.shape[-2]
-        factor = alpha / config.divisor(rank) * rank / config.alpha
-        scaled = {one: b * factor for one, b in zip(names, several, strict=True)}
+        factor = alpha / config.divisor(rank) * rank / config.alpha  # the file has one alpha
+        scaled = {name: b * factor for name, b in zip(names, all_b, strict=True)}
         ((_, rows),) = tensor_parts(architecture, base, scaled).items()
         b = joined(f"{tensor}.lora_b", rows)
         plans += [TensorPlan(f"{tensor}.lora_a", tuple(a.shape), a.float().cpu), b]

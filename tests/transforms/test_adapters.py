@@ -147,7 +147,10 @@ def test_merging_rounds_once_and_shares_the_rest() -> None:
         adapter_parameters(decoder)[f"layers.0.attention.q_proj.adapters.default.{part}.weight"]
         for part in ("lora_a", "lora_b")
     )
-    merged = merge_adapter(decoder)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        merged = merge_adapter(decoder)
+    assert not saved  # for gradients
     exact = layer.weight.float() + 2 * b.float() @ a.float()
     assert torch.equal(merged.get_parameter("layers.0.attention.q_proj.weight"), exact.bfloat16())
     name = "layers.0.attention.k_proj.weight"

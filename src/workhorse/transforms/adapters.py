@@ -147,7 +147,6 @@ def disabled(root: nn.Module) -> Generator[None]:
             layer.active = name
 
 
-@torch.no_grad()
 def why_not_merged(decoder: Decoder) -> str | None:
     """The reason why `merge_adapter` cannot merge the active adapter, or None if it can."""
     if any(one.name == "quantize" for one in transforms_of(decoder)):
@@ -164,6 +163,7 @@ def why_not_merged(decoder: Decoder) -> str | None:
     return None
 
 
+@torch.no_grad()
 def merge_adapter(decoder: Decoder, kernel: KernelName = "auto") -> Decoder:
     """Return a decoder without adapters, with the active adapter's updates added to its weights.
 

@@ -29,9 +29,9 @@ from workhorse.models.describe import count_parameters
 from workhorse.nn import Decoder
 
 Density = Annotated[float, Field(gt=0, le=1)]
-PARALLEL = 0.9995
+PARALLEL_COSINE = 0.9995
 """Cosine above which SLERP interpolates linearly, as in mergekit."""
-SMALLEST = 1e-8
+NEAR_ZERO = 1e-8
 """Norms and sums of weights below this count as zero."""
 
 
@@ -43,8 +43,9 @@ class LinearConfig(Config):
     """True to divide by the sum of the weights."""
 
     def merge(self, parts: "Parts") -> Tensor:
-        total = sum(weight * one for weight, one in zip(parts.weights, parts.tensors, strict=True))
-        assert isinstance(total, Tensor)
+        total = torch.zeros_like(parts.tensors[0])
+        for weight, tensor in zip(parts.weights, parts.tensors, strict=True):
+            total += weight * tensor
         return total / sum(parts.weights) if self.normalize else total
 
 
@@ -58,7 +59,7 @@ class SlerpConfig(Config):
     def merge(self, parts: "Parts") -> Tensor:
         first, second = parts.tensors
         cosine = float((_direction(first) * _direction(second)).sum())
-        if abs(cosine) > PARALLEL:
+        if abs(cosine) > PARALLEL_COSINE:
             return first + self.t * (second - first)
         angle = math.acos(cosine)
         before, after = math.sin(angle * (1 - self.t)), math.sin(angle * self.t)
@@ -72,7 +73,7 @@ class _FromBaseConfig(Config):
     """Factor on the sum of all changes."""
 
     def trim(self, change: Tensor, seed: int) -> Tensor:
-        """Set a part of a model's change to zero."""
+        """Set some elements of a model's change to zero. `seed` is one of `Parts.seeds`."""
         del seed
         return change
 
@@ -80,8 +81,8 @@ class _FromBaseConfig(Config):
         assert parts.base is not None
         base, weights = parts.base, parts.weights
         trimmed = [
-            weight * self.trim(one - base, seed)
-            for weight, one, seed in zip(weights, parts.tensors, parts.seeds, strict=True)
+            weight * self.trim(tensor - base, seed)
+            for weight, tensor, seed in zip(weights, parts.tensors, parts.seeds, strict=True)
         ]
         return base + self.scale * self.add(torch.stack(trimmed), weights)
 
@@ -120,10 +121,10 @@ class TiesConfig(_FromBaseConfig):
         return (flat * mask).view_as(change)
 
     def add(self, changes: Tensor, weights: Sequence[float]) -> Tensor:
-        agrees = _of_common_sign(changes)
+        agrees = _has_common_sign(changes)
         factors = torch.tensor(weights).view(-1, *[1] * (changes.ndim - 1))
         total = (agrees * factors).sum(dim=0)
-        total = torch.where(total.abs() < SMALLEST, 1, total)
+        total = torch.where(total.abs() < NEAR_ZERO, 1, total)
         return (changes * agrees).sum(dim=0) / total
 
 
@@ -145,7 +146,7 @@ class DareConfig(_FromBaseConfig):
 
     def add(self, changes: Tensor, weights: Sequence[float]) -> Tensor:
         del weights
-        return (changes * _of_common_sign(changes) if self.common_sign else changes).sum(dim=0)
+        return (changes * _has_common_sign(changes) if self.common_sign else changes).sum(dim=0)
 
 
 MethodConfig = Annotated[
@@ -156,11 +157,11 @@ MethodConfig = Annotated[
 
 def _direction(tensor: Tensor) -> Tensor:
     norm = tensor.norm()
-    return tensor / norm if norm > SMALLEST else tensor
+    return tensor / norm if norm > NEAR_ZERO else tensor
 
 
-def _of_common_sign(changes: Tensor) -> Tensor:
-    """True for changes whose sign is that of the sum over the models; 0 counts as positive."""
+def _has_common_sign(changes: Tensor) -> Tensor:
+    """True for changes with the sign of the sum over the models; a sum of 0 counts as positive."""
     sign = torch.where(changes.sum(dim=0) >= 0, 1.0, -1.0)
     return changes.sign() == sign
 
@@ -201,7 +202,7 @@ class MergeRecipe(Config):
         if not self.models:
             raise ConfigError("there are no models; name at least one", "models")
         weights = [part.weight for part in self.models]
-        if getattr(self.method, "normalize", False) and abs(sum(weights)) < SMALLEST:
+        if getattr(self.method, "normalize", False) and abs(sum(weights)) < NEAR_ZERO:
             raise ConfigError(f"the weights {weights} add up to 0; change them", "models")
         return self
 
@@ -211,10 +212,12 @@ class Parts:
     """The tensors to merge into one, in float32."""
 
     tensors: list[Tensor]
+    """The tensor of each model, all of the same shape."""
     weights: list[float]
     base: Tensor | None
+    """The tensor of the base model; None if the method needs none."""
     seeds: list[int]
-    """An integer for each tensor; different tensors of different models have different ones."""
+    """A random seed for each tensor, from its name and the index of its model."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ def merge(
     """
     target = Path(target)
     check_new(target)
-    parts = [one for part in recipe.models for one in _expanded(part)]
+    parts = [expanded for part in recipe.models for expanded in _expanded(part)]
     if isinstance(recipe.method, SlerpConfig) and len(parts) != 2:  # noqa: PLR2004
         raise WorkhorseError(f"slerp merges two models, not {len(parts)}; list two")
     read = partial(load, device="cpu", execution="reference", notify=notify)

@@ -6,8 +6,10 @@ A question is a conversation before its last message, or the prompt of a task. R
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from workhorse.data import Document
+from workhorse.data.conversations import Example
 from workhorse.data.documents import hash_of
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
@@ -34,9 +36,11 @@ class Answer:
 
     question: Question
     text: str
+    """The answer as a string."""
     ended: bool
     """True if the model ended the answer, False if it reached the maximum number of tokens."""
     rewards: Mapping[str, float]
+    """The rewards by name."""
 
     @property
     def right(self) -> bool:
@@ -56,22 +60,10 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
         WorkhorseError: there are no questions, or one has tools or content that is not a string.
     """
     found: list[Question] = []
-    for example, where in ((one.example, one.name) for one in documents):
-        if example is None or example.value is not None:
-            continue
-        if example.strings is not None:
-            found.append(Question(example.strings[0], *example.strings))
-            continue
-        *prompt, last = (
-            {"role": one["role"], "content": one.get("content")} for one in example.messages
-        )
-        strings = all(isinstance(one["content"], str) for one in (*prompt, last))
-        answered = prompt and last["role"] == "assistant"
-        if not strings or not answered or example.tools is not None:
-            raise WorkhorseError(
-                f"{where} has tools, content that is not a string, or no answer; remove it"
-            )
-        found.append(Question(prompt, prompt[-1]["content"], last["content"]))
+    for document in documents:
+        example = document.example
+        if example is not None and example.value is None:  # not an answer of a pair, or a label
+            found.append(_question_of(example, document.name))
     if limit is not None:
         count = int(limit if limit >= 1 else limit * len(found))
         found = sorted(found, key=lambda question: hash_of(question.text))[: max(count, 0)]
@@ -80,6 +72,22 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
             "no question with a known answer is left; give other --data or a larger --limit"
         )
     return found
+
+
+def _question_of(example: Example, where: str) -> Question:
+    if example.strings is not None:
+        prompt, known = example.strings
+        return Question(prompt, prompt, known)
+    *messages, last = (
+        {"role": message["role"], "content": message.get("content")} for message in example.messages
+    )
+    strings = all(isinstance(message["content"], str) for message in (*messages, last))
+    answered = messages and last["role"] == "assistant"
+    if not strings or not answered or example.tools is not None:
+        raise WorkhorseError(
+            f"{where} has tools, content that is not a string, or no answer; remove it"
+        )
+    return Question(messages, messages[-1]["content"], last["content"])
 
 
 def answer_questions(
@@ -95,27 +103,28 @@ def answer_questions(
     dialogue, as in `Model.chat`. Up to `batch_size` answers are generated together.
     """
     form = model.chat_format()
+    prompts = (question.prompt for question in questions)
     completions = model.generate_batch(
-        [
-            model.encode(one.prompt) if isinstance(one.prompt, str) else form.encode(one.prompt)
-            for one in questions
-        ],
+        [model.encode(one) if isinstance(one, str) else form.encode(one) for one in prompts],
         GenerationConfig(temperature=0, stop=form.stop, stop_tokens=form.stop_tokens),
         batch_size=batch_size,
     )
-    texts = [one.text for one in completions]
-    columns = [one.text for one in questions], texts, [one.known for one in questions]
-    scores = {name: reward(*columns) for name, reward in rewards.items()}
-    rows = zip(questions, completions, zip(*scores.values(), strict=True), strict=True)
+    asked = [question.text for question in questions]
+    texts = [completion.text for completion in completions]
+    known = [question.known for question in questions]
+    scores = {name: reward(asked, texts, known) for name, reward in rewards.items()}
     return [
         Answer(
-            question, one.text, one.finish_reason != "length", dict(zip(scores, row, strict=True))
+            question,
+            completion.text,
+            completion.finish_reason != "length",
+            {name: values[row] for name, values in scores.items()},
         )
-        for question, one, row in rows
+        for row, (question, completion) in enumerate(zip(questions, completions, strict=True))
     ]
 
 
 def fractions(answers: Sequence[Answer]) -> dict[str, float]:
     """Return the fractions of answers that ended and that are right, and the mean rewards."""
-    rows = [{"ended": one.ended, **one.rewards, "right": one.right} for one in answers]
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    rows = [{"ended": answer.ended, **answer.rewards, "right": answer.right} for answer in answers]
+    return {name: fmean(row[name] for row in rows) for name in rows[0]}

@@ -97,14 +97,14 @@ def assemble(
     reference, step, teams = model.reference, model.step, model.teams
     rollouts = rollouts_of(start, run, model, batches)
     constants |= {"micro_batch_size": step.micro_batch_size, **model.constants}
-    together = partial(with_whole_weights, step, world)
+    gathered = partial(with_whole_weights, step, world)
     loop = Loop(
         config=config,
         step=step,
         weights=model.weights,
         batches=rollouts or batches,
-        validate=together(_validator(recipe, step, dataset, world, rollouts)),
-        sample=together(_sampler(recipe, reference, step, tokenizer, teams, world=world)),
+        validate=gathered(_validator(recipe, step, dataset, world, rollouts)),
+        sample=gathered(_sampler(recipe, reference, step, tokenizer, teams, world=world)),
         store=store,
         metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
@@ -129,7 +129,7 @@ def assemble(
     for change in at.changes:
         loop.notify("change", setting=change.setting, before=change.before, now=change.now)
     notify(_execution_of(step, config))
-    _tell_start(loop, recipe, decoder_config, dataset, settings, minutes=minutes)
+    _notify_start(loop, recipe, decoder_config, dataset, settings, minutes=minutes)
     return loop
 
 
@@ -166,7 +166,7 @@ def _execution_of(step: TrainingStep, config: TrainConfig) -> str:
     return training_announcement(step.objective, operators, compiled=config.execution == "compiled")
 
 
-def _tell_start(
+def _notify_start(
     loop: Loop,
     recipe: Recipe,
     config: DecoderConfig,
@@ -263,6 +263,7 @@ def _sampler(
 
 
 def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Listener:
+    """Return a listener that also passes events to the trackers of a recipe."""
     trackers = {
         name: open_tracker(name, recipe.name, recipe.to_dict(), run.path)
         for name in recipe.train.trackers

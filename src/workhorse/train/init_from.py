@@ -143,9 +143,19 @@ def _copy_weights(
     whole: DecoderConfig,
     new: range,
 ) -> None:
-    """Copy weights into a decoder; if they do not fit, raise an error with differing settings.
+    """Copy weights into a decoder.
 
-    See `grown` for `new`, the ids of tokens without a vector.
+    Args:
+        init: the model that the weights belong to, for the error.
+        decoder: the decoder that receives the weights, or the part of it on this rank.
+        config: config of the model `init`.
+        weights: weights of the model `init`.
+        places: returns the tensors of the decoder that the weights are copied to.
+        whole: config of the whole decoder.
+        new: ids of the tokens that the model `init` does not have; see `grown`.
+
+    Raises:
+        WorkhorseError: the weights do not fit; the message has the settings that differ.
     """
     rows = max(whole.vocab_size, config.vocab_size)
     config = config.replace(vocab_size=rows)
@@ -158,8 +168,8 @@ def _copy_weights(
     except WorkhorseError as error:
         found = differences(config.to_dict(), decoder.config.to_dict())
         settings = [
-            f"model.{'.'.join(path)} is {shown(now)} in the recipe and {shown(own)} in init"
-            for path, own, now in islice(found, SETTINGS_SHOWN)
+            f"model.{'.'.join(path)} is {shown(ours)} in the recipe and {shown(theirs)} in init"
+            for path, theirs, ours in islice(found, SETTINGS_SHOWN)
         ]
         raise WorkhorseError(
             f"the weights of init={init} do not fit: {', '.join(settings) or error}; remove "

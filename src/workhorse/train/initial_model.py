@@ -80,7 +80,7 @@ class Start:
         Args:
             stored: a model folder; its weights replace the initial ones, except with an adapter.
         """
-        train, parallel, divided = self.recipe.train, self.recipe.parallel, self.world.lockstep
+        train, parallel = self.recipe.train, self.recipe.parallel
         teams = make_teams(self.world, parallel, self.config.vocab_size)
         build = partial(
             build_step,
@@ -92,17 +92,18 @@ class Start:
         if self.recipe.adapter is not None:
             decoder, base = self._adapted(self.recipe.adapter)
             return Built(decoder, build(decoder), teams, base)
-        if divided:
-            decoder, other = teams.build(self.config, train.kernel, "meta"), None
+        build = partial(build, teams=teams, whole=self.config)
+        if self.world.lockstep:  # only this rank's parts of the weights are allocated
+            decoder = teams.build(self.config, train.kernel, "meta")
+            step = build(decoder)
+            places = step.optimizer.masters.places
+            init = self._set_weights(step.objective.decoder, places, stored)
         else:
             decoder = empty_decoder(self.config, train.kernel, self.device, torch.float32)
-            other = self._set_weights(decoder, weights_of, stored)
-        step = build(decoder, teams=teams, whole=self.config)
-        if divided:  # only this rank's parts of the weights are allocated
-            places = step.optimizer.masters.places
-            other = self._set_weights(step.objective.decoder, places, stored)
-        if other is not None:
-            start_optimizer(str(self.recipe.init), other, step.optimizer, train.optimizer.kind)
+            init = self._set_weights(decoder, weights_of, stored)
+            step = build(decoder)
+        if init is not None:
+            start_optimizer(str(self.recipe.init), init, step.optimizer, train.optimizer.kind)
         return Built(decoder, step, teams)
 
     def _adapted(self, adapter: AdapterConfig) -> tuple[Decoder, Base]:

@@ -1,9 +1,9 @@
 """Log-probabilities of the reference model, which is the model that training started from.
 
-For preference objectives, its log-probability of each sequence never changes. So it is computed
-before training from the initial weights and stored in the run directory; no second model is kept in
-memory. Rollouts are new sequences in every step. So their reference model is kept in memory, and
-the run directory has a copy of the initial weights.
+For preference objectives, the sequences never change. So their log-probabilities are computed
+before training and stored in the run directory, and no second model is kept in memory. Rollouts are
+new sequences in every step. So their reference model is kept in memory, and the run directory has a
+copy of the initial weights.
 """
 
 from collections.abc import Callable
@@ -42,11 +42,11 @@ def load_references(dataset: Dataset, folder: Path) -> bool:
     Raises:
         WorkhorseError: a file does not fit the data.
     """
-    for path, split, number in _places(dataset, folder):
+    for path, split, index in _files_of(dataset, folder):
         if not path.exists():
             return False
         values = np.load(path, allow_pickle=False)
-        stream = split.streams[number]
+        stream = split.streams[index]
         if values.shape != (stream.n_documents,):
             raise WorkhorseError(
                 f"{path} has {len(values)} values for {stream.n_documents} documents; delete "
@@ -77,8 +77,8 @@ def compute_references(
         world: the processes that divide the sequences among themselves.
         progress: called after every batch.
     """
-    for path, split, number in _places(dataset, folder):
-        stream = split.streams[number]
+    for path, split, index in _files_of(dataset, folder):
+        stream = split.streams[index]
         batches = ValidationBatches(
             Split(split.name, (stream,), (1.0,)),
             seq_len=seq_len,
@@ -90,13 +90,13 @@ def compute_references(
         sums = sums.to(step.device)
         step.objective.eval()
         with torch.no_grad():
-            for index, counts_here in world.passes(len(batches)):
-                rows = batches[index].to(step.device)
+            for number, counts_here in world.passes(len(batches)):
+                rows = batches[number].to(step.device)
                 with step.precision.products(), step.precision():
                     of_rows = sequence_logprobs(step.objective, rows)
                 if counts_here and of_rows is not None:
-                    sums[index * step.micro_batch_size :][: len(rows)] = of_rows.double()
-                progress(index, len(batches))
+                    sums[number * step.micro_batch_size :][: len(rows)] = of_rows.double()
+                progress(number, len(batches))
         step.objective.train()
         world.add_(sums)
         values = np.full(stream.n_documents, np.nan)
@@ -118,14 +118,20 @@ def token_logprobs(step: TrainingStep) -> Callable[[Batch], Tensor]:
 
 
 def token_values(step: TrainingStep) -> Callable[[Batch], Tensor]:
-    """Return the same for the current values of the value head of a `Policy`."""
+    """Return a function that computes the current value at each position, as `token_logprobs`.
+
+    The objective must be a `Policy` with a value head.
+    """
     return _of_targets(step, lambda objective, rows: objective.values_at(rows))
 
 
 def _of_targets(
     step: TrainingStep, figure: Callable[[Any, Batch], Tensor]
 ) -> Callable[[Batch], Tensor]:
-    """Return a function that computes a figure in passes without gradients and dropout."""
+    """Return a function that computes `figure(objective, rows)`, (rows, seq), on the CPU.
+
+    It runs in micro-batches, without gradients and dropout.
+    """
     whole = objective = step.objective
     precision, device = step.precision, step.device
     size = step.micro_batch_size
@@ -165,11 +171,11 @@ def sequence_logprobs(objective: Objective, batch: Batch) -> Tensor | None:
     return of_rows if counted else None
 
 
-def _places(dataset: Dataset, folder: Path) -> list[tuple[Path, Split, int]]:
+def _files_of(dataset: Dataset, folder: Path) -> list[tuple[Path, Split, int]]:
     """Return the file of each stream, its split, and its index there."""
     splits = [split for split in (dataset.train, dataset.validation) if split is not None]
     return [
-        (folder / f"{split.name}-{stream.name}.npy", split, number)
+        (folder / f"{split.name}-{stream.name}.npy", split, index)
         for split in splits
-        for number, stream in enumerate(split.streams)
+        for index, stream in enumerate(split.streams)
     ]

@@ -50,9 +50,11 @@ def add_adapter(
     _check_name(decoder, name, config)
     targets = _targets(decoder, config)
     for option in ("ranks", "alphas"):
-        for one in getattr(config, option):
-            if not any(ends_with(path, one) for path in targets):
-                raise WorkhorseError(f"{option}: no layer in targets is called {one}; remove it")
+        for layer_name in getattr(config, option):
+            if not any(ends_with(path, layer_name) for path in targets):
+                raise WorkhorseError(
+                    f"{option}: no layer in targets is called {layer_name}; remove it"
+                )
     for path in _parameters_in_full(decoder, config):
         if (layer := path.rpartition(".")[0]) in targets:
             raise WorkhorseError(f"{layer} is in targets and in also_train; remove one")
@@ -69,8 +71,8 @@ def add_adapter(
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
             adapter.reset(layer, generator)
         adapter.train(decoder.training)
-    set_adapter(decoder, name)
     record(decoder, "adapt", adapter=name, **config.to_dict())
+    set_adapter(decoder, name)
     return decoder
 
 
@@ -78,7 +80,7 @@ def freeze(decoder: Decoder, config: LoraConfig) -> None:
     """Freeze all parameters of a decoder, in place, except those of the modules in `also_train`.
 
     Raises:
-        WorkhorseError: a name fits no module, or a module that has no weights to train.
+        WorkhorseError: a name fits no module, or fits a module that has no weights to train.
     """
     trained = _parameters_in_full(decoder, config)
     decoder.requires_grad_(False)
@@ -88,8 +90,8 @@ def freeze(decoder: Decoder, config: LoraConfig) -> None:
 
 def adapters_of(decoder: nn.Module) -> dict[str, LoraConfig]:
     """The options of a decoder's adapters, by name."""
-    carried = [dict(one.options) for one in transforms_of(decoder) if one.name == "adapt"]
-    return {options.pop("adapter"): LoraConfig.from_dict(options) for options in carried}
+    every = [dict(one.options) for one in transforms_of(decoder) if one.name == "adapt"]
+    return {options.pop("adapter"): LoraConfig.from_dict(options) for options in every}
 
 
 def adapter_parameters(decoder: Decoder, name: str = "default") -> dict[str, nn.Parameter]:
@@ -98,9 +100,12 @@ def adapter_parameters(decoder: Decoder, name: str = "default") -> dict[str, nn.
     Raises:
         WorkhorseError: the decoder has no adapter of this name.
     """
-    every = decoder.named_parameters()
-    own = {path: one for path, one in every if f".adapters.{name}." in path}
-    return own | _parameters_in_full(decoder, _config_of(decoder, name))
+    updates = {
+        path: parameter
+        for path, parameter in decoder.named_parameters()
+        if f".adapters.{name}." in path
+    }
+    return updates | _parameters_in_full(decoder, _config_of(decoder, name))
 
 
 def set_adapter(decoder: Decoder, name: str) -> None:
@@ -110,10 +115,8 @@ def set_adapter(decoder: Decoder, name: str) -> None:
         WorkhorseError: the decoder has no adapter of this name, or it is compiled for decoding.
     """
     _check_switches(decoder)
-    layers = adapted_layers(decoder)
-    if not any(name in layer.adapters for layer in layers.values()):
-        _config_of(decoder, name)
-    for layer in layers.values():
+    _config_of(decoder, name)  # raises an error if there is no such adapter
+    for layer in adapted_layers(decoder).values():
         layer.active = name if name in layer.adapters else None
 
 
@@ -180,42 +183,44 @@ def merge_adapter(decoder: Decoder, kernel: KernelName = "auto") -> Decoder:
     """
     if why := why_not_merged(decoder):
         raise WorkhorseError(why)
-    carried = transforms_of(decoder)
     weights = {path: weight.detach() for path, weight in decoder.named_parameters()}
     for path, layer in adapted_layers(decoder).items():
         if layer.active is not None:
             weights[f"{path}.weight"] = folded_weight(layer)
     merged = decoder.config.build(kernel, device="meta")
-    kept = {path: weights[path] for path, _ in merged.named_parameters()}
-    merged.load_state_dict(kept, strict=False, assign=True)
+    of_base = {path: weights[path] for path, _ in merged.named_parameters()}
+    merged.load_state_dict(of_base, strict=False, assign=True)
     merged.tie_weights()
-    for one in carried:
-        if one.name != "adapt":
-            record(merged, one.name, **one.options)
+    for transform in transforms_of(decoder):
+        if transform.name != "adapt":
+            record(merged, transform.name, **transform.options)
     return merged.train(decoder.training)
 
 
 def adapted_layers(root: nn.Module) -> dict[str, Adapted]:
     """The layers that have adapters, by name."""
-    return {path: one for path, one in root.named_modules() if isinstance(one, Adapted)}
+    return {path: layer for path, layer in root.named_modules() if isinstance(layer, Adapted)}
 
 
 def _targets(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Module]:
     """The layers that get an update, by name."""
     known = (*ADAPTED, *ADAPTED.values())
     if config.targets == "all":
-        inside = ((f"layers.{path}", one) for path, one in decoder.layers.named_modules())
-        return {path: one for path, one in inside if type(one) in known and _is_base(path)}
-    found: dict[str, nn.Module] = {}
-    for named in config.targets:
-        found |= _named(decoder, named, "targets")
-    for path, module in found.items():
+        return {
+            f"layers.{path}": module
+            for path, module in decoder.layers.named_modules()
+            if type(module) in known and _is_base(path)
+        }
+    targets: dict[str, nn.Module] = {}
+    for name in config.targets:
+        targets |= _named(decoder, name, "targets")
+    for path, module in targets.items():
         if type(module) not in known:
             raise WorkhorseError(
                 f"targets: {path} is not a linear layer that can have an adapter, but "
                 f"{type(module).__name__}; use also_train to train its weights"
             )
-    return found
+    return targets
 
 
 def _is_base(path: str) -> bool:
@@ -226,29 +231,33 @@ def _is_base(path: str) -> bool:
 def _parameters_in_full(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Parameter]:
     """The parameters of the modules in `also_train`, by name; a tied matrix has the embedding's."""
     trained: set[nn.Parameter] = set()
-    for named in config.also_train:
-        for path, module in _named(decoder, named, "also_train").items():
+    for name in config.also_train:
+        for path, module in _named(decoder, name, "also_train").items():
             if any(isinstance(part, QuantizedWeight) for part in module.modules()):
                 raise WorkhorseError(
                     f"also_train: {path} is quantised and cannot be trained; remove it"
                 )
-            own = dict(module.named_parameters())
-            weights = {one for key, one in own.items() if not key.endswith(ALWAYS_FLOAT32)}
+            weights = {
+                parameter
+                for key, parameter in module.named_parameters()
+                if not key.endswith(ALWAYS_FLOAT32)
+            }
             if not weights:
                 raise WorkhorseError(f"also_train: {path} has no weights to train; remove it")
             trained |= weights
-    return {path: one for path, one in decoder.named_parameters() if one in trained}
+    parameters = decoder.named_parameters()
+    return {path: parameter for path, parameter in parameters if parameter in trained}
 
 
-def _named(decoder: Decoder, named: str, option: str) -> dict[str, nn.Module]:
-    """The modules that have a name, or whose last parts of the name are given, by whole name."""
+def _named(decoder: Decoder, name: str, option: str) -> dict[str, nn.Module]:
+    """The modules of the base whose path ends with a name, by path."""
     modules: dict[str, nn.Module] = dict(decoder.named_modules())
-    every = {path: one for path, one in modules.items() if _is_base(path)}
-    found = {path: one for path, one in every.items() if ends_with(path, named)}
+    modules = {path: module for path, module in modules.items() if _is_base(path)}
+    found = {path: module for path, module in modules.items() if ends_with(path, name)}
     if not found:
-        last = {path.rpartition(".")[2] for path in every} - {""}
-        known = {one for one in last if not one.isdecimal()}
-        raise WorkhorseError(f"{option}: no module is called {named}; {nearest(named, known)}")
+        ends = {path.rpartition(".")[2] for path in modules} - {""}
+        known = {end for end in ends if not end.isdecimal()}
+        raise WorkhorseError(f"{option}: no module is called {name}; {nearest(name, known)}")
     return found
 
 

@@ -41,7 +41,7 @@ class Example:
 
     messages: tuple[Message, ...] = ()
     n_prompt: int = 0
-    """Number of leading messages of which nothing is learned."""
+    """Number of messages at the start that are not learned."""
     tools: Any = None
     """JSON schemas of the functions that the assistant may call; None: no tools."""
     strings: tuple[str, str] | None = None
@@ -58,9 +58,9 @@ class Example:
             return "".join(self.strings)
         contents = (message.get("content") for message in self.messages)
         return "\n".join(
-            one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
-            for one in contents
-            if one
+            content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            for content in contents
+            if content
         )
 
 
@@ -118,7 +118,7 @@ def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: 
         eos: True to end strings with the eos token.
 
     Raises:
-        WorkhorseError: the template refuses the messages, or nothing would be learned.
+        WorkhorseError: the template rejects the messages, or no token would be learned.
     """
     from workhorse.tokenizers.chat.learned import Learned, encode_conversation
     from workhorse.tokenizers.chat.template import ChatTemplate
@@ -157,10 +157,15 @@ def _conversation(fields: Mapping[str, Any]) -> Example:
 
 
 def _completion(fields: Mapping[str, Any], value: float | None) -> Example:
+    """Return the example of a record with `prompt` and `completion`; see `Example.value`."""
     return _answered(_field(fields, "prompt"), _field(fields, "completion"), fields, value)
 
 
 def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
+    """Return the examples of the chosen and the rejected answer.
+
+    Without a prompt, it is the messages that both answers begin with.
+    """
     chosen, rejected = _field(fields, "chosen"), _field(fields, "rejected")
     if chosen == rejected:
         raise WorkhorseError("chosen and rejected are equal; remove the record")
@@ -177,8 +182,10 @@ def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
             if common is None:
                 raise WorkhorseError("one answer begins with the other; correct the record")
             prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-    first, second = (_answered(prompt, one, fields, float(margin)) for one in (chosen, rejected))
-    return first, second
+    return (
+        _answered(prompt, chosen, fields, float(margin)),
+        _answered(prompt, rejected, fields, float(margin)),
+    )
 
 
 def _answered(prompt: Any, answer: Any, fields: Mapping[str, Any], value: float | None) -> Example:
@@ -198,7 +205,7 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
     """Return messages with `role` and `content`, also from ShareGPT's form."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise WorkhorseError(f"{name}={shown(value)} is not a list of messages; correct it")
-    return tuple(_message(one, f"message {number}") for number, one in enumerate(value))
+    return tuple(_message(given, f"message {number}") for number, given in enumerate(value))
 
 
 def _message(given: Any, name: str) -> Message:
@@ -211,17 +218,17 @@ def _message(given: Any, name: str) -> Message:
         return message
     speaker, content = message.pop("from"), message.pop("value", None)
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        known = ", ".join(SHAREGPT_ROLES)
-        raise WorkhorseError(f"{name} is from {shown(speaker)}; use one of {known}")
+        roles = ", ".join(SHAREGPT_ROLES)
+        raise WorkhorseError(f"{name} is from {shown(speaker)}; use one of {roles}")
     return {"role": SHAREGPT_ROLES[speaker], "content": content, **message}
 
 
 def _without_nulls(value: Any) -> Any:
     """Remove fields that are None: Parquet files add the fields of every other message."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(inner) for inner in value]
     return value
 
 

@@ -8,7 +8,7 @@ fewer documents than concatenation, with little padding. Every token except the 
 document is predicted exactly once: a piece after a cut starts with the last target of the previous
 piece.
 
-Long documents can also be dropped or shortened. Pieces without a token to learn are left out.
+Long documents can also be dropped or shortened. Pieces without a token to learn are omitted.
 """
 
 from collections import defaultdict
@@ -53,9 +53,9 @@ class PackingPlan:
     bounds: Indices
     """Bounds of the rows: row i holds the pieces `bounds[i]:bounds[i + 1]`."""
     dropped: int = 0
-    """Number of documents that were left out because they are too long."""
+    """Number of documents that were omitted because they are too long."""
     unlearned: int = 0
-    """Number of pieces that were left out because no token of them is learned."""
+    """Number of pieces that were omitted because they have no token to learn."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

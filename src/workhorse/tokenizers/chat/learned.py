@@ -1,17 +1,18 @@
 """Finds the tokens of a conversation that are learned, from the chat template as it is.
 
-A template does not say which of its output the assistant must write. Comparing renderings shows it.
-In the rendering of the whole conversation, the assistant's turn i
+A template does not mark the part of its output that the assistant must write. It is found by
+comparing the rendering of the whole conversation with renderings of its first messages. The turn of
+an assistant's message
 
-- begins where it no longer equals the rendering of the messages before i with the generation
-  prompt,
-- ends where it no longer equals the rendering of the messages up to i, without what follows the
-  last control token there: a line break after the end of the turn, for example. If the template
+- begins where the whole rendering first differs from the rendering of the messages before it with
+  the generation prompt,
+- ends where the whole rendering first differs from the rendering of the messages up to it. Text
+  after the last control token of the turn, such as a line break, is not part of it. If a template
   ends turns with the first token of the next one, that token is included.
 
-Renderings of a part of a conversation may differ from that part of the whole rendering: templates
-omit earlier reasoning, or move the system message. So positions are always compared from an anchor:
-a random string that is added to each message and found again in each rendering.
+The rendering of the first messages may differ from the beginning of the whole rendering: templates
+omit earlier reasoning, or move the system message. So each message gets an anchor, a random string
+that is found again in each rendering, and renderings are compared from an anchor on.
 """
 
 import re
@@ -73,11 +74,13 @@ def encode_conversation(
         variables: see `ChatTemplate.render`.
 
     Raises:
-        WorkhorseError: the template refuses the messages, a role is unknown, the last message is
+        WorkhorseError: the template rejects the messages, a role is unknown, the last message is
             not the assistant's, a learned message is empty, or its turn cannot be found.
     """
     weights = _weights(messages, learn)
-    messages = [{name: one for name, one in each.items() if name not in OURS} for each in messages]
+    messages = [
+        {name: value for name, value in message.items() if name not in OURS} for message in messages
+    ]
     encoder, spelled = template.spelling(tokenizer, tools=tools, **variables)
     text = spelled(messages, False)
     ids, offsets = encoder.encode_with_offsets(text)
@@ -275,14 +278,20 @@ class _Turns:
         Returns:
             The messages, and the position in the text of each anchor that was kept.
         """
-        copies = [_anchored(each, self._anchor_of(n)) for n, each in enumerate(self.messages)]
-        anchored = [each[0] if each else self.messages[n] for n, each in enumerate(copies)]
+        copies = [
+            _anchored(message, self._anchor_of(number))
+            for number, message in enumerate(self.messages)
+        ]  # for each message, the copies to try
+        anchored = [
+            attempts[0] if attempts else message
+            for attempts, message in zip(copies, self.messages, strict=True)
+        ]
         text, anchors = self._tried(anchored)
         if text == self.text and len(anchors) == sum(map(bool, copies)):
             return anchored, anchors
         anchored, anchors = list(self.messages), {}
-        for number, each in enumerate(copies):
-            for changed in each:
+        for number, attempts in enumerate(copies):
+            for changed in attempts:
                 attempt = [*anchored[:number], changed, *self.messages[number + 1 :]]
                 text, found = self._tried(attempt)
                 if text == self.text and found.keys() == {*anchors, number}:
@@ -339,7 +348,7 @@ def _anchored(message: Mapping[str, Any], mark: str) -> list[Mapping[str, Any]]:
 
 
 def _marked(text: str, mark: str) -> str:
-    """Insert a mark before the white space at the end of a text."""
+    """Insert a mark before the white space at the end of a string."""
     core = text.rstrip()
     return core + mark + text[len(core) :]
 

@@ -153,13 +153,13 @@ def command(
 
 
 def _check_flags(options: Mapping[str, Any], mode: str) -> None:
-    """Raise an error for a flag that has no effect in this mode, one of the keys of `read`."""
-    read = {"--data": OF_TEXT, "--tasks": OF_TASKS, "--reward": OF_REWARD}
+    """Raise an error for a flag that has no effect with `mode`, a key of `flags_of`."""
+    flags_of = {"--data": OF_TEXT, "--tasks": OF_TASKS, "--reward": OF_REWARD}
     for name, value in options.items():
         is_given = value not in (None, ()) and value is not False  # 0 is given, too
-        if name not in read[mode] and is_given:
+        if name not in flags_of[mode] and is_given:
             flag = f"--{name.replace('_', '-')}"
-            needed = " or ".join(other for other, names in read.items() if name in names)
+            needed = " or ".join(other for other, names in flags_of.items() if name in names)
             conflict = f"conflicts with {mode}" if flag == "--data" else f"only applies to {needed}"
             raise click.UsageError(f"{flag} {conflict}; remove it")
 
@@ -235,30 +235,32 @@ def _answers(
     beside: Sequence[str],
     batch_size: int | None,
 ) -> dict[str, Any]:
-    """Let models answer the same questions, and return the result of the verb."""
+    """Let models answer the same questions, and return scores and answers by model.
+
+    The questions are those of the first model if `data` is None.
+    """
     from workhorse.evaluate.answers import answer_questions, fractions, questions_of
     from workhorse.train.rewards import PythonReward, PythonRewardConfig
 
-    found: dict[str, Any] = {}
+    title = f"{name} + {running.adapter}" if running.adapter else name
+    models = {title: (name, running)}
+    for other in beside:
+        models.setdefault(other, (other, replace(running, adapter=None)))
+    result: dict[str, Any] = {}
     with ExitStack() as stack:
         scores = {}
-        for text in rewards:
-            path, _, function = text.partition(":")
+        for reward in rewards:
+            path, _, function = reward.partition(":")
             config = PythonRewardConfig(path=Path(path), function=function or "reward")
-            scores[text] = stack.enter_context(closing(PythonReward(config)))
+            scores[reward] = stack.enter_context(closing(PythonReward(config)))
         questions = None
-        plain = replace(running, adapter=None)
-        title = f"{name} + {running.adapter}" if running.adapter else name
-        for shown, (path, how) in {
-            title: (name, running),
-            **{other: (other, plain) for other in beside if other != title},
-        }.items():
+        for model_title, (path, how) in models.items():
             model = open_model(path, how)
             questions = questions or questions_of(_documents(model, data, _conversations), limit)
             answers = answer_questions(model, questions, scores, batch_size=batch_size or 32)
-            found[shown] = {"scores": fractions(answers), "answers": [*map(asdict, answers)]}
+            result[model_title] = {"scores": fractions(answers), "answers": [*map(asdict, answers)]}
             announce(model)
-    return found
+    return result
 
 
 def _conversations(name: str) -> "SourceConfig":

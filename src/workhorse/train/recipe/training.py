@@ -207,28 +207,29 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _rollouts_fit(self) -> Self:
-        kind = self.objective.kind
-        if (self.rollouts is None) != (kind != "policy") and kind != "distill":
+        rollouts, objective, kind = self.rollouts, self.objective, self.objective.kind
+        fits = kind != "policy" if rollouts is None else kind in ("policy", "distill")
+        if not fits:
             raise ConfigError("rollouts and the objective policy need each other; set both or none")
-        if self.rollouts is not None and (self.rollouts.reward is None) != (kind == "distill"):
+        if rollouts is None:
+            return self
+        if (rollouts.reward is None) != (kind == "distill"):
             need = "takes no" if kind == "distill" else "needs a"
             remedy = "set it to null" if kind == "distill" else "set it"
             raise ConfigError(f"the objective {kind} {need} rollouts.reward; {remedy}")
-        values = self.objective.values if isinstance(self.objective, PolicyConfig) else None
-        if self.rollouts is not None and values and self.rollouts.baseline != "none":
+        if isinstance(objective, PolicyConfig) and objective.values and rollouts.baseline != "none":
             raise ConfigError(
-                f"objective.values replaces rollouts.baseline={self.rollouts.baseline}; set it to "
-                "none"
+                f"objective.values replaces rollouts.baseline={rollouts.baseline}; set it to none"
             )
-        if self.rollouts is not None and self.minutes is not None:
+        if self.minutes is not None:
             raise ConfigError(
                 f"minutes={self.minutes:g} cannot be converted to steps with rollouts, because "
                 "their time changes with the length of completions; set steps"
             )
-        if self.rollouts is not None and self.batch_size % self.rollouts.completions:
+        if self.batch_size % rollouts.completions:
             raise ConfigError(
                 f"batch_size={self.batch_size} is not divisible by rollouts.completions="
-                f"{self.rollouts.completions}; choose a multiple"
+                f"{rollouts.completions}; choose a multiple"
             )
         return self
 

@@ -209,7 +209,7 @@ def test_packing_that_does_not_fit_is_refused(fields: dict[str, str], message: s
         DataConfig.from_dict({"corpus": corpus, **rest})
     with pytest.raises(ConfigError, match="overlap=drop has no effect without validation"):
         DataConfig.from_dict({"corpus": {**corpus, "overlap": "drop"}})
-    with pytest.raises(ConfigError, match="learn=last does not apply to rows=pairs"):
+    with pytest.raises(ConfigError, match="learn=last has no effect on rows=pairs"):
         DataConfig.from_dict({"corpus": {**corpus, "rows": "pairs", "learn": "last"}})
     with pytest.raises(ConfigError, match="too_long=drop has no effect with packing=windows"):
         DataConfig.from_dict({"corpus": "stdlib", "too_long": "drop"})

@@ -127,7 +127,7 @@ class ParquetConfig(Decoded):
 class ConversationsConfig(HeldOut):
     """Conversations in JSON Lines or Parquet files, rendered with the tokenizer's chat template.
 
-    Only what an assistant must write is learned. A record has these fields, by `rows`:
+    Only the messages of the assistant are learned. A record has these fields, by `rows`:
 
     - `conversations`: `messages`, each with `role` and `content`; or ShareGPT's `conversations`,
       each with `from` and `value`; or `prompt` and `completion`. Optional: `tools`, `system`.
@@ -147,8 +147,8 @@ class ConversationsConfig(HeldOut):
     rows: RowKind = "conversations"
     """The meaning of a record. Each record of `pairs` is two sequences."""
     learn: Learn = "assistant"
-    """The tokens to learn: of all assistant messages, only of the `last` one, or `all` tokens. A
-    message's `weight` (a number) or `train` (a boolean) takes precedence."""
+    """The tokens to learn. `assistant`: all messages of the assistant; `last`: only the last one;
+    `all`: all tokens. A message's `weight` (a number) or `train` (a boolean) takes precedence."""
     overlap: Literal["keep", "drop"] = "keep"
     """Training records that are also in `validation`: `drop` skips them; `keep` only reports their
     number."""
@@ -163,8 +163,8 @@ class ConversationsConfig(HeldOut):
             )
         if self.learn != "assistant" and self.rows != "conversations":
             raise ConfigError(
-                f"learn={self.learn} does not apply to rows={self.rows}, of which the answers are "
-                "learned; remove it"
+                f"learn={self.learn} has no effect on rows={self.rows}, which learns answers; "
+                "remove it"
             )
         return self
 

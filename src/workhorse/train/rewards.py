@@ -110,34 +110,33 @@ class PythonReward:
         """
         name = f"the reward function {self.config.path}:{self.config.function}"
         request = json.dumps([[*prompts], [*completions], [*answers]])
-        answer = self._ask(request.encode() + b"\n")
-        if answer is None:
+        reply = self._ask(request.encode() + b"\n")
+        if reply is None:
             raise WorkhorseError(
                 f"{name} did not return within {self.config.seconds:g} seconds, or ended its "
                 "process; correct it, or raise train.rollouts.reward.seconds"
             )
-        if "error" in answer:
-            raise WorkhorseError(f"{name} raised {answer['error']}; correct it")
-        rewards = answer["rewards"]
+        if "error" in reply:
+            raise WorkhorseError(f"{name} raised {reply['error']}; correct it")
+        rewards = reply["rewards"]
         if not isinstance(rewards, list) or len(rewards) != len(completions):
             raise WorkhorseError(
                 f"{name} returned {shown(rewards)} for {len(completions)} completions; return one "
                 "number for each"
             )
         for reward in rewards:
-            good = isinstance(reward, int | float) and math.isfinite(reward)
-            if not good:
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise WorkhorseError(f"{name} returned {shown(reward)}; return finite numbers")
         return [float(reward) for reward in rewards]
 
     def close(self) -> None:
-        """End the process, as the deletion of the reward does."""
+        """End the process. It also ends when this object is deleted."""
         if self._process is not None:
             _end(self._process)
             self._process = None
 
     def _ask(self, request: bytes) -> dict[str, Any] | None:
-        """Send a request and return the answer; None if there is none in time."""
+        """Send a request and return the reply; None if there is none in time."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -151,7 +150,7 @@ class PythonReward:
         except (OSError, ValueError):
             pass
         except BaseException:
-            self.close()  # else the next call would read this answer
+            self.close()  # else the next call would read this reply
             raise
         self.close()
         return None
@@ -175,7 +174,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 _WORKER = """
 import contextlib, importlib.util, json, os, sys
-answers = os.fdopen(os.dup(1), "w")
+replies = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the function prints goes to stderr
 def one_line(error):
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -188,9 +187,9 @@ except BaseException as error:
     failed = one_line(error)
 for line in sys.stdin:
     try:
-        answer = {"error": failed} if failed else {"rewards": list(function(*json.loads(line)))}
-        text = json.dumps(answer)
+        reply = {"error": failed} if failed else {"rewards": list(function(*json.loads(line)))}
+        text = json.dumps(reply)
     except BaseException as error:
         text = json.dumps({"error": one_line(error)})
-    print(text, file=answers, flush=True)
+    print(text, file=replies, flush=True)
 """

@@ -18,7 +18,7 @@ from workhorse.transforms.lora import (
     LoraConfig,
     LoraGroupedLinear,
     LoraLinear,
-    folded_weight,
+    merged_weight,
 )
 from workhorse.transforms.quantization import QuantizedGroupedLinear, QuantizedLinear
 from workhorse.transforms.record import as_subclass
@@ -76,7 +76,7 @@ def test_a_linear_layer_computes_the_formula(kind: str, bias: bool) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(got, inputs, above), torch.autograd.grad(wanted, inputs, above)
     )
-    torch.testing.assert_close(folded_weight(layer), weight.detach())
+    torch.testing.assert_close(merged_weight(layer), weight.detach())
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -13,7 +13,7 @@ from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.nn.init import undrawn
-from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, folded_weight
+from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, merged_weight
 from workhorse.transforms.quantization import QuantizedWeight
 from workhorse.transforms.record import as_subclass, check, record, transforms_of
 
@@ -186,7 +186,7 @@ def merge_adapter(decoder: Decoder, kernel: KernelName = "auto") -> Decoder:
     weights = {path: weight.detach() for path, weight in decoder.named_parameters()}
     for path, layer in adapted_layers(decoder).items():
         if layer.active is not None:
-            weights[f"{path}.weight"] = folded_weight(layer)
+            weights[f"{path}.weight"] = merged_weight(layer)
     merged = decoder.config.build(kernel, device="meta")
     of_base = {path: weights[path] for path, _ in merged.named_parameters()}
     merged.load_state_dict(of_base, strict=False, assign=True)

@@ -111,14 +111,14 @@ class LowRank(nn.Module):
             layer: the layer.
             groups: the expert of each row, if the layer is a stack of experts.
         """
-        del layer
-        return torch.add(y, self.product(x, *groups), alpha=self.scale)
+        del layer  # `Dora` needs it
+        return torch.add(y, self.update(x, *groups), alpha=self.scale)
 
-    def product(self, x: Tensor, *groups: Groups) -> Tensor:
+    def update(self, x: Tensor, *groups: Groups) -> Tensor:
         """`B A dropout(x)`."""
         return self.lora_b(self.lora_a(self.dropout(x), *groups), *groups)
 
-    def folded(self, expert: int, rows: slice, weight: Tensor) -> Tensor:
+    def merged(self, expert: int, rows: slice, weight: Tensor) -> Tensor:
         """`W + scale · B A` for some rows of W, in float32 or wider.
 
         Args:
@@ -138,7 +138,7 @@ class LowRank(nn.Module):
             layer: the layer.
             generator: a generator on the CPU, so that values do not depend on the device.
         """
-        del layer
+        del layer  # `Dora` needs it
         a = self.lora_a.weight
         bound = 1 / math.sqrt(a.shape[-1])
         drawn = torch.empty(a.shape, dtype=torch.float32, device="cpu")
@@ -165,10 +165,10 @@ class Dora(LowRank):
         for of_rows in groups:
             factor = factor[of_rows.of_row]
             bias = None if bias is None else bias[of_rows.of_row]
-        product = y if bias is None else y - bias
+        without_bias = y if bias is None else y - bias
         # Added to y, so that y keeps its bits if the factor is 1.
-        y = torch.addcmul(y, (factor - 1).to(y.dtype), product)
-        return torch.addcmul(y, (factor * self.scale).to(y.dtype), self.product(x, *groups))
+        y = torch.addcmul(y, (factor - 1).to(y.dtype), without_bias)
+        return torch.addcmul(y, (factor * self.scale).to(y.dtype), self.update(x, *groups))
 
     @torch.no_grad()
     def norms(self, layer: "Adapted") -> Tensor:
@@ -177,14 +177,14 @@ class Dora(LowRank):
         rows_of = norms.view(-1, norms.shape[-1])
         with without_autocast(norms):
             for expert, rows, weight in rows_in_blocks(layer):
-                folded = super().folded(expert, rows, weight)
-                rows_of[expert, rows] = torch.linalg.vector_norm(folded, dim=1)
+                merged = super().merged(expert, rows, weight)
+                rows_of[expert, rows] = torch.linalg.vector_norm(merged, dim=1)
         return norms
 
-    def folded(self, expert: int, rows: slice, weight: Tensor) -> Tensor:
-        folded = super().folded(expert, rows, weight)
+    def merged(self, expert: int, rows: slice, weight: Tensor) -> Tensor:
+        merged = super().merged(expert, rows, weight)
         magnitude = self.magnitude.view(-1, self.magnitude.shape[-1])[expert, rows, None]
-        return folded * (magnitude / torch.linalg.vector_norm(folded, dim=1, keepdim=True))
+        return merged * (magnitude / torch.linalg.vector_norm(merged, dim=1, keepdim=True))
 
     @torch.no_grad()
     def reset(self, layer: "Adapted", generator: torch.Generator) -> None:
@@ -210,7 +210,7 @@ class Adapted(nn.Module):
 
     def matrix(self) -> Tensor:
         """The weight with the update of the active adapter, in the dtype of the weight."""
-        return self.dense_weight if self.active is None else folded_weight(self)
+        return self.dense_weight if self.active is None else merged_weight(self)
 
     @property
     def dense_weight(self) -> Tensor:
@@ -248,14 +248,14 @@ ADAPTED: dict[type[nn.Module], type[Adapted]] = {
 """For each class of layers that can have adapters, the class with adapters."""
 
 
-def folded_weight(layer: Adapted) -> Tensor:
+def merged_weight(layer: Adapted) -> Tensor:
     """The weight of a layer with the update of its active adapter, in the weight's dtype."""
     assert layer.active is not None
     adapter = layer.adapters[layer.active]
     assert isinstance(adapter, LowRank)
     total = torch.empty_like(layer.dense_weight, requires_grad=False)
     for expert, rows, weight in rows_in_blocks(layer):
-        matrices(total)[expert, rows] = adapter.folded(expert, rows, weight).to(total.dtype)
+        matrices(total)[expert, rows] = adapter.merged(expert, rows, weight).to(total.dtype)
     return total
 
 

@@ -97,7 +97,7 @@ def pack(stream: TokenStream, seq_len: int, too_long: TooLong = "split") -> Pack
 
 
 def one_per_row(stream: TokenStream, seq_len: int, too_long: TooLong = "drop") -> PackingPlan:
-    """Put each document into a row of its own, in the order of the stream.
+    """Put each document into a separate row, in the order of the stream.
 
     The documents of a group (`stream.group` adjacent ones, such as a pair) are kept together.
     """

@@ -73,7 +73,7 @@ def compute_references(
         dataset: prepared data with one sequence per row; `TokenStream.reference` is set.
         folder: the folder for the files, which rank 0 writes.
         seq_len: predictions per row.
-        too_long: see `DataConfig.too_long`; sequences that are left out get NaN.
+        too_long: see `DataConfig.too_long`; omitted sequences get NaN.
         world: the processes that divide the sequences among themselves.
         progress: called after every batch.
     """

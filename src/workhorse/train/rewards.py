@@ -67,7 +67,7 @@ class PythonRewardConfig(Config):
 
     kind: Literal["python"] = "python"
     path: Path
-    """The file with the function. It is imported in a process of its own."""
+    """The file with the function, which is imported in another process."""
     function: str = "reward"
     """Name of the function."""
     seconds: float = Field(default=60.0, gt=0, le=86400)

@@ -72,7 +72,7 @@ def convert(
 
     Args:
         source: a loaded model, or the path, hub id or preset name of one; see `load`.
-        target: a new or empty folder; for `gguf`, a new file.
+        target: a new or empty folder; for `gguf` and `gguf-lora`, a new file.
         to: `hf` (a Hugging Face directory), `workhorse` (Workhorse's own format, for any config) or
             `gguf`; or only the adapter: `peft` (a PEFT directory) or `gguf-lora` (a file for
             llama.cpp).

@@ -13,11 +13,12 @@ from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run
 from workhorse.checkpoints import CheckpointStore
 from workhorse.config.base import ConfigError
-from workhorse.data import IGNORE, Batches, prepare, prepare_tokenizer
+from workhorse.data import IGNORE, Batch, Batches, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_body
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.train import Recipe, TrainConfig, read_metrics, train, with_init
 from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.reference import token_values
@@ -73,6 +74,18 @@ def rollouts(tmp_path: Path, **config: Any) -> tuple[Rollouts, Any]:
         seed=3,
     )
     return made, decoder
+
+
+def test_the_prompt_of_a_conversation_ends_before_its_last_answer() -> None:
+    tokenizer = train_tokenizer(BytesConfig(), ())
+    tokens = tokenizer.encode("1+1? 2 3+4? 7 ")
+    learned = {5, 6, 12, 13}  # the characters of both answers
+    targets = [tokens[at] if at in learned else IGNORE for at in range(1, len(tokens))]
+    batch = Batch(
+        torch.tensor([tokens[:-1]]), torch.tensor([targets]), None, torch.zeros(1, dtype=torch.long)
+    )
+    (found,) = prompts_of(batch, tokenizer)
+    assert (found.text, found.answer) == ("1+1? 2 3+4? ", "7 ")
 
 
 def test_rows_are_completions_at_temperature_1_with_their_own_seeds(tmp_path: Path) -> None:

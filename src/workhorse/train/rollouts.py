@@ -95,13 +95,19 @@ class Rolled:
 
 
 def prompts_of(batch: Batch, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the prompt and the answer of each row: the tokens before and from the first target."""
+    """Return the prompt and the answer of each row.
+
+    The answer is the last run of targets: in a conversation of several turns, the last learned
+    answer. The prompt is everything before it.
+    """
     found = []
     for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
-        learned = [at for at, target in enumerate(targets) if target != IGNORE]
-        prompt = tokens[: learned[0] + 1]
-        answer = [targets[at] for at in learned]
-        text = tokenizer.decode(answer, skip_special=True)
+        stop = max(at for at, target in enumerate(targets) if target != IGNORE) + 1
+        start = stop - 1
+        while start > 0 and targets[start - 1] != IGNORE:
+            start -= 1
+        prompt = tokens[: start + 1]
+        text = tokenizer.decode(targets[start:stop], skip_special=True)
         found.append(Prompt(prompt, tokenizer.decode(prompt), text))
     return found
 

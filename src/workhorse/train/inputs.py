@@ -86,6 +86,12 @@ def check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
             "does not have; use other data, or another objective",
             "train.objective",
         )
+    if config.objective.kind == "next_token" and batches[at.step].values is not None:
+        raise ConfigError(
+            "next_token would learn the rejected answers of pairs and labels too; choose another "
+            "kind, such as dpo or kto",
+            "train.objective",
+        )
 
 
 def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches) -> Rollouts | None:

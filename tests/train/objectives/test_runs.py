@@ -100,6 +100,7 @@ def test_a_run_without_a_reference(tmp_path: Path, objective: dict[str, Any]) ->
     ("rows", "objective", "message"),
     [
         ("labels", {"kind": "dpo"}, "objective dpo needs group, which this data"),
+        ("pairs", {"kind": "next_token"}, "would learn the rejected answers"),
         ("pairs", {"kind": "policy"}, "rollouts and the objective policy need each other"),
     ],
 )

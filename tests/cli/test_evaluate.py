@@ -191,7 +191,11 @@ def test_an_adapter_belongs_to_the_first_model_only(run_folder, tmp_path, capsys
     assert found[f"{base} + {adapter}"]["answers"] != found[base]["answers"]
 
 
-def test_a_reward_that_does_not_exist(run_folder, capsys, questions):
+def test_a_reward_that_does_not_exist(run_folder, capsys, questions, monkeypatch):
+    def answered(*_: object, **__: object) -> None:
+        raise AssertionError("questions were answered before the reward was imported")
+
+    monkeypatch.setattr("workhorse.evaluate.answers.answer_questions", answered)
     missing = "rewards.py:two raised AttributeError"
     assert_refused(
         capsys, [str(run_folder), *questions, "--reward", f"{questions[3][:-4]}:two"], missing

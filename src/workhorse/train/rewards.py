@@ -108,26 +108,42 @@ class PythonReward:
             WorkhorseError: the function does not exist, raises an error, exceeds the time limit, or
                 does not return one finite number per completion.
         """
-        name = f"the reward function {self.config.path}:{self.config.function}"
-        request = json.dumps([[*prompts], [*completions], [*answers]])
-        reply = self._ask(request.encode() + b"\n")
-        if reply is None:
-            raise WorkhorseError(
-                f"{name} did not return within {self.config.seconds:g} seconds, or ended its "
-                "process; correct it, or raise train.rollouts.reward.seconds"
-            )
-        if "error" in reply:
-            raise WorkhorseError(f"{name} raised {reply['error']}; correct it")
-        rewards = reply["rewards"]
+        rewards = self._rewards([[*prompts], [*completions], [*answers]])
         if not isinstance(rewards, list) or len(rewards) != len(completions):
             raise WorkhorseError(
-                f"{name} returned {shown(rewards)} for {len(completions)} completions; return one "
-                "number for each"
+                f"{self._name} returned {shown(rewards)} for {len(completions)} completions; "
+                "return one number for each"
             )
         for reward in rewards:
             if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise WorkhorseError(f"{name} returned {shown(reward)}; return finite numbers")
+                raise WorkhorseError(
+                    f"{self._name} returned {shown(reward)}; return finite numbers"
+                )
         return [float(reward) for reward in rewards]
+
+    def check(self) -> None:
+        """Import the function without calling it.
+
+        Raises:
+            WorkhorseError: the file cannot be imported, or does not have the function.
+        """
+        self._rewards([])
+
+    @property
+    def _name(self) -> str:
+        return f"the reward function {self.config.path}:{self.config.function}"
+
+    def _rewards(self, columns: list[list[str]]) -> Any:
+        """Return what the function returns for these arguments, `[]` without arguments."""
+        reply = self._ask(json.dumps(columns).encode() + b"\n")
+        if reply is None:
+            raise WorkhorseError(
+                f"{self._name} did not return within {self.config.seconds:g} seconds, or ended its "
+                "process; correct it, or raise train.rollouts.reward.seconds"
+            )
+        if "error" in reply:
+            raise WorkhorseError(f"{self._name} raised {reply['error']}; correct it")
+        return reply["rewards"]
 
     def close(self) -> None:
         """End the process. It also ends when this object is deleted."""
@@ -187,7 +203,9 @@ except BaseException as error:
     failed = one_line(error)
 for line in sys.stdin:
     try:
-        reply = {"error": failed} if failed else {"rewards": list(function(*json.loads(line)))}
+        columns = json.loads(line)
+        rewards = list(function(*columns)) if columns and not failed else []
+        reply = {"error": failed} if failed else {"rewards": rewards}
         text = json.dumps(reply)
     except BaseException as error:
         text = json.dumps({"error": one_line(error)})

@@ -253,6 +253,7 @@ def _answers(
             path, _, function = reward.partition(":")
             config = PythonRewardConfig(path=Path(path), function=function or "reward")
             scores[reward] = stack.enter_context(closing(PythonReward(config)))
+            scores[reward].check()  # before a model is loaded and answers
         questions = None
         for model_title, (path, how) in models.items():
             model = open_model(path, how)

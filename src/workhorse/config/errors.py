@@ -226,8 +226,10 @@ def _field_at(config: "type[Config]", path: list[str]) -> tuple[Any, list[Any], 
     if field is None:
         return Any, [], len(path)
     annotation, marks, depth = field.annotation, field.metadata, 1
-    for _ in path[1:]:
-        inside = [arm for arm, _ in _arms(annotation) if get_origin(arm) in (tuple, list, dict)]
+    for part in path[1:]:
+        # Pydantic also names the alternative of a union, such as `literal['all']`; it is no index.
+        containers = (tuple, list, dict) if part.isdigit() else (dict,)
+        inside = [arm for arm, _ in _arms(annotation) if get_origin(arm) in containers]
         if not inside:
             break
         arm = inside[0]

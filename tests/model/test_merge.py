@@ -15,7 +15,7 @@ from workhorse.model.convert import save
 from workhorse.model.load import load
 from workhorse.model.merge import MergeRecipe, Parts, merge
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.tokenizers import BytesConfig, train_tokenizer
+from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
 from workhorse.train import Recipe, train
 
 SMALL = DecoderConfig.from_dict({**MODEL, "vocab_size": 300, "max_seq_len": 32})
@@ -120,6 +120,27 @@ def test_a_merged_model_is_loaded_with_its_tokenizer(
     first, second = (weights(load(name, execution="reference").decoder) for name in folders[:2])
     for name, weight in weights(found.decoder).items():
         close(weight, (first[name].double() + second[name]) / 2)
+
+
+def test_a_base_without_a_template_keeps_that_of_the_models(tmp_path: Path) -> None:
+    roles = train_tokenizer(BytesConfig(chat=True), ())
+    plain = Tokenizer(roles.definition, roles.roles)
+    for name, tokenizer in {"base": plain, "a": plain, "b": roles}.items():
+        torch.manual_seed(ord(name[0]))
+        stop = (tokenizer.token_id("<|end|>"),) if name == "b" else (tokenizer.eos_id,)
+        save(SMALL.build(), tmp_path / name, tokenizer=tokenizer, stop_tokens=stop)
+    recipe = MergeRecipe.from_dict(
+        {
+            "method": {"kind": "ties"},
+            "base": str(tmp_path / "base"),
+            "models": [{"model": str(tmp_path / name)} for name in "ab"],
+        }
+    )
+    merge(recipe, tmp_path / "out", "workhorse")
+    found = load(tmp_path / "out", execution="reference")
+    assert found.tokenizer is not None
+    assert found.tokenizer.chat_template == roles.chat_template
+    assert found.stop_tokens == (roles.token_id("<|end|>"),)
 
 
 def test_the_checkpoints_of_a_run_are_averaged(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from workhorse.model.load import load
 from workhorse.model.model import Model
 from workhorse.models.describe import count_parameters
 from workhorse.nn import Decoder
+from workhorse.transforms.adapters import adapters_of
 
 Density = Annotated[float, Field(gt=0, le=1)]
 PARALLEL_COSINE = 0.9995
@@ -184,7 +185,8 @@ class MergeRecipe(Config):
     method: MethodConfig = LinearConfig()
     """How the weights of a tensor are merged."""
     models: tuple[PartConfig, ...]
-    """The models. Tokenizer and stop tokens are those of `base`, or of the first model."""
+    """The models. The tokenizer and the stop tokens come from `base`, or from the first model. If
+    that has no chat template, they come from the first model with one."""
     base: str | None = None
     """The model that the others were trained from, for methods that add changes to it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -260,10 +262,18 @@ def merge(
         raise WorkhorseError(f"slerp merges two models, not {len(parts)}; list two")
     read = partial(load, device="cpu", execution="reference", notify=notify)
     models = [read(part.model) for part in parts]
+    for model in models:
+        if adapters_of(model.decoder):
+            raise WorkhorseError(
+                f"{model.name} is an adapter; write it with its base: "
+                f"workhorse convert {model.name} FOLDER --to hf"
+            )
     base = None if recipe.base is None else read(recipe.base)
     first = base or models[0]
     for model in models:
         _check_alike(first, model)
+    # A base that cannot chat must not take the template and the stop tokens from chat models.
+    speaker = next((one for one in (first, *models) if _has_template(one)), first)
     merged = _MergedWeights(recipe.method, models, [part.weight for part in parts], base)
     dtype = models[0].decoder.embedding.tokens.weight.dtype
     if recipe.dtype != "auto":
@@ -275,9 +285,9 @@ def merge(
     write(
         target,
         first.decoder,
-        tokenizer=first.tokenizer,
+        tokenizer=speaker.tokenizer,
         dtype=dtype,
-        stop_tokens=first.stop_tokens,
+        stop_tokens=speaker.stop_tokens,
         weights=merged,
     )
     names = [part.model for part in parts]
@@ -334,6 +344,10 @@ def _expanded(part: PartConfig) -> list[PartConfig]:
     return [
         PartConfig(model=str(store.path(step)), weight=part.weight / len(steps)) for step in steps
     ]
+
+
+def _has_template(model: Model) -> bool:
+    return model.tokenizer is not None and bool(model.tokenizer.chat_templates)
 
 
 def _check_alike(first: Model, other: Model) -> None:

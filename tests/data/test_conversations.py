@@ -68,6 +68,7 @@ def test_records_with_the_same_prompt_have_the_same_split() -> None:
     ("rows", "fields", "message"),
     [
         ("conversations", {"text": "x"}, "no field 'messages'"),
+        ("conversations", {"chosen": [ASK, YES], "rejected": [ASK, NO]}, "set rows: pairs"),
         ("conversations", {"messages": "x"}, "messages='x' is not a list of messages"),
         ("conversations", {"messages": []}, "messages=[] is not a list of messages"),
         ("conversations", {"messages": [3]}, "message 0 is 3, not an object"),

@@ -340,6 +340,7 @@ def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
         ({"kind": "text", "path": "/dev/zero"}, "is a pipe or device; name a file, or - for stdin"),
         ({"kind": "text", "path": "."}, "is a folder; name a file in it"),
         ({"kind": "folder", "path": "a.txt"}, "is not a folder; use kind: text for one file"),
+        ({"kind": "folder", "path": "a.parquet"}, "use kind: parquet for one file"),
         ({"kind": "folder", "path": ".", "glob": ""}, "glob='' is not a valid pattern"),
         ({"kind": "jsonl", "path": "."}, "no .jsonl or .* file in .; name another folder"),
         ({"kind": "parquet", "path": "a.txt"}, "cannot read a.txt: .*; download it again"),

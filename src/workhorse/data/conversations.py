@@ -145,6 +145,8 @@ def _conversation(fields: Mapping[str, Any]) -> Example:
     if "prompt" in fields and "completion" in fields:
         return _completion(fields, None)
     known = [name for name in ("messages", "conversations") if name in fields]
+    if not known and "chosen" in fields:
+        raise WorkhorseError("this is a pair, with a field 'chosen'; set rows: pairs")
     if not known:
         raise WorkhorseError(
             "there is no field 'messages', 'conversations', or 'prompt' and 'completion'; "

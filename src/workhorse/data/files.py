@@ -195,7 +195,8 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
     """
     if not folder.is_dir():
         if folder.exists():
-            raise WorkhorseError(f"{folder} is not a folder; use kind: text for one file")
+            kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(folder.suffix, "text")
+            raise WorkhorseError(f"{folder} is not a folder; use kind: {kind} for one file")
         raise WorkhorseError(f"the folder {_place(folder)} does not exist; check the path")
     try:
         matches = list(folder.glob(glob))

@@ -289,6 +289,7 @@ def test_a_named_head_may_be_tied_but_then_not_merged() -> None:
     ("fields", "line"),
     [
         ({"targets": ["q_prj"]}, "targets: no module is called q_prj; did you mean 'q_proj'?"),
+        ({"targets": "all-linear"}, "^targets: 'all-linear' is not allowed; give 'all' or a list"),
         ({"targets": ["attention"]}, "targets: layers.0.attention is not a linear layer"),
         ({"targets": ["embedding.tokens"]}, "use also_train to train its weights"),
         ({"targets": ["q_proj"], "ranks": {"k_proj": 2}}, "ranks: no layer in targets is called"),
@@ -326,7 +327,7 @@ def test_wrong_use() -> None:
         quantize(decoder, "int8")
     with pytest.raises(WorkhorseError, match="adapt cannot change a decoder that is prepared"):
         add_adapter(body_of(built()), LoraConfig())
-    with pytest.raises(WorkhorseError, match="merge it with"):
+    with pytest.raises(WorkhorseError, match="merge it first, with workhorse convert"):
         check_weights_kept(decoder)
     quantised = quantize(built(), "int8")
     assert isinstance(quantised, Decoder)

@@ -155,7 +155,7 @@ def why_not_merged(decoder: Decoder) -> str | None:
     if any(one.name == "quantize" for one in transforms_of(decoder)):
         return (
             "the base of the adapter is quantised, so a merged weight would be quantised again; "
-            "load the base without quantize"
+            "load the base without quantize, and this adapter with adapter (--adapter)"
         )
     for path, layer in adapted_layers(decoder).items():
         if layer.active is not None and layer.dense_weight is decoder.embedding.tokens.weight:

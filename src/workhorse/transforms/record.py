@@ -112,7 +112,7 @@ def check_weights_kept(root: nn.Module) -> None:
         if carried.name == "adapt":
             raise WorkhorseError(
                 f"the model has the adapter {carried.options['adapter']}, which cannot be written "
-                "with its base; merge it with workhorse.transforms.adapters.merge_adapter"
+                "with its base; merge it first, with workhorse convert or with Model.merged()"
             )
 
 

@@ -446,7 +446,8 @@ class RunDirectory:
 
     def _check_is_run(self) -> None:
         if not self.exists:
-            if any(self.path.glob("*.safetensors")):
+            weights = any(self.path.glob("*.safetensors"))
+            if weights and not (self.path / "config.json").exists():
                 raise WorkhorseError(
                     f"{self.path} has weights but no config.json; add the model's config.json"
                 )

@@ -14,9 +14,12 @@ from workhorse.errors import WorkhorseError
 from workhorse.model.convert import save
 from workhorse.model.load import load
 from workhorse.model.merge import MergeRecipe, Parts, merge
+from workhorse.model.model import Model
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
 from workhorse.train import Recipe, train
+from workhorse.transforms.adapters import add_adapter
+from workhorse.transforms.lora import LoraConfig
 
 SMALL = DecoderConfig.from_dict({**MODEL, "vocab_size": 300, "max_seq_len": 32})
 
@@ -141,6 +144,21 @@ def test_a_base_without_a_template_keeps_that_of_the_models(tmp_path: Path) -> N
     assert found.tokenizer is not None
     assert found.tokenizer.chat_template == roles.chat_template
     assert found.stop_tokens == (roles.token_id("<|end|>"),)
+
+
+def test_a_model_with_an_adapter_is_refused(
+    folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def adapted(*args: Any, **options: Any) -> Model:
+        model = load(*args, **options)
+        add_adapter(model.decoder, LoraConfig(rank=2))
+        return model
+
+    monkeypatch.setattr("workhorse.model.merge.load", adapted)
+    recipe = MergeRecipe.from_dict({"models": [{"model": name} for name in folders]})
+    with pytest.raises(WorkhorseError, match=r"is an adapter; .* workhorse convert .*a FOLDER"):
+        merge(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_checkpoints_of_a_run_are_averaged(tmp_path: Path) -> None:

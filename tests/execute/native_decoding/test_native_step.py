@@ -1,6 +1,8 @@
 """A native step returns the same logits as the modules, and changes the cache in the same way."""
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -20,7 +22,14 @@ from workhorse.models.huggingface import Fields, family
 from workhorse.native import Steps
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.cache.paged_view import PackedView, PagedView
-from workhorse.transforms.quantization import FormatName
+from workhorse.transforms.adapters import (
+    adapter_parameters,
+    add_adapter,
+    disabled,
+    set_adapter,
+)
+from workhorse.transforms.lora import LoraConfig
+from workhorse.transforms.quantization import FormatName, quantize
 
 pytestmark = [needs("steps"), needs("decoding")]
 CONFIGS = [config for config in CAUSAL if fixed_length(config) is None]
@@ -167,6 +176,32 @@ def test_a_packed_step_is_one_call_with_the_logits_of_the_modules(
     assert error(found[1], found[0]) <= 1e-5
     assert calls in ([], [(1, 1, 3, 2)])
     assert bool(calls) == (quick(make(config)).why_not_whole() == "")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", [None, "int4"])
+def test_an_adapter_is_part_of_a_step(format: FormatName | None) -> None:
+    """Also after another adapter, or none, is set."""
+    tokens = torch.randint(0, 61, (3, 12))
+    plain = built()
+    if format is not None:
+        quantize(plain, format)
+    for adapter, rank in (("one", 8), ("two", 3)):
+        add_adapter(plain, LoraConfig(rank=rank), name=adapter)
+        for weight in adapter_parameters(plain, adapter).values():
+            weight.normal_(0, 0.1)
+    decoder = quick(deepcopy(plain))
+    assert decoder.why_not_whole() == ""
+    found = []
+    for adapter in ("one", "two"):
+        set_adapter(plain, adapter)
+        set_adapter(decoder, adapter)
+        found.append(along(decoder, tokens[:, :4], tokens))
+        assert error(found[-1], along(plain, tokens[:, :4], tokens)) <= 1e-5
+    with disabled(plain), disabled(decoder):
+        found.append(along(decoder, tokens[:, :4], tokens))
+        assert error(found[-1], along(plain, tokens[:, :4], tokens)) <= 1e-5
+    assert all(error(one, other) > 1e-3 for one, other in combinations(found, 2))
 
 
 def test_guesses_are_checked_in_one_call(calls: list[tuple[int, ...]]) -> None:

@@ -28,6 +28,7 @@ from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up
 from workhorse.nn.watched import Held, Watch
+from workhorse.transforms.lora import Adapted
 from workhorse.transforms.record import as_subclass
 
 MAX_TOKENS = 256
@@ -332,6 +333,7 @@ class Translated:
 
     def __init__(self, decoder: SteppingDecoder) -> None:
         self.held = Held(decoder)
+        self.adapted = [(one, one.active) for one in decoder.modules() if isinstance(one, Adapted)]
         self.kept: KeptProgram | None = None
         self.why_not = ""
         try:
@@ -342,11 +344,14 @@ class Translated:
             self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
 
     def holds(self) -> bool:
-        """True if this result is still valid: nothing was replaced, and the first weight not cast.
+        """True if this result is still valid.
+
+        That is if no module or weight was replaced, the first weight not cast, and no other adapter
+        set.
 
         Weights may change in place, because they are read at every step.
         """
-        if not self.held.unchanged:
+        if not self.held.unchanged or any(one.active != name for one, name in self.adapted):
             return False
         return self.kept is None or self.kept.program.weights[0].dtype == self.kept.program.dtype
 

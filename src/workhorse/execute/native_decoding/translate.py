@@ -33,6 +33,7 @@ from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
 from workhorse.nn.feedforward import Gated
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.nn.positions.absolute import LearnedPositions
+from workhorse.transforms.lora import LoraLinear, LoraQuantizedLinear, LowRank
 from workhorse.transforms.quantization import QuantizedLinear
 
 
@@ -101,6 +102,23 @@ def packed_linear(writer: Writer, module: nn.Module, x: Register) -> Register:
         bias=layer.bias,
         options=options,
     )
+
+
+def adapted(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """Write the instructions of a linear layer with an adapter, `W x + b + scale · B A x`."""
+    layer = cast(LoraLinear | LoraQuantizedLinear, module)
+    y = (linear if isinstance(layer, LoraLinear) else packed_linear)(writer, layer, x)
+    if layer.active is None:
+        return y
+    adapter = layer.adapters[layer.active]
+    if type(adapter) is not LowRank:
+        raise CannotTranslate(type(adapter).__name__)
+    narrow = _written(writer, adapter.lora_a, x)
+    update = _written(writer, adapter.lora_b, narrow)
+    writer.write(Op.SCALE, update, update, numbers=(adapter.scale,))
+    made = writer.write(Op.ADD, writer.reserve(y.width), y, update)
+    writer.release(y, narrow, update)
+    return made
 
 
 def norm(
@@ -249,6 +267,7 @@ TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     **dict.fromkeys((Gated, *NATIVE_ACTIVATIONS), _activate),
     StreamedLinear: linear,
     QuantizedLinear: packed_linear,
+    **dict.fromkeys((LoraLinear, LoraQuantizedLinear), adapted),
     Attention: attention,
 }
 """For each class of modules, the function that writes its instructions."""

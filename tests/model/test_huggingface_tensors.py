@@ -140,7 +140,7 @@ def test_the_loop_of_the_page_sends_the_weights_of_each_step(tmp_path: Path) -> 
 
 
 def test_the_page_lists_every_model_type_once() -> None:
-    rows = re.findall(r"^\|.* \((\d+)\) \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-    listed = [types.split(", ") for _, types in rows]
+    rows = re.findall(r"^\*\*.*\*\* \((\d+)\): ([^.]+)\.", PAGE.read_text("utf-8"), re.MULTILINE)
+    listed = [types.replace(",", "").split() for _, types in rows]
     assert [len(types) for types in listed] == [int(count) for count, _ in rows]
     assert sorted(itertools.chain(*listed)) == sorted(MODEL_TYPES)

@@ -79,14 +79,15 @@ def check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
     needs = [
         name for name in config.objective.needs if name != "reference"
     ]  # see `prepare_reference`
-    missing = [name for name in needs if getattr(batches[at.step], name, None) is None]
+    row = batches.rows(at.step, 0, 1)
+    missing = [name for name in needs if getattr(row, name, None) is None]
     if missing:
         raise ConfigError(
             f"the objective {config.objective.kind} needs {' and '.join(missing)}, which this data "
             "does not have; use other data, or another objective",
             "train.objective",
         )
-    if config.objective.kind == "next_token" and batches[at.step].values is not None:
+    if config.objective.kind == "next_token" and row.values is not None:
         raise ConfigError(
             "next_token would learn the rejected answers of pairs and labels too; choose another "
             "kind, such as dpo or kto",

@@ -261,6 +261,29 @@ def test_the_divergence_from_the_initial_model(tmp_path: Path) -> None:
         train(settings, run, resume=True)
 
 
+def test_the_divergence_from_the_model_without_the_adapter(tmp_path: Path) -> None:
+    """It is 0 in the first step, and a resumed run continues it bit for bit."""
+    base, whole, run = (tmp_path / name for name in ("base", "whole", "resumed"))
+    train(recipe(), base)
+    fields = recipe(objective={"kind": "policy", "kl_weight": 0.5}).to_dict()
+    del fields["model"], fields["tokenizer"]
+    fields |= {"adapter": {"rank": 2, "alpha": 4}, "init": str(base)}
+    settings = Recipe.from_dict(fields := with_init(fields))
+    train(settings, whole)
+    metrics = read_metrics(whole / "metrics.jsonl")
+    first, *_, last = [event["kl"] for event in metrics if event["kind"] == "step"]
+    assert first == 0
+    assert last > 0
+    assert not (whole / "reference").exists()
+    shutil.copytree(whole, run)
+    shutil.rmtree(max((run / "checkpoints").glob("*4")))
+    train(settings, run, resume=True)
+    assert_same_run(whole, run, step=4)
+    fields["adapter"] |= {"also_train": ["final_norm"]}
+    with pytest.raises(ConfigError, match=r"does not support .* with also_train"):
+        Recipe.from_dict(fields)
+
+
 def test_the_reference_is_the_given_model(tmp_path: Path) -> None:
     """Its log-probabilities are those of a separate forward pass, in float64, at every target."""
     made, decoder = rollouts(tmp_path)

@@ -16,7 +16,6 @@ from workhorse.execute.choose import decoding_body
 from workhorse.execute.native_training.vocabulary import token_scores
 from workhorse.generate.conversation import TemplateFormat
 from workhorse.native import resolve
-from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 from workhorse.train.initial_model import Built, Start, with_whole_weights
 from workhorse.train.objectives.policy import PolicyConfig
@@ -31,6 +30,7 @@ from workhorse.train.reference import (
 from workhorse.train.report.metrics import Listener, notice
 from workhorse.train.resume import Resumption, seed_everything
 from workhorse.train.rollouts import Critic, Rollouts
+from workhorse.transforms.adapters import disabled
 
 
 def tokenizer_of(recipe: Recipe, run: RunDirectory, notify: Callable[[str], None]) -> Tokenizer:
@@ -116,7 +116,7 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
         stop_tokens=_stop_tokens(start.recipe, start.tokenizer),
         reward=None if config.reward is None else config.reward.build(),
         seed=train.seed,
-        reference=_initial_logprobs(start, run, reference) if train.needs_initial_model else None,
+        reference=_initial_logprobs(start, run, model) if train.needs_initial_model else None,
         critic=None if values is None else Critic(values, token_values(model.step)),
         score=None if operators is None else token_scores(operators),
         world=start.world,
@@ -166,18 +166,25 @@ def prepare_reference(start: Start, run: RunDirectory, dataset: Dataset) -> None
     gc.collect()  # frees the memory of this model
 
 
-def _initial_logprobs(
-    start: Start, run: RunDirectory, decoder: Decoder
-) -> Callable[[Batch], Tensor]:
+def _initial_logprobs(start: Start, run: RunDirectory, model: Built) -> Callable[[Batch], Tensor]:
     """Return a function that computes log-probabilities with the weights that a run started from.
 
-    A new run writes these weights, which `decoder` still has, to the run directory.
+    With an adapter, the function switches it off. Otherwise a new run writes these weights, which
+    `model` still has, to the run directory.
     """
+    if model.base is not None:
+        compute, objective = token_logprobs(model.step), model.step.objective
+
+        def without_adapter(batch: Batch) -> Tensor:
+            with disabled(objective):
+                return compute(batch)
+
+        return without_adapter
     folder = run.reference_folder
     with start.world.first_before_others():
         if start.checkpoint is None and start.world.is_first:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before a checkpoint
-            write_model(folder, decoder, tokenizer=None)
+            write_model(folder, model.reference, tokenizer=None)
     if not ModelFolder.is_one(folder):
         raise WorkhorseError(
             f"{folder} is missing, the model that this run started from; restore it, or start a "

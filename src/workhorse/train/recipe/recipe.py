@@ -169,7 +169,10 @@ class Recipe(Config):
             ("init_optimizer=true", self.init_optimizer),
             ("train.fp8=true", train.fp8),
             (f"train.balance_rate={train.balance_rate:g}", train.balance_rate > 0),
-            ("train.objective.kl_weight", train.needs_initial_model),
+            (
+                "train.objective.kl_weight with also_train",
+                train.needs_initial_model and bool(self.adapter.also_train),
+            ),
         ):
             if used:
                 raise ConfigError(f"does not support {name}; remove one of the two", "adapter")

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def test_a_python_function_scores_a_batch_and_may_print(tmp_path: Path) -> None:
             "returned nan; return finite numbers",
         ),
         ("def reward(p, c, a):\n    return ['x', 1]", "returned 'x'; return finite numbers"),
+        ("def reward(p, c, a):\n    return [1, 10**400]", "0…; return finite numbers, up to 1e+15"),
+        ("def reward(p, c, a):\n    return [1, -1e39]", "returned -1e+39; return finite numbers"),
         ("def reward(p, c, a):\n    return None", "raised TypeError"),
         ("import os\ndef reward(p, c, a):\n    os._exit(3)", "or ended its process"),
         ("syntax error", "raised SyntaxError"),
@@ -99,6 +102,30 @@ def test_a_function_that_hangs_is_stopped_and_can_be_called_again(tmp_path: Path
     with pytest.raises(WorkhorseError, match="did not return within 3 seconds"):
         made(*ANSWERS)
     assert made(["q", "q"], *ANSWERS[1:]) == [1.0, 2.0]
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def reward(p, c, a):\n    os.fork()\n    time.sleep(60)",
+        "time.sleep(60)",  # the import hangs, and the request is larger than a pipe
+    ],
+)
+def test_a_time_limit_holds(tmp_path: Path, body: str) -> None:
+    """The run waits neither for a child of the function nor until a request is read."""
+    made = reward(tmp_path, f"import os, time\n{body}", seconds=0.5)
+    started = time.monotonic()
+    with pytest.raises(WorkhorseError, match="did not return within"):
+        made(["p" * 2**17], ["c"], ["a"])
+    assert time.monotonic() - started < 30
+
+
+def test_ctrl_c_does_not_reach_the_function(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to a process group; the run is to end after its step."""
+    body = "import os\ndef reward(p, c, a):\n    return [os.getpgid(0) for _ in p]"
+    made = reward(tmp_path, body)
+    assert made(*ANSWERS) != [os.getpgid(0)] * 2
     made.close()
 
 

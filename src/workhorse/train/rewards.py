@@ -4,9 +4,11 @@ A function is called with three lists of strings, the prompts, completions and a
 and returns one number for each completion. It runs in another process with a time limit.
 """
 
+import contextlib
 import json
-import math
+import os
 import select
+import signal
 import subprocess
 import sys
 import weakref
@@ -19,6 +21,9 @@ from pydantic import Field
 from workhorse.config.base import Config, ConfigError
 from workhorse.data.tasks import reaches, similarity
 from workhorse.errors import WorkhorseError, shown
+
+LARGEST = 1e15
+"""Largest magnitude of a reward. The square of a larger one can exceed float32."""
 
 
 class Reward(Protocol):
@@ -106,7 +111,7 @@ class PythonReward:
 
         Raises:
             WorkhorseError: the function does not exist, raises an error, exceeds the time limit, or
-                does not return one finite number per completion.
+                does not return one finite number per completion, or one above `LARGEST`.
         """
         rewards = self._rewards([[*prompts], [*completions], [*answers]])
         if not isinstance(rewards, list) or len(rewards) != len(completions):
@@ -115,9 +120,10 @@ class PythonReward:
                 "return one number for each"
             )
         for reward in rewards:
-            if not isinstance(reward, int | float) or not math.isfinite(reward):
+            if not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
                 raise WorkhorseError(
-                    f"{self._name} returned {shown(reward)}; return finite numbers"
+                    f"{self._name} returned {shown(reward)}; return finite numbers, up to "
+                    f"{LARGEST:g}"
                 )
         return [float(reward) for reward in rewards]
 
@@ -177,15 +183,21 @@ class PythonReward:
                 [sys.executable, "-c", _WORKER, str(self.config.path), self.config.function],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                process_group=0,  # Ctrl-C stops the run after a step, not the function in it
             )
             weakref.finalize(self, _end, self._process)
         return self._process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    if process.stdout is not None and not process.stdout.closed:
-        process.communicate()
+    """End a process and its children, which can keep its pipes open."""
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # a request that was not read
+                pipe.close()
 
 
 _WORKER = """
@@ -194,18 +206,16 @@ replies = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the function prints goes to stderr
 def one_line(error):
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-try:
-    spec = importlib.util.spec_from_file_location("reward", sys.argv[1])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function, failed = getattr(module, sys.argv[2]), None
-except BaseException as error:
-    failed = one_line(error)
-for line in sys.stdin:
+function = None
+for line in sys.stdin:  # before the import, so that a request is always read
     try:
+        if function is None:
+            spec = importlib.util.spec_from_file_location("reward", sys.argv[1])
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            function = getattr(module, sys.argv[2])
         columns = json.loads(line)
-        rewards = list(function(*columns)) if columns and not failed else []
-        reply = {"error": failed} if failed else {"rewards": rewards}
+        reply = {"rewards": list(function(*columns)) if columns else []}
         text = json.dumps(reply)
     except BaseException as error:
         text = json.dumps({"error": one_line(error)})

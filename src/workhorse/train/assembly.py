@@ -32,6 +32,7 @@ from workhorse.train.inputs import (
 )
 from workhorse.train.loop import Loop
 from workhorse.train.minutes import settle
+from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Event, Listener, MetricsFile, notice, open_tracker
@@ -68,7 +69,19 @@ def assemble(
     with world.first_before_others():
         tokenizer = tokenizer_of(recipe, run, notify)
         if recipe.init is not None and checkpoint is None:
-            check_tokens(recipe.init, tokenizer)
+            check_tokens(
+                recipe.init,
+                tokenizer,
+                setting="init",
+                remedy="remove tokenizer, or set 'tokenizer={{kind: file, path: {folder}}}'",
+            )
+        if isinstance(config.objective, DistillConfig):
+            check_tokens(
+                config.objective.teacher,
+                tokenizer,
+                setting="teacher",
+                remedy="choose a teacher with the same tokenizer",
+            )
         dataset = dataset_of(recipe, tokenizer, run, on_event)
     batches = batches_of(recipe, dataset, at, notify)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)

@@ -177,22 +177,28 @@ def _copy_weights(
         ) from None
 
 
-def check_tokens(init: str, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer assigns the same tokens to ids as the tokenizer of the model `init`.
+def check_tokens(model: str, tokenizer: Tokenizer, *, setting: str, remedy: str) -> None:
+    """Check that a tokenizer assigns the same tokens to ids as the tokenizer of a stored model.
 
     Ids that only one of the two tokenizers has are not compared.
+
+    Args:
+        model: the stored model.
+        tokenizer: the run's tokenizer.
+        setting: name of the setting that names the model, for the message.
+        remedy: end of the message; `{folder}` stands for the folder of the model's tokenizer.
 
     Raises:
         WorkhorseError: an id stands for different tokens.
     """
-    stored = open_stored(init)
+    stored = open_stored(model)
     if not stored.has_tokenizer:
         return
     ours = {index: token for token, index in tokenizer.vocabulary.items()}
     for token, index in stored.tokenizer().vocabulary.items():
         if ours.get(index, token) != token:
             raise WorkhorseError(
-                f"token {index} is {token!r} for init={init} and {ours[index]!r} for the recipe's "
-                "tokenizer, so the weights do not match the tokens; remove tokenizer, or set "
-                f"'tokenizer={{kind: file, path: {stored.tokenizer_folder}}}'"
+                f"token {index} is {token!r} for {setting}={model} and {ours[index]!r} for the "
+                "recipe's tokenizer, so the weights do not match the tokens; "
+                + remedy.format(folder=stored.tokenizer_folder)
             )

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 import workhorse
+from tests.train.conftest import MakeRecipe
 from tests.train.objectives.data import SEQ, assert_same, model, rows
 from workhorse.config.base import ConfigError
+from workhorse.errors import WorkhorseError
 from workhorse.memory.step_memory import step_memory
 from workhorse.nn import IGNORE
 from workhorse.optim.adamw import AdamWConfig
-from workhorse.train import Recipe, TrainConfig
+from workhorse.train import Recipe, TrainConfig, train
 from workhorse.train.objectives.distill import Distill, DistillConfig
 from workhorse.train.step.build import build_step
 
@@ -63,12 +65,12 @@ def test_a_recipe_names_the_teacher_in_a_folder(tmp_path: Path, make_recipe) -> 
     workhorse.save(teacher, tmp_path / "teacher")
     config = DistillConfig(teacher=str(tmp_path / "teacher"), beta=0.5)
     student = model(0, vocab_size=13).float()
-    train = TrainConfig(
+    config_of_run = TrainConfig(
         steps=1, batch_size=8, seq_len=SEQ, objective=config, optimizer=AdamWConfig()
     )
-    found, counted = build_step(student, train, torch.device("cpu")).backward(rows())
+    found, counted = build_step(student, config_of_run, torch.device("cpu")).backward(rows())
     torch.testing.assert_close(found, Distill(student, teacher, 0.5)(rows()).loss / counted)
-    assert max(step_memory(student.config, train, torch.device("cpu")).totals) > 0
+    assert max(step_memory(student.config, config_of_run, torch.device("cpu")).totals) > 0
     with pytest.raises(ConfigError, match=r"has vocab_size=\d+, but the model has 11; choose"):
         config.build(model())
     with pytest.raises(ConfigError, match=r"train\.objective\.teacher"):
@@ -76,3 +78,15 @@ def test_a_recipe_names_the_teacher_in_a_folder(tmp_path: Path, make_recipe) -> 
     fields = make_recipe(objective=config.to_dict()).to_dict()
     with pytest.raises(ConfigError, match="tensor=2 divides the logits, which the objective"):
         Recipe.from_dict({**fields, "parallel": {"tensor": 2}})
+
+
+def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    """Vocabularies of equal size are not enough."""
+    fields = make_recipe(steps=1, eval_every=None).to_dict()
+    other = {"kind": "bytes", "special": {"bos": "<|begin|>"}}
+    train(Recipe.from_dict({**fields, "tokenizer": other}), tmp_path / "teacher")
+    fields["train"]["objective"] = {"kind": "distill", "teacher": str(tmp_path / "teacher")}
+    line = r"token 256 is '<.begin.>' for teacher=.*; choose a teacher with the same tokenizer"
+    with pytest.raises(WorkhorseError, match=line):
+        train(Recipe.from_dict(fields), tmp_path / "student")
+    assert not (tmp_path / "student").exists()

@@ -4,7 +4,11 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import TypeGuard
 
+LARGEST = 1e15
+"""Largest magnitude of a number from a data file or a user's function. The sum of the squares of
+larger ones can exceed float32."""
 _SHOWN = 80  # characters of a value in a message
 _LISTED = 24  # most names that a message lists
 _NEAR = 0.6  # least similarity of two names, from 0 to 1, for one to be suggested for the other
@@ -27,6 +31,11 @@ def shown(value: object) -> str:
     """Format a value for an error message: its repr on one line, truncated if it is long."""
     text = " ".join(line.strip() for line in repr(value).splitlines())  # an array's repr has many
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def is_usable(value: object) -> TypeGuard[float]:
+    """Return True for a number of magnitude up to `LARGEST`, also for True and False."""
+    return isinstance(value, int | float) and abs(value) <= LARGEST
 
 
 def meant(name: str, known: Iterable[str]) -> str:

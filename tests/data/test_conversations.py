@@ -85,6 +85,11 @@ def test_records_with_the_same_prompt_have_the_same_split() -> None:
             {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")},
             "margin=nan is not a number",
         ),
+        (
+            "pairs",
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400},
+            "0… is not a number from -1e+15 to 1e+15",
+        ),
         ("labels", {"prompt": "a", "completion": "b", "label": 3}, "label=3 is not true or false"),
     ],
 )

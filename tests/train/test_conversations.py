@@ -171,7 +171,11 @@ def test_training_records_in_the_validation_file(
         ),
         (
             {"messages": [{**one, "weight": -1} for one in chat("a", "b")]},
-            "message 0: weight=-1 is not 0 or more",
+            "message 0: weight=-1 is not a number from 0 to 1e+15",
+        ),
+        (
+            {"messages": [{**one, "weight": 1e39} for one in chat("a", "b")]},
+            "message 0: weight=1e+39 is not a number from 0 to 1e+15",
         ),
     ],
 )

@@ -7,11 +7,10 @@ conversations, prompts with completions, pairs of a chosen and a rejected answer
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workhorse.data.config import Learn, RowKind
-from workhorse.errors import WorkhorseError, nearest, shown
+from workhorse.errors import LARGEST, WorkhorseError, is_usable, nearest, shown
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -172,8 +171,10 @@ def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
     if chosen == rejected:
         raise WorkhorseError("chosen and rejected are equal; remove the record")
     margin = fields.get("margin", 0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
-        raise WorkhorseError(f"margin={shown(margin)} is not a number; correct it")
+    if isinstance(margin, bool) or not is_usable(margin):
+        raise WorkhorseError(
+            f"margin={shown(margin)} is not a number from {-LARGEST:g} to {LARGEST:g}; correct it"
+        )
     prompt = fields.get("prompt")
     if prompt is None:
         if isinstance(chosen, str) or isinstance(rejected, str):

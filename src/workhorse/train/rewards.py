@@ -20,10 +20,7 @@ from pydantic import Field
 
 from workhorse.config.base import Config, ConfigError
 from workhorse.data.tasks import reaches, similarity
-from workhorse.errors import WorkhorseError, shown
-
-LARGEST = 1e15
-"""Largest magnitude of a reward. The square of a larger one can exceed float32."""
+from workhorse.errors import LARGEST, WorkhorseError, is_usable, shown
 
 
 class Reward(Protocol):
@@ -120,7 +117,7 @@ class PythonReward:
                 "return one number for each"
             )
         for reward in rewards:
-            if not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
+            if not is_usable(reward):
                 raise WorkhorseError(
                     f"{self._name} returned {shown(reward)}; return finite numbers, up to "
                     f"{LARGEST:g}"

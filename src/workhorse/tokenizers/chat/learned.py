@@ -20,10 +20,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from math import isfinite
 from typing import Any, Literal, NamedTuple
 
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import LARGEST, WorkhorseError, is_usable, shown
 from workhorse.tokenizers.chat.messages import REASONING
 from workhorse.tokenizers.chat.template import ChatTemplate, Messages
 from workhorse.tokenizers.tokenizer import Tokenizer
@@ -134,10 +133,10 @@ def _weight(message: Mapping[str, Any], number: int, default: float) -> float:
         raise WorkhorseError(f"message {number}: train={shown(train)} is not true or false")
     if weight is None:
         return default if train is None else float(train)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
-        raise WorkhorseError(f"message {number}: weight={shown(weight)} is not a finite number")
-    if weight < 0:
-        raise WorkhorseError(f"message {number}: weight={shown(weight)} is not 0 or more")
+    if isinstance(weight, bool) or not is_usable(weight) or weight < 0:
+        raise WorkhorseError(
+            f"message {number}: weight={shown(weight)} is not a number from 0 to {LARGEST:g}"
+        )
     return float(weight)
 
 

@@ -240,6 +240,17 @@ def test_a_detached_head_does_not_change_the_gradient_of_the_model() -> None:
     assert found[0].any()
 
 
+@pytest.mark.parametrize("targets", [0, 1])
+def test_whitened_advantages_of_few_targets_are_0(targets: int) -> None:
+    """One target has no variance; a batch can have none if unfinished completions are ignored."""
+    batch = rollouts()
+    batch = replace(batch, targets=torch.full_like(batch.targets, IGNORE))
+    batch.targets[0, :targets] = 1
+    values = torch.ones(8, 8, dtype=torch.float64)
+    found = ValuesConfig(whiten=True).advise(batch, values)
+    assert torch.equal(found.advantages, torch.zeros_like(values))
+
+
 @pytest.mark.parametrize("of_tokens", [False, True])
 def test_generalised_advantages(of_tokens: bool) -> None:
     """`A_t = Σ (γλ)^l δ_{t+l}` over the targets of a row (1506.02438 eq. 16), one at a time."""

@@ -86,9 +86,10 @@ class ValuesConfig(Config):
         values = values.where(learned, 0)
         advantages = gae(rewards, values, self.gamma, self.gae_lambda).where(learned, 0)
         returns = advantages + values
-        if self.whiten:
+        if self.whiten and learned.any():
             of_targets = advantages[learned]
-            scaled = (advantages - of_targets.mean()) / (of_targets.var() + 1e-8).sqrt()
+            variance = of_targets.var(correction=int(len(of_targets) > 1))  # 0 for one target
+            scaled = (advantages - of_targets.mean()) / (variance + 1e-8).sqrt()
             advantages = scaled.where(learned, 0)
         return replace(batch, advantages=advantages, old_values=values, returns=returns)
 

@@ -1,6 +1,8 @@
 """The interface of objectives, tested with a preference objective on pairs of sequences."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -166,10 +168,13 @@ def _fits(**fields: int) -> None:
 
 
 def test_an_objective_without_what_it_needs_is_refused() -> None:
-    batches = {0: Batch(*pairs().tensors[:2], None, torch.zeros(10))}
+    def batches(batch: Batch) -> Any:
+        return SimpleNamespace(rows=lambda _step, start, stop: batch.rows(start, stop))
+
+    plain = Batch(*pairs().tensors[:2], None, torch.zeros(10))
     with pytest.raises(ConfigError, match="objective preference needs group, which this data"):
-        check_needs(config_of(), batches, Resumption())
-    check_needs(config_of(), {0: pairs()}, Resumption())
+        check_needs(config_of(), batches(plain), Resumption())
+    check_needs(config_of(), batches(pairs()), Resumption())
 
 
 def test_a_recipe_of_before_names_its_z_loss_where_it_stood(make_recipe) -> None:

@@ -354,6 +354,7 @@ def test_values_are_recorded_when_completions_are_sampled(tmp_path: Path) -> Non
     torch.testing.assert_close(figures["value_loss"] / count, error.sum() / learned.sum())
 
 
+@pytest.mark.slow
 def test_on_policy_distillation_approaches_the_teacher(tmp_path: Path) -> None:
     """20 steps lower KL(model || teacher) at completions of new prompts.
 

@@ -88,6 +88,17 @@ def test_what_is_held_is_what_a_step_has(dtype: str, kind: str) -> None:
     assert {kind: memory.timeline[kind][0] for kind in held(memory)} == held(memory)
 
 
+def test_the_initial_model_is_held() -> None:
+    """`kl_weight` of a policy keeps a second model in memory, without gradients."""
+    found = [
+        step_memory(CONFIGS[0], training(batch_size=8, rollouts={}, objective=objective), CPU)
+        for objective in ({"kind": "policy"}, {"kind": "policy", "kl_weight": 0.1})
+    ]
+    plain, with_initial = (held(memory) for memory in found)
+    assert with_initial == plain | {"weights": 2 * plain["weights"]}
+    assert max(found[1].totals) == max(found[0].totals) + plain["weights"]
+
+
 @pytest.mark.parametrize("number", range(5))  # oneDNN copies the odd widths of the sixth
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:

@@ -205,8 +205,13 @@ def step_memory(
         decoder = step.objective.decoder
         step.turns = one_forward_one_backward  # without overlap of micro-batches, for any stage
         optimizer, places = step.optimizer, _places(decoder)
+        weights = tensors_of(decoder)
+        if train.needs_initial_model and adapter is None:
+            initial = config.build(kernel, device=here, dtype=training_dtype(train.dtype, device))
+            weights |= {f"initial.{name}": one for name, one in tensors_of(initial).items()}
+            places |= {f"initial.{name}": place for name, place in _places(initial).items()}
         held: dict[Kind, dict[str, Tensor]] = {
-            "weights": tensors_of(decoder),
+            "weights": weights,
             "low_bits": dict(optimizer.masters.low_bits),
             "optimizer": optimizer.tensors(),
         }

@@ -46,8 +46,9 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
 
     Raises:
         WorkhorseError: `recipe` is not a Recipe, the device is missing or does not support the
-            settings, a tracker is not installed, the data or the tokenizer cannot be read, or the
-            weights of `init` or the names in `adapter` do not fit the model.
+            settings, a tracker is not installed, the file of the reward is missing, the data or the
+            tokenizer cannot be read, or the weights of `init` or the names in `adapter` do not fit
+            the model.
     """
     if not isinstance(recipe, Recipe):
         raise WorkhorseError(
@@ -60,6 +61,8 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
     for name in config.trackers:
         check_tracker(name)
     check_samples(config.samples, recipe.data)
+    if config.rollouts is not None and config.rollouts.reward is not None:
+        config.rollouts.reward.build()  # finds a missing file
     if not resume:
         _check_tokenizer(recipe)
         check_sources(recipe.data)

@@ -20,6 +20,7 @@ from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.train import Recipe, TrainConfig, read_metrics, train, with_init
+from workhorse.train.dry_run import estimate
 from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.reference import token_values
 from workhorse.train.rollouts import Critic, RolloutConfig, Rollouts, prompts_of
@@ -426,6 +427,27 @@ def test_on_policy_distillation_approaches_the_teacher(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(**fields)
+
+
+@pytest.mark.parametrize(
+    "corpus",
+    [
+        {"kind": "text", "path": "texts.txt"},
+        {"kind": "conversations", "path": "chats.jsonl", "rows": "pairs"},
+        {"kind": "conversations", "path": "chats.jsonl", "rows": "labels"},
+        {"kind": "conversations", "path": "chats.jsonl", "learn": "all"},
+    ],
+)
+def test_data_without_right_answers_is_refused(corpus: dict[str, Any]) -> None:
+    fields = recipe().to_dict()
+    fields["data"] = {"corpus": corpus, "packing": "padded"}
+    with pytest.raises(ConfigError, match="corpus has no prompts with a right answer"):
+        Recipe.from_dict(fields)
+
+
+def test_a_missing_reward_is_found_by_a_dry_run() -> None:
+    with pytest.raises(ConfigError, match=r"none\.py is not a file"):
+        estimate(recipe(rollouts={"reward": {"kind": "python", "path": "none.py"}}))
 
 
 def test_a_value_head_has_no_optimizer_state_in_init() -> None:

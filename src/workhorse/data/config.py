@@ -373,6 +373,20 @@ class DataConfig(Config):
     def has_conversations(self) -> bool:
         return any(isinstance(one, ConversationsConfig) for one in self.sources.values())
 
+    @property
+    def without_prompts(self) -> list[str]:
+        """Names of the sources whose documents are not a prompt and its right answer."""
+        return [
+            name
+            for name, one in self.sources.items()
+            if not isinstance(one, TaskConfig)
+            and not (
+                isinstance(one, ConversationsConfig)
+                and one.rows == "conversations"
+                and one.learn != "all"
+            )
+        ]
+
     def kept_in(self, folder: Path) -> Path:
         """Return the folder of the token shards: `cache_dir`, or `folder` if it is not set."""
         try:

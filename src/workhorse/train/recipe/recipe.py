@@ -138,6 +138,12 @@ class Recipe(Config):
                 f"packing={self.data.packing} puts several prompts into a row; set it to padded",
                 "data",
             )
+        if names := self.data.without_prompts:
+            raise ConfigError(
+                f"{names[0]} has no prompts with a right answer, which rollouts need; use tasks, "
+                "or conversations with rows=conversations and learn=assistant or last",
+                "data",
+            )
         ways = self.parallel.ways
         if any(count > 1 for name, count in ways.items() if name != "data"):
             raise ConfigError(

@@ -26,7 +26,13 @@ from workhorse.generate.sampling import Score
 from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.objectives.policy import Baseline, PolicyBatch, ValuesConfig, advantages_of
+from workhorse.train.objectives.policy import (
+    Baseline,
+    PolicyBatch,
+    advantages_of,
+    with_advantages,
+)
+from workhorse.train.objectives.value_head import ValuesConfig
 from workhorse.train.rewards import AnswerRewardConfig, AnyReward, Reward
 
 CHECKED = 2
@@ -260,7 +266,8 @@ class Rollouts:
         if self.reference is not None:
             batch = replace(batch, reference_tokens=self._divided(self.reference, batch))
         if self.critic is not None:
-            batch = self.critic.config.advise(batch, self._divided(self.critic.values, batch))
+            values = self._divided(self.critic.values, batch)
+            batch = with_advantages(batch, values, self.critic.config)
         self.figures["rollout_seconds"] = time.perf_counter() - started
         return batch
 

@@ -16,9 +16,10 @@ from workhorse.nn import IGNORE
 from workhorse.train.objectives.policy import (
     PolicyBatch,
     PolicyConfig,
-    ValuesConfig,
     advantages_of,
+    with_advantages,
 )
+from workhorse.train.objectives.value_head import ValuesConfig
 
 DECODER = model()
 CLIPPED = {"clip_low": 0.2, "clip_high": 0.2}
@@ -247,7 +248,7 @@ def test_whitened_advantages_of_few_targets_are_0(targets: int) -> None:
     batch = replace(batch, targets=torch.full_like(batch.targets, IGNORE))
     batch.targets[0, :targets] = 1
     values = torch.ones(8, 8, dtype=torch.float64)
-    found = ValuesConfig(whiten=True).advise(batch, values)
+    found = with_advantages(batch, values, ValuesConfig(whiten=True))
     assert torch.equal(found.advantages, torch.zeros_like(values))
 
 
@@ -271,18 +272,18 @@ def test_generalised_advantages(of_tokens: bool) -> None:
                 error = reward + 0.9 * following - values[row, later]
                 expected[row, at] += (0.9 * 0.8) ** (later - at) * error
             returns[row, at] = expected[row, at] + values[row, at]
-    found = config.advise(batch, values)
+    found = with_advantages(batch, values, config)
     torch.testing.assert_close(found.advantages, expected)
     torch.testing.assert_close(found.returns, returns)
     learned = batch.targets != IGNORE
-    whitened = config.replace(whiten=True).advise(batch, values)
+    whitened = with_advantages(batch, values, config.replace(whiten=True))
     mean, n = expected[learned].mean(), int(learned.sum())
     variance = ((expected[learned] - mean) ** 2).sum() / (n - 1)
     wanted = torch.where(learned, (expected - mean) / (variance + 1e-8).sqrt(), 0)
     torch.testing.assert_close(whitened.advantages, wanted)
     torch.testing.assert_close(whitened.returns, returns)
     if not of_tokens:  # with γ = λ = 1 the advantage of each token is the reward minus its value
-        plain = ValuesConfig(gae_lambda=1.0).advise(batch, values)
+        plain = with_advantages(batch, values, ValuesConfig(gae_lambda=1.0))
         wanted = (rewards[:, None] - values).where(learned, 0)
         torch.testing.assert_close(plain.advantages, wanted)
 

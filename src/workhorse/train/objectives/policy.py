@@ -9,14 +9,13 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from workhorse.config.base import Config, ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
 from workhorse.nn.logprobs import count_of
-from workhorse.nn.shapes import Hidden
 from workhorse.train.objectives.objective import (
     ModelObjective,
     ObjectiveConfig,
@@ -25,6 +24,7 @@ from workhorse.train.objectives.objective import (
     target_weights,
 )
 from workhorse.train.objectives.preferences import Weight
+from workhorse.train.objectives.value_head import ValueHead, ValuesConfig, gae, value_losses
 
 FAR_FROM_ONE = 0.1
 """The logged `ratio_outside` counts ratios that differ from 1 by more than this."""
@@ -44,80 +44,6 @@ class PolicyBatch(Batch):
     """Values that the value head gave when the targets were sampled, `(batch, seq)`."""
     returns: Tensor | None = None
     """Returns that the value head learns, `(batch, seq)`."""
-
-
-class ValuesConfig(Config):
-    """A value head, whose values replace the baseline of the rewards (PPO, 1707.06347 eq. 9).
-
-    It is a linear function of the hidden states after the final norm, 0 at first. The value at a
-    position is the expected reward before its target is chosen. Checkpoints hold the head, but
-    models do not: a new run with `init` has a new head.
-    """
-
-    weight: Weight = 0.1
-    """Weight of the value loss: half the squared error, with the same denominator as the loss."""
-    clip: float | None = Field(default=0.2, gt=0)
-    """The loss is the larger of two: with the value, and with the value limited to this distance
-    from the value at sampling, as in TRL. None: no limit. Each rollout has one update, so without
-    dropout the distance is 0, up to rounding."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """Decay of later errors of the values in an advantage (GAE, 1506.02438 eq. 16); 1: the
-    advantage is the reward minus the value."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of the rewards and values of later tokens."""
-    whiten: bool = False
-    """True to give the advantages of a batch's targets mean 0 and variance 1, as TRL does."""
-    detach: bool = False
-    """True to train only the head by the value loss; False: also the layers below it."""
-
-    def advise(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
-        """Replace the rewards of a batch by advantages, and add values and returns.
-
-        Args:
-            batch: its `advantages` are rewards: `(batch, seq)`, or `(batch,)` for rewards of the
-                last targets. No value follows the last target, whether it ends the completion or
-                only reaches the maximum length.
-            values: the values at the targets, `(batch, seq)`.
-        """
-        assert batch.advantages is not None
-        learned, rewards = batch.targets != IGNORE, batch.advantages
-        rewarded = learned if rewards.ndim > 1 else learned & ~F.pad(learned[:, 1:], (0, 1))
-        rewards = rewards.view(len(learned), -1).where(rewarded, 0)
-        values = values.where(learned, 0)
-        advantages = gae(rewards, values, self.gamma, self.gae_lambda).where(learned, 0)
-        returns = advantages + values
-        if self.whiten and learned.any():
-            of_targets = advantages[learned]
-            variance = of_targets.var(correction=int(len(of_targets) > 1))  # 0 for one target
-            scaled = (advantages - of_targets.mean()) / (variance + 1e-8).sqrt()
-            advantages = scaled.where(learned, 0)
-        return replace(batch, advantages=advantages, old_values=values, returns=returns)
-
-
-def gae(rewards: Tensor, values: Tensor, gamma: float, decay: float) -> Tensor:
-    """`A_t = δ_t + γ λ A_{t+1}`, where `δ_t = r_t + γ V_{t+1} - V_t` (1506.02438 eq. 16).
-
-    All are (batch, seq). Rewards and values must be 0 after the last target. `decay` is λ.
-    """
-    errors = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
-    advantages, following = torch.empty_like(errors), torch.zeros_like(errors[:, 0])
-    for at in reversed(range(errors.shape[1])):
-        advantages[:, at] = following = errors[:, at] + gamma * decay * following
-    return advantages
-
-
-class ValueHead(nn.Module):
-    """`w · x + b` in float32, 0 at first."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        dtype = torch.promote_types(next(decoder.parameters()).dtype, torch.float32)
-        at: dict[str, Any] = {"dtype": dtype, "device": decoder.device}
-        self.weight = nn.Parameter(torch.zeros(1, decoder.config.d_model, **at))
-        self.bias = nn.Parameter(torch.zeros(1, **at))
-
-    def forward(self, x: Hidden) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)[..., 0]  # (batch, seq)
 
 
 class PolicyConfig(ObjectiveConfig):
@@ -266,7 +192,10 @@ class Policy(ModelObjective):
             losses, figures["kl"] = losses + self.kl_weight * kl, kl
         if self.values is not None and self.value_head is not None:
             values = self.value_head(x.detach() if self.values.detach else x)
-            errors = value_losses(values, batch, self.values.clip)
+            assert batch.old_values is not None
+            assert batch.returns is not None
+            errors = value_losses(values, batch.old_values, batch.returns, self.values.clip)
+            errors = errors.where(batch.targets != IGNORE, 0)
             losses, figures["value_loss"] = losses + self.values.weight * errors, errors
 
         def in_rows(of_tokens: Tensor, divisor: Tensor | int) -> Tensor:
@@ -323,18 +252,6 @@ class OnPolicy(Policy):
 def _difference(logprobs: Tensor, before: Tensor, batch: Batch) -> Tensor:
     """`logprobs - before` at targets, and 0 at other positions, such as padding."""
     return (logprobs - before).where(batch.targets != IGNORE, 0)
-
-
-def value_losses(values: Tensor, batch: PolicyBatch, clip: float | None) -> Tensor:
-    """`max((V - R)², (clip(V) - R)²) / 2` at targets, (batch, seq); see `ValuesConfig.clip`."""
-    old, returns = batch.old_values, batch.returns
-    assert old is not None
-    assert returns is not None
-    errors = (values - returns).square()
-    if clip is not None:
-        near = old + (values - old).clamp(-clip, clip)
-        errors = torch.maximum(errors, (near - returns).square())
-    return (errors / 2).where(batch.targets != IGNORE, 0)
 
 
 Limits = tuple[float, float]
@@ -405,3 +322,28 @@ def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float
         variances = zeros.index_add(0, index, centred.square()) / (sizes - 1)
         return centred / (variances.sqrt()[index] + eps)
     return centred
+
+
+def with_advantages(batch: PolicyBatch, values: Tensor, config: ValuesConfig) -> PolicyBatch:
+    """Replace the rewards of a batch by advantages, and add values and returns.
+
+    Args:
+        batch: its `advantages` are rewards: `(batch, seq)`, or `(batch,)` for rewards of the
+            last targets. No value follows the last target, whether it ends the completion or
+            only reaches the maximum length.
+        values: the values at the targets, `(batch, seq)`.
+        config: the options of GAE.
+    """
+    assert batch.advantages is not None
+    learned, rewards = batch.targets != IGNORE, batch.advantages
+    rewarded = learned if rewards.ndim > 1 else learned & ~F.pad(learned[:, 1:], (0, 1))
+    rewards = rewards.view(len(learned), -1).where(rewarded, 0)
+    values = values.where(learned, 0)
+    advantages = gae(rewards, values, config.gamma, config.gae_lambda).where(learned, 0)
+    returns = advantages + values
+    if config.whiten and learned.any():
+        of_targets = advantages[learned]
+        variance = of_targets.var(correction=int(len(of_targets) > 1))  # 0 for one target
+        scaled = (advantages - of_targets.mean()) / (variance + 1e-8).sqrt()
+        advantages = scaled.where(learned, 0)
+    return replace(batch, advantages=advantages, old_values=values, returns=returns)

@@ -159,13 +159,34 @@ def test_model_types(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"softcap": 20.0}, {"dropout": 0.1}], ids=["softcap", "dropout"]
+    ("place", "change"),
+    [
+        (("blocks", "main", "attention"), {"softcap": 20.0}),
+        (("blocks", "main", "attention"), {"dropout": 0.1}),
+        (("embedding",), {"dropout": 0.1}),
+    ],
+    ids=["softcap", "attention dropout", "embedding dropout"],
 )
-def test_a_model_that_cannot_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    settings = recipe(rollouts={"completions": 4, "max_new_tokens": 5, "exact": True}).to_dict()
-    settings["model"]["blocks"]["main"]["attention"] |= change
+def test_a_model_that_cannot_is_refused(
+    place: tuple[str, ...], change: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also if all its completions are unfinished and would be ignored."""
+    rollouts = {"completions": 4, "max_new_tokens": 5, "exact": True, "keep_unfinished": False}
+    settings = recipe(rollouts=rollouts).to_dict()
+    part = settings["model"]
+    for key in place:
+        part = part.setdefault(key, {})
+    part |= change
     with pytest.raises(WorkhorseError, match=r"exact is not possible .* log-probabilities differ"):
         train(Recipe.from_dict(settings), tmp_path / "run")
+
+
+def test_an_execution_that_is_not_native_is_refused(tmp_path: Path) -> None:
+    exact = {"completions": 4, "max_new_tokens": 5, "exact": True}
+    train(recipe(rollouts=exact, execution="native", steps=1, eval_every=None), tmp_path / "native")
+    for execution in ("reference", "compiled"):
+        with pytest.raises(WorkhorseError, match=f"exact needs .* not train.execution={execution}"):
+            train(recipe(rollouts=exact, execution=execution), tmp_path / execution)
 
 
 def test_a_run_of_exact_rollouts_begins_with_ratios_of_1(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
     )
     if config.exact:
         step = 0 if start.checkpoint is None else start.checkpoint.step
-        rollouts.check_exact(step, token_logprobs(model.step), body.announcement)
+        logprobs = token_logprobs(model.step, dropout=True)
+        rollouts.check_exact(step, logprobs, body.announcement)
     return rollouts
 
 

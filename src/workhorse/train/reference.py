@@ -108,13 +108,17 @@ def compute_references(
             write_array(path, values)
 
 
-def token_logprobs(step: TrainingStep) -> Callable[[Batch], Tensor]:
+def token_logprobs(step: TrainingStep, *, dropout: bool = False) -> Callable[[Batch], Tensor]:
     """Return a function that computes the log-probability of each target, (rows, seq), on the CPU.
 
     It uses the step's weights and its implementation of the model, so that the KL divergence of a
     model from itself is exactly 0. It keeps the model in memory, but not the optimizer.
+
+    Args:
+        step: the step.
+        dropout: True to compute with dropout, as in training.
     """
-    return _of_targets(step, lambda objective, rows: objective.score(rows).target)
+    return _of_targets(step, lambda objective, rows: objective.score(rows).target, dropout)
 
 
 def token_values(step: TrainingStep) -> Callable[[Batch], Tensor]:
@@ -126,11 +130,11 @@ def token_values(step: TrainingStep) -> Callable[[Batch], Tensor]:
 
 
 def _of_targets(
-    step: TrainingStep, figure: Callable[[Any, Batch], Tensor]
+    step: TrainingStep, figure: Callable[[Any, Batch], Tensor], dropout: bool = False
 ) -> Callable[[Batch], Tensor]:
     """Return a function that computes `figure(objective, rows)`, (rows, seq), on the CPU.
 
-    It runs in micro-batches, without gradients and dropout.
+    It runs in micro-batches, without gradients, and with dropout only if `dropout` is True.
     """
     whole = objective = step.objective
     precision, device = step.precision, step.device
@@ -141,7 +145,7 @@ def _of_targets(
 
     def compute(batch: Batch) -> Tensor:
         parts = [batch.rows(start, start + size) for start in range(0, len(batch), size)]
-        whole.eval()
+        whole.train(dropout)
         with torch.no_grad(), precision.products(), precision():
             found = [figure(objective, part.to(device)).float().cpu() for part in parts]
         whole.train()

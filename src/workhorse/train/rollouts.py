@@ -63,7 +63,7 @@ class RolloutConfig(Config):
     exact: bool = False
     """True to record, for each sampled token, bit by bit the log-probability that the training step
     computes, so that every ratio is exactly 1 before the update. This is possible on a CPU, for
-    models whose training and decoding steps are both native; it does not use a matrix unit."""
+    models whose training and decoding steps are both native."""
 
     @model_validator(mode="after")
     def _several(self) -> "RolloutConfig":
@@ -242,7 +242,7 @@ class Rollouts:
         self.seed = seed
         self.reference = reference
         self.critic = critic
-        self.record = score
+        self.score_tokens = score
         self.world = world
         self.source_names = prompts.source_names
         self.rows_per_epoch = prompts.rows_per_epoch
@@ -282,6 +282,7 @@ class Rollouts:
         read = self.prompts[step].rows(0, CHECKED)
         asked = [prompt for prompt in prompts_of(read, self.tokenizer) for _ in range(self._each)]
         rolled = self.complete(asked, [*range(len(asked))])
+        rolled = [replace(one, finished=True) for one in rolled]  # so that none is ignored
         batch = self._batch(asked, rolled, [0.0] * len(asked), read)
         chosen = batch.targets != IGNORE
         differing = int((logprobs(batch) != batch.old)[chosen].sum())
@@ -313,7 +314,7 @@ class Rollouts:
                 seq_len=self.prompts.seq_len,
                 max_new_tokens=longest,
                 stop_tokens=self.stop_tokens,
-                score=self.record,
+                score=self.score_tokens,
             )
         if self.world.size == 1:
             return own

@@ -255,9 +255,14 @@ def training_operators(
 
     Raises:
         WorkhorseError: `execution` is `native` or `exact` is True, but there are no native
-            operators.
+            operators; or `execution` does not fit `exact`.
     """
-    if execution == "reference" and not exact:
+    if exact and execution in ("reference", "compiled"):
+        raise WorkhorseError(
+            f"rollouts.exact needs native operators, not train.execution={execution}; remove one "
+            "of the two"
+        )
+    if execution == "reference":
         return Operators()
     if device.type != "cpu" or dtype == torch.float16:
         found = Operators()
@@ -270,7 +275,8 @@ def training_operators(
         raise WorkhorseError(
             f"train.execution=native needs native operators: {reason}; set train.execution=auto"
         )
-    if exact and (execution != "auto" or None in (found.training, found.vectors, found.steps)):
-        reason = reason or "".join(found.why_not.values()) or f"not train.execution={execution}"
-        raise WorkhorseError(f"rollouts.exact needs native operators: {reason}; remove it")
+    for name in ("training", "vectors", "decoding", "steps") if exact else ():
+        if getattr(found, name) is None:
+            reason = found.why_not.get(name, reason)
+            raise WorkhorseError(f"rollouts.exact needs native operators: {reason}; remove it")
     return found

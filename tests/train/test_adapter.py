@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.parallel import forked
 from tests.parallel.runs import state_of
-from tests.train.runs import assert_same_run, step_losses, weights
+from tests.train.runs import assert_same_run, notices, step_losses, weights
 from workhorse.checkpoints import CheckpointStore, RunDirectory, weights_of
 from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.cli.main import main
@@ -270,14 +270,28 @@ def test_wrong_targets_are_found_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_added_tokens_are_refused(base: Path, make_recipe, tmp_path: Path) -> None:
-    fields = recipe_on(base, make_recipe).to_dict()
+def test_added_tokens_need_a_trained_embedding(base: Path, make_recipe, tmp_path: Path) -> None:
+    """The run then resumes, loads, and exports to PEFT, but does not fit its base any more."""
+    fields = recipe_on(base, make_recipe, {"also_train": ["final_norm"]}).to_dict()
     del fields["model"]
     fields["tokenizer"] = {"add_tokens": ["+++"]}
-    with pytest.raises(
-        WorkhorseError, match="grows from 257 to 258 tokens, but an adapter leaves their"
-    ):
-        train(Recipe.from_dict(with_init(fields)), tmp_path / "run")
+    recipe = Recipe.from_dict(with_init(fields))
+    run = tmp_path / "run"
+    remedy = r"tokens 257 to 257 .*rows of embedding; set .*also_train=\[final_norm, embedding\]'"
+    with pytest.raises(WorkhorseError, match=remedy):
+        train(recipe, run)
+    fields["adapter"]["also_train"] += ["embedding"]
+    told: list[Any] = []
+    train(Recipe.from_dict(with_init(fields)), run, on_event=told.append)
+    assert "1 new tokens start as the mean of the 257 tokens" in "\n".join(notices(told))
+    shutil.copytree(run, tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000006")
+    train(Recipe.from_dict(with_init(fields)), tmp_path / "resumed", resume=True)
+    assert_same_run(run, tmp_path / "resumed", step=6)
+    assert load(run, execution="reference").config.vocab_size == 258
+    assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
+    with pytest.raises(WorkhorseError, match="added tokens to the 257 of its base; give the run"):
+        load(base, adapter=run)
 
 
 def test_the_optimizer_is_adamw_unless_another_is_chosen(base: Path, make_recipe) -> None:

@@ -14,12 +14,13 @@ from tests.train.chats import sums, write_lines
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run, notices, step_losses
 from workhorse.checkpoints import weights_of
+from workhorse.checkpoints.tensors import grown
 from workhorse.data import Batches, prepare
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer, load_tokenizer, train_tokenizer
 from workhorse.train import Recipe, estimate, train, with_init
-from workhorse.train.init_from import grown, start_weights
+from workhorse.train.init_from import start_weights
 
 N = 290
 """Number of tokens of the bases."""

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workhorse.checkpoints.tensors import Places, allocate, mapped_weights, weights_of
+from workhorse.checkpoints.tensors import (
+    Places,
+    allocate,
+    mapped_weights,
+    weights_of,
+    with_rows,
+)
 from workhorse.config.base import ConfigError
 from workhorse.devices.transfer import Destination, copy_tensors
 from workhorse.errors import WorkhorseError
@@ -114,14 +120,17 @@ class Base:
     """Hash of the weights; see `hash_of`."""
 
 
-def open_base(init: str, config: DecoderConfig, sha256: str | None = None) -> tuple[Base, Decoder]:
-    """Open the model that an adapter is added to, with its weights mapped from the files.
+def open_base(
+    init: str, config: DecoderConfig, sha256: str | None = None, new: range = range(0)
+) -> tuple[Base, dict[str, Tensor]]:
+    """Open the model that an adapter is added to; return its weights, mapped from the files.
 
     Args:
         init: a folder, a file or an id of the hub.
         config: the config of the decoder that gets the adapter. Only options without weights, such
-            as dropout, may differ.
+            as dropout, may differ, and it may have more tokens.
         sha256: the hash of the weights that an existing adapter was trained on.
+        new: ids of the tokens that the model does not have; see `grown`.
 
     Raises:
         WorkhorseError: there is no such model, it has an adapter itself, or it has other weights.
@@ -136,18 +145,21 @@ def open_base(init: str, config: DecoderConfig, sha256: str | None = None) -> tu
         raise WorkhorseError(
             f"init={init} is a run of an adapter and cannot be the base of another; give its base"
         )
-    shapes = {name: weight.shape for name, weight in decoder.named_parameters()}
+    stored = weights_of(decoder)
+    rows = max(config.vocab_size, decoder.config.vocab_size)
+    weights = with_rows(stored, rows, new)
+    shapes = {name: weight.shape for name, weight in weights.items()}
     expected = config.build(device="meta").named_parameters()
     if shapes != {name: weight.shape for name, weight in expected}:
         raise WorkhorseError(f"init={init} has weights of other shapes than the adapter's base")
     path = os.path.abspath(init) if os.path.exists(init) else init
-    base = Base(path, hash_of(weights_of(decoder)))
+    base = Base(path, hash_of(stored))
     if sha256 not in (None, base.sha256):
         raise WorkhorseError(
             f"the weights of {path} (SHA-256 {base.sha256[:16]}) are not those that the adapter "
             f"was trained on ({sha256[:16]}); restore them"
         )
-    return base, decoder
+    return base, weights
 
 
 def hash_of(weights: Mapping[str, Tensor]) -> str:
@@ -183,11 +195,11 @@ def load_adapted(
         WorkhorseError: the base is missing, or it is another one.
     """
     adapter = AdapterConfig.from_dict(state["recipe"]["adapter"])
-    _, source = open_base(state["base"]["init"], decoder.config, state["base"]["sha256"])
+    _, base = open_base(state["base"]["init"], decoder.config, state["base"]["sha256"])
     into = places(decoder)
     if adapter.quantize is not None and not transforms_of(decoder):
         into = adapter.place_codes(decoder)
-    copy_tensors(into, weights_of(source), "base")
+    copy_tensors(into, base, "base")
     adapter.adapt(decoder, seed=0)
     copy_adapter(decoder, weights)
 

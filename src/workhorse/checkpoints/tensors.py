@@ -14,6 +14,8 @@ from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]
 """Function that returns the object to copy each weight of a decoder into, by weight name."""
+VOCABULARY_WEIGHTS = ("embedding.tokens.weight", "head.proj.weight", "head.proj.bias")
+"""Names of the weights that have a row per token. With a tied head, only the first exists."""
 
 
 def empty_decoder(
@@ -115,3 +117,33 @@ def load_weights(
     for name, weight in weights.items():
         check_weight(name, weight)
     copy_tensors(places(decoder), weights, "model")
+
+
+def with_rows(weights: Mapping[str, Tensor], rows: int, new: range) -> dict[str, Tensor]:
+    """Extend those of the weights that have a row per token; see `grown`."""
+    return {
+        name: grown(weight, rows, new) if name in VOCABULARY_WEIGHTS else weight
+        for name, weight in weights.items()
+    }
+
+
+def grown(weight: Tensor, rows: int, new: range) -> Tensor:
+    """Extend a weight that has a row per token; the row of each new token is the mean of the old.
+
+    The logit of a new token is then the mean logit. So by Jensen's inequality, `n` new tokens
+    beside `m` old ones raise the loss by up to `log(1 + n / m)` per token.
+
+    Args:
+        weight: the weight `(vocab, ...)`. Rows from `new.start` on belong to no token.
+        rows: number of rows of the result, `vocab` or more. Added rows are the mean too.
+        new: ids of the new tokens. The other rows of `weight` stay as they are.
+
+    Paper: Hewitt (2021), Initializing New Word Embeddings for Pretrained Language Models,
+    nlp.stanford.edu/~johnhew/vocab-expansion.html; compared with alternatives in 2407.05841.
+    """
+    if rows == len(weight) and not new:
+        return weight
+    mean = weight[: new.start].mean(0)
+    result = torch.cat([weight, mean.expand(rows - len(weight), *mean.shape)])
+    result[new.start : new.stop] = mean
+    return result

@@ -2,7 +2,9 @@
 
 import torch
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.stored import open_stored
+from workhorse.checkpoints.tensors import VOCABULARY_WEIGHTS
 from workhorse.data import (
     Batches,
     Document,
@@ -16,12 +18,13 @@ from workhorse.data import (
 from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
 from workhorse.memory.capacity import check_fitting
+from workhorse.nn import Decoder
 from workhorse.optim.groups import check_base_width
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
 from workhorse.tokenizers import train_tokenizer
 from workhorse.tokenizers.config import FileConfig
-from workhorse.train.init_from import check_weights
+from workhorse.train.init_from import check_weights, new_tokens
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import check_tracker
@@ -223,10 +226,25 @@ def _check_model(recipe: Recipe) -> None:
     if recipe.init is not None:
         check_weights(recipe.init, decoder)
     if recipe.adapter is not None:
-        if config.vocab_size > of_tokenizer:
-            raise WorkhorseError(
-                f"the vocabulary grows from {of_tokenizer} to {config.vocab_size} tokens, but an "
-                "adapter leaves their embeddings untrained; train all weights with them first, "
-                "then the adapter"
-            )
         recipe.adapter.adapt(decoder, seed=0)
+        _check_new_rows(recipe, recipe.adapter, decoder)
+
+
+def _check_new_rows(recipe: Recipe, adapter: AdapterConfig, decoder: Decoder) -> None:
+    """Check that an adapter trains all weights that have rows for new tokens."""
+    init, tokenizer = str(recipe.init), recipe.tokenizer
+    stored = open_stored(init)
+    new = range(stored.config.vocab_size, decoder.config.vocab_size)
+    if isinstance(tokenizer, FileConfig) and (tokenizer.add_tokens or tokenizer.chat):
+        new = new_tokens(init, stored, train_tokenizer(tokenizer, ()), lambda line: None)
+    frozen = {
+        name.partition(".")[0]: None
+        for name, weight in decoder.named_parameters()
+        if name in VOCABULARY_WEIGHTS and not weight.requires_grad
+    }
+    if new and frozen:
+        raise WorkhorseError(
+            f"tokens {new.start} to {new.stop - 1} are new, but the adapter does not train their "
+            f"rows of {' and '.join(frozen)}; set "
+            f"'adapter.also_train=[{', '.join([*adapter.also_train, *frozen])}]'"
+        )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from workhorse.checkpoints import Checkpoint, Places, RunDirectory, load_weights, weights_of
-from workhorse.checkpoints.stored import open_stored
+from workhorse.checkpoints.stored import StoredModel, open_stored
+from workhorse.checkpoints.tensors import with_rows
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import Optimizer
@@ -18,8 +19,6 @@ from workhorse.train.resume import differences
 
 SETTINGS_SHOWN = 3
 """Maximum number of differing settings that an error lists."""
-VOCABULARY_WEIGHTS = ("embedding.tokens.weight", "head.proj.weight", "head.proj.bias")
-"""Names of the weights that have a row per token. With a tied head, only the first exists."""
 
 
 def start_weights(
@@ -32,7 +31,7 @@ def start_weights(
     places: Places = weights_of,
     with_optimizer: bool = False,
 ) -> Checkpoint | None:
-    """Copy the weights of a trained model into a decoder, which may have more tokens (`grown`).
+    """Copy the weights of a trained model into a decoder, which may have more tokens (`with_rows`).
 
     Args:
         init: the model: a folder or a hub id; if `with_optimizer`, a run directory.
@@ -67,34 +66,23 @@ def start_weights(
         weights, config = weights_of(trained), trained.config
         for remark in stored.remarks:
             notify(remark)
-    known = stored.tokenizer().vocab_size if stored.has_tokenizer else config.vocab_size
-    new = range(known, tokenizer.vocab_size)
-    if new:
-        notify(f"{len(new)} new tokens start as the mean of the {known:,} tokens of init={init}")
+    new = new_tokens(init, stored, tokenizer, notify)
     _copy_weights(init, decoder, config, weights, places, whole=whole, new=new)
     return None if checkpoint is None else replace(checkpoint, model={})
 
 
-def grown(weight: Tensor, rows: int, new: range) -> Tensor:
-    """Extend a weight that has a row per token; the row of each new token is the mean of the old.
-
-    The logit of a new token is then the mean logit. So by Jensen's inequality, `n` new tokens
-    beside `m` old ones raise the loss by up to `log(1 + n / m)` per token.
-
-    Args:
-        weight: the weight `(vocab, ...)`. Rows from `new.start` on belong to no token.
-        rows: number of rows of the result, `vocab` or more. Added rows are the mean too.
-        new: ids of the new tokens. The other rows of `weight` stay as they are.
-
-    Paper: Hewitt (2021), Initializing New Word Embeddings for Pretrained Language Models,
-    nlp.stanford.edu/~johnhew/vocab-expansion.html; compared with alternatives in 2407.05841.
-    """
-    if rows == len(weight) and not new:
-        return weight
-    mean = weight[: new.start].mean(0)
-    result = torch.cat([weight, mean.expand(rows - len(weight), *mean.shape)])
-    result[new.start : new.stop] = mean
-    return result
+def new_tokens(
+    init: str,
+    stored: StoredModel | RunDirectory,
+    tokenizer: Tokenizer,
+    notify: Callable[[str], object],
+) -> range:
+    """The ids of a tokenizer that the tokenizer of the model `init` does not have."""
+    known = stored.tokenizer().vocab_size if stored.has_tokenizer else stored.config.vocab_size
+    new = range(known, tokenizer.vocab_size)
+    if new:
+        notify(f"{len(new)} new tokens start as the mean of the {known:,} tokens of init={init}")
+    return new
 
 
 def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kind: str) -> None:
@@ -152,17 +140,14 @@ def _copy_weights(
         weights: weights of the model `init`.
         places: returns the tensors of the decoder that the weights are copied to.
         whole: config of the whole decoder.
-        new: ids of the tokens that the model `init` does not have; see `grown`.
+        new: ids of the tokens that the model `init` does not have; see `with_rows`.
 
     Raises:
         WorkhorseError: the weights do not fit; the message has the settings that differ.
     """
     rows = max(whole.vocab_size, config.vocab_size)
     config = config.replace(vocab_size=rows)
-    weights = {
-        name: grown(weight, rows, new) if name in VOCABULARY_WEIGHTS else weight
-        for name, weight in weights.items()
-    }
+    weights = with_rows(weights, rows, new)
     try:
         load_weights(decoder, weights, places)
     except WorkhorseError as error:

@@ -26,7 +26,7 @@ from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.init_from import start_optimizer, start_weights
+from workhorse.train.init_from import new_tokens, start_optimizer, start_weights
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.resume import Resumption
@@ -110,13 +110,14 @@ class Start:
         """Build the frozen base of a recipe, with an adapter that is new or from a checkpoint."""
         train, device = self.recipe.train, self.device
         if self.checkpoint is None:
-            base, source = open_base(str(self.recipe.init), self.config)
+            init = str(self.recipe.init)
+            new = new_tokens(init, open_stored(init), self.tokenizer, self.notify)
+            base, weights = open_base(init, self.config, new=new)
         else:
-            base, source = open_base(config=self.config, **self.checkpoint.state["base"])
+            base, weights = open_base(config=self.config, **self.checkpoint.state["base"])
         dtype = training_dtype(train.dtype, device)
-        weights = weights_of(source).items()
         decoder = adapter.trainable(
-            self.config, train.kernel, device, dtype, weights, seed=train.seed
+            self.config, train.kernel, device, dtype, weights.items(), seed=train.seed
         )
         if self.checkpoint is not None:
             copy_adapter(decoder, self.checkpoint.model)

@@ -400,6 +400,11 @@ class RunDirectory:
             raise WorkhorseError(
                 "the run trained a whole model, not an adapter; give it as the model"
             )
+        if self.config.vocab_size > decoder.config.vocab_size:
+            raise WorkhorseError(
+                f"the run added tokens to the {decoder.config.vocab_size:,} of its base; give the "
+                "run as the model, without an adapter"
+            )
         open_base(init, decoder.config, state["base"]["sha256"])
         AdapterConfig.from_dict(state["recipe"]["adapter"]).adapt(decoder, seed=0, name=name)
         copy_adapter(decoder, weights, name)

@@ -106,6 +106,12 @@ def test_answers_are_those_of_a_chat(run_folder, chats: bool) -> None:
         assert answer.question == question
 
 
+def test_a_question_longer_than_the_context(run_folder) -> None:
+    questions = questions_of(documents(turns("a?", "b"), turns("a" * 99, "b")))
+    with pytest.raises(WorkhorseError, match=r"run.*: the question in line 1 has \d+ tokens and"):
+        answer_questions(load(run_folder), questions, {})
+
+
 def test_an_answer_is_right_if_it_ended_and_all_rewards_are_1(run_folder) -> None:
     questions = questions_of(documents(turns("a?", "b")))
     rewards = {"good": lambda *_: [1.0], "bad": lambda *_: [0.5]}

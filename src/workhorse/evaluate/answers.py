@@ -5,7 +5,7 @@ A question is a conversation before its last message, or the prompt of a task. R
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from workhorse.data import Document
@@ -28,6 +28,8 @@ class Question:
     """The string, or the content of the last message."""
     known: str
     """The known answer."""
+    name: str = field(default="", compare=False)
+    """Name of the document, such as its file and line."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
 def _question_of(example: Example, where: str) -> Question:
     if example.strings is not None:
         prompt, known = example.strings
-        return Question(prompt, prompt, known)
+        return Question(prompt, prompt, known, where)
     *messages, last = (
         {"role": message["role"], "content": message.get("content")} for message in example.messages
     )
@@ -87,7 +89,7 @@ def _question_of(example: Example, where: str) -> Question:
         raise WorkhorseError(
             f"{where} has tools, content that is not a string, or no answer; remove it"
         )
-    return Question(messages, messages[-1]["content"], last["content"])
+    return Question(messages, messages[-1]["content"], last["content"], where)
 
 
 def answer_questions(
@@ -101,11 +103,23 @@ def answer_questions(
 
     A model that was trained to chat gets messages in its chat template, other models as a plain
     dialogue, as in `Model.chat`. Up to `batch_size` answers are generated together.
+
+    Raises:
+        WorkhorseError: a question is longer than the model's context.
     """
-    form = model.chat_format()
-    prompts = (question.prompt for question in questions)
+    form, context = model.chat_format(), model.config.max_seq_len
+    prompts = [
+        model.encode(one) if isinstance(one, str) else form.encode(one)
+        for one in (question.prompt for question in questions)
+    ]
+    for question, prompt in zip(questions, prompts, strict=True):
+        if len(prompt) > context:
+            raise WorkhorseError(
+                f"{model.name}: the question in {question.name} has {len(prompt)} tokens and the "
+                f"context is {context}; remove it"
+            )
     completions = model.generate_batch(
-        [model.encode(one) if isinstance(one, str) else form.encode(one) for one in prompts],
+        prompts,
         GenerationConfig(temperature=0, stop=form.stop, stop_tokens=form.stop_tokens),
         batch_size=batch_size,
     )

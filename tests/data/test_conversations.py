@@ -82,6 +82,11 @@ def test_records_with_the_same_prompt_have_the_same_split() -> None:
         ("pairs", {"chosen": [ASK], "rejected": [ASK, NO]}, "one answer begins with the other"),
         (
             "pairs",
+            {"chosen": [{**ASK, "content": "x"}, YES], "rejected": [ASK, NO]},
+            "different messages have the role user; give both answers the same prompt",
+        ),
+        (
+            "pairs",
             {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")},
             "margin=nan is not a number",
         ),

@@ -185,10 +185,18 @@ def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
             if common is None:
                 raise WorkhorseError("one answer begins with the other; correct the record")
             prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-    return (
+    pair = (
         _answered(prompt, chosen, fields, float(margin)),
         _answered(prompt, rejected, fields, float(margin)),
     )
+    both = zip(*(example.messages for example in pair), strict=False)
+    first = next(({a["role"], b["role"]} for a, b in both if a != b), set[str]())
+    if not first.isdisjoint(("system", "user")):
+        raise WorkhorseError(
+            "chosen and rejected answer different questions: their first different messages have "
+            f"the role {' and '.join(sorted(first))}; give both answers the same prompt"
+        )
+    return pair
 
 
 def _answered(prompt: Any, answer: Any, fields: Mapping[str, Any], value: float | None) -> Example:

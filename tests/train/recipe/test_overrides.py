@@ -123,6 +123,13 @@ def test_null_removes_a_block() -> None:
             "train.optimizer: unknown key 'beta1', which belongs to kind: adamw; choose that kind, "
             "or remove beta1",
         ),
+        ("lora_r=8", "unknown key 'lora_r'; did you mean adapter.rank?"),
+        ("train.max_steps=8", "train: unknown key 'max_steps'; did you mean train.steps?"),
+        (
+            "train.objective={kind: policy, beta: 0.1}",
+            "train.objective: unknown key 'beta'; did you mean train.objective.kl_weight?",
+        ),
+        ("train.objective.kind=grpo", "train.objective: unknown kind 'grpo'; use kind: policy"),
         ("train.stepps=3", "train: unknown key 'stepps'; did you mean 'steps'?"),
         ("zzz=1", "unknown key 'zzz'; known: adapter, data, "),
     ],

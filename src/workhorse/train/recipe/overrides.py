@@ -10,7 +10,14 @@ from workhorse.config.base import Config, ConfigError, OfItsKind, parse_yaml
 from workhorse.config.overrides import apply_overrides
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import preset_with
-from workhorse.train.recipe.reference import NAME, all_keys, configs_at, examples, names_at
+from workhorse.train.recipe.reference import (
+    NAME,
+    all_keys,
+    configs_at,
+    examples,
+    names_at,
+    synonyms,
+)
 
 LISTED = 3
 """Maximum number of dotted keys that an error lists."""
@@ -26,11 +33,19 @@ def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
     key, place = error.unknown_key, error.path
     if not key:
         return error
+    section = _section_at(place, fields)
+    own = section.get("kind") if isinstance(section, Mapping) else None
+    meant = synonyms().get(f"{own}.{key}", [])
     kinds = [kind for kind, config in configs_at(place).items() if key in config.model_fields]
-    if kinds:
+    if kinds and not meant:
         reason = f"unknown key {key!r}, which belongs to kind: {' or '.join(sorted(kinds))}"
         return ConfigError(f"{reason}; choose that kind, or remove {key}", place)
-    places = places_of(key, fields)
+    places = [
+        full
+        for name in meant or synonyms().get(key, ())
+        for full in _places_of_synonym(name, fields)
+    ]
+    places = places or places_of(key, fields)
     if "did you mean" not in error.reason:
         places = places or [full for name in _near(key) for full in places_of(name, fields)]
     inside = [full for full in places if place and full.startswith(f"{place}.")]
@@ -68,7 +83,7 @@ def _section_at(place: str, fields: Any) -> Any:
 def places_of(key: str, fields: Any = None) -> list[str]:
     """Find the dotted keys of a recipe whose last part is `key`, or has the initials `key`.
 
-    For example, `lr` finds `train.optimizer.learning_rate`. Keys with the fewest dots come first.
+    For example, `wd` finds `train.optimizer.weight_decay`. Keys with the fewest dots come first.
 
     Args:
         key: a name or initials, without a dot.
@@ -80,6 +95,11 @@ def places_of(key: str, fields: Any = None) -> list[str]:
     found = found or [full for full, name in last.items() if _initials(name) == key]
     named = [one for full in found for one in _named(full.split("."), fields)]
     return sorted(dict.fromkeys(named), key=lambda full: (full.count("."), full))
+
+
+def _places_of_synonym(name: str, fields: Any) -> Iterable[str]:
+    """Find the dotted keys of a name in `synonyms`, which may be a dotted key itself."""
+    return _named(name.split("."), fields) if name in all_keys() else places_of(name, fields)
 
 
 def listed(places: list[str]) -> str:

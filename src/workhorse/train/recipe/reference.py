@@ -23,6 +23,7 @@ from workhorse.train.recipe.recipe import Recipe
 NAME = "NAME"
 """Placeholder in dotted keys for a name that the recipe chooses, such as the name of a block."""
 EXAMPLES = "examples.yaml"
+SYNONYMS = "synonyms.yaml"
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WORDS = {
     "boolean": "true or false",
@@ -34,22 +35,6 @@ WORDS = {
 ROUND_TO_POWERS = 10**9
 NAMED = 5
 """Maximum number of dotted keys that an error lists."""
-SYNONYMS = {
-    "swiglu": "model.blocks.NAME.feed_forward",
-    "moe": "n_experts",
-    "gqa": "n_kv_heads",
-    "mqa": "n_kv_heads",
-    "lora": "adapter",
-    "lr": "learning_rate",
-    "batch": "batch_size",
-    "context": "seq_len max_seq_len",
-    "warmup": "warmup_steps",
-    "rope": "model.blocks.NAME.attention.position theta",
-    "layers": "n_layers",
-    "heads": "n_heads",
-    "hidden_size": "d_model",
-}
-"""Names of keys in other programs, with the corresponding names or dotted keys in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +121,7 @@ def sections_at(key: str) -> list[Section]:
     parts = [part for section in sections() if (part := _standing_at(section, above))]
     if matching := [only for part in parts if (only := _with_key(part, name))]:
         return matching
-    wanted = set(SYNONYMS.get(key.lower(), key).split())
+    wanted = set(synonyms().get(key.lower(), [key]))
     if found := sorted(known for known in all_keys() if wanted & {known, known.rpartition(".")[2]}):
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         raise WorkhorseError(
@@ -189,6 +174,13 @@ def examples() -> dict[str, tuple[str, ...]]:
     """Return the examples of each config, by class name."""
     text = resources.files("workhorse.train.recipe").joinpath(EXAMPLES).read_text("utf-8")
     return {name: tuple(listed) for name, listed in parse_yaml(text).items()}
+
+
+@cache
+def synonyms() -> dict[str, list[str]]:
+    """Return the names of keys in other programs, with the names or dotted keys of a recipe."""
+    text = resources.files("workhorse.train.recipe").joinpath(SYNONYMS).read_text("utf-8")
+    return parse_yaml(text)
 
 
 def _section(group: Group) -> Section:

@@ -86,11 +86,29 @@ class SamplesConfig(Config):
     """Seed of the samples, the same at every step so that samples can be compared."""
 
 
+OTHER_OBJECTIVES = {
+    **dict.fromkeys(
+        [
+            f"objective={name}"
+            for name in ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce", "rloo")
+        ],
+        "use kind: policy with its settings (workhorse recipe train.objective)",
+    ),
+    "objective=gkd": "use kind: distill",
+    "objective=ipo": "use kind: dpo with loss: ipo",
+    "objective=reward_modeling": "use kind: reward",
+    "objective=sft": "use kind: next_token with conversations as data.corpus",
+}
+"""Remedies for names that objectives have in other programs; see `Config.elsewhere`."""
+
+
 class TrainConfig(Config):
     """How a model is trained.
 
     Sizes are totals over all processes, except `micro_batch_size`, which is per process.
     """
+
+    elsewhere = OTHER_OBJECTIVES
 
     steps: Annotated[Count | None, OnResume.CONTINUES] = None
     """Number of updates of the weights. None: determined by `minutes`."""

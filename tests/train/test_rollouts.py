@@ -410,8 +410,12 @@ def test_on_policy_distillation_approaches_the_teacher(tmp_path: Path) -> None:
         ({"steps": None, "minutes": 1.0}, "minutes=1 cannot be converted to steps with rollouts"),
         ({"batch_size": 6}, "batch_size=6 is not divisible by rollouts.completions=4"),
         ({"rollouts": {"reward": None}}, "the objective policy needs a rollouts.reward; set it"),
+        ({"rollouts": {"completions": 1}}, "completions=1 leaves nothing to compare for"),
         (
-            {"objective": {"kind": "distill", "teacher": "runs/teacher"}},
+            {
+                "objective": {"kind": "distill", "teacher": "runs/teacher"},
+                "rollouts": {"completions": 1},
+            },
             "the objective distill takes no rollouts.reward; set it to null",
         ),
         (

@@ -235,6 +235,12 @@ class TrainConfig(Config):
             need = "takes no" if kind == "distill" else "needs a"
             remedy = "set it to null" if kind == "distill" else "set it"
             raise ConfigError(f"the objective {kind} {need} rollouts.reward; {remedy}")
+        several = rollouts.baseline in ("group", "group_std", "leave_one_out")
+        if rollouts.reward is not None and rollouts.completions == 1 and several:
+            raise ConfigError(
+                f"rollouts.completions=1 leaves nothing to compare for rollouts.baseline="
+                f"{rollouts.baseline}; increase it"
+            )
         if isinstance(objective, PolicyConfig) and objective.values and rollouts.baseline != "none":
             raise ConfigError(
                 f"objective.values replaces rollouts.baseline={rollouts.baseline}; set it to none"

@@ -31,6 +31,15 @@ def test_trains_and_tells(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
     assert Path("runs/tiny/report.html").exists()
 
 
+def test_a_run_of_conversations_can_chat(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    Path("chats.jsonl").write_text(json.dumps({"messages": messages}))
+    corpus = "{kind: conversations, path: chats.jsonl, validation_fraction: 0}"
+    settings = [f"data={{corpus: {corpus}}}", "tokenizer.chat=true"]
+    assert main(["train", recipe, *settings]) == 0
+    assert capsys.readouterr().out.endswith("; next: workhorse chat runs/tiny\n")
+
+
 def test_unknown_characters_are_told_where_they_flatter(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.tokenizers import BytesConfig, ChatTemplate, train_tokenizer
+from workhorse.tokenizers import BytesConfig, ChatTemplate, Tokenizer, train_tokenizer
 from workhorse.transforms.adapters import set_adapter
 from workhorse.transforms.quantization import FORMATS, FormatName, place_codes
 from workhorse.transforms.quantization import quantize as quantize_weights
@@ -144,13 +144,9 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
     tokenizer = stored.tokenizer() if stored.has_tokenizer else None
     if tokenizer is None:
         notify(f"{stored.path} {NO_TOKENIZER}")
-    is_run = isinstance(stored, RunDirectory)
-    data = _data_of(stored) if is_run else None
-    of_chats = data is not None and data.has_conversations
-    recipe = stored.recipe() if is_run else {}
-    inherits = recipe.get("init") is not None and not recipe.get("tokenizer", {}).get("chat")
+    data = _data_of(stored) if isinstance(stored, RunDirectory) else None
     stop_tokens = stored.stop_tokens
-    if of_chats and tokenizer is not None:
+    if data is not None and data.has_conversations and tokenizer is not None:
         with suppress(WorkhorseError):  # a template that needs more than a question: eos ends
             stop_tokens = TemplateFormat(ChatTemplate.of(tokenizer), tokenizer).stop_tokens
     return Model(
@@ -160,12 +156,24 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
         trained=True,
         data=data,
         stop_tokens=stop_tokens,
-        trained_to_chat=tokenizer is not None
-        and bool(tokenizer.chat_templates)
-        and (not is_run or of_chats or inherits),
+        trained_to_chat=is_trained_to_chat(stored, tokenizer),
         family=stored.family,
         sampling=_sampling_of(stored, notify),
     )
+
+
+def is_trained_to_chat(stored: StoredModel, tokenizer: Tokenizer | None) -> bool:
+    """True if a model has a chat template that it was trained with.
+
+    A run was if it or the model that it began with learned conversations.
+    """
+    if tokenizer is None or not tokenizer.chat_templates:
+        return False
+    if not isinstance(stored, RunDirectory):
+        return True
+    recipe = stored.recipe()
+    inherits = recipe.get("init") is not None and not recipe.get("tokenizer", {}).get("chat")
+    return inherits or _data_of(stored).has_conversations
 
 
 def _sampling_of(stored: StoredModel, notify: Callable[[str], object]) -> dict[str, Any]:

@@ -246,10 +246,15 @@ def _train(
 
 
 def _summary(result: Any) -> str:
+    from workhorse.checkpoints import RunDirectory
     from workhorse.cli.train_progress import bits_per_byte
+    from workhorse.model.load import is_trained_to_chat
 
     run = str(result.run_directory)
-    following = f"next: workhorse {shlex.join(['generate', run, '--prompt', 'TEXT'])}"
+    stored = RunDirectory(result.run_directory)
+    chats = is_trained_to_chat(stored, stored.tokenizer())
+    words = ["chat", run] if chats else ["generate", run, "--prompt", "TEXT"]
+    following = f"next: workhorse {shlex.join(words)}"
     lines = [f"{run}: step {result.step:,} of {result.steps:,}"]
     if result.stopped_by is not None:
         lines[0] += f", stopped by {result.stopped_by} and saved"

@@ -270,8 +270,11 @@ def test_wrong_targets_are_found_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # used by PEFT
 def test_added_tokens_need_a_trained_embedding(base: Path, make_recipe, tmp_path: Path) -> None:
-    """The run then resumes, loads, and exports to PEFT, but does not fit its base any more."""
+    """The run resumes, PEFT loads its export with the tokenizer, and it does not fit the base."""
+    assert main(["convert", str(base), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    base = tmp_path / "hf"
     fields = recipe_on(base, make_recipe, {"also_train": ["final_norm"]}).to_dict()
     del fields["model"]
     fields["tokenizer"] = {"add_tokens": ["+++"]}
@@ -288,10 +291,17 @@ def test_added_tokens_need_a_trained_embedding(base: Path, make_recipe, tmp_path
     shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000006")
     train(Recipe.from_dict(with_init(fields)), tmp_path / "resumed", resume=True)
     assert_same_run(run, tmp_path / "resumed", step=6)
-    assert load(run, execution="reference").config.vocab_size == 258
-    assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
     with pytest.raises(WorkhorseError, match="added tokens to the 257 of its base; give the run"):
         load(base, adapter=run)
+    ours = load(run, execution="reference").decoder
+    peft, hf = pytest.importorskip("peft", minversion="0.21"), pytest.importorskip("transformers")
+    assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft")
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "peft")
+    tokens = torch.tensor([tokenizer.encode("a+++")])
+    assert 257 in tokens
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens))
 
 
 def test_the_optimizer_is_adamw_unless_another_is_chosen(base: Path, make_recipe) -> None:

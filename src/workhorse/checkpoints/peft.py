@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ from workhorse.nn import Decoder
 from workhorse.transforms.adapters import adapter_parameters, adapters_of, add_adapter
 from workhorse.transforms.lora import LoraConfig, ends_with
 
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, BASE_LAYER = "base_model.model.", ".base_layer"
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
@@ -58,7 +62,13 @@ OTHER_BASE = "give the base that the adapter was trained on"
 
 
 def write_peft(
-    folder: Path, decoder: Decoder, family: Family, base: str, *, name: str = "default"
+    folder: Path,
+    decoder: Decoder,
+    family: Family,
+    base: str,
+    *,
+    name: str = "default",
+    tokenizer: "Tokenizer | None" = None,
 ) -> int:
     """Write an adapter as a PEFT directory, completely or not at all.
 
@@ -68,6 +78,7 @@ def write_peft(
         family: the model type of the base.
         base: path or hub id of the base, as PEFT will load it.
         name: the name of the adapter.
+        tokenizer: the tokenizer to write beside the adapter, as trainers of transformers do.
 
     Returns:
         The number of elements of the written tensors.
@@ -108,14 +119,26 @@ def write_peft(
     }
 
     def write(temporary: Path) -> None:
-        text = json.dumps(data, indent=2, sort_keys=True)
-        Disk().write_text(temporary / ADAPTER_FILE, text)
-        slices = whole({PREFIX + key: value.contiguous() for key, value in tensors.items()})
-        lay_out(temporary / WEIGHTS, slices)
-        fill(temporary / WEIGHTS, slices)
+        _write_files(temporary, data, tensors, tokenizer, family.model_type)
 
     make_folder(folder, write)
     return sum(value.numel() for value in tensors.values())
+
+
+def _write_files(
+    folder: Path,
+    data: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    tokenizer: "Tokenizer | None",
+    model_type: str,
+) -> None:
+    """Write the config and the weights of an adapter, and a tokenizer, into a folder."""
+    Disk().write_text(folder / ADAPTER_FILE, json.dumps(data, indent=2, sort_keys=True))
+    slices = whole({PREFIX + key: value.contiguous() for key, value in tensors.items()})
+    lay_out(folder / WEIGHTS, slices)
+    fill(folder / WEIGHTS, slices)
+    if tokenizer is not None:
+        tokenizer.save(folder, model_type=model_type)
 
 
 def _weights_to_theirs(move: Move, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -337,7 +337,8 @@ def _convert_adapter(
     if stored.family is None:
         notify(f"other programs cannot load the base {base}; convert it too, with --to hf or gguf")
     if to == "peft":
-        count = write_peft(target, decoder, family, base, name=name)
+        tokenizer = _whole_tokenizer(model)
+        count = write_peft(target, decoder, family, base, name=name, tokenizer=tokenizer)
     else:
         from workhorse.checkpoints.gguf import write_gguf_adapter
 

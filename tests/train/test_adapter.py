@@ -315,10 +315,13 @@ def test_the_optimizer_is_adamw_unless_another_is_chosen(base: Path, make_recipe
 def test_a_dry_run_and_a_plan_count_the_adapter(base: Path, make_recipe, tmp_path: Path) -> None:
     recipe = recipe_on(base, make_recipe, train={"dtype": "bfloat16"})
     found = estimate(recipe)
-    train(recipe, tmp_path / "run")
+    told: list[Any] = []
+    train(recipe, tmp_path / "run", on_event=told.append)
+    (start,) = (event for event in told if event["kind"] == "start")
     checkpoint = CheckpointStore(tmp_path / "run/checkpoints").load(6)
     trained = sum(one.numel() for one in checkpoint.model.values())
-    assert found["parameters"]["trained"] == trained
+    assert found["parameters"]["trained"] == start["trained_parameters"] == trained
+    assert found["parameters"]["total"] == start["parameters"]
     held = found["memory"]["held"]
     assert sum(held["low_bits"].values()) == 2 * trained
     state = sum(one.nbytes for one in checkpoint.optimizer.values())

@@ -112,12 +112,15 @@ class _View:
                 self.steps = event["steps"]
                 goes_on = 0 < event["step"] < self.steps
                 after = f", resuming after step {event['step']:,}" if goes_on else ""
-                count = event.get("active_parameters", event["parameters"])
-                active = f" ({count:,} active)" if count != event["parameters"] else ""
+                active = event.get("active_parameters", event["parameters"])
+                counts = [f"{active:,} active"] if active != event["parameters"] else []
+                if "trained_parameters" in event:
+                    counts.append(f"{event['trained_parameters']:,} trained")
+                parts = f" ({', '.join(counts)})" if counts else ""
                 held_out = event["validation_tokens"]
                 beside = f" and {held_out:,} held out" if held_out else ""
                 return (
-                    f"{event['parameters']:,} parameters{active}, {event['train_tokens']:,} tokens "
+                    f"{event['parameters']:,} parameters{parts}, {event['train_tokens']:,} tokens "
                     f"of text{beside}, {event['device']} with a peak of "
                     f"{event['peak_flops'] / 1e9:,.0f} GFLOP/s in matmuls{after}"
                 )

@@ -21,7 +21,7 @@ from workhorse.parallel.division.teams import Teams
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens
-from workhorse.train.initial_model import Start, fitted_to_memory, with_whole_weights
+from workhorse.train.initial_model import Built, Start, fitted_to_memory, with_whole_weights
 from workhorse.train.inputs import (
     batches_of,
     check_needs,
@@ -42,6 +42,7 @@ from workhorse.train.speed import Peak
 from workhorse.train.step.build import measured_peak, training_operators
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import RolloutValidator, Sampler, Validator
+from workhorse.transforms.adapters import trained_parameters
 
 
 def assemble(
@@ -142,7 +143,7 @@ def assemble(
     for change in at.changes:
         loop.notify("change", setting=change.setting, before=change.before, now=change.now)
     notify(_execution_of(step, config))
-    _notify_start(loop, recipe, decoder_config, dataset, settings, minutes=minutes)
+    _notify_start(loop, recipe, decoder_config, dataset, settings, minutes=minutes, model=model)
     return loop
 
 
@@ -187,6 +188,7 @@ def _notify_start(
     settings: Sequence[str],
     *,
     minutes: float | None,
+    model: Built,
 ) -> None:
     loop.notify(
         "start",
@@ -198,6 +200,11 @@ def _notify_start(
         parallel={name: ways for name, ways in recipe.parallel.ways.items() if ways > 1},
         parameters=count_parameters(config)["total"],
         active_parameters=active_parameters(config),
+        **(
+            {}
+            if model.base is None
+            else {"trained_parameters": trained_parameters(model.reference)}
+        ),
         steps=loop.config.steps,
         **({} if minutes is None else {"minutes": minutes}),
         tokens_per_step=loop.config.tokens_per_step,

@@ -28,7 +28,7 @@ from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.run import check_run, reason_not_free
 from workhorse.train.step.build import build_step, measured_peak
-from workhorse.transforms.adapters import adapter_parameters
+from workhorse.transforms.adapters import trained_parameters
 
 TIMED_BYTES = 2**30
 TIMED_SECONDS = 1.0
@@ -49,8 +49,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         - `config`: the full config of the decoder
         - `exports_as`: the transformers class that the model can be exported to, or the differences
           from the nearest one
-        - `parameters`: `total`, `active` per token (without an adapter), `trained` if there is an
-          adapter, and one count per role
+        - `parameters`: without an adapter `total`, `active` per token and one count per role;
+          `trained` if there is an adapter
         - `memory`: bytes of a step in the process that needs the most memory, see `account`. For
           float16 these are the bytes of float32, see `recordable`. On a CPU all processes are
           assumed to share this machine.
@@ -76,10 +76,13 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder_config)
     flops = flops_per_token(decoder, config.seq_len, frozen=adapter is not None)
+    roles = {
+        role: sum(parameter.numel() for parameter in parameters.values())
+        for role, parameters in parameters_by_role(decoder).items()
+    }
     trained = {}
     if adapter is not None:
-        decoder = adapter.adapt(decoder, seed=0)
-        trained["trained"] = sum(one.numel() for one in adapter_parameters(decoder).values())
+        trained["trained"] = trained_parameters(adapter.adapt(decoder, seed=0))
     packed = recipe.data.packed
     parallel = recipe.parallel
     config = fit_micro_batch(
@@ -91,10 +94,6 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     if free is not None and device.type == "cpu":
         free //= environment.count_here(parallel.processes)
     memory = account(own.held, own.activations, own.peak, free)
-    roles = {
-        role: sum(parameter.numel() for parameter in parameters.values())
-        for role, parameters in parameters_by_role(decoder).items()
-    }
     seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
     if own.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
         seconds = time_steps(config, decoder_config, device, parallel, adapter=adapter)

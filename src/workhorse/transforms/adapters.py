@@ -108,6 +108,11 @@ def adapter_parameters(decoder: Decoder, name: str = "default") -> dict[str, nn.
     return updates | _parameters_in_full(decoder, _config_of(decoder, name))
 
 
+def trained_parameters(decoder: Decoder) -> int:
+    """The number of trained parameters of a decoder with an adapter called `default`."""
+    return sum(parameter.numel() for parameter in adapter_parameters(decoder).values())
+
+
 def set_adapter(decoder: Decoder, name: str) -> None:
     """Make one adapter the active one. It does not change which parameters are trained.
 

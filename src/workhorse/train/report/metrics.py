@@ -2,10 +2,11 @@
 
 Every line has `kind` and `step` (the number of steps done when the line was written). The kinds:
 
-- `start`, at the start and at every resumption: `parameters`, `active_parameters` (per token),
-  `steps`, `minutes` (if `train.minutes` gave the steps), `flops_per_token`, `peak_flops` (per
-  second, of the fastest matmul in the dtype of training), `micro_batch_size` (in use), `device`,
-  versions, `settings` (overrides of the command line), `time` (seconds since 1970)
+- `start`, at the start and at every resumption: `parameters` and `active_parameters` (per token)
+  without an adapter, `trained_parameters` with one, `steps`, `minutes` (if `train.minutes` gave the
+  steps), `flops_per_token`, `peak_flops` (per second, of the fastest matmul in the dtype of
+  training), `micro_batch_size` (in use), `device`, versions, `settings` (overrides of the command
+  line), `time` (seconds since 1970)
 - `change`, for a setting that changed when the run was resumed: `setting` (its name), `before`,
   `now`
 - `step`:

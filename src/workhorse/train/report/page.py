@@ -170,6 +170,8 @@ def figures(of_kind: dict[str, list[Event]], loss_unit: str = "") -> list[tuple[
         active = start.get("active_parameters", start["parameters"])  # absent from older runs
         if active != start["parameters"]:
             rows.append(("active parameters per token", shown(active)))
+        if "trained_parameters" in start:
+            rows.append(("trained parameters", shown(start["trained_parameters"])))
         of_steps = f" of {start['steps']:,}"
         if parallel := start.get("parallel"):  # absent from older runs
             named = ", ".join(f"{name} {ways}" for name, ways in parallel.items())

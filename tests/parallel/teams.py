@@ -50,7 +50,7 @@ def batch_of(config: DecoderConfig, documents: Tensor | None) -> Batch:
         group=one,
         values=values,
         reference=-40 * values,
-        old=old,
+        old_logprobs=old,
         advantages=1 - 3 * values,
         reference_tokens=old - 1,
     )

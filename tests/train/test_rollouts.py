@@ -106,7 +106,7 @@ def test_the_rows_of_a_step(tmp_path: Path) -> None:
     made, decoder = rollouts(tmp_path)
     made.reward = lambda prompts, *_: [float(row in (1, 2)) for row in range(len(prompts))]
     batch = made[5]
-    assert batch.old is not None
+    assert batch.old_logprobs is not None
     assert batch.advantages is not None
     assert batch.group is not None
     assert batch.group.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]

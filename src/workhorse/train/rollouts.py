@@ -280,7 +280,7 @@ class Rollouts:
         rolled = [replace(one, finished=True) for one in rolled]  # so that none is ignored
         batch = self._batch(asked, rolled, [0.0] * len(asked), read)
         chosen = batch.targets != IGNORE
-        differing = int((logprobs(batch) != batch.old)[chosen].sum())
+        differing = int((logprobs(batch) != batch.old_logprobs)[chosen].sum())
         if differing:
             raise WorkhorseError(
                 f"rollouts.exact is not possible for this model: {differing} of "
@@ -371,7 +371,7 @@ class Rollouts:
             read.sources.repeat_interleave(self._each),
             group=group,
             values=values,
-            old=old,
+            old_logprobs=old,
             advantages=advantages_of(
                 values, group, self.config.baseline if self.reward else "none"
             ),

@@ -60,7 +60,7 @@ def rollouts(decoder: Decoder) -> PolicyBatch:
     advantages = torch.randn(8, generator=generator, dtype=torch.float64)
     return PolicyBatch(
         **vars(batch),
-        old=old,
+        old_logprobs=old,
         advantages=advantages,
         reference_tokens=reference,
         old_values=values,

@@ -32,7 +32,11 @@ def completions(batch: PolicyBatch) -> list[dict[str, Tensor]]:
     found = []
     for row, targets in enumerate(batch.targets):
         own = targets != IGNORE
-        values = {"now": now[row][own], "old": batch.old[row][own], "a": batch.advantages[row]}
+        values = {
+            "now": now[row][own],
+            "old": batch.old_logprobs[row][own],
+            "a": batch.advantages[row],
+        }
         found.append(values | {"reference": batch.reference_tokens[row][own]})
     return found
 
@@ -147,7 +151,7 @@ def test_an_entropy_bonus_and_advantages_of_tokens() -> None:
     log_p = DECODER(batch.tokens).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     now = log_p.gather(2, batch.targets.where(counted, 0)[..., None])[..., 0]
-    each = -(now - batch.old).where(counted, 0).exp() * advantages - 0.1 * entropy
+    each = -(now - batch.old_logprobs).where(counted, 0).exp() * advantages - 0.1 * entropy
     expected = each[counted].mean()
     assert_same(PolicyConfig(entropy_weight=0.1).build(DECODER), batch, expected)
 

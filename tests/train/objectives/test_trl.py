@@ -320,7 +320,7 @@ def test_grpo(name: str, level: str, config: PolicyConfig, ours: Decoder, theirs
     }
     loss = grpo._compute_loss(theirs, inputs)
     rollouts = PolicyBatch(
-        **vars(batch), old=old, advantages=advantages, reference_tokens=reference
+        **vars(batch), old_logprobs=old, advantages=advantages, reference_tokens=reference
     )
     assert_equal(config.build(ours), rollouts, theirs, loss)
 

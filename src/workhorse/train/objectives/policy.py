@@ -34,7 +34,7 @@ FAR_FROM_ONE = 0.1
 class PolicyBatch(Batch):
     """Sampled completions; `targets` is `IGNORE` except for sampled tokens."""
 
-    old: Tensor | None = None
+    old_logprobs: Tensor | None = None
     """Log-probabilities of the targets, recorded when they were sampled, `(batch, seq)`."""
     advantages: Tensor | None = None
     """Advantages, `(batch,)` or, one for each target, `(batch, seq)`."""
@@ -64,7 +64,7 @@ class PolicyConfig(ObjectiveConfig):
     """
 
     kind: Literal["policy"] = "policy"
-    needs = ("old", "advantages")
+    needs = ("old_logprobs", "advantages")
     ratio: Literal["token", "sequence", "none"] = "token"
     """Probability of the sampled tokens now, divided by that when they were sampled: of each token,
     or the geometric mean over each completion. `none`: 1, with the gradient of log p, which is
@@ -106,7 +106,7 @@ class PolicyConfig(ObjectiveConfig):
 
     def synthetic(self, tokens: Tensor, documents: Tensor | None = None) -> PolicyBatch:
         batch, zeros = super().synthetic(tokens, documents), torch.zeros_like(tokens).float()
-        names = ("old", "advantages", "reference_tokens", "old_values", "returns")
+        names = ("old_logprobs", "advantages", "reference_tokens", "old_values", "returns")
         return PolicyBatch(**vars(batch), **dict.fromkeys(names, zeros))
 
     def build(self, decoder: Decoder, team: Team = None) -> "Policy":
@@ -229,8 +229,8 @@ class Policy(ModelObjective):
 
         It is 0 at positions without a target.
         """
-        assert batch.old is not None
-        return _difference(logprobs, batch.old, batch)
+        assert batch.old_logprobs is not None
+        return _difference(logprobs, batch.old_logprobs, batch)
 
 
 class SequencePolicy(Policy):

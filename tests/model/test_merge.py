@@ -79,6 +79,8 @@ def test_ties_by_hand() -> None:
     close(found, torch.tensor([2.0, 5.0, 0.0, 1.5]).double())
     weighted = merged({"kind": "ties", "density": 0.5}, [a, b], [3.0, 1.0], base=base)
     close(weighted, torch.tensor([2.0, -4.0, 0.0, 1.5]).double())
+    fewest = merged({"kind": "ties", "density": 0.1}, [a, b], [1.0, 1.0], base=base)
+    close(fewest, torch.tensor([0.0, 5.0, 0.0, 0.0]).double())  # one per tensor
 
 
 def test_dare_keeps_the_mean_and_is_reproducible() -> None:

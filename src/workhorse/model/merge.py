@@ -108,11 +108,11 @@ class TiesConfig(_FromBaseConfig):
 
     kind: Literal["ties"] = "ties"
     density: Density = 0.5
-    """Fraction of a model's changes that are kept, the largest ones."""
+    """Fraction of a model's changes that are kept, the largest ones; at least one per tensor."""
 
     def trim(self, change: Tensor, seed: int) -> Tensor:
         del seed
-        kept = int(self.density * change.numel())
+        kept = max(1, int(self.density * change.numel()))
         if kept == change.numel():
             return change
         flat = change.flatten()

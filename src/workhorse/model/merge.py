@@ -136,7 +136,8 @@ class DareConfig(_FromBaseConfig):
     density: Density = 0.5
     """Probability that an element of a model's change is kept; it is then divided by this."""
     common_sign: bool = False
-    """True to add only changes of one sign per element, as TIES does."""
+    """True to add only changes of one sign per element: that of the weighted sum, as in TIES. The
+    result is their sum, not their mean (`dare_ties` of mergekit)."""
     seed: int = Field(default=0, ge=0)
     """Seed of the choice."""
 

@@ -76,8 +76,10 @@ def moments_of_part(
 def ways_of(place: Place, shards: int, expert: int) -> int:
     """Number of ranks that divide the weights at a place in the model.
 
-    It is `expert` for routed experts under expert parallelism, otherwise `shards`.
+    It is `expert` for routed experts under expert parallelism, 1 for a teacher, otherwise `shards`.
     """
+    if place.component == "teacher":
+        return 1
     return expert if expert > 1 and place.component == "experts" else shards
 
 

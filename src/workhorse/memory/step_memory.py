@@ -83,13 +83,21 @@ class FusedSdpa(Sdpa):
 
 
 Kind = Literal[
-    "weights", "low_bits", "optimizer", "sums", "gradients", "activations", "loss", "temporary"
+    "weights",
+    "teacher",
+    "low_bits",
+    "optimizer",
+    "sums",
+    "gradients",
+    "activations",
+    "loss",
+    "temporary",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The kinds of memory, in the order of the chart of `plan`.
 
-- `weights`, `low_bits` (lower halves of float32 master weights of bfloat16 weights), `optimizer`:
-  held between steps.
+- `weights`, `teacher` (weights of a frozen teacher, which ranks do not divide), `low_bits` (lower
+  halves of float32 master weights of bfloat16 weights), `optimizer`: held between steps.
 - `gradients`; `sums`: gradients summed over several micro-batches, in float32.
 - `activations`: tensors that the forward pass of the layers keeps for the backward pass.
 - `loss`: allocations of the head and the loss in the forward pass: logits and their gradient.
@@ -210,8 +218,12 @@ def step_memory(
             initial = config.build(kernel, device=here, dtype=training_dtype(train.dtype, device))
             weights |= {f"initial.{name}": one for name, one in tensors_of(initial).items()}
             places |= {f"initial.{name}": place for name, place in _places(initial).items()}
+        of_teacher = step.objective.teacher_weights()
+        teacher = {f"teacher.{name}": one for name, one in of_teacher.items()}
+        places |= dict.fromkeys(teacher, Place("teacher", "teacher"))
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": weights,
+            "teacher": teacher,
             "low_bits": dict(optimizer.masters.low_bits),
             "optimizer": optimizer.tensors(),
         }

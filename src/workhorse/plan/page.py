@@ -15,6 +15,7 @@ from workhorse.train.report.page import duration, rendered
 
 LABELS = {
     "weights": "weights",
+    "teacher": "weights of the teacher",
     "low_bits": "low bits of float32 masters",
     "optimizer": "optimizer",
     "gradients": "gradients",
@@ -211,6 +212,7 @@ def _row(name: str, figure: str, share: str) -> str:
 
 COLORS = {
     "weights": "#2563eb",
+    "teacher": "#1e3a8a",
     "low_bits": "#93c5fd",
     "optimizer": "#9333ea",
     "gradients": "#d97706",

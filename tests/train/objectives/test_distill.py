@@ -70,7 +70,10 @@ def test_a_recipe_names_the_teacher_in_a_folder(tmp_path: Path, make_recipe) -> 
     )
     found, counted = build_step(student, config_of_run, torch.device("cpu")).backward(rows())
     torch.testing.assert_close(found, Distill(student, teacher, 0.5)(rows()).loss / counted)
-    assert max(step_memory(student.config, config_of_run, torch.device("cpu")).totals) > 0
+    memory = step_memory(student.config, config_of_run, torch.device("cpu"))
+    size = sum(weight.nbytes for weight in teacher.parameters())
+    assert memory.held["teacher"] == {("teacher", "teacher"): size}
+    assert {*memory.timeline["teacher"]} == {size}
     with pytest.raises(ConfigError, match=r"has vocab_size=\d+, but the model has 11; choose"):
         config.build(model())
     with pytest.raises(ConfigError, match=r"train\.objective\.teacher"):

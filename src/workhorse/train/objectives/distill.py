@@ -15,6 +15,7 @@ from workhorse.config.base import ConfigError, OnResume
 from workhorse.data import Batch
 from workhorse.devices.tape import recording
 from workhorse.errors import WorkhorseError
+from workhorse.models.describe import tensors_of
 from workhorse.nn import Decoder, TokenLogprobs
 from workhorse.nn.logprobs import MOST_WIDE, default_max_logits, log_probabilities
 from workhorse.nn.products import rows_at_once, widened
@@ -90,6 +91,9 @@ class Distill(ModelObjective):
         self.teacher = (teacher.eval().requires_grad_(requires_grad=False),)  # not a submodule
         between = partial(jensen_shannon, beta=beta)
         self.divergence = {0.0: forward_kl, 1.0: reverse_kl}.get(beta, between)
+
+    def teacher_weights(self) -> dict[str, Tensor]:
+        return tensors_of(self.teacher[0])
 
     def forward(self, batch: Batch) -> Outcome:
         x = self.hidden(self.decoder, batch)

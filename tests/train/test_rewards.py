@@ -76,6 +76,11 @@ def test_a_python_function_scores_a_batch_and_may_print(tmp_path: Path) -> None:
         ("def reward(p, c, a):\n    return [1, 10**400]", "0…; return finite numbers, up to 1e+15"),
         ("def reward(p, c, a):\n    return [1, -1e39]", "returned -1e+39; return finite numbers"),
         ("def reward(p, c, a):\n    return None", "raised TypeError"),
+        (
+            "def reward(p, c, a):\n    return {1: 0.5, 2: 0.5}",
+            "returned a dict; return a list with",
+        ),
+        ("def reward(p, c, a):\n    return '10'", "returned a str; return a list with one number"),
         ("import os\ndef reward(p, c, a):\n    os._exit(3)", "or ended its process"),
         ("syntax error", "raised SyntaxError"),
     ],

@@ -111,7 +111,7 @@ class PythonReward:
                 does not return one finite number per completion, or one above `LARGEST`.
         """
         rewards = self._rewards([[*prompts], [*completions], [*answers]])
-        if not isinstance(rewards, list) or len(rewards) != len(completions):
+        if len(rewards) != len(completions):
             raise WorkhorseError(
                 f"{self._name} returned {shown(rewards)} for {len(completions)} completions; "
                 "return one number for each"
@@ -136,7 +136,7 @@ class PythonReward:
     def _name(self) -> str:
         return f"the reward function {self.config.path}:{self.config.function}"
 
-    def _rewards(self, columns: list[list[str]]) -> Any:
+    def _rewards(self, columns: list[list[str]]) -> list[Any]:
         """Return what the function returns for these arguments, `[]` without arguments."""
         reply = self._ask(json.dumps(columns).encode() + b"\n")
         if reply is None:
@@ -146,6 +146,11 @@ class PythonReward:
             )
         if "error" in reply:
             raise WorkhorseError(f"{self._name} raised {reply['error']}; correct it")
+        if "type" in reply:
+            raise WorkhorseError(
+                f"{self._name} returned a {reply['type']}; return a list with one number for each "
+                "completion"
+            )
         return reply["rewards"]
 
     def close(self) -> None:
@@ -212,7 +217,11 @@ for line in sys.stdin:  # before the import, so that a request is always read
             spec.loader.exec_module(module)
             function = getattr(module, sys.argv[2])
         columns = json.loads(line)
-        reply = {"rewards": list(function(*columns)) if columns else []}
+        rewards = function(*columns) if columns else []
+        if isinstance(rewards, (str, bytes, dict, set, frozenset)):  # iterable, but not in order
+            reply = {"type": type(rewards).__name__}
+        else:
+            reply = {"rewards": list(rewards)}
         text = json.dumps(reply)
     except BaseException as error:
         text = json.dumps({"error": one_line(error)})

@@ -168,10 +168,17 @@ def test_rollouts_follow_the_weights(tmp_path: Path) -> None:
 
 def test_unfinished_completions_can_be_ignored(tmp_path: Path) -> None:
     made, _ = rollouts(tmp_path, keep_unfinished=False)
+    made.stop_tokens = tuple(range(30))
     batch = made[0]
     kept = (batch.targets != IGNORE).any(dim=1)
     assert int(kept.sum()) == round(8 * (1 - made.figures["unfinished"]))
+    assert kept.any()
     assert not kept.all()
+    lines: list[str] = []
+    made.notify, made.stop_tokens = lines.append, ()
+    assert all((made[step].targets == IGNORE).all() for step in (1, 2))
+    (line,) = lines  # the first time
+    assert line.startswith("step 2 learns nothing: all 8 completions reached train.rollouts.max")
 
 
 def test_special_tokens_are_visible_except_the_end(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
         critic=None if values is None else Critic(values, token_values(model.step)),
         score=None if operators is None else token_scores(operators),
         world=start.world,
+        notify=start.notify,
     )
     if config.exact:
         step = 0 if start.checkpoint is None else start.checkpoint.step

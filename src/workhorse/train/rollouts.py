@@ -19,7 +19,7 @@ from torch import Tensor
 from workhorse.config.base import Config, ConfigError
 from workhorse.data import IGNORE, Batch, Batches
 from workhorse.data.sampling import derive
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, warn_caller
 from workhorse.generate import GenerationConfig
 from workhorse.generate.engine import Engine
 from workhorse.generate.sampling import Score
@@ -204,6 +204,7 @@ class Rollouts:
         critic: the value head; None if advantages do not depend on values.
         score: computes log-probabilities of sampled tokens; see `Engine`.
         world: the processes that divide the prompts among themselves.
+        notify: called with a warning if a step has nothing to learn from, the first time.
 
     Attributes:
         ahead: False: a batch must not be read before the previous update.
@@ -227,6 +228,7 @@ class Rollouts:
         critic: Critic | None = None,
         score: Score | None = None,
         world: World = ALONE,
+        notify: Callable[[str], object] = warn_caller,
     ) -> None:
         self.prompts = prompts
         self.decoder = decoder
@@ -239,10 +241,12 @@ class Rollouts:
         self.critic = critic
         self.score_tokens = score
         self.world = world
+        self.notify = notify
         self.source_names = prompts.source_names
         self.rows_per_epoch = prompts.rows_per_epoch
         self.figures: dict[str, float] = {}
         self.shown: list[dict[str, Any]] = []
+        self._warned = False
 
     def __getitem__(self, step: int) -> PolicyBatch:
         """Generate the completions of a step with the current weights, and score them."""
@@ -255,6 +259,7 @@ class Rollouts:
         rolled = self.complete(asked, seeds)
         rewards = self.score(asked, rolled)
         self._note(asked, rolled, rewards)
+        self._warn_of_nothing_learned(step, rolled)
         batch = self._batch(asked, rolled, rewards, read)
         if self.config.credit == "token":
             batch = replace(batch, advantages=self._token_advantages(asked, rolled, batch))
@@ -437,6 +442,17 @@ class Rollouts:
         if self.reward is None:
             for one in self.shown:
                 del one["reward"]
+
+    def _warn_of_nothing_learned(self, step: int, rolled: Sequence[Rolled]) -> None:
+        """Warn, once, if all completions of a step are ignored."""
+        learned = self.config.keep_unfinished or any(one.finished for one in rolled)
+        if not (learned or self._warned):
+            self._warned = True
+            self.notify(
+                f"step {step + 1} learns nothing: all {len(rolled)} completions reached "
+                f"train.rollouts.max_new_tokens={self.config.max_new_tokens} or train.seq_len, and "
+                "keep_unfinished=false ignores them; increase them"
+            )
 
 
 def exact_match(asked: Sequence[Prompt], rolled: Sequence[Rolled]) -> float:

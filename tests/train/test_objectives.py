@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from tests.train.preference import Preference, PreferenceConfig
-from workhorse.config.base import ConfigError
+from workhorse.config.base import Config, ConfigError, configs_in
+from workhorse.config.errors import alternatives
 from workhorse.data import Batch
 from workhorse.memory.capacity import shares
 from workhorse.nn import IGNORE, Decoder
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.train import Recipe, TrainConfig
 from workhorse.train.inputs import check_needs
+from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.objectives.next_token import NextToken
+from workhorse.train.objectives.reward import RewardConfig
+from workhorse.train.objectives.value_head import ValuesConfig
+from workhorse.train.recipe.training import AnyObjective
 from workhorse.train.resume import Resumption
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
@@ -149,6 +154,17 @@ def test_weights_of_targets_are_their_share_of_loss_and_denominator(decoder: Dec
     found, expected = objective(weighted), objective(repeated)
     assert objective.count(weighted) == objective.count(repeated) == found.count == expected.count
     torch.testing.assert_close(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize("config", [*configs_in(AnyObjective), ValuesConfig])
+def test_numbers_that_can_exceed_float32_are_refused(config: type[Config]) -> None:
+    needed = {DistillConfig: {"teacher": "x"}, RewardConfig: {"token": 0}}
+    fields = needed.get(config, {})
+    config.from_dict(fields)
+    for name, field in config.model_fields.items():
+        if float in alternatives(field.annotation):
+            with pytest.raises(ConfigError, match=name):
+                config.from_dict({**fields, name: 1e39})
 
 
 def test_groups_are_never_divided(make_recipe) -> None:

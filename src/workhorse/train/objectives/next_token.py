@@ -1,10 +1,7 @@
 """The objective of language modelling: cross-entropy of the next token, also of conversations."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from workhorse.config.base import OnResume
 from workhorse.data import Batch
 from workhorse.nn import Decoder, HeadLoss, TokenLogprobs
 from workhorse.train.objectives.objective import (
@@ -12,6 +9,7 @@ from workhorse.train.objectives.objective import (
     ObjectiveConfig,
     Outcome,
     Team,
+    Weight,
     target_weights,
 )
 
@@ -24,7 +22,7 @@ class NextTokenConfig(ObjectiveConfig):
     """
 
     kind: Literal["next_token"] = "next_token"
-    z_loss: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
+    z_loss: Weight = 0.0
     """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), which is
     added to the loss. The reported loss is the cross-entropy without it."""
     dft: bool = False

@@ -5,12 +5,13 @@ returns the log-probabilities of targets, also if model or sequences are split a
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config.base import Config
+from workhorse.config.base import Config, OnResume
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
 from workhorse.nn.logprobs import count_of
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from workhorse.parallel.division.sequences import ContextParallelGroup
     from workhorse.parallel.division.teams import Teams
 
+MOST = 1e6
+"""Largest weight, factor or limit in a loss. Larger ones can exceed float32."""
+Weight = Annotated[float, OnResume.CONTINUES, Field(ge=0, le=MOST)]
+Scale = Annotated[float, OnResume.CONTINUES, Field(ge=1 / MOST, le=MOST)]
 Team: TypeAlias = "ContextParallelGroup | None"
 """The ranks that each have a part of the same sequences; None if sequences are not split."""
 Denominator = Literal["tokens", "sequences", "groups"]

@@ -17,13 +17,14 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
 from workhorse.nn.logprobs import count_of
 from workhorse.train.objectives.objective import (
+    MOST,
     ModelObjective,
     ObjectiveConfig,
     Outcome,
     Team,
+    Weight,
     target_weights,
 )
-from workhorse.train.objectives.preferences import Weight
 from workhorse.train.objectives.value_head import ValueHead, ValuesConfig, gae, value_losses
 
 FAR_FROM_ONE = 0.1
@@ -74,7 +75,7 @@ class PolicyConfig(ObjectiveConfig):
     `weight`: `-clip(r) A log p`, where the factor has no gradient, so all tokens keep theirs."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """The lower limit of a ratio is 1 minus this; None: no limit."""
-    clip_high: float | None = Field(default=None, gt=0)
+    clip_high: float | None = Field(default=None, gt=0, le=MOST)
     """The upper limit of a ratio is 1 plus this; None: no limit."""
     denominator: Literal["tokens", "sequences", "constant"] = "tokens"
     """`tokens`: mean over all tokens of the batch. `sequences`: mean over completions of the means

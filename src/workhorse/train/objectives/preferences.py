@@ -18,10 +18,14 @@ from torch import Tensor
 from workhorse.config.base import ConfigError, OnResume
 from workhorse.data import Batch
 from workhorse.nn import Decoder, TokenLogprobs
-from workhorse.train.objectives.objective import ModelObjective, ObjectiveConfig, Outcome, Team
-
-Weight = Annotated[float, OnResume.CONTINUES, Field(ge=0)]
-Scale = Annotated[float, OnResume.CONTINUES, Field(gt=0)]
+from workhorse.train.objectives.objective import (
+    ModelObjective,
+    ObjectiveConfig,
+    Outcome,
+    Scale,
+    Team,
+    Weight,
+)
 
 
 class Answers(NamedTuple):

@@ -16,8 +16,8 @@ from torch import Tensor
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
-from workhorse.train.objectives.objective import ModelObjective, Outcome, Team
-from workhorse.train.objectives.preferences import PairsConfig, Weight, outcome_of, pair_figures
+from workhorse.train.objectives.objective import ModelObjective, Outcome, Team, Weight
+from workhorse.train.objectives.preferences import PairsConfig, outcome_of, pair_figures
 
 
 class RewardConfig(PairsConfig):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workhorse.config.base import Config
 from workhorse.nn import Decoder
 from workhorse.nn.shapes import Hidden
-from workhorse.train.objectives.preferences import Weight
+from workhorse.train.objectives.objective import MOST, Weight
 
 
 class ValuesConfig(Config):
@@ -23,7 +23,7 @@ class ValuesConfig(Config):
 
     weight: Weight = 0.1
     """Weight of the value loss: half the squared error, with the same denominator as the loss."""
-    clip: float | None = Field(default=0.2, gt=0)
+    clip: float | None = Field(default=0.2, gt=0, le=MOST)
     """The loss is the larger of two: with the value, and with the value limited to this distance
     from the value at sampling, as in TRL. None: no limit. Each rollout has one update, so without
     dropout the distance is 0, up to rounding."""

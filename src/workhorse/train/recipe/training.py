@@ -14,6 +14,7 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
 from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.objectives.next_token import NextTokenConfig
+from workhorse.train.objectives.objective import Weight
 from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.objectives.preferences import DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from workhorse.train.objectives.reward import RewardConfig
@@ -140,12 +141,12 @@ class TrainConfig(Config):
     """The factor on every learning rate at each step."""
     grad_clip: Annotated[float | None, OnResume.CONTINUES] = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; a larger gradient is scaled down. None: no clipping."""
-    balance_loss: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
+    balance_loss: Weight = 0.0
     """Weight of the loss that balances how often the experts of a mixture are chosen within each
     sequence (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over the layers. It is computed
     per sequence, so that the gradient does not depend on `micro_batch_size`; `balance_rate`
     balances whole batches. Padding does not count."""
-    balance_rate: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0)
+    balance_rate: Weight = 0.0
     """Change of each expert's selection bias per update, up or down, so that all experts are chosen
     equally often (0.001 in 2408.15664)."""
     max_bad_steps: Annotated[Count, OnResume.NO_EFFECT] = 10

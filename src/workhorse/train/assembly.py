@@ -37,6 +37,7 @@ from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Event, Listener, MetricsFile, notice, open_tracker
 from workhorse.train.resume import Resumption, check_same_run, seed_everything
+from workhorse.train.rewards import PythonRewardConfig
 from workhorse.train.rollouts import Rollouts
 from workhorse.train.speed import Peak
 from workhorse.train.step.build import measured_peak, training_operators
@@ -86,7 +87,7 @@ def assemble(
         dataset = dataset_of(recipe, tokenizer, run, on_event)
     batches = batches_of(recipe, dataset, at, notify)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
-    constants = _constants(decoder_config, tokenizer, dataset)
+    constants = _constants(config, decoder_config, tokenizer, dataset)
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
     fitted = fitted_to_memory(recipe, decoder_config, device, at, world)
@@ -160,15 +161,22 @@ def _with_steps(recipe: Recipe, start: Start, batches: Batches, dataset: Dataset
     return recipe.replace(train=config.to_dict())
 
 
-def _constants(config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset) -> dict[str, Any]:
+def _constants(
+    train: TrainConfig, config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset
+) -> dict[str, Any]:
     """Return the values that identify a run: model config, fingerprints and versions.
 
     Every checkpoint stores them in addition to the recipe.
     """
+    reward = train.rollouts.reward if train.rollouts else None
     return {
         "config": config.to_dict(),
         "tokenizer": tokenizer.fingerprint,
         "data": dataset.fingerprint,
+        "teacher": train.objective.fingerprint()
+        if isinstance(train.objective, DistillConfig)
+        else None,
+        "reward": reward.fingerprint() if isinstance(reward, PythonRewardConfig) else None,
         "versions": {"workhorse": __version__, "torch": torch.__version__},
     }
 

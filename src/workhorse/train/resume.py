@@ -24,6 +24,7 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import Recipe, written_over
 from workhorse.train.report.metrics import read_metrics
+from workhorse.train.rewards import PythonRewardConfig
 
 Settings = Sequence[tuple[str, Any]]
 """Settings as pairs of dotted name and plain value."""
@@ -194,7 +195,7 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
     if not state:
         _check_nothing_saved(run, skipped)
     before = Recipe.from_dict(state.get("recipe") or run.recipe())
-    changes = list(changes_of(before, recipe))
+    changes = [*changes_of(before, recipe), *_other_reward(recipe, state)]
     _check_allowed(run, recipe, changes)
     steps = recipe.train.steps
     if steps is not None and steps < step:
@@ -270,13 +271,13 @@ def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
 
 
 def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[str, Any]) -> None:
-    """Check that model, tokenizer and data are the same as in the checkpoint.
+    """Check that model, tokenizer, teacher and data are the same as in the checkpoint.
 
     Raises:
-        WorkhorseError: the model's config, the tokenizer or the data differ.
+        WorkhorseError: the model's config, the tokenizer, the teacher's weights or the data differ.
     """
-    for what in ("config", "tokenizer"):
-        if at.state[what] != now[what]:
+    for what in ("config", "tokenizer", "teacher"):
+        if at.state.get(what, now[what]) != now[what]:  # older checkpoints do not have all
             thing = {"config": "model's config"}.get(what, what)
             raise WorkhorseError(
                 f"the {thing} differs from the one that the checkpoint of step {at.step} was "
@@ -376,6 +377,18 @@ def _other_text(run: RunDirectory, recipe: Recipe, step: int, files: str) -> Wor
         f"the data differs from the data that the checkpoint of step {step} was trained "
         f"with{which}; restore it, or {_begin(run, recipe, ['data'])}"
     )
+
+
+def _other_reward(recipe: Recipe, state: dict[str, Any]) -> list[Change]:
+    """Return the change of the file with the reward function, which may be a correction."""
+    reward = recipe.train.rollouts.reward if recipe.train.rollouts else None
+    before = state.get("reward")
+    if before is None or not isinstance(reward, PythonRewardConfig):
+        return []
+    hashes = [f"SHA-256 {one[:16]}" for one in (before, reward.fingerprint())]
+    if hashes[0] == hashes[1]:
+        return []
+    return [Change(str(reward.path), *hashes, rule=OnResume.CONTINUES)]
 
 
 def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:

@@ -5,6 +5,7 @@ and returns one number for each completion. It runs in another process with a ti
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import select
@@ -74,6 +75,10 @@ class PythonRewardConfig(Config):
     """Name of the function."""
     seconds: float = Field(default=60.0, gt=0, le=86400)
     """Time limit of a call, for a whole batch."""
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of the file."""
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def build(self) -> Reward:
         if not self.path.is_file():

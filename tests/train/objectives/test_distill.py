@@ -1,6 +1,7 @@
 """Distillation against the divergences of GKD (2306.13649 §3), in float64."""
 
 import copy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,3 +94,21 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path, make_recipe: MakeR
     with pytest.raises(WorkhorseError, match=line):
         train(Recipe.from_dict(fields), tmp_path / "student")
     assert not (tmp_path / "student").exists()
+
+
+def test_a_run_resumes_only_with_its_teacher(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    fields = make_recipe(steps=1, eval_every=None).to_dict()
+    for seed in (0, 1):
+        fields["train"]["seed"] = seed
+        train(Recipe.from_dict(fields), tmp_path / str(seed))
+    shutil.copytree(tmp_path / "0", tmp_path / "teacher")
+    fields["train"]["objective"] = {"kind": "distill", "teacher": str(tmp_path / "teacher")}
+    train(Recipe.from_dict(fields), tmp_path / "run")
+    fields["train"]["steps"] = 2
+    shutil.rmtree(tmp_path / "teacher")
+    shutil.copytree(tmp_path / "1", tmp_path / "teacher")
+    with pytest.raises(WorkhorseError, match="the teacher differs from the one that the checkpoi"):
+        train(Recipe.from_dict(fields), tmp_path / "run", resume=True)
+    shutil.rmtree(tmp_path / "teacher")
+    shutil.copytree(tmp_path / "0", tmp_path / "teacher")
+    assert train(Recipe.from_dict(fields), tmp_path / "run", resume=True).step == 2

@@ -10,6 +10,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from workhorse.checkpoints import mapped_weights
+from workhorse.checkpoints.adapted import hash_of
 from workhorse.checkpoints.stored import open_stored
 from workhorse.config.base import ConfigError, OnResume
 from workhorse.data import Batch
@@ -46,6 +48,11 @@ class DistillConfig(ObjectiveConfig):
     Between them: the generalised Jensen-Shannon divergence
     `beta · KL(teacher || m) + (1 - beta) · KL(model || m)`, where m is the mixture
     `beta · teacher + (1 - beta) · model`."""
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of the teacher's weights; see `hash_of`."""
+        teacher = open_stored(self.teacher).load_decoder(places=mapped_weights)
+        return hash_of({name: one.detach() for name, one in tensors_of(teacher).items()})
 
     def build(self, decoder: Decoder, team: Team = None) -> "Distill":
         try:

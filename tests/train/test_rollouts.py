@@ -238,6 +238,26 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert _rollouts(tmp_path / "resumed") == shown
 
 
+def test_a_reward_function_may_be_corrected(tmp_path: Path) -> None:
+    """The same call starts a run again that failed in its first step."""
+    path, run = tmp_path / "rewards.py", tmp_path / "run"
+    fields = recipe(steps=1, eval_every=None).to_dict()
+    fields["train"]["rollouts"]["reward"] = {"kind": "python", "path": str(path)}
+    path.write_text("def reward(p, c, a):\n    return [1 / 0 for _ in c]")
+    with pytest.raises(WorkhorseError, match="raised ZeroDivisionError"):
+        train(Recipe.from_dict(fields), run)
+    assert [one.name for one in run.iterdir()] == ["data"]
+    path.write_text("def reward(p, c, a):\n    return [1 for _ in c]")
+    assert train(Recipe.from_dict(fields), run).step == 1
+    path.write_text("def reward(p, c, a):\n    return [len(one) for one in c]")
+    fields["train"]["steps"], told = 2, []
+    train(Recipe.from_dict(fields), run, resume=True, on_event=told.append)
+    changes = [event["setting"] for event in told if event["kind"] == "change"]
+    assert changes == ["train.steps", str(path)]
+    lines = [event["message"] for event in told if event["kind"] == "notice"]
+    assert any(f"{path} changes from 'SHA-256" in line for line in lines)
+
+
 def test_the_number_of_rollouts_in_the_metrics_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

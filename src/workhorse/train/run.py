@@ -92,7 +92,8 @@ def train(
         WorkhorseError: the recipe cannot be run here, the data cannot be read, the run directory
             is taken, the recipe does not fit the run to resume, the disk is full, or the loss is
             not finite for too many steps. A run that fails before its first step leaves nothing
-            behind. A resume that fails a check changes nothing.
+            behind, and one that fails in it only the tokenized data, so that the same call starts
+            it again. A resume that fails a check changes nothing.
     """
     run = RunDirectory(out)
     with join_processes() as group:
@@ -150,13 +151,15 @@ def _train(
             settings=settings,
             world=world,
         )
+        loop: Loop | None = None
         try:
             loop = start(recipe, at=resumed)
+            ended = _get_through(loop, signals, parallel.patience)
         except Exception:  # such as out of memory; a run without a step is not worth keeping
-            if fresh:
-                run.undo()
+            if fresh and (loop is None or loop.counters.step == 0):
+                run.undo(keep_data=loop is not None)
             raise
-        while not _get_through(loop, signals, parallel.patience):
+        while not ended:
             jumped = loop.counters
             recipe = Recipe.from_dict(loop.constants["recipe"])  # has steps instead of minutes
             at = before_jump(into.newest, recipe, jumped)
@@ -169,6 +172,7 @@ def _train(
                 f"{rows:,} rows"
             )
             loop.notify("back", jumped=jumped.step, rows=rows, message=line)
+            ended = _get_through(loop, signals, parallel.patience)
         with world.first_before_others():
             if world.is_first:
                 write_report([run])

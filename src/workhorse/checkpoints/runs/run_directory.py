@@ -266,13 +266,16 @@ class RunDirectory:
             self.undo()
             raise
 
-    def undo(self) -> None:
+    def undo(self, *, keep_data: bool = False) -> None:
         """Remove everything that was created since `begin`.
 
         Data that existed before is kept, and so are dot files except `.lock` and temporary files.
+
+        Args:
+            keep_data: True to keep all data.
         """
         for path in self.path.iterdir():
-            if path == self.data_folder and self._found_data:
+            if path == self.data_folder and (keep_data or self._found_data):
                 continue
             if (
                 path.name.startswith(".")

@@ -171,7 +171,7 @@ def test_a_model_that_cannot_is_refused(
     place: tuple[str, ...], change: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also if all its completions are unfinished and would be ignored."""
-    rollouts = {"completions": 4, "max_new_tokens": 5, "exact": True, "keep_unfinished": False}
+    rollouts = {"completions": 4, "max_new_tokens": 12, "exact": True, "keep_unfinished": False}
     settings = recipe(rollouts=rollouts).to_dict()
     part = settings["model"]
     for key in place:

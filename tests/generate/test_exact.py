@@ -12,15 +12,24 @@ from workhorse.generate.beam import beam_search
 from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.cache.paged import BLOCK
+from workhorse.transforms.quantization import FormatName, quantize
 
 VOCAB = 48
 GREEDY = GenerationConfig(temperature=0, max_new_tokens=6, logprobs=VOCAB, exact=True)
 SAMPLED = GenerationConfig(top_k=20, max_new_tokens=9, logprobs=VOCAB, exact=True, seed=3)
+NUCLEUS = SAMPLED.replace(top_p=0.9, repetition_penalty=1.2)
 MIXTURE = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": 40}
-MLP = {"kind": "gated_mlp", "d_ff": 88, "activation": "silu"}
+MLP = {"kind": "gated_mlp", "d_ff": 96, "activation": "silu"}
 
 
-def make(dtype: torch.dtype, *, native: bool = False, mixture: bool = False) -> Decoder:
+def make(
+    dtype: torch.dtype,
+    *,
+    native: bool = False,
+    mixture: bool = False,
+    invariant: bool = False,
+    format: FormatName | None = None,
+) -> Decoder:
     def block(window: int | None) -> dict[str, object]:
         attention = {"n_heads": 4, "n_kv_heads": 2, "position": {"kind": "rope"}, "window": window}
         return {
@@ -33,7 +42,7 @@ def make(dtype: torch.dtype, *, native: bool = False, mixture: bool = False) -> 
     config = DecoderConfig.from_dict(
         {
             "vocab_size": VOCAB,
-            "d_model": 48,
+            "d_model": 64,
             "n_layers": 2,
             "max_seq_len": 360,
             "blocks": {"whole": block(None), "window": block(50)},
@@ -44,7 +53,9 @@ def make(dtype: torch.dtype, *, native: bool = False, mixture: bool = False) -> 
     )
     torch.manual_seed(0)
     decoder = config.build(dtype=dtype).eval()
-    return decode_natively(decoder) if native else decoder
+    if format is not None:
+        quantize(decoder, format)
+    return decode_natively(decoder, exact=invariant) if native or invariant else decoder
 
 
 def prompts() -> list[list[int]]:
@@ -62,29 +73,52 @@ KINDS = {
     "native float32": (torch.float32, {"native": True}),
     "native bfloat16": (torch.bfloat16, {"native": True}),
 }
+INVARIANT = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "int8": (torch.bfloat16, {"format": "int8"}),
+    "int4": (torch.float32, {"format": "int4"}),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bit_is_that_of_the_text_alone(kind):
     dtype, options = KINDS[kind]
-    decoder = make(dtype, **options)
-    asked = [(prompt, config) for prompt in prompts() for config in (GREEDY, SAMPLED)]
-    engine = Engine(
-        decoder, max_sequences=5, max_tokens=1500, token_budget=140, prefix_caching=True
-    )
-    texts = {}
-    for prompt, config in random.Random(1).sample(asked, len(asked)):
-        texts[engine.add(prompt, config)[0]] = (prompt, config)
-        beside = config.replace(exact=False, max_new_tokens=4)
-        engine.add(prompt[:-1] or prompt, beside)
-    found = {index: [] for index in texts}
-    while not engine.is_idle:
+    check_every_bit(make(dtype, **options))
+
+
+@pytest.mark.parametrize("kind", INVARIANT)
+def test_an_invariant_decoder_needs_no_passes_of_its_own(kind, monkeypatch):
+    dtype, options = INVARIANT[kind]
+    decoder = make(dtype, invariant=True, **options)
+    if not decoder.is_invariant:
+        pytest.skip("there are no native steps here")
+    monkeypatch.setattr(Decoder, "hidden", None)  # so every pass is a native step
+    check_every_bit(decoder)
+
+
+def check_every_bit(decoder: Decoder) -> None:
+    """Requests arrive and are cancelled at random; the cache has room for three long ones."""
+    pick = random.Random(1)
+    asked = [(prompt, config) for prompt in prompts() for config in (GREEDY, SAMPLED, NUCLEUS)]
+    waiting = pick.sample(asked, len(asked))
+    engine = Engine(decoder, max_sequences=5, max_tokens=900, token_budget=140, prefix_caching=True)
+    texts, found, cancelled = {}, {}, set()
+    while waiting or not engine.is_idle:
+        for prompt, config in [waiting.pop() for _ in waiting[: pick.choice([0, 0, 1, 3])]]:
+            texts[engine.add(prompt, config)[0]] = (prompt, config)
+            beside = config.replace(exact=False, max_new_tokens=4)
+            engine.add(prompt[:-1] or prompt, beside)
         for delta in engine.step():
-            if delta.index in found:
-                found[delta.index].append((delta.token, delta.logprob))
+            found.setdefault(delta.index, []).append((delta.token, delta.logprob))
+        if texts and pick.random() < 0.05:
+            engine.cancel(gone := pick.choice(list(texts)))
+            cancelled.add(gone)
     for index, (prompt, config) in texts.items():
         (alone,) = generate(decoder, [prompt], config)
-        assert found[index] == list(zip(alone.tokens, alone.logprobs, strict=True))
+        own, whole = found.get(index, []), list(zip(alone.tokens, alone.logprobs, strict=True))
+        assert own == whole[: len(own)]
+        assert len(own) == len(whole) or index in cancelled
 
 
 def test_exact_texts_share_whole_pieces_with_each_other_alone(consumed):

@@ -17,13 +17,13 @@ TRAINING: Any = OPERATORS.training
 VECTORS: Any = OPERATORS.vectors
 
 
-def decode_natively(decoder: Decoder) -> Decoder:
+def decode_natively(decoder: Decoder, *, exact: bool = False) -> Decoder:
     """A decoder that uses the decoding operators; skips the test if there are none."""
     if OPERATORS.decoding is None:
         pytest.skip(OPERATORS.why_not["decoding"])
     stream_weights(decoder, OPERATORS)
     attend_natively(decoder, OPERATORS.decoding)
-    return decoder if OPERATORS.steps is None else step_natively(decoder, OPERATORS)
+    return decoder if OPERATORS.steps is None else step_natively(decoder, OPERATORS, exact=exact)
 
 
 def needs(library: Library) -> pytest.MarkDecorator:

@@ -148,11 +148,14 @@ def model_options(
     return functools.reduce(lambda command, option: option(command), options, gathered)
 
 
-def open_model(model: str, running: Running, *, with_text: bool = True) -> "Model":
+def open_model(
+    model: str, running: Running, *, with_text: bool = True, exact: bool = False
+) -> "Model":
     """Load the model for a verb, and print the loader's warnings on stderr.
 
     An adapter is merged into weights that are not quantised, so it does not slow decoding down.
-    `with_text` is False for draft models, which need no tokenizer and get no adapter.
+    `with_text` is False for draft models, which need no tokenizer and get no adapter. `exact` is
+    True to compute logits that are bitwise independent of the batch, if possible.
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load
@@ -171,10 +174,11 @@ def open_model(model: str, running: Running, *, with_text: bool = True) -> "Mode
             quantize=running.quantize,
             adapter=running.adapter if with_text else None,
             execution=running.execution,
+            exact=exact,
             notify=remarks.append,
         )
         if adapters_of(loaded.reference) and not why_not_merged(loaded.reference):
-            loaded = loaded.merged(running.kernel).with_execution(running.execution)
+            loaded = loaded.merged(running.kernel).with_execution(running.execution, exact=exact)
     if with_text:
         _ = loaded.text  # raises an error without a tokenizer: verbs cannot pass token ids
     for remark in remarks:

@@ -68,7 +68,7 @@ def beam_search(
     each_text = tokens_needed(longest, new, decoder.max_seq_len)
     runner = Runner(decoder, tokens=rows * each_text, sequences=rows)
     started = time.perf_counter()
-    sequences = [TokenSequence(prompt, runner.cache, exact=config.exact) for prompt in fitting]
+    sequences = [runner.new_sequence(prompt, exact=config.exact) for prompt in fitting]
     logits = _read(runner, sequences)
     wait(logits)
     prompt_seconds = time.perf_counter() - started

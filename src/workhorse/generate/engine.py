@@ -33,7 +33,7 @@ from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondi
 from workhorse.generate.runner import Chunk, Logits, Runner, tokens_needed, wait
 from workhorse.generate.sampling import Chooser, Score
 from workhorse.generate.scheduler import Scheduler
-from workhorse.generate.sequence import PIECE, TokenSequence
+from workhorse.generate.sequence import PIECE
 from workhorse.generate.speculation import Draft, PromptLookup, Proposer, slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
@@ -188,7 +188,7 @@ class Engine:
             for sample, index in enumerate(indices)
         ]
         for request in requests:
-            request.sequence = TokenSequence(fitting, self._runner.cache, exact=config.exact)
+            request.sequence = self._runner.new_sequence(fitting, exact=config.exact)
         self._added = indices.stop
         requests[0].copies = requests[1:]
         with self._runner.changing():
@@ -208,13 +208,14 @@ class Engine:
                 f"speculate={config.speculate} is more than speculate={self._speculate} of this "
                 f"engine; create it with speculate={config.speculate}"
             )
-        if config.exact and self._speculate:
+        separate = config.exact and not self.decoder.is_invariant
+        if separate and self._speculate:
             raise WorkhorseError(
                 f"exact is not possible in an engine with speculate={self._speculate}; "
                 "create the engine with speculate=0"
             )
         piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
-        if config.exact and self._scheduler.token_budget < piece:
+        if separate and self._scheduler.token_budget < piece:
             raise WorkhorseError(
                 f"token_budget={self._scheduler.token_budget} is too small for exact=True with "
                 f"max_sequences={self.max_sequences}; "

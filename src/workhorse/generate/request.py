@@ -87,7 +87,8 @@ class Request:
         self.stop_conditions = stop_conditions
         self.copies: list[Request] = []
         key = config.model_dump_json(include=_SAMPLING)
-        self.sampling_key = f"{index} {key}" if config.exact else key
+        # The sums of top-p depend on the shape of the batch.
+        self.sampling_key = f"{index} {key}" if config.exact and config.top_p < 1 else key
         self.is_at_fault = False
         self.deltas: list[Delta] = []
         self.tokens = list(prompt)

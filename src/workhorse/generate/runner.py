@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.generate.sequence import TokenSequence
+from workhorse.generate.sequence import PIECE, TokenSequence
 from workhorse.nn import Decoder
 from workhorse.nn.cache.paged import CachedSequence
 from workhorse.nn.cache.paged_view import PackedView, PagedView
@@ -72,6 +72,8 @@ class Runner:
     def __init__(self, decoder: Decoder, *, tokens: int, sequences: int, slack: int = 0) -> None:
         self.decoder = decoder
         self.slack = slack
+        if decoder.is_invariant:  # only up to this number of tokens if the cache has a window
+            slack = max(slack, PIECE - 1)
         self.cache = decoder.new_paged_cache(tokens, sequences, slack)
         self.is_changing = False
         self.is_in_pass = False
@@ -81,6 +83,18 @@ class Runner:
                 "a decoder on the device meta has no weights; build it on another device"
             )
         self._views: dict[tuple[CachedSequence, ...], PagedView] = {}
+
+    def new_sequence(self, tokens: Sequence[int], *, exact: bool = False) -> TokenSequence:
+        """Create a sequence whose tokens are not in the cache yet.
+
+        Args:
+            tokens: the tokens known so far.
+            exact: True if its logits must not depend, bit by bit, on other sequences and passes.
+        """
+        if not self.decoder.is_invariant:
+            return TokenSequence(tokens, self.cache, exact=exact)
+        has_window = any(reach is not None for reach in self.cache.pools)
+        return TokenSequence(tokens, self.cache, most=self.cache.slack + 1 if has_window else None)
 
     @contextmanager
     def changing(self) -> Generator[None]:

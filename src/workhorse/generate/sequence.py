@@ -9,22 +9,24 @@ from torch import Tensor
 from workhorse.nn.cache.paged import BLOCK, CachedSequence, PagedCache
 
 PIECE = 4 * BLOCK
-"""Maximum number of prompt tokens per pass, for requests with `GenerationConfig.exact`."""
+"""Maximum number of prompt tokens per pass of an exact sequence."""
 
 
 class TokenSequence:
     """Tokens that a decoder processes, and the cache blocks of those already processed.
 
-    The results of an exact sequence (`GenerationConfig.exact`) depend only on its tokens, bit by
-    bit. Its prompt is processed by itself, in pieces that end at multiples of `PIECE`. All later
-    tokens are processed one by one. They share a pass with other sequences only if that changes no
-    bit (`Decoder.invariant_batch`).
+    The results of an exact sequence depend only on its tokens, bit by bit. Its prompt is processed
+    by itself, in pieces that end at multiples of `PIECE`. All later tokens are processed one by
+    one. They share a pass with other sequences only if that changes no bit
+    (`Decoder.invariant_batch`). If the decoder is invariant (`Decoder.is_invariant`), no sequence
+    needs this; see `Runner.new_sequence`.
 
     Args:
         tokens: the tokens known so far.
         cache: the cache that will hold them.
         exact: True if the sequence is exact. Then `tokens` is its prompt, and it shares prefixes
             only with exact sequences.
+        most: the maximum number of tokens to process in a pass; None: any number.
 
     Attributes:
         tokens: the tokens known so far, without those that `drop_oldest` removed.
@@ -38,10 +40,18 @@ class TokenSequence:
             host; otherwise None.
     """
 
-    def __init__(self, tokens: Sequence[int], cache: PagedCache, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        cache: PagedCache,
+        *,
+        exact: bool = False,
+        most: int | None = None,
+    ) -> None:
         self.tokens = list(tokens)
         self.cached: CachedSequence = cache.new_sequence()
         self.prompt = len(self.tokens) if exact else None
+        self.most = most
         self.dropped = 0
         self.guessed = 0
         self.keeps_last = False
@@ -70,7 +80,7 @@ class TokenSequence:
         """
         if self.prompt is None:
             kept = self.keeps_last and not self.is_decoding
-            return max(0, min(self.pending - kept, most))
+            return max(0, min(self.pending - kept, most, self.most or most))
         return self.piece if self.piece <= most else 0
 
     @property
@@ -128,7 +138,7 @@ class TokenSequence:
 
     def fork(self, cache: PagedCache) -> "TokenSequence":
         """Create a copy of the sequence that shares its cache blocks."""
-        other = TokenSequence(self.tokens, cache)
+        other = TokenSequence(self.tokens, cache, most=self.most)
         cache.adopt(other.cached, self.cached.length, self.cached.tables)
         other.prompt, other.dropped = self.prompt, self.dropped
         other._prefixes, other._labelled = list(self._prefixes), self._labelled

@@ -54,6 +54,7 @@ def load(
     quantize: Quantization = "none",
     adapter: str | Path | Mapping[str, str | Path] | None = None,
     execution: Execution = "auto",
+    exact: bool = False,
     notify: Callable[[str], object] = warn_caller,
 ) -> Model:
     """Load a model from disk or the Hugging Face hub, or build a preset with random weights.
@@ -75,6 +76,8 @@ def load(
         execution: how the decoder is executed; see `Execution`. Use `reference` for training,
             export or inspection. With `compiled`, the first step waits tens of seconds for the
             compiler; later processes on the same machine load the compiled program in seconds.
+        exact: True to compute logits that are bitwise independent of the batch, if native operators
+            can. Generation with `GenerationConfig.exact` is then faster.
         notify: called with each warning, such as that weights are random or a file is not used.
 
     Raises:
@@ -91,6 +94,8 @@ def load(
         if not isinstance(value, str) or value not in known:
             choices = ", ".join(map(str, known))
             raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
+    if not isinstance(exact, bool):
+        raise WorkhorseError(f"exact={shown(exact)} is not a bool; give True or False")
     check_callback(notify)
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
     if is_stored(name):
@@ -114,7 +119,7 @@ def load(
         loaded = _random(name, where, type_of_weights or torch.float32, kernel, quantize)
     else:
         raise no_such_model(name)
-    return loaded.with_execution(execution)
+    return loaded.with_execution(execution, exact=exact)
 
 
 def _add_adapters(

@@ -158,16 +158,18 @@ class Model:
         body = self.body or decoding_body(self.decoder, "reference")
         return body.announcement
 
-    def with_execution(self, execution: Execution = "auto") -> "Model":
+    def with_execution(self, execution: Execution = "auto", *, exact: bool = False) -> "Model":
         """Return the same model, executed in another way.
 
         Args:
             execution: see `Execution`.
+            exact: True to compute logits that are bitwise independent of the batch, if native
+                operators can; see `Decoder.is_invariant`.
 
         Raises:
             WorkhorseError: the model cannot be executed this way.
         """
-        body = decoding_body(self.reference, execution)
+        body = decoding_body(self.reference, execution, exact=exact)
         return replace(self, decoder=body.decoder, body=body, built=self.reference)
 
     def merged(self, kernel: KernelName = "auto") -> "Model":

@@ -169,6 +169,16 @@ class Decoder(nn.Module):
         return 1
 
     @property
+    def is_invariant(self) -> bool:
+        """True if the bits of logits depend only on the tokens before them in their sequence.
+
+        They then depend neither on the other sequences of a pass nor on how a sequence is divided
+        into passes, if no pass of a paged cache with a window adds more than `slack` + 1 tokens to
+        a sequence. Here it is False, for the same reason as `invariant_batch` is 1.
+        """
+        return False
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.parameters()).device

@@ -60,7 +60,7 @@ def command(
     config = generation_config(**options).with_seed()
     if config.samples:
         print(f"seed {config.seed}", file=sys.stderr)
-    loaded = open_model(model, running)
+    loaded = open_model(model, running, exact=config.exact)
     config = with_sampling(config, loaded, options)
     guesser = None
     if draft is not None:

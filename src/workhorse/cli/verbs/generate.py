@@ -115,7 +115,7 @@ def command(
             "--beams and --stream conflict: beam search has no output before its end; remove one"
         )
     config = config.with_seed()
-    loaded = open_model(model, running)
+    loaded = open_model(model, running, exact=config.exact)
     config = with_sampling(config, loaded, options)
     guesser = None
     if draft is not None:

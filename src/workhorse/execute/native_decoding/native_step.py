@@ -51,7 +51,8 @@ def step_natively(
             The returned decoder replaces it.
         operators: the native operators, including `steps`.
         exact: True to process any number of tokens in native calls, with the gemms of training, so
-            that the bits of a token's logits depend only on the tokens before it.
+            that the bits of a token's logits depend only on the tokens before it, if all
+            computations have an instruction (`Decoder.is_invariant`).
     """
     dtype = next(decoder.parameters()).dtype
     few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
@@ -61,9 +62,10 @@ def step_natively(
         few, most = 1, MAX_TOKENS
     if exact:
         few, most = 0, sys.maxsize
-    options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
+    options = {"steps": operators.steps, "few": few, "most": most, "exact": exact}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
-    return as_subclass(decoder, kind, **options, watch=Watch(decoder.modules()))
+    watch = Watch(decoder.modules())
+    return as_subclass(decoder, kind, **options, angles=Angles(), watch=watch)
 
 
 class Angles:
@@ -97,6 +99,7 @@ class SteppingDecoder(Decoder):
     steps: Steps
     few: int
     most: int
+    exact: bool
     angles: Angles
     watch: Watch
     translated: "Translated | None" = None
@@ -104,6 +107,10 @@ class SteppingDecoder(Decoder):
     @property
     def invariant_batch(self) -> int:
         return super().invariant_batch if self._kept_program() is None else self.few or self.most
+
+    @property
+    def is_invariant(self) -> bool:
+        return self.exact and self._kept_program() is not None
 
     def why_not_whole(self) -> str:
         """Name of the computation that the native program cannot express.

@@ -108,6 +108,10 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
     execution = "reference" if train.execution == "reference" else "auto"
     operators = resolve("training", wait=True).training if config.exact else None
     body = decoding_body(reference, execution, wait=True, exact=config.exact)
+    if config.exact and not body.decoder.is_invariant:
+        raise WorkhorseError(
+            f"rollouts.exact is not possible for this model ({body.announcement}); remove it"
+        )
     rollouts = Rollouts(
         prompts,
         body.decoder,

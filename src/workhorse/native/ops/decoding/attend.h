@@ -22,6 +22,7 @@ namespace workhorse::attend {
 constexpr int kWide = 16;  // lanes of a vector, and slots at a time
 constexpr int kSoon = 48;  // prefetch distance in slots
 constexpr int kMany = 4;   // number of queries that share one widening of the values
+constexpr int kMost = 32;  // queries of a unit: their scores stay in the L2 cache
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // Keys or values, (heads, blocks, slots of a block, width), contiguous along the width.
@@ -41,10 +42,11 @@ struct Heads {  // (batch, heads, seq, width), contiguous along the width
   }
 };
 
-// Number of units that divide the queries of a row's key head: more than one if there are fewer heads than shares.
+// Number of units that divide the queries of a row's key head: more than one if there are fewer heads than shares, or
+// many queries.
 inline int64_t splits_of(int64_t shares, int64_t heads_of_all_rows, int64_t queries) {
   const int64_t heads = std::max<int64_t>(1, heads_of_all_rows);
-  return std::clamp<int64_t>((shares + heads - 1) / heads, 1, std::max<int64_t>(1, queries));
+  return std::clamp<int64_t>((shares + heads - 1) / heads, (queries + kMost - 1) / kMost, std::max<int64_t>(1, queries));
 }
 
 template <class T>
@@ -61,25 +63,28 @@ struct Attend {
   // Computes units [begin, end).
   void run(int64_t begin, int64_t end) const {
     const int64_t group = heads / kv_heads * seq, each = (group + splits - 1) / splits;
-    std::vector<float> weights, sums(each * round_up(value_width, kWide));
+    std::vector<float> sums(each * round_up(value_width, kWide));
+    thread_local ScratchBuffer buffer;
     for (int64_t n = begin; n < end; n++) {
       const int64_t share = std::min(n % splits * each, group);  // the last units may have none
       Unit unit{n / splits / kv_heads, n / splits % kv_heads, share,
                   std::min(share + each, group), blocks * block, 0};
-      for (int64_t s = 0; s < seq; s++) {
-        unit.first = std::min(unit.first, first[unit.row * seq + s]);
-        unit.last = std::max(unit.last, last[unit.row * seq + s]);
+      for (int64_t g = 0; g < std::min(unit.end - unit.begin, seq); g++) {
+        const Seen seen = seen_by(unit, g);
+        unit.first = std::min(unit.first, seen.first);
+        unit.last = std::max(unit.last, seen.last);
       }
       unit.first = std::min(unit.first / kWide * kWide, unit.last);
       const int64_t room = round_up(unit.last - unit.first, kWide) + kWide;
-      weights.assign((unit.end - unit.begin) * room, kHidden);
-      score(unit, weights.data(), room);
+      float* const weights = (float*)buffer.at_least((unit.end - unit.begin) * room * sizeof(float));
+      score(unit, weights, room);
       for (int64_t g = 0; g < unit.end - unit.begin; g++) {
         const Seen seen = seen_by(unit, g);
+        if (seen.first == seen.last) continue;
         const int64_t from = (seen.first - unit.first) / kWide * kWide;
-        softmax(weights.data() + g * room + from, round_up(seen.last - unit.first, kWide) - from);
+        softmax(weights + g * room + from, round_up(seen.last - unit.first, kWide) - from);
       }
-      mix(unit, weights.data(), room, sums.data());
+      mix(unit, weights, room, sums.data());
     }
   }
 
@@ -173,7 +178,7 @@ struct Attend {
     return all;
   }
 
-  // In place. A query without visible slots gets weights of 0.
+  // In place.
   static void softmax(float* scores, int64_t padded) {
     F32x16 most = load<F32x16>(scores);
     for (int64_t i = kWide; i < padded; i += kWide) {

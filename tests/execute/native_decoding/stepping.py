@@ -17,9 +17,11 @@ def built(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) ->
     return local_and_global(width).build(dtype=dtype).eval()
 
 
-def quick(decoder: Decoder, format: FormatName | None = None) -> SteppingDecoder:
+def quick(
+    decoder: Decoder, format: FormatName | None = None, *, exact: bool = False
+) -> SteppingDecoder:
     """A decoder prepared as for inference."""
-    return step_natively(without_steps(decoder, format), OPERATORS)
+    return step_natively(without_steps(decoder, format), OPERATORS, exact=exact)
 
 
 def without_steps(decoder: Decoder, format: FormatName | None = None) -> Decoder:

@@ -112,6 +112,26 @@ def test_bits_depend_on_neither_rows_nor_threads(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_an_exact_step_depend_on_no_number_of_rows(dtype: torch.dtype) -> None:
+    """The sums of the feed-forward are cut into parts that do not fill vectors."""
+    config = local_and_global(96).to_dict()
+    for block in config["blocks"].values():
+        block["feed_forward"]["d_ff"] = 1610
+        block["attention"]["window"] = None
+    decoder = quick(
+        randomised(DecoderConfig.from_dict(config).build(dtype=dtype).eval()), exact=True
+    )
+    assert decoder.is_invariant
+    tokens = torch.randint(0, 61, (40, 2))
+    alone = torch.cat([decoder(row[None], cache=paged(decoder, 1, 2)) for row in tokens])
+    for rows in (*range(2, 18), 40):
+        cache = paged(decoder, rows, 2)
+        found = [decoder(tokens[:rows, n : n + 1], cache=cache) for n in range(2)]
+        assert torch.equal(torch.cat(found, dim=1), alone[:rows])
+
+
+@torch.no_grad()
 def _whole(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
     """Logits of each further token, after prompts that are read token by token."""
     cache = paged(decoder, len(tokens), prompts.shape[1] + tokens.shape[1])
@@ -246,8 +266,12 @@ def test_several_threads_may_be_the_first(calls: list[tuple[int, ...]]) -> None:
 
 def test_asking_how_rows_are_computed_calls_no_hook() -> None:
     decoder = quick(built())
-    decoder.layers[0].register_forward_hook(lambda *_: pytest.fail("it was called"))
-    assert decoder.invariant_batch == 1
+    exact = quick(built(), exact=True)
+    assert exact.is_invariant
+    for one in (decoder, exact):
+        one.layers[0].register_forward_hook(lambda *_: pytest.fail("it was called"))
+        assert one.invariant_batch == 1
+        assert not one.is_invariant
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(1, 1), torch.zeros(2, 0)], ids=["rows", "none"])

@@ -17,6 +17,7 @@
 #include "ops/decoding/packed_linear.h"
 #include "ops/decoding/team.h"
 #include "ops/gemm/few_rows.h"
+#include "ops/gemm/fewest_rows.h"
 #include "ops/moments.h"
 
 namespace workhorse::step {
@@ -266,20 +267,24 @@ struct Pass {
         });
       }
 #endif
-    const bool in_place = FewRows<T>::suits(in);
-    const int64_t size = even_part(out, most, in_place ? kHigh : kWide), units = (out + size - 1) / size;
+    const bool in_place = FewRows<T>::suits(in), fewest = rows <= FewestRows<T>::kMost;
+    const int64_t step = !in_place ? kWide : fewest ? FewestRows<T>::kLanes : kHigh;
+    const int64_t size = even_part(out, most, step), units = (out + size - 1) / size;
     if (!in_place) {
       const Product<T> product{{{{x, in, true}, {w, in, true}, in}}, y, out, bias};
       return divide(units, [&](int64_t unit) { product.run(0, rows, unit * size, std::min(out, (unit + 1) * size)); });
     }
-    const FewRows<T> product{x, w, rows, in, y, out, bias};
-    divide(units, [&](int64_t unit) {
-      // Allocate only here: growing the memory loses the rows that a thread without units has packed.
-      Word* const packed = (Word*)buffer.at_least(product.room() * sizeof(Word));
-      if (in_order != now.from) product.pack(packed);
-      in_order = now.from;
-      product.run(packed, unit * size, std::min(out, (unit + 1) * size));
-    });
+    const auto each_unit = [&](const auto& product) {
+      divide(units, [&](int64_t unit) {
+        // Allocate only here: growing the memory loses the rows that a thread without units has packed.
+        Word* const packed = (Word*)buffer.at_least(product.room() * sizeof(Word));
+        if (in_order != now.from) product.pack(packed);
+        in_order = now.from;
+        product.run(packed, unit * size, std::min(out, (unit + 1) * size));
+      });
+    };
+    if (fewest) each_unit(FewestRows<T>{x, w, rows, in, y, out, bias});
+    else each_unit(FewRows<T>{x, w, rows, in, y, out, bias});
   }
 
   void pack(const Instruction& now, int64_t r) const {

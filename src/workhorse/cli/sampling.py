@@ -155,8 +155,8 @@ _FLAGS = (
         "--exact",
         is_flag=True,
         default=None,
-        help="Make results bitwise independent of the batch and the cache. Prompts are then"
-        " processed one by one, and so are decode steps unless execution is native.",
+        help="Make results bitwise independent of the batch and the cache. Without native steps,"
+        " prompts and decode steps are then processed one by one.",
     ),
     click.option(
         "--truncate",

@@ -64,9 +64,9 @@ class GenerationConfig(Config):
     sequence. The model verifies them in one pass, so guesses change the speed but never the
     distribution of completions. 0: no guesses."""
     exact: bool = False
-    """True to make results bitwise independent of other requests and of the prefix cache. This is
-    slower: prompts are never batched, and decode steps are batched only if this changes no bit
-    (native operators)."""
+    """True to make results bitwise independent of other requests and of the prefix cache. If the
+    decoder is not invariant (`Decoder.is_invariant`), this is slower: prompts are never batched,
+    and decode steps are batched only if this changes no bit (native operators)."""
     beams: int = 1
     """Number of hypotheses of beam search, up to 8192; 1: no beam search."""
     length_penalty: float = 1.0

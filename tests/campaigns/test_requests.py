@@ -1,16 +1,18 @@
-"""Campaign: a thousand requests that start and end at random give the tokens of separate runs.
+"""Campaign: requests that start and end at random give the tokens of separate runs.
 
     make campaign-requests
 
 It covers 1 to 32 sequences at a time, common prefixes, prefill in pieces, and cancellations; in
 float32 and bfloat16, with native operators and with PyTorch's. Requests with `exact` have every
-token and every bit of every log-probability of the request alone. For other requests, the number of
-tokens with bitwise equal log-probabilities is printed. Their tokens may differ if two tokens are as
-near to each other as the rounding of a batch's shape.
+token and every bit of every log-probability of the request alone: a thousand in passes of their
+own, and ten thousand of invariant decoders, also quantised, in the same passes. For other requests,
+the number of tokens with bitwise equal log-probabilities is printed. Their tokens may differ if two
+tokens are as near to each other as the rounding of a batch's shape.
 """
 
 import math
 import random
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.native.machine import decode_natively
 from workhorse.generate import Completion, Delta, Engine, GenerationConfig, generate
 from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.quantization import FormatName, quantize
 
 pytestmark = pytest.mark.campaign
 REQUESTS = 1000
@@ -30,6 +33,12 @@ HOW: list[dict[str, Any]] = [
     {"temperature": 0, "speculate": 3},
     {"temperature": 0.8, "top_k": 20},
 ]
+PRECISIONS: dict[str, tuple[torch.dtype, FormatName | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "int8": (torch.bfloat16, "int8"),
+    "int4": (torch.bfloat16, "int4"),
+}
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest distance, in nats, between two tokens that rounding may swap."""
 CONFIG = DecoderConfig.from_dict(
@@ -69,10 +78,10 @@ class Asked:
     cancelled: bool = False
 
 
-def requests(pick: random.Random, *, exact: bool) -> list[Asked]:
+def requests(pick: random.Random, *, exact: bool, count: int = REQUESTS) -> list[Asked]:
     beginnings = [[pick.randrange(VOCAB) for _ in range(pick.randint(20, 270))] for _ in range(6)]
     asked: list[Asked] = []
-    for seed in range(REQUESTS):
+    for seed in range(count):
         prompt = pick.choice([[], [], *beginnings])[: pick.choice([None, 33, 2 * PIECE])]
         prompt = prompt + [pick.randrange(VOCAB) for _ in range(pick.randint(1, 20))]
         how = pick.choice([how for how in HOW if not (exact and "speculate" in how)])
@@ -93,7 +102,7 @@ def requests(pick: random.Random, *, exact: bool) -> list[Asked]:
 
 
 def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
-    """Run all requests, and cancel some."""
+    """Run all requests, and cancel some. Few and many arrive at a time, in turn."""
     by_result: dict[int, Asked] = {}
     engine = Engine(
         decoder,
@@ -103,9 +112,11 @@ def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
         token_budget=PIECE + 32,
         prefix_caching=True,
     )
-    waiting = list(asked)
+    waiting, steps = list(asked), 0
     while waiting or not engine.is_idle:
-        for _ in range(min(len(waiting), pick.choice([0, 0, 1, 2, 9]))):
+        steps += 1
+        arriving = pick.choice([0, 0, 1, 2, 9] if steps % 400 < 200 else [0] * 20 + [1])
+        for _ in range(min(len(waiting), arriving)):
             request = waiting.pop()
             (result,) = engine.add(request.prompt, request.config)
             by_result[result] = request
@@ -181,3 +192,47 @@ def test_a_thousand_requests(
         assert (same, bits) == (len(asked), tokens)
     elif dtype == torch.float32:  # bfloat16 rounds often enough that near ties are common
         assert same >= 0.99 * len(asked)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ten_thousand_requests_of_invariant_decoders(
+    precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dtype, format = PRECISIONS[precision]
+    rates, bodies = [], []
+    for exact in (False, True):
+        torch.manual_seed(0)
+        decoder = CONFIG.build(dtype=dtype).eval()
+        if format is not None:
+            quantize(decoder, format)
+        decoder = decode_natively(decoder, exact=exact)
+        pick = random.Random(1)
+        asked = requests(pick, exact=True, count=2500)
+        for request in asked:
+            request.config = request.config.replace(exact=exact)
+        run(decoder, asked[:100], random.Random(0))  # not timed
+        for request in asked:
+            request.deltas.clear()
+            request.cancelled = False
+        started = time.perf_counter()
+        run(decoder, asked, pick)
+        seconds = time.perf_counter() - started
+        rates.append(sum(len(request.deltas) for request in asked) / seconds)
+        bodies.append(decoder)
+    if not bodies[-1].is_invariant:
+        pytest.skip("there are no native steps here")
+    differing = 0
+    for request in asked:
+        (alone,) = generate(bodies[-1], [request.prompt], request.config)
+        assert alone.logprobs is not None
+        expected = list(zip(alone.tokens, alone.logprobs, strict=True))
+        found = [(delta.token, delta.logprob) for delta in request.deltas]
+        differing += found != expected[: len(found)]
+        differing += len(found) < len(expected) and not request.cancelled
+    with capsys.disabled():
+        print(
+            f"\n{precision}: {differing} of {len(asked)} completions differ, "
+            f"{sum(request.cancelled for request in asked)} cancelled; {rates[1]:,.0f} tokens/s, "
+            f"not exact {rates[0]:,.0f} tokens/s"
+        )
+    assert differing == 0

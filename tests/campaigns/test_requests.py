@@ -214,9 +214,9 @@ def test_ten_thousand_requests_of_invariant_decoders(
         for request in asked:
             request.deltas.clear()
             request.cancelled = False
-        started = time.perf_counter()
+        started = time.process_time()
         run(decoder, asked, pick)
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         rates.append(sum(len(request.deltas) for request in asked) / seconds)
         bodies.append(decoder)
     if not bodies[-1].is_invariant:

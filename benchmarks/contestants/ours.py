@@ -156,6 +156,7 @@ def generate(
         huggingface_folder(shape, models),
         device=device,
         execution="compiled" if compiled else "auto",
+        exact=exact,
         notify=lambda _line: None,
         **LOAD_OPTIONS[precision],
     )

@@ -273,3 +273,29 @@ def test_a_gpu_that_looks_ahead_gives_the_same_texts(make_decoder):
             engine.add([1, 2, number], GenerationConfig(max_new_tokens=9, seed=number))
         texts.append(run(engine))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "room", [{}, {"max_tokens": 48, "token_budget": 7, "prefix_caching": True}]
+)
+def test_prompt_logprobs_are_those_of_a_forward_pass(make_decoder, room):
+    """Also if prompts are cut, preempted or share a prefix with an earlier one."""
+    decoder = make_decoder(max_seq_len=24)
+    engine = Engine(decoder, max_sequences=4, **room)
+    pick = random.Random(5)
+    prompts = [[1, 2, 3, 4] * 4 + [pick.randrange(17) for _ in range(n)] for n in range(8)]
+    config = GenerationConfig(temperature=0, max_new_tokens=2, prompt_logprobs=3, n_samples=1)
+    indices = [engine.add(prompt, config)[0] for prompt in [*prompts, [5]]]
+    first: dict[int, tuple] = {}
+    while not engine.is_idle:
+        for delta in engine.step():
+            assert (delta.prompt_logprobs is None) == (delta.index in first)
+            first.setdefault(delta.index, delta.prompt_logprobs)
+    assert first[indices[-1]] == ()  # nothing precedes a single token
+    for index, prompt in zip(indices, prompts, strict=False):
+        expected = decoder(torch.tensor([prompt]))[0, :-1].float().log_softmax(-1)
+        of_tokens = expected.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert [one.token for one in first[index]] == prompt[1:]
+        assert [one.logprob for one in first[index]] == pytest.approx(of_tokens.tolist(), abs=1e-6)
+        best = expected.topk(3).indices.tolist()
+        assert [[token for token, _ in one.top] for one in first[index]] == best

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from workhorse.generate.pace import FEWEST, FIRST, PromptPace
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import PIECE, TokenSequence
 from workhorse.nn.cache.paged import BLOCK, EMPTY, PagedCache
@@ -24,6 +25,8 @@ class Job:
     copies: "list[Job]"
     left: int
     guesses: int = 0
+    client: str = ""
+    rank: int = 0
 
 
 def make(
@@ -218,3 +221,52 @@ def test_a_cancelled_request_has_no_blocks_in_the_next_step() -> None:
     read(scheduler)
     scheduler.remove(one)
     assert is_empty(scheduler)
+
+
+def test_clients_take_turns() -> None:
+    """A client with one request does not wait for another client's many."""
+    scheduler = make(10_000, budget=64, sequences=4)
+    many = [job(scheduler, index, 8, 30) for index in range(20)]
+    for one in many:
+        scheduler.add(one)
+    for _ in range(5):
+        read(scheduler)
+    assert scheduler.running == many[:4]
+    few = [job(scheduler, 20 + index, 8, 30) for index in range(3)]
+    for one in few:
+        one.client = "other"
+        scheduler.add(one)
+    read(scheduler)
+    assert set(scheduler.running) == {*many[:2], *few[:2]}
+    steps, order = 0, list[int]()
+    while scheduler.running or scheduler.waiting:
+        order += [one.index for one in read(scheduler)]
+        steps += 1
+    assert steps < 23 * 40
+    assert order.index(22) < order.index(6)  # the third of a few before the seventh of many
+    assert is_empty(scheduler)
+
+
+def test_prompts_do_not_hold_up_requests_that_decode() -> None:
+    scheduler = make(10_000, budget=1000, sequences=4)
+    scheduler.prompt_tokens = 32
+    decoding = job(scheduler, 0, 8, 50)
+    scheduler.add(decoding)
+    read(scheduler)
+    scheduler.add(job(scheduler, 1, 100, 1))
+    counts = [sum(count for _, count in scheduler.schedule())]
+    assert counts == [33]
+
+
+def test_the_pace_of_prompts_follows_the_time_of_steps() -> None:
+    pace = PromptPace(0.5)
+    assert pace.tokens == FIRST
+    for _ in range(30):
+        pace.note(0, 0.020)
+        pace.note(pace.tokens, 0.020 + 0.0002 * pace.tokens)
+    assert pace.tokens == pytest.approx(0.5 * 0.020 / 0.0002, abs=1)
+    pace.note(50, 60.0)  # the machine was busy
+    assert pace.tokens > 25
+    for _ in range(30):
+        pace.note(pace.tokens, 1.0)
+    assert pace.tokens == FEWEST

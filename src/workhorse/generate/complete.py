@@ -163,6 +163,7 @@ def _completion(
         prompt_tokens=prompt_tokens,
         seed=seed,
         logprobs=logprobs or None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
         proposed=sum(delta.proposed for delta in deltas) if speculated else None,
         accepted=sum(delta.accepted for delta in deltas) if speculated else None,
         prompt_seconds=sum(delta.prompt_seconds for delta in deltas),

@@ -56,6 +56,8 @@ class GenerationConfig(Config):
     """Token ids that end a completion. None: the tokenizer's eos; empty: no token ends it."""
     logprobs: int | None = None
     """Return log-probabilities of each token and of the n likeliest at its position; n may be 0."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt except the first. The prefix cache is then not used."""
     truncate: Literal["refuse", "left"] = "refuse"
     """Behaviour when the context is full. refuse: a prompt that does not fit raises an error, and a
     completion ends. left: the oldest tokens are dropped, and the completion continues."""
@@ -142,6 +144,7 @@ _NOT_IN_BEAM_SEARCH = (
     "n_samples",
     "stop",
     "logprobs",
+    "prompt_logprobs",
     "seed",
     "speculate",
 )
@@ -188,6 +191,7 @@ _BOUNDS = {
         _between(1, MOST_ROWS),
     ],
     "logprobs": [_Bound(lambda n: n >= 0, "is negative; choose 0 or more, or omit it")],
+    "prompt_logprobs": [_Bound(lambda n: n >= 0, "is negative; choose 0 or more, or omit it")],
     "speculate": [_Bound(lambda n: n >= 0, "is negative; choose 0 (no guesses) or more")],
     "beams": [
         _Bound(lambda n: n >= 1, "is less than 1; choose 1 (no beam search) or more"),
@@ -234,6 +238,10 @@ class Delta:
     """True if the token was guessed by speculative decoding."""
     prompt_seconds: float = field(default=0.0, compare=False)
     """Seconds to process the prompts of a batch. Set on the batch's first delta; 0 on others."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """See `GenerationConfig.prompt_logprobs`. Set on the first delta of a completion."""
+    cached_tokens: int = field(default=0, compare=False)
+    """Number of prompt tokens taken from the prefix cache. Set on the first delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +258,8 @@ class Completion:
     seed: int | None = None
     """Seed that reproduces this completion; None if nothing was sampled."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """See `GenerationConfig.prompt_logprobs`."""
     score: float | None = None
     """`sum of log-probabilities / length ** length_penalty`; None without beam search."""
     proposed: int | None = None

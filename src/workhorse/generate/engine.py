@@ -10,10 +10,12 @@ prevents this.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
@@ -29,15 +31,27 @@ from workhorse.generate.checks import (
     whole,
 )
 from workhorse.generate.config import Delta, GenerationConfig
+from workhorse.generate.pace import PromptPace
 from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondition
 from workhorse.generate.runner import Chunk, Logits, Runner, tokens_needed, wait
-from workhorse.generate.sampling import Chooser, Score
+from workhorse.generate.sampling import Chooser, Score, token_logprobs
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import PIECE
 from workhorse.generate.speculation import Draft, PromptLookup, Proposer, slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
 TOKEN_BUDGET = 4096
+
+
+class Load(NamedTuple):
+    """The load of an engine."""
+
+    running: int
+    """Number of requests that have cache blocks."""
+    waiting: int
+    """Number of requests in the queue."""
+    cache: float
+    """Fraction of the cache blocks that sequences use."""
 
 
 class Engine:
@@ -56,6 +70,8 @@ class Engine:
         token_budget: the maximum number of tokens per step, at least `max_sequences` times
             `1 + speculate`. A smaller budget makes long prompts delay other requests less. None:
             4096, or that minimum if it is larger.
+        prompt_share: the fraction by which prompts may lengthen a step in which other requests
+            decode; see `PromptPace`. None, or on CUDA: only `token_budget` limits prompts.
         speculate: the maximum number of guessed tokens of a request per step.
         prefix_caching: True to keep keys and values while the cache has room, so that a later
             prompt is processed only after the prefix that is in the cache. The weights must not
@@ -76,6 +92,7 @@ class Engine:
         max_sequences: int = 32,
         max_tokens: int | None = None,
         token_budget: int | None = None,
+        prompt_share: float | None = None,
         speculate: int = 0,
         prefix_caching: bool = False,
         score: Score | None = None,
@@ -116,6 +133,14 @@ class Engine:
         """True if a chosen token may be processed before it is copied to the host, so that the
         device waits less for the host. If the completion has ended, the result is discarded. If
         weights change between steps, the change takes effect one token later."""
+        self._pace = None
+        if prompt_share is not None:
+            if not isinstance(prompt_share, int | float) or not prompt_share > 0:
+                raise WorkhorseError(
+                    f"prompt_share={shown(prompt_share)} is not a positive number; give one"
+                )
+            if not self.looks_ahead:
+                self._pace = PromptPace(prompt_share)
         self._proposer: Proposer = PromptLookup()
         if draft is not None:
             self._proposer = Draft(draft, self._runner, prefix_caching=prefix_caching)
@@ -139,6 +164,20 @@ class Engine:
         self._prompt_seconds = 0.0
 
     @property
+    def unfinished(self) -> Collection[int]:
+        """Indices of the completions that wait or run, or have tokens that `step` will return."""
+        return self._requests.keys() | self._taken.keys()
+
+    @property
+    def load(self) -> Load:
+        """Numbers of requests and cache tokens in use."""
+        cache = self._runner.cache
+        used = max(
+            (pool.capacity - pool.available) / pool.capacity for pool in cache.pools.values()
+        )
+        return Load(len(self._scheduler.running), len(self._scheduler.waiting), used)
+
+    @property
     def is_idle(self) -> bool:
         """True if no request waits or runs, and `step` has returned every token."""
         return not (self._requests or self._taken)
@@ -150,6 +189,7 @@ class Engine:
         *,
         processors: Sequence[LogitProcessor] = (),
         stop_conditions: Sequence[StopCondition] = (),
+        client: str = "",
     ) -> range:
         """Request completions of a prompt.
 
@@ -158,6 +198,8 @@ class Engine:
             config: the options; None: the defaults of `GenerationConfig`.
             processors: functions applied to the logits in this order, before penalties and filters.
             stop_conditions: functions; a completion ends when one of them returns True.
+            client: name of the client that asks. Clients share the engine equally: the first
+                requests of all clients come before the second ones.
 
         Returns:
             The indices of the prompt's `n_samples` completions; see `Delta.index`.
@@ -184,11 +226,13 @@ class Engine:
                 tokenizer=self.tokenizer,
                 processors=processors,
                 stop_conditions=stop_conditions,
+                client=client,
             )
             for sample, index in enumerate(indices)
         ]
         for request in requests:
             request.sequence = self._runner.new_sequence(fitting, exact=config.exact)
+            request.sequence.is_scored = config.prompt_logprobs is not None
         self._added = indices.stop
         requests[0].copies = requests[1:]
         with self._runner.changing():
@@ -317,12 +361,15 @@ class Engine:
         Returns the logits, and the requests whose next tokens can be chosen from them.
         """
         started = time.perf_counter()
-        reads_prompt = not all(request.sequence.is_decoding for request, _ in chunks)
+        of_prompts = [count for request, count in chunks if not request.sequence.is_decoding]
+        reads_prompt = bool(of_prompts)
         logits = self._runner.run([_chunk(*both) for both in chunks])
         requests: list[Request] = []
         lasts: list[int] = []
         with self._runner.changing():
-            for (request, _), last in zip(chunks, logits.last, strict=True):
+            for (request, count), last in zip(chunks, logits.last, strict=True):
+                if request.needs_scores:
+                    self._score_prompt(request, logits.of[last + 1 - count : last + 1])
                 if request.sequence.pending == 0:
                     some = [request, *self._start_copies(request)]
                     requests += some
@@ -330,12 +377,25 @@ class Engine:
         if not all(request.deltas for request in requests):
             reads_prompt = True
             wait(logits.of)
+        if self._pace is not None and len(of_prompts) < len(chunks):
+            wait(logits.of)
+            self._pace.note(sum(of_prompts), time.perf_counter() - started)
         if reads_prompt:
             self._prompt_seconds += time.perf_counter() - started
         return Logits(logits.of, lasts), requests
 
+    def _score_prompt(self, request: Request, logits: Tensor) -> None:
+        """Compute log-probabilities of prompt tokens from the logits of the tokens before them."""
+        start = request.sequence.cached.length - len(logits)
+        following = torch.tensor(request.prompt[start + 1 : start + 1 + len(logits)])
+        rows, n = logits[: len(following)], request.config.prompt_logprobs
+        scores = token_logprobs(rows, following.to(rows.device), n, self._score)
+        request.scores[start:] = [one for one in scores if one is not None]
+
     def _plan(self) -> list[tuple[Request, int]]:
         """Return the requests of this step, and the number of tokens to process for each."""
+        if self._pace is not None:
+            self._scheduler.prompt_tokens = self._pace.tokens
         chunks = self._scheduler.schedule()
         self._step = [request for request, _ in chunks]
         for request in self._scheduler.preempted:
@@ -348,6 +408,7 @@ class Engine:
         copies, request.copies = request.copies, []
         for copy in copies:
             copy.sequence = request.sequence.fork(self._runner.cache)
+            copy.scores = request.scores
             self._scheduler.join(copy)
         self._step += copies
         return copies
@@ -513,7 +574,10 @@ class Engine:
 def _chunk(request: Request, count: int) -> Chunk:
     """Create the chunk with the next `count` tokens of a request.
 
-    If no tokens are left after it, it requests the logits after the last token and each guess.
+    If no tokens are left after it, it requests the logits after the last token and each guess. If
+    the prompt's log-probabilities are needed, it requests the logits after each token.
     """
+    if request.needs_scores:
+        return Chunk(request.sequence, count, count)
     complete = count == request.sequence.pending
     return Chunk(request.sequence, count, 1 + len(request.guess.tokens) if complete else 0)

@@ -47,6 +47,7 @@ class Request:
         seed: seed of the random generator.
         context: the decoder's maximum sequence length.
         tokenizer: decodes tokens and defines eos.
+        client: name of the client; see `Engine.add`.
         processors: functions applied to the logits.
         stop_conditions: functions that end the completion.
 
@@ -58,6 +59,9 @@ class Request:
             together. The key of an exact request is unique, because batching could change its
             tokens.
         deltas: a `Delta` for each new token.
+        scores: log-probabilities of the prompt's tokens, from the second one on, if they are asked
+            for and computed.
+        rank: number of earlier requests of the same client that have not ended.
         tokens: the prompt and all new tokens.
         guess: the tokens guessed for the current pass.
         agreed: number of these guessed tokens that have also been chosen so far.
@@ -77,10 +81,13 @@ class Request:
         context: int,
         *,
         tokenizer: StreamingTokenizer | None,
+        client: str = "",
         processors: Sequence[LogitProcessor] = (),
         stop_conditions: Sequence[StopCondition] = (),
     ) -> None:
         self.index = index
+        self.client = client
+        self.rank = 0
         self.prompt = tuple(prompt)
         self.config = config
         self.processors = processors
@@ -91,6 +98,7 @@ class Request:
         self.sampling_key = f"{index} {key}" if config.exact and config.top_p < 1 else key
         self.is_at_fault = False
         self.deltas: list[Delta] = []
+        self.scores: list[TokenLogprob] = []
         self.tokens = list(prompt)
         self._limit = config.max_new_tokens
         if config.truncate == "refuse":
@@ -124,6 +132,12 @@ class Request:
     def finish_reason(self) -> FinishReason | None:
         """The reason why the completion ended; None while it continues."""
         return self.deltas[-1].finish_reason if self.deltas else None
+
+    @property
+    def needs_scores(self) -> bool:
+        """True if log-probabilities of the prompt are asked for and not complete."""
+        asked = self.config.prompt_logprobs is not None
+        return asked and len(self.scores) < len(self.prompt) - 1
 
     def expect(self, guess: Guess) -> None:
         """Prepare for a pass over the last token and these guessed tokens."""
@@ -181,6 +195,8 @@ class Request:
             proposed=len(self.guess.tokens) if begins else 0,
             accepted=guessed,
             prompt_seconds=prompt_seconds,
+            prompt_logprobs=self._scores_of_prompt(),
+            cached_tokens=0 if self.deltas else self.sequence.adopted,
         )
         self._used_before.append(self._used)
         self.deltas.append(delta)  # from here on the token is taken, even if an exception follows
@@ -194,6 +210,10 @@ class Request:
             self.has_more_logits = False
             self._replace_guesses(token)
         self._is_taking = False
+
+    def _scores_of_prompt(self) -> tuple[TokenLogprob, ...] | None:
+        first = not self.deltas and self.config.prompt_logprobs is not None
+        return tuple(self.scores) if first else None
 
     def _replace_guesses(self, token: int) -> None:
         """Replace the remaining guesses by the chosen token."""

@@ -148,7 +148,8 @@ class Runner:
                 assert sequence.ahead is not None, "an empty chunk needs logits ahead"
                 found[n], sequence.ahead = sequence.ahead, None
             elif n not in found:
-                found[n] = self._pass([Chunk(sequence, count)]).of[:wanted]
+                alone = Chunk(sequence, count, max(wanted, 1))
+                found[n] = self._pass([alone]).of[:wanted]
         lasts, rows = list[int](), 0
         for n in range(len(chunks)):
             rows += len(found[n])

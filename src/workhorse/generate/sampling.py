@@ -350,7 +350,7 @@ class Chooser:
                 ahead(tokens)
             ids = arriving.wait()
             _check_rows(min(ids) >= 0, at, chosen)
-            logprobs = _logprobs(at, tokens, self.config.logprobs, self._score)
+            logprobs = token_logprobs(at, tokens, self.config.logprobs, self._score)
             if history is not None:
                 history.add(tokens, indices)
             yield from zip(chosen, ids, logprobs, strict=True)
@@ -446,9 +446,17 @@ def _uniforms(rows: Sequence[Request]) -> Tensor:
     return torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
 
 
-def _logprobs(
+def token_logprobs(
     logits: Tensor, tokens: Tensor, n: int | None, score: Score | None
 ) -> list[TokenLogprob | None]:
+    """Return the log-probability of a token and the n likeliest tokens for each row of logits.
+
+    Args:
+        logits: `(rows, vocab)`, of the model.
+        tokens: int64 `(rows,)`.
+        n: number of likeliest tokens; None: the result is a list of None.
+        score: see `Engine`.
+    """
     if n is None:
         return [None] * len(tokens)
     logprobs = log_probabilities(logits.float())

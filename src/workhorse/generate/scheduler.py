@@ -1,16 +1,18 @@
 """Scheduling: chooses the tokens that the next step processes.
 
-Requests are ordered by arrival. A step has a budget of tokens. Each request that is decoding gets
-one token plus its guesses, and prompts share the rest evenly. Cache blocks are allocated when
-tokens need them. If there are too few, the newest running request is preempted: it releases its
-blocks and waits, and its tokens are processed again later.
+Requests of one client are ordered by arrival, and clients take turns. A step has a budget of
+tokens. Each request that is decoding gets one token plus its guesses, and prompts share the rest
+evenly. Cache blocks are allocated when tokens need them. If there are too few, the newest running
+request is preempted: it releases its blocks and waits, and its tokens are processed again later.
 
 A waiting request starts if the cache has room for all its tokens, even if an older one is still
-waiting for room. The oldest of all requests starts in any case and is never preempted, so every
+waiting for room. The first of all requests starts in any case and is never preempted, so every
 request ends.
 """
 
 from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 
 from workhorse.generate.request import Request
@@ -29,31 +31,44 @@ class Scheduler:
             that decode.
         max_sequences: the maximum number of sequences that run at a time.
         prefix_caching: True if a request reuses the blocks of its longest prefix in the cache.
+        prompt_tokens: the maximum number of prompt tokens in a step in which other requests decode;
+            None: no limit.
+
+    Requests are ordered by rank, the number of earlier requests of the same client, and then by
+    arrival. So clients take turns, and the requests of one client are served as they arrive. A
+    request whose rank falls to 0 keeps its place until it ends.
 
     Attributes:
-        waiting: requests without blocks, oldest first.
-        running: requests that have blocks, or get them in this step; oldest first.
+        waiting: requests without blocks, in order.
+        running: requests that have blocks, or get them in this step; in order.
         preempted: requests that the last `schedule` preempted; they may run again.
     """
 
     def __init__(
-        self, cache: PagedCache, *, token_budget: int, max_sequences: int, prefix_caching: bool
+        self,
+        cache: PagedCache,
+        *,
+        token_budget: int,
+        max_sequences: int,
+        prefix_caching: bool,
+        prompt_tokens: int | None = None,
     ) -> None:
         self.cache = cache
         self.token_budget = token_budget
         self.max_sequences = max_sequences
         self.prefix_caching = prefix_caching
+        self.prompt_tokens = prompt_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preempted: list[Request] = []
 
     def add(self, request: Request) -> None:
         """Add a request to the queue."""
-        insort(self.waiting, request, key=_arrival)
+        insort(self.waiting, request, key=_order)
 
     def join(self, request: Request) -> None:
         """Add a request to the running requests; its sequence may already have blocks."""
-        insort(self.running, request, key=_arrival)
+        insort(self.running, request, key=_order)
 
     def remove(self, request: Request) -> None:
         """Drop a request and release its blocks."""
@@ -75,6 +90,7 @@ class Scheduler:
         processed (`TokenSequence.ahead`).
         """
         self.preempted = []
+        self._rank()
         self._start_waiting()
         shares = self._shares()
         step: list[tuple[Request, int]] = []
@@ -90,32 +106,52 @@ class Scheduler:
         needs = [self.cache.needs(request.sequence.cached, 1) for request in self.running]
         return self.cache.has_blocks([sum(pool) for pool in zip(*needs, strict=True)])
 
+    def _rank(self) -> None:
+        """Rank all requests and order them."""
+        counts: Counter[str] = Counter()
+        for request in sorted([*self.running, *self.waiting], key=_arrival):
+            request.rank = counts[request.client]
+            counts[request.client] += _sequences(request)
+        self.running.sort(key=_order)
+        self.waiting.sort(key=_order)
+
     def _start_waiting(self) -> None:
-        oldest = min([*self.running[:1], *self.waiting[:1]], key=_arrival, default=None)
-        if oldest is not None and oldest not in self.running:
-            while self._free_sequences() < _sequences(oldest):
+        first = min([*self.running[:1], *self.waiting[:1]], key=_order, default=None)
+        if first is not None and first not in self.running:
+            while self._free_sequences() < _sequences(first):
                 self.preempt(self.running[-1])
-            self._adopt_prefix(oldest)
-            self._start(oldest)
-        taken = [0] * len(self.cache.pools)  # blocks that partly processed prompts still need
-        for request in self.running:
-            if request.sequence.pending > 1:
-                needs = self.cache.needs(request.sequence.cached, request.sequence.pending)
-                taken = [a + b for a, b in zip(taken, needs, strict=True)]
+            self._adopt_prefix(first)
+            self._start(first)
         for request in list(islice(self.waiting, MAX_CONSIDERED)):
-            if not self._free_sequences():
-                return
-            if _sequences(request) > self._free_sequences():
+            later = [one for one in self.running if _yields(one, request)]
+            if self._free_sequences() + sum(map(_sequences, later)) < _sequences(request):
                 continue
             self._adopt_prefix(request)
-            sequence = request.sequence
-            needs = self.cache.needs(sequence.cached, sequence.pending + 1)
-            total = [a + b for a, b in zip(taken, needs, strict=True)]
-            if self.cache.has_blocks(total):
+            if self._fits(request, without=later):
+                while later and not self._fits(request):
+                    self.preempt(later.pop())
+            if self._fits(request):
                 self._start(request)
-                taken = total
             else:
-                sequence.clear(self.cache)
+                request.sequence.clear(self.cache)
+
+    def _fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
+        """True if a waiting request can start, or could if the requests `without` were preempted.
+
+        The blocks that partly processed prompts still need are not available to it.
+        """
+        totals = self.cache.needs(request.sequence.cached, request.sequence.pending + 1)
+        for one in self.running:
+            sequence = one.sequence
+            if one in without:
+                more = [-len(table) for table in sequence.cached.tables.values()]
+            elif sequence.pending > 1:
+                more = self.cache.needs(sequence.cached, sequence.pending)
+            else:
+                continue
+            totals = [a + b for a, b in zip(totals, more, strict=True)]
+        free = self._free_sequences() + sum(map(_sequences, without))
+        return free >= _sequences(request) and self.cache.has_blocks(totals)
 
     def _start(self, request: Request) -> None:
         self.waiting.remove(request)
@@ -139,6 +175,8 @@ class Scheduler:
                 left -= shares[request]
             else:
                 prompts.append(request)
+        if shares and self.prompt_tokens is not None:
+            left = min(left, self.prompt_tokens)
         for request in prompts[:1]:  # the oldest, which always gets a share
             sequence = request.sequence
             shares[request] = sequence.chunk(max(sequence.piece, left // len(prompts)))
@@ -176,6 +214,15 @@ class Scheduler:
 
 def _arrival(request: Request) -> int:
     return request.index
+
+
+def _yields(running: Request, waiting: Request) -> bool:
+    """True if a running request is preempted for a waiting one of a client that has fewer."""
+    return running.client != waiting.client and running.rank > waiting.rank
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.rank, request.index
 
 
 def _sequences(request: Request) -> int:

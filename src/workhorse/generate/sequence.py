@@ -10,6 +10,8 @@ from workhorse.nn.cache.paged import BLOCK, CachedSequence, PagedCache
 
 PIECE = 4 * BLOCK
 """Maximum number of prompt tokens per pass of an exact sequence."""
+SCORED = 8 * BLOCK
+"""Maximum number of prompt tokens per pass whose log-probabilities are computed."""
 
 
 class TokenSequence:
@@ -34,6 +36,9 @@ class TokenSequence:
         prompt: length of an exact sequence's prompt; None if the sequence is not exact.
         dropped: number of tokens dropped because the context was full.
         guessed: number of guesses at the end of `tokens`.
+        is_scored: True if the logits of all prompt tokens are needed, so that none is taken from
+            the prefix cache.
+        adopted: number of tokens that `adopt_prefix` took from the prefix cache.
         keeps_last: True if the last known token is always processed in a separate pass with the
             guesses after it, even when the tokens before it must be processed again.
         ahead: logits after the last token if they were computed before the token was copied to the
@@ -54,6 +59,8 @@ class TokenSequence:
         self.most = most
         self.dropped = 0
         self.guessed = 0
+        self.is_scored = False
+        self.adopted = 0
         self.keeps_last = False
         self.ahead: Tensor | None = None
         self._prefixes: list[bytes] = []
@@ -78,6 +85,8 @@ class TokenSequence:
 
         It is 0 if the next piece of an exact sequence has more than `most` tokens.
         """
+        if self.is_scored:
+            most = min(most, SCORED)
         if self.prompt is None:
             kept = self.keeps_last and not self.is_decoding
             return max(0, min(self.pending - kept, most, self.most or most))
@@ -104,12 +113,13 @@ class TokenSequence:
 
         The prefix never includes the last token, because its logits must be computed.
         """
-        if not self.cached.length:
+        if not self.cached.length and not self.is_scored:
             exact = self.prompt is not None
             end = min(len(self.tokens) - 1, self.prompt or len(self.tokens))
             prefixes = self._keys(end // BLOCK)
             cache.adopt_prefix(self.cached, prefixes, PIECE // BLOCK if exact else 1)
-            self._labelled = self.cached.length // BLOCK
+            self.adopted = self.cached.length
+            self._labelled = self.adopted // BLOCK
 
     def label_prefix(self, cache: PagedCache) -> None:
         """Add this sequence's full blocks to the prefix cache, for other sequences.

@@ -54,6 +54,7 @@ VERBS = {
     "train": "Train a model from a recipe, or resume a run.",
     "generate": "Continue a prompt with a model.",
     "chat": "Chat with a model in the terminal.",
+    "serve": "Serve a model over HTTP with OpenAI's API.",
     "evaluate": "Measure a model's loss on text, or score it on tasks.",
     "plan": "Estimate a model's memory, FLOPs, time and cost.",
     "report": "Write the report page of a run, or of several runs side by side.",

@@ -220,7 +220,7 @@ class Model:
     @property
     def prefix(self) -> tuple[int, ...]:
         """Token ids with which every training document begins."""
-        return () if self.tokenizer is None else self._beginning.prefix
+        return () if self.tokenizer is None else self.beginning.prefix
 
     @property
     def start(self) -> int | None:
@@ -230,10 +230,10 @@ class Model:
         document. If the training data is unknown, as for a downloaded model, it is bos, or eos if
         there is no bos.
         """
-        return self._beginning.start
+        return self.beginning.start
 
     @property
-    def _beginning(self) -> SequenceStart:
+    def beginning(self) -> SequenceStart:
         found = sequence_start(self.text, self.data)
         return found if self.trained or found.prefix else SequenceStart((), None)
 
@@ -247,7 +247,7 @@ class Model:
         """
         if not isinstance(prompt, str):
             raise WorkhorseError(f"prompt={shown(prompt)} is not a string; give a str")
-        return self._beginning.encode(self.text, prompt)
+        return self.beginning.encode(self.text, prompt)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Decode token ids to a string; the inverse of `encode`.

@@ -228,6 +228,15 @@ class Tokenizer:
             decoder.push(token)
         return decoder
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token that is not the first of a sequence.
+
+        Raises:
+            WorkhorseError: the id is not an integer or is outside the vocabulary.
+        """
+        (token,) = checked_ids((token,), self.vocab_size)
+        return self._pieces[token] or b""
+
     def control_encoder(self, also: frozenset[str] = frozenset()) -> ControlEncoder:
         """Return an encoder that distinguishes control tokens from typed text that looks the same.
 

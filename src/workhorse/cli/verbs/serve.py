@@ -1,0 +1,175 @@
+"""`workhorse serve`: an HTTP server with OpenAI's API."""
+
+import json
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from workhorse.cli.loading import PATH, Running, json_option, model_options
+from workhorse.cli.output import ExitCode, print_result, warn
+
+if TYPE_CHECKING:
+    from workhorse.serve.messages import ModelFacts
+
+KEY_VARIABLE = "WORKHORSE_API_KEY"
+
+
+@click.command("serve")
+@model_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any."
+)
+@click.option("--name", help="Name of the model for clients.  [default: the last part of MODEL]")
+@click.option(
+    "--api-key-file",
+    type=PATH,
+    metavar="FILE",
+    help="API keys, one per line. One key can also be given in the environment variable"
+    f" {KEY_VARIABLE}.",
+)
+@click.option(
+    "--max-sequences",
+    type=click.IntRange(1, 1024),
+    default=16,
+    show_default=True,
+    help="Completions that are generated at a time.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(0, 100_000),
+    help="Requests that may wait; further ones get status 429.  [default: --max-sequences]",
+)
+@click.option(
+    "--cache-tokens",
+    type=click.IntRange(1),
+    help="Tokens in the cache, over all completions.  [default: as many as half of the free memory"
+    " holds]",
+)
+@click.option(
+    "--prompt-share",
+    type=click.FloatRange(min=0.01, max=1000),
+    default=0.4,
+    show_default=True,
+    help="Fraction by which prompts may lengthen a step while other completions are generated.",
+)
+@click.option(
+    "--exact/--no-exact",
+    default=True,
+    show_default=True,
+    help="Answers do not depend on other requests, bit by bit, if the model and the CPU allow it.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds that a request may take.",
+)
+@click.option("--check", is_flag=True, help="Only say what fits into memory.")
+@click.option("--template", default="default", metavar="NAME", help="Name of the chat template.")
+@json_option
+def command(
+    *,
+    model: str,
+    running: Running,
+    host: str,
+    port: int,
+    name: str | None,
+    api_key_file: Path | None,
+    max_sequences: int,
+    queue: int | None,
+    cache_tokens: int | None,
+    prompt_share: float,
+    exact: bool,
+    timeout: float,
+    check: bool,
+    template: str,
+    as_json: bool,
+) -> None:
+    """Serve MODEL over HTTP with OpenAI's API, for programs and for browsers.
+
+    Ctrl-C or SIGTERM ends it after the requests in flight. MODEL is a run directory, a Hugging Face
+    directory or hub id, a GGUF file, a folder that `convert` wrote, or a preset's name (random
+    weights).
+    """
+    import asyncio
+
+    from workhorse.errors import WorkhorseError, to_install
+
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
+    if missing:
+        raise WorkhorseError(f"serve needs {missing[0]}: {to_install('serve')}")
+    from workhorse.serve.gate import Limits, is_loopback
+    from workhorse.serve.messages import EngineSettings
+    from workhorse.serve.run import check_keys, listen, read_keys, serve
+
+    keys = [] if api_key_file is None else read_keys(api_key_file)
+    if given := os.environ.get(KEY_VARIABLE):
+        keys.append(given)
+    check_keys(keys, host)
+    name = name or Path(model).absolute().name
+    settings = EngineSettings(
+        model,
+        device=running.device,
+        dtype=running.dtype,
+        kernel=running.kernel,
+        quantize=running.quantize,
+        execution=running.execution,
+        adapter=None if running.adapter is None else str(running.adapter),
+        threads=running.threads,
+        exact=exact,
+        max_sequences=max_sequences,
+        cache_tokens=cache_tokens,
+        prompt_share=prompt_share,
+        template=template,
+    )
+    if check:
+        from workhorse.serve.memory import fit
+
+        found = fit(settings)
+        print_result(found._asdict(), as_json, text=found.sentence)
+        return
+    places = max_sequences + (max_sequences if queue is None else queue)
+    bound = listen(host, port)
+    address = f"http://{_shown_host(host)}:{bound.getsockname()[1]}"
+
+    def ready(facts: "ModelFacts") -> None:
+        for remark in facts.remarks:
+            warn(remark)
+        if not facts.trained_to_chat:
+            warn(f"{facts.name} was not trained to chat; chats become a plain dialogue")
+        print(facts.announcement, file=sys.stderr)
+        independent = "do not depend" if facts.is_exact else "may depend, by rounding,"
+        print(
+            f"context {facts.context:,} tokens, cache {facts.cache_tokens:,} tokens, "
+            f"{facts.max_sequences} completions at a time; answers {independent} on other requests",
+            file=sys.stderr,
+        )
+        if as_json:
+            print(json.dumps({"url": f"{address}/v1", "model": name}), flush=True)
+        else:
+            print(f"serving {name} at {address}/v1", flush=True)
+
+    number = asyncio.run(
+        serve(
+            settings,
+            bound,
+            name=name,
+            keys=keys,
+            limits=Limits(places=places, seconds=timeout),
+            loopback=is_loopback(host),
+            say=lambda line: print(f"workhorse serve: {line}", file=sys.stderr),
+            on_ready=ready,
+        )
+    )
+    click.get_current_context().exit(ExitCode.after(signal.Signals(number).name))
+
+
+def _shown_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,1 @@
+"""An HTTP server with OpenAI's API for one model: `workhorse serve`."""

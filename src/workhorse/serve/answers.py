@@ -1,0 +1,179 @@
+"""From the engine's tokens to answers of OpenAI's API, whole or as events."""
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from workhorse.generate import Delta, TokenLogprob
+from workhorse.tokenizers import Tokenizer
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+"""`finish_reason` of the API for each of ours."""
+
+
+@dataclass
+class Timings:
+    """When the tokens of a request were generated, and how many there are."""
+
+    prompt: int = 0
+    """Number of prompt tokens."""
+    cached: int = 0
+    """Number of them that were in the prefix cache."""
+    new: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float = 0.0
+
+    def count(self, deltas: Sequence[Delta]) -> None:
+        """Count the new tokens of a step."""
+        self.last = time.perf_counter()
+        if self.first is None:
+            self.first = self.last
+        self.cached += sum(delta.cached_tokens for delta in deltas if delta.index == 0)
+        self.new += len(deltas)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.new,
+            "total_tokens": self.prompt + self.new,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    @property
+    def milliseconds(self) -> dict[str, Any]:
+        """The extension `timings`."""
+        first = self.first or self.started
+        generating = self.last - first
+        return {
+            "first_token_ms": 1000 * (first - self.started),
+            "generation_ms": 1000 * generating,
+            "tokens_per_second": (self.new - 1) / generating if generating > 0 else None,
+        }
+
+
+class TokenText:
+    """Names tokens in log-probabilities.
+
+    Args:
+        tokenizer: the model's tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {number: name for name, number in tokenizer.special_tokens.items()}
+
+    def data(self, token: int) -> bytes:
+        """The bytes of a token; the name of a special one."""
+        if token in self._special:
+            return self._special[token].encode()
+        return self._tokenizer.token_bytes(token)
+
+    def name(self, token: int) -> str:
+        r"""The text of a token; `bytes:\xe2\x82` if it is a part of a character."""
+        data = self.data(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+    def of_chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Format log-probabilities as a chat completion has them."""
+        content = [
+            {
+                **self._entry(one.token, one.logprob),
+                "top_logprobs": [self._entry(token, value) for token, value in one.top],
+            }
+            for one in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.data(token)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    def of_completion(
+        self, logprobs: Sequence[TokenLogprob | int], offset: int
+    ) -> tuple[dict[str, Any], int]:
+        """Format log-probabilities as a completion has them.
+
+        Args:
+            logprobs: the tokens; one without a log-probability is an id.
+            offset: number of characters before them.
+
+        Returns:
+            The fields, and the number of characters up to their end.
+        """
+        fields: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for one in logprobs:
+            if isinstance(one, int):
+                token, logprob, top = one, None, None
+            else:
+                token, logprob, top = one.token, _finite(one.logprob), dict[str, float]()
+                for id, value in one.top:
+                    top.setdefault(self.name(id), _finite(value))
+            fields["tokens"].append(self.name(token))
+            fields["token_logprobs"].append(logprob)
+            fields["top_logprobs"].append(top)
+            fields["text_offset"].append(offset)
+            offset += len(self.data(token).decode("utf-8", "replace"))
+        return fields, offset
+
+
+def _finite(logprob: float) -> float:
+    """Return a number that JSON has: -9999 for a token that is impossible, as OpenAI does."""
+    return max(logprob, -9999.0)
+
+
+def event(fields: object) -> bytes:
+    """Format a server-sent event."""
+    return b"data: " + json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def merged(
+    streams: Sequence[AsyncIterator[list[Delta]]],
+) -> AsyncGenerator[tuple[int, list[Delta]]]:
+    """Yield the items of several iterators as they arrive, with the number of their iterator.
+
+    If it is closed early, all iterators are closed.
+    """
+    import asyncio
+
+    arrived: asyncio.Queue[tuple[int, list[Delta] | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[list[Delta]]) -> None:
+        end: BaseException | None = None
+        try:
+            async for item in stream:
+                arrived.put_nowait((number, item))
+        except Exception as error:
+            end = error
+        arrived.put_nowait((number, end))
+
+    tasks = [asyncio.create_task(pump(*one)) for one in enumerate(streams)]
+    left = len(tasks)
+    try:
+        while left:
+            number, item = await arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

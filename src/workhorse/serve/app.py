@@ -1,0 +1,216 @@
+"""The application: routes, errors and lifetime of the server."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+import workhorse
+from workhorse.errors import WorkhorseError
+from workhorse.serve import completing
+from workhorse.serve.answers import TokenText
+from workhorse.serve.completing import Server
+from workhorse.serve.engine_client import EngineClient
+from workhorse.serve.errors import ApiError, bad_request
+from workhorse.serve.gate import Gate, Keys, Limits
+from workhorse.serve.messages import ModelFacts
+from workhorse.serve.metrics import Metrics
+from workhorse.serve.prompts import Prompts, check_model
+from workhorse.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+
+def create_app(
+    engine: EngineClient,
+    facts: ModelFacts,
+    *,
+    name: str,
+    metrics: Metrics,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
+    loopback: bool = True,
+) -> Gate:
+    """Create the server's ASGI application.
+
+    Args:
+        engine: the engine, already started.
+        facts: what the engine reported about the model.
+        name: name of the model for clients.
+        metrics: the figures of /metrics.
+        keys: the API keys; empty: none is needed.
+        limits: the limits of requests; None: the default ones.
+        loopback: see `Gate`.
+    """
+    app = FastAPI(
+        title="Workhorse",
+        version=workhorse.__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+    )
+    server = Server(
+        name, engine, Prompts(facts), TokenText(facts.tokenizer), metrics, int(time.time())
+    )
+    gate = Gate(app, Keys(keys), limits or Limits(), loopback=loopback and not keys)
+    gate.on_answer = metrics.answered
+    _add_errors(app)
+    _add_routes(app, server, facts, gate)
+    _add_tokenizing(app, server, facts)
+
+    return gate
+
+
+def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> None:
+    model = {
+        "id": server.name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "workhorse",
+        "max_model_len": facts.context,
+    }
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Say that the process is alive."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Say whether requests are accepted."""
+        state = "shutting down" if gate.is_draining else server.engine.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Figures in Prometheus' text format."""
+        text = server.metrics.text(server.engine.restarts)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the models."""
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{id:path}")
+    async def model_by_id(id: str) -> dict[str, Any]:
+        """Describe a model."""
+        check_model(server.name, id)
+        return model
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Reply to a chat."""
+        return await completing.chat(server, body, request.state.client)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        return await completing.complete(server, body, request.state.client)
+
+
+def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Encode a text or a chat."""
+        check_model(server.name, body.model)
+        return await asyncio.to_thread(_tokenized, server, body, facts)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """Decode token ids."""
+        check_model(server.name, body.model)
+        try:
+            text = await asyncio.to_thread(facts.tokenizer.decode, body.tokens)
+        except WorkhorseError as error:
+            raise bad_request(str(error), "tokens") from None
+        return {"content": text, "prompt": text}
+
+
+def _tokenized(server: Server, body: TokenizeRequest, facts: ModelFacts) -> dict[str, Any]:
+    try:
+        if body.messages is not None:
+            tokens = server.prompts.of_chat(body.messages)
+        elif body.prompt is not None:
+            tokens = server.prompts.of_text(body.prompt)
+        else:
+            tokens = facts.tokenizer.encode(body.content or "")
+    except WorkhorseError as error:
+        raise bad_request(str(error), "content") from None
+    answer: dict[str, Any] = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": facts.context,
+    }
+    if body.with_pieces:
+        answer["pieces"] = [server.texts.name(token) for token in tokens]
+    return answer
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def of_api(request: Request, error: ApiError) -> Response:
+        return error.response
+
+    @app.exception_handler(RequestValidationError)
+    async def of_validation(request: Request, error: RequestValidationError) -> Response:
+        return _validation(error).response
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> Response:
+        return ApiError(error.status_code, _http_message(request, error)).response
+
+
+def _validation(error: RequestValidationError) -> ApiError:
+    """Return the first problem that pydantic found."""
+    problem = error.errors()[0]
+    where = [part for part in problem["loc"][1:] if not _is_branch(part)]
+    param = ".".join(map(str, where)) or None
+    if where and where[0] in ONE_OF and problem["type"] != "missing":
+        return bad_request(ONE_OF[where[0]], where[0])
+    match problem["type"]:
+        case "json_invalid":
+            return bad_request("the body is not JSON; correct it")
+        case "extra_forbidden":
+            return bad_request(f"{param} is not a field of this request; omit it", param)
+        case "missing":
+            return bad_request(f"{param or 'the body'} is missing; add it", param)
+        case "not_served":
+            param = ".".join([*map(str, where), str(problem["ctx"]["field"])])
+            return bad_request(problem["msg"], param, "not_served")
+        case _:
+            message = str(problem["msg"])
+            return bad_request(f"{param}: {message}" if param else message, param)
+
+
+ONE_OF = {
+    "prompt": "prompt is not a string, a list of strings, a list of token ids, or a list of such "
+    "lists; give one of them",
+    "stop": "stop is not a string or a list of up to 16 strings of 1 to 1,024 characters; give one "
+    "of them",
+}
+"""Messages for fields with several types. pydantic would only describe the first type."""
+
+
+def _is_branch(part: object) -> bool:
+    """True for the name of a union's branch in the location of a problem."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "TextPart"))
+
+
+def _http_message(request: Request, error: HTTPException) -> str:
+    match error.status_code:
+        case HTTPStatus.NOT_FOUND:
+            return f"{request.url.path} does not exist; see /openapi.json"
+        case HTTPStatus.METHOD_NOT_ALLOWED:
+            return f"{request.url.path} does not answer {request.method}; see /openapi.json"
+        case _:
+            return str(error.detail)

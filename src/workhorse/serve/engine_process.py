@@ -1,0 +1,254 @@
+"""The process that runs the model. One thread owns it, and another one receives messages.
+
+The process ends if the connection to the HTTP process is closed. It is started with the number of
+the connection's file descriptor: `python -m workhorse.serve.engine_process 3`.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, Protocol
+
+from workhorse.devices.waiting import share_cores
+
+if __name__ == "__main__":
+    share_cores()  # before torch is imported
+
+from workhorse.devices.memory import available
+from workhorse.errors import WorkhorseError
+from workhorse.generate import Delta, Engine, GenerationConfig
+from workhorse.generate.engine import Load
+from workhorse.model.load import load
+from workhorse.model.model import Model
+from workhorse.serve.memory import cache_tokens
+from workhorse.serve.messages import (
+    Cancel,
+    EngineSettings,
+    Failed,
+    Job,
+    ModelFacts,
+    Stepped,
+    packed,
+    read,
+)
+
+MOST_FAILURES = 3
+"""Number of failed steps in a row after which the process ends, to be started again."""
+
+
+class Steps(Protocol):
+    """The part of `Engine` that a `Worker` uses."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    @property
+    def unfinished(self) -> Collection[int]: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    def add(self, prompt: list[int], config: GenerationConfig, *, client: str) -> range: ...
+
+    def cancel(self, index: int) -> None: ...
+
+    def step(self) -> list[Delta]: ...
+
+
+class Worker:
+    """Runs the jobs that arrive on a connection.
+
+    Args:
+        engine: the engine.
+        connection: the connection to the HTTP process.
+    """
+
+    def __init__(self, engine: Steps, connection: socket.socket) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs: dict[int, set[int]] = {}
+        """Indices of the unfinished completions of each job."""
+        self._of: dict[int, tuple[int, int]] = {}
+        """Job and number of each unfinished completion, by its index."""
+        self._failures = 0
+
+    def run(self) -> None:
+        """Work until the connection is closed."""
+        threading.Thread(target=self._receive, daemon=True).start()
+        while self._obey():
+            if not self._engine.is_idle:
+                self._step()
+
+    def _receive(self) -> None:
+        while (message := read(self._connection)) is not None:
+            self._arrived.put(message)
+        self._arrived.put(None)
+
+    def _obey(self) -> bool:
+        """Process all messages that have arrived; wait for one if there is nothing else to do."""
+        wait = self._engine.is_idle
+        while True:
+            try:
+                message = self._arrived.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            match message:
+                case None:
+                    return False
+                case Job():
+                    self._add(message)
+                    wait = self._engine.is_idle
+                case Cancel(id):
+                    for index in self._jobs.pop(id, ()):
+                        del self._of[index]
+                        self._engine.cancel(index)
+                    if self._engine.is_idle:  # report that nothing is left
+                        self._send(Stepped({}, self._engine.load, 0.0))
+                        wait = True
+
+    def _add(self, job: Job) -> None:
+        try:
+            indices = self._engine.add(job.prompt, job.config, client=job.client)
+        except WorkhorseError as error:
+            self._send(Failed(job.id, str(error), is_input=True))
+            return
+        self._jobs[job.id] = set(indices)
+        self._of |= {index: (job.id, number) for number, index in enumerate(indices)}
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        try:
+            deltas = self._engine.step()
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if not self._drop_failed(error) and self._failures >= MOST_FAILURES:
+                raise
+            return
+        tokens: dict[int, list[Delta]] = {}
+        ended: list[int] = []
+        for delta in deltas:
+            if delta.index not in self._of:
+                continue  # its job was cancelled or has failed
+            job, number = self._of[delta.index]
+            tokens.setdefault(job, []).append(_numbered(delta, number))
+            if delta.finish_reason is not None:
+                del self._of[delta.index]
+                self._jobs[job].remove(delta.index)
+                if not self._jobs[job]:
+                    del self._jobs[job]
+                    ended.append(job)
+        self._send(Stepped(tokens, self._engine.load, time.perf_counter() - started, ended))
+
+    def _drop_failed(self, error: Exception) -> bool:
+        """Report the jobs that a failed step has dropped; False if there are none."""
+        gone = {self._of[index][0] for index in self._of.keys() - set(self._engine.unfinished)}
+        for job in gone:
+            for index in self._jobs.pop(job):
+                del self._of[index]
+                self._engine.cancel(index)
+            is_known = isinstance(error, WorkhorseError)
+            message = str(error) if is_known else f"{type(error).__name__}: {error}"
+            self._send(Failed(job, message, is_input=False))
+        return bool(gone)
+
+    def _send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # the HTTP process has exited: `_receive` reports it
+            self._connection.sendall(packed(message))
+
+
+def _numbered(delta: Delta, number: int) -> Delta:
+    return delta if delta.index == number else replace(delta, index=number)
+
+
+def facts(model: Model, settings: EngineSettings, tokens: int, remarks: list[str]) -> ModelFacts:
+    """Collect what the HTTP process needs to know about a loaded model."""
+    tokenizer = model.text
+    replies = model.chat_format(settings.template).stop_tokens
+    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return ModelFacts(
+        name=model.name,
+        tokenizer=tokenizer,
+        beginning=model.beginning,
+        trained_to_chat=model.trained_to_chat,
+        template=settings.template,
+        stop_tokens=model.stop_tokens or eos,
+        reply_stop_tokens=tuple(dict.fromkeys((*replies, *model.stop_tokens))),
+        sampling=dict(model.sampling),
+        context=model.decoder.max_seq_len,
+        vocab=min(model.decoder.config.vocab_size, tokenizer.vocab_size),
+        cache_tokens=tokens,
+        max_sequences=settings.max_sequences,
+        is_exact=settings.exact and model.decoder.is_invariant,
+        announcement=model.announcement,
+        remarks=tuple(remarks),
+    )
+
+
+def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
+    """Load the model and create its engine."""
+    from workhorse.devices.names import use_threads
+
+    if settings.threads:
+        use_threads(settings.threads)
+    remarks: list[str] = []
+    model = load(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        kernel=settings.kernel,  # pyright: ignore[reportArgumentType]
+        quantize=settings.quantize,  # pyright: ignore[reportArgumentType]
+        execution=settings.execution,  # pyright: ignore[reportArgumentType]
+        adapter=settings.adapter,
+        exact=settings.exact,
+        notify=remarks.append,
+    )
+    decoder = model.decoder
+    dtype, free = next(decoder.parameters()).dtype, available(decoder.device)
+    tokens, _ = cache_tokens(decoder.config, dtype, settings, free)
+    about = facts(model, settings, tokens, remarks)
+    engine = Engine(
+        decoder,
+        tokenizer=model.text,
+        max_sequences=settings.max_sequences,
+        max_tokens=tokens,
+        prompt_share=settings.prompt_share,
+        prefix_caching=True,
+    )
+    return engine, about
+
+
+def serve(connection: socket.socket, make: Callable[[EngineSettings], tuple[Steps, ModelFacts]]):
+    """Receive the settings, load the model, report its facts and run jobs.
+
+    Args:
+        connection: the connection to the HTTP process.
+        make: creates an engine; see `build`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the HTTP process decides when to end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = read(connection)
+    if settings is None:
+        return
+    try:
+        engine, about = make(settings)
+    except (WorkhorseError, OSError) as error:
+        connection.sendall(packed(Failed(None, str(error), is_input=True)))
+        return
+    connection.sendall(packed(about))
+    Worker(engine, connection).run()
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), build)
+    sys.stdout.flush()
+    os._exit(0)  # threads of operators may still wait for work

@@ -1,0 +1,134 @@
+"""Messages between the HTTP process and the process that runs the model, and their transport."""
+
+import pickle
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from workhorse.data import SequenceStart
+from workhorse.generate import Delta, GenerationConfig
+from workhorse.generate.engine import Load
+from workhorse.tokenizers import Tokenizer
+
+LENGTH = struct.Struct("!Q")
+"""Format of the length that precedes each message."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the model is loaded, and the limits of its engine."""
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    kernel: str = "auto"
+    quantize: str = "none"
+    execution: str = "auto"
+    adapter: str | None = None
+    threads: int = 0
+    exact: bool = True
+    """True to compute results that do not depend on other requests, if that is fast."""
+    max_sequences: int = 16
+    """Maximum number of completions that advance together."""
+    cache_tokens: int | None = None
+    """Maximum number of tokens of all completions in the cache; None: as many as fit into half of
+    the free memory, but no more than `max_sequences` full contexts."""
+    prompt_share: float = 0.4
+    """Fraction by which prompts may lengthen a step while other completions are generated."""
+    template: str = "default"
+    """Name of the chat template, if the tokenizer has several."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the HTTP process needs to know about the model."""
+
+    name: str
+    tokenizer: Tokenizer
+    beginning: SequenceStart
+    trained_to_chat: bool
+    template: str
+    stop_tokens: tuple[int, ...]
+    """Ids that end a completion."""
+    reply_stop_tokens: tuple[int, ...]
+    """Ids that end a chat reply."""
+    sampling: dict[str, Any]
+    """Default sampling options, from `generation_config.json`."""
+    context: int
+    vocab: int
+    cache_tokens: int
+    max_sequences: int
+    is_exact: bool
+    """True if results do not depend on other requests, bit by bit."""
+    announcement: str
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt to complete; the completions are numbered from 0."""
+
+    id: int
+    prompt: list[int]
+    config: GenerationConfig
+    client: str
+    """Name of the client; see `Engine.add`."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The completions of this job are not needed any more."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A job ended because of an error, or, if `id` is None, the model cannot be loaded."""
+
+    id: int | None
+    message: str
+    is_input: bool
+    """True if the input was wrong, False for a failure of the server."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The new tokens of a step: for each job, the deltas with `Delta.index` from 0."""
+
+    tokens: dict[int, list[Delta]]
+    load: Load
+    seconds: float
+    ended: list[int] = field(default_factory=list[int])
+    """Jobs that have ended."""
+
+
+def packed(message: object) -> bytes:
+    """Return a message as bytes, with its length before it."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(data)) + data
+
+
+def read(connection: socket.socket) -> Any:
+    """Wait for a message and return it; None if the other process has closed the connection."""
+    header = _read_bytes(connection.recv_into, LENGTH.size)
+    if header is None:
+        return None
+    data = _read_bytes(connection.recv_into, LENGTH.unpack(header)[0])
+    return None if data is None else pickle.loads(data)
+
+
+def _read_bytes(receive: Callable[[memoryview], int], count: int) -> bytes | None:
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        try:
+            received = receive(view)
+        except OSError:
+            return None
+        if not received:
+            return None
+        view = view[received:]
+    return bytes(buffer)

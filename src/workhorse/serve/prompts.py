@@ -1,0 +1,191 @@
+"""From the body of a request to the prompt and the options of the engine."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from workhorse.config.base import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.generate import GenerationConfig
+from workhorse.generate.conversation import ChatFormat, TemplateFormat, TranscriptFormat
+from workhorse.serve.errors import CONTEXT_EXCEEDED, ApiError, bad_request
+from workhorse.serve.messages import ModelFacts
+from workhorse.serve.schema import ChatRequest, Message, Sampling
+from workhorse.tokenizers import ChatTemplate
+
+LEAST_P = 1e-9
+"""Used for `top_p: 0`, which keeps only the likeliest token."""
+
+
+class Prompts:
+    """Encodes prompts and chats, and makes the options of the engine.
+
+    Args:
+        facts: the model.
+    """
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._facts = facts
+        self.tokenizer = facts.tokenizer
+        self._format: ChatFormat = TranscriptFormat(facts.tokenizer, facts.beginning.prefix)
+        if facts.trained_to_chat:
+            template = ChatTemplate.of(facts.tokenizer, facts.template)
+            self._format = TemplateFormat(template, facts.tokenizer)
+
+    def of_text(self, text: str) -> list[int]:
+        """Encode a text as the beginning of a training document.
+
+        Raises:
+            ApiError: it cannot be encoded.
+        """
+        try:
+            return self._facts.beginning.encode(self.tokenizer, text)
+        except WorkhorseError as error:
+            raise bad_request(str(error), "prompt") from None
+
+    def of_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Encode a chat, up to the beginning of the assistant's reply.
+
+        Raises:
+            ApiError: the template refuses it, or it cannot be encoded.
+        """
+        given: list[Any] = [_plain(message) for message in messages]
+        if not self._facts.trained_to_chat:
+            for number, message in enumerate(messages):
+                if message.role == "tool":
+                    raise bad_request(
+                        "the model was not trained to chat, so it has no role 'tool'; use system, "
+                        "user and assistant",
+                        f"messages.{number}.role",
+                    )
+        try:
+            return self._format.encode(given)
+        except WorkhorseError as error:
+            raise bad_request(str(error), "messages") from None
+
+    def check(self, prompt: list[int], param: str) -> list[int]:
+        """Check a prompt's length and ids.
+
+        Raises:
+            ApiError: it is empty or longer than the context, or an id is not in the vocabulary.
+        """
+        facts = self._facts
+        if not prompt:
+            raise bad_request("the prompt is empty; give at least one token", param)
+        most = min(facts.context, facts.cache_tokens)
+        if len(prompt) > most:
+            raise bad_request(
+                f"This model's maximum context length is {most} tokens, and the prompt has "
+                f"{len(prompt)} tokens; shorten it",
+                param,
+                CONTEXT_EXCEEDED,
+            )
+        if max(prompt) >= facts.vocab:
+            raise bad_request(
+                f"token id {max(prompt)} is not in the vocabulary; choose 0 to {facts.vocab - 1}",
+                param,
+            )
+        return prompt
+
+    def options(self, body: Sampling, prompt: list[int], most_new: int | None) -> GenerationConfig:
+        """Return the options for a prompt.
+
+        Args:
+            body: the request.
+            prompt: the token ids.
+            most_new: the maximum number of new tokens; None: until the context is full.
+
+        Raises:
+            ApiError: an option is out of range.
+        """
+        facts = self._facts
+        if body.n > facts.max_sequences:
+            raise bad_request(
+                f"n={body.n} is more than {facts.max_sequences}, the completions that this server "
+                "generates at a time; reduce n",
+                "n",
+            )
+        room = min(facts.context + 1, facts.cache_tokens) - len(prompt)
+        most_new = room if most_new is None else min(most_new, room)
+        given = {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
+        options = facts.sampling | given
+        if options.get("top_k") == 0:
+            del options["top_k"]
+        if options.get("temperature") == 0:
+            for name in _ONLY_SAMPLED:
+                options.pop(name, None)
+        elif "top_p" in options:
+            options["top_p"] = max(options["top_p"], LEAST_P)
+        samples = options.get("temperature") != 0
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        ends = self._ends(body, stop)
+        try:
+            return GenerationConfig(
+                **options,
+                max_new_tokens=max(1, most_new),
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias=self._bias(body.logit_bias or {}),
+                seed=_seed(body.seed) if samples else None,
+                n_samples=body.n if samples else 1,
+                stop=stop + (self._format.stop if isinstance(body, ChatRequest) else ()),
+                stop_tokens=ends,
+                exact=facts.is_exact,
+            )
+        except (ConfigError, ValidationError) as error:
+            raise bad_request(str(error)) from None
+
+    def _ends(self, body: Sampling, stop: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the ids that end a completion; special tokens named in `stop` are among them."""
+        facts, special = self._facts, self.tokenizer.special_tokens
+        own = facts.reply_stop_tokens if isinstance(body, ChatRequest) else facts.stop_tokens
+        named = [special[text] for text in stop if text in special]
+        return (*(() if body.ignore_eos else own), *named)
+
+    def _bias(self, given: dict[str, float]) -> dict[int, float]:
+        bias: dict[int, float] = {}
+        for name, value in given.items():
+            if not (name.isascii() and name.isdigit() and int(name[:10]) < self._facts.vocab):
+                raise bad_request(
+                    f"logit_bias has the key {name[:20]!r}, which is not a token id; choose 0 to "
+                    f"{self._facts.vocab - 1}",
+                    "logit_bias",
+                )
+            bias[int(name)] = value
+        return bias
+
+
+_ONLY_SAMPLED = ("top_k", "top_p", "min_p")
+_SAMPLING = ("temperature", *_ONLY_SAMPLED, "repetition_penalty")
+"""Options with a default in `generation_config.json`."""
+
+
+def _seed(given: int | None) -> int:
+    """Return a seed that leaves room for the seeds of further completions."""
+    return secrets.randbits(32) if given is None else given % 2**62
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as templates read it: text as one string, `developer` as `system`."""
+    fields = message.model_dump(exclude_none=True)
+    if not isinstance(message.content, str):
+        fields["content"] = "".join(part.text for part in message.content or ())
+    fields["role"] = "system" if message.role == "developer" else message.role
+    return fields
+
+
+def check_model(facts_name: str, given: str | None) -> None:
+    """Check that a request asks for the model that is served.
+
+    Raises:
+        ApiError: it asks for another one.
+    """
+    if given is not None and given != facts_name:
+        raise ApiError(
+            404,
+            f"the model {given[:80]!r} is not served; use {facts_name!r}",
+            param="model",
+            code="model_not_found",
+        )

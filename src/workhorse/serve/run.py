@@ -1,0 +1,196 @@
+"""Run the server: start the engine, listen, and end without losing requests in flight."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from workhorse.errors import WorkhorseError
+from workhorse.serve.app import create_app
+from workhorse.serve.engine_client import EngineClient
+from workhorse.serve.gate import Gate, Limits, is_loopback
+from workhorse.serve.messages import EngineSettings, ModelFacts
+from workhorse.serve.metrics import Metrics
+
+TO_TELL = 5.0
+"""Seconds to tell clients that their requests are dropped."""
+SHORTEST_KEY = 8
+LARGEST_FILE = 1 << 20
+"""Maximum size of a file with keys in bytes."""
+
+
+def read_keys(file: Path) -> list[str]:
+    """Read API keys, one per line; empty lines and lines that begin with # are ignored.
+
+    Raises:
+        WorkhorseError: there is no key, or one is too short.
+    """
+    from workhorse.files.text_formats import read_text
+
+    lines = [line.strip() for line in read_text(file, limit=LARGEST_FILE).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise WorkhorseError(f"{file} has no key; write one key per line")
+    return keys
+
+
+def check_keys(keys: Sequence[str], host: str) -> None:
+    """Check that keys are not guessable, and that only this machine can connect without one.
+
+    Raises:
+        WorkhorseError: a key is short or not ASCII, or a key is needed.
+    """
+    for key in keys:
+        if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            raise WorkhorseError(
+                f"an API key has {len(key)} characters or is not ASCII; use {SHORTEST_KEY} or more "
+                "printable ASCII characters without spaces"
+            )
+    if not keys and not is_loopback(host):
+        raise WorkhorseError(
+            f"--host {host} is reachable from other machines; add --api-key-file FILE, or use "
+            "127.0.0.1"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a socket before the model is loaded, so that a wrong address is reported at once.
+
+    Raises:
+        WorkhorseError: the address is not available.
+    """
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(info[0], socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(info[4])
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise WorkhorseError(
+            f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
+        ) from None
+    return bound
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server whose signals are handled by `serve`."""
+
+    def install_signal_handlers(self) -> None:
+        pass
+
+    def capture_signals(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        import contextlib
+
+        return contextlib.nullcontext()
+
+
+async def serve(
+    settings: EngineSettings,
+    bound: socket.socket,
+    *,
+    name: str,
+    keys: Sequence[str] = (),
+    limits: Limits,
+    loopback: bool,
+    grace: float = 600.0,
+    say: Callable[[str], object],
+    on_ready: Callable[[ModelFacts], object] = lambda facts: None,
+    command: Sequence[str] | None = None,
+) -> int:
+    """Serve a model until a signal arrives.
+
+    At the first SIGTERM or SIGINT no more requests are accepted, and requests in flight end, for up
+    to `grace` seconds. At the second one they are dropped.
+
+    Args:
+        settings: settings of the engine.
+        bound: the socket, see `listen`.
+        name: name of the model for clients.
+        keys: the API keys.
+        limits: limits of requests.
+        loopback: see `Gate`.
+        grace: seconds that requests in flight may take after a signal.
+        say: called with each message for the operator.
+        on_ready: called when the model is loaded.
+        command: command of the engine's process, for tests.
+
+    Returns:
+        The number of the signal.
+
+    Raises:
+        WorkhorseError: the model cannot be loaded.
+    """
+    metrics = Metrics()
+    more = {} if command is None else {"command": command}
+    engine = EngineClient(settings, say=say, on_step=metrics.stepped, **more)
+    received: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, int(number))
+    starting = asyncio.create_task(engine.start())
+    stopping = asyncio.create_task(received.get())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return stopping.result()
+        facts = starting.result()
+        gate = create_app(
+            engine, facts, name=name, metrics=metrics, keys=keys, limits=limits, loopback=loopback
+        )
+        config = uvicorn.Config(
+            gate,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+        server = _Uvicorn(config)
+        running = asyncio.create_task(server.serve(sockets=[bound]))
+        while not (server.started or running.done()):
+            await asyncio.sleep(0.01)
+        on_ready(facts)
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        code = await stopping
+        await _drain(gate, engine, received, grace, say)
+        server.should_exit = server.force_exit = True
+        await running
+        return code
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await engine.close()
+
+
+async def _drain(
+    gate: Gate,
+    engine: EngineClient,
+    received: asyncio.Queue[int],
+    grace: float,
+    say: Callable[[str], object],
+) -> None:
+    """Wait until the requests in flight have ended, the time is over, or another signal arrives.
+
+    Then the remaining ones are ended with an error.
+    """
+    gate.is_draining = True
+    if gate.running.total():
+        say(f"shutting down after {gate.running.total()} requests; a second signal drops them")
+
+    async def ended() -> None:
+        while gate.running.total():
+            await asyncio.sleep(0.05)
+
+    waiting = [asyncio.create_task(ended()), asyncio.create_task(received.get())]
+    await asyncio.wait(waiting, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+    if gate.running.total():
+        say(f"dropped {gate.running.total()} requests")
+        await engine.close()
+        await asyncio.wait(waiting[:1], timeout=TO_TELL)
+    for task in waiting:
+        task.cancel()

@@ -1,0 +1,231 @@
+"""The bodies of requests: fields of OpenAI's API, our extensions, and the fields not served."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MOST_STOPS = 16
+MOST_PROMPTS = 128
+LARGEST_SEED = 2**63
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Token = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """A request's body. Unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields of OpenAI's API that are not served, and the values that change nothing."""
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields of OpenAI's API that have no effect on an answer, with any value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_served(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name in cls.without_effect:
+                continue
+            if name not in cls.not_served:
+                if value is not None or name not in cls.model_fields or name in REQUIRED:
+                    kept[name] = value
+                continue
+            if value is not None and value not in cls.not_served[name]:
+                raise PydanticCustomError(
+                    "not_served", "{field} is not served; omit it", {"field": name}
+                )
+        return kept
+
+
+REQUIRED = ("model", "messages", "prompt", "tokens")
+"""Fields for which null is not the same as absence."""
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """True to send the number of tokens in a last event."""
+    include_obfuscation: bool = False
+    """Without effect: nothing is padded."""
+
+
+class Sampling(Body):
+    """The fields that chat completions and completions share."""
+
+    model: str
+    """Name of the model, as in /v1/models."""
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    """Divisor of the logits; 0 takes the likeliest token."""
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Sample only from the likeliest tokens that together have this probability."""
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Number of completions of each prompt."""
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    """Strings that end a completion. The completion ends before the string."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of new tokens."""
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    """Subtracted once from the logit of each token in the completion."""
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    """Subtracted from a token's logit for each occurrence in the completion."""
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    """Added to the logit, by token id."""
+    seed: Annotated[int, Field(ge=-LARGEST_SEED, lt=LARGEST_SEED)] | None = None
+    """Seed of the random generator. The same request with the same seed gives the same answer."""
+    stream: bool = False
+    """True to send the answer as server-sent events."""
+    stream_options: StreamOptions | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """Extension: sample only from the k likeliest tokens; 0: from all."""
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Extension: sample only from tokens with this fraction of the likeliest one's probability."""
+    repetition_penalty: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    """Extension: above 1, tokens in the prompt or the completion become less likely."""
+    ignore_eos: bool = False
+    """Extension: True to continue after an end-of-sequence token."""
+    timings: bool = False
+    """Extension: True to add `timings` to the answer."""
+
+    without_effect = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    """Extension: the reasoning before an assistant's content, if the template reads it."""
+
+    not_served = {
+        "refusal": (),
+        "audio": (),
+        "tool_calls": ([],),
+        "tool_call_id": (),
+        "function_call": (),
+    }
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None:
+            raise PydanticCustomError("missing_content", "content is missing; give a string")
+        return self
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=20_000)]
+    """The chat so far."""
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of new tokens."""
+    logprobs: bool = False
+    """True to return the log-probability of each token: the model's own, before penalties,
+    temperature and filters."""
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Number of likeliest tokens to return at each position; needs `logprobs`."""
+
+    not_served = {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (True,),
+        "prediction": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "reasoning_effort": ("none",),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError(
+                "needs_logprobs", "top_logprobs has no effect without logprobs; set logprobs"
+            )
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise PydanticCustomError(
+                "two_limits",
+                "max_tokens and max_completion_tokens differ; give one of them",
+            )
+        return self
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[Token], Field(min_length=1)]],
+            Field(min_length=1, max_length=MOST_PROMPTS),
+        ]
+    )
+    """A prompt or several, each a string or a list of token ids."""
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Return the log-probability of each token and of this number of likeliest ones at its
+    position: the model's own, before penalties, temperature and filters."""
+    echo: bool = False
+    """True to return the prompt before each completion, with `logprobs` also its tokens."""
+
+    not_served = {"best_of": (1,), "suffix": ("",)}
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize. One of `content`, `prompt` and `messages` is needed."""
+
+    model: str | None = None
+    content: str | None = None
+    """A text, to which nothing is added."""
+    prompt: str | None = None
+    """A text, as /v1/completions reads it: with the tokens that begin a sequence."""
+    messages: list[Message] | None = None
+    """A chat, as /v1/chat/completions reads it."""
+    with_pieces: bool = False
+    """True to return the text of each token."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "TokenizeRequest":
+        given = [one for one in (self.content, self.prompt, self.messages) if one is not None]
+        if len(given) != 1:
+            raise PydanticCustomError(
+                "one_text", "give one of content, prompt and messages, and not several"
+            )
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Token]
+    """Token ids."""

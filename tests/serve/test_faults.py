@@ -1,0 +1,228 @@
+"""What clients see when the engine dies, the server ends, or other clients misbehave."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.serve.raw import ask, completion, connect, encoded, fake_server, left, read_head
+
+ROUTE = "/v1/completions"
+
+
+async def figure(address: str, name: str) -> float:
+    text = (await ask(address, "GET", "/metrics")).body.decode()
+    return float(re.findall(rf"^workhorse_{name} (.*)$", text, re.MULTILINE)[0])
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < end, "the condition does not hold in time"
+        await asyncio.sleep(0.01)
+
+
+async def is_empty(address: str) -> bool:
+    names = ("running_completions", "waiting_completions", "cache_used_ratio")
+    return not any([await figure(address, name) for name in names])
+
+
+@pytest.fixture(scope="module")
+def address():
+    with fake_server(max_sequences=4, places=8, seconds=4, body_seconds=1) as (address, _):
+        yield address
+
+
+def test_a_request_that_fails_fails_alone(address):
+    async def main():
+        good, bad = completion(new=40), completion("!", new=40)
+        replies = await asyncio.gather(
+            *(ask(address, "POST", ROUTE, body) for body in (good, bad, good))
+        )
+        assert [reply.status for reply in replies] == [200, 500, 200]
+        assert replies[0].json["choices"][0]["text"] == ("abc" * 14)[:40]
+        assert replies[1].json["error"]["code"] == "engine_failed"
+        failed = await ask(address, "POST", ROUTE, {**bad, "stream": True})
+        assert failed.status == 500  # the stream had not begun
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(address, stream):
+    async def main():
+        for wait in (0.0, 0.02):  # before and after the first token
+            reader, writer = await connect(address)
+            writer.write(encoded("POST", ROUTE, completion("a" * 300, 2000, stream=stream)))
+            await until(lambda: is_busy(address))
+            if stream and wait:
+                await read_head(reader)
+            await asyncio.sleep(wait)
+            await left(writer)
+            await until(lambda: is_empty(address), seconds=1)
+
+    async def is_busy(address):
+        return await figure(address, "running_completions") > 0
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_delays_nobody(address):
+    async def main():
+        slow = await connect(address)
+        slow[1].write(encoded("POST", ROUTE, completion("s", 3000, stream=True, logprobs=None)))
+        await read_head(slow[0])
+        started = time.monotonic()
+        reply = await ask(address, "POST", ROUTE, completion(new=20))
+        assert reply.status == 200
+        assert time.monotonic() - started < 5
+        await left(slow[1])
+        await until(lambda: is_empty(address))
+
+    asyncio.run(main())
+
+
+def test_places_are_limited_and_shared(address):
+    """A client may take three quarters of the places; the refusal comes before any work."""
+
+    async def main():
+        others = [
+            asyncio.create_task(ask(address, "POST", ROUTE, completion(new=400))) for _ in range(6)
+        ]
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        refused = await ask(address, "POST", ROUTE, completion())
+        assert time.monotonic() - started < 0.5
+        assert (refused.status, refused.json["error"]["code"]) == (429, "too_many_requests")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert [reply.status for reply in await asyncio.gather(*others)] == [200] * 6
+        assert (await ask(address, "POST", ROUTE, completion())).status == 200
+
+    asyncio.run(main())
+
+
+def test_a_request_may_not_take_too_long(address):
+    async def main():
+        reply = await ask(address, "POST", ROUTE, completion(new=4000))
+        assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
+        await until(lambda: is_empty(address))
+        reader, writer = await connect(address)
+        writer.write(encoded("POST", ROUTE, completion())[:-5])  # the rest never arrives
+        assert (await read_head(reader))[0] == 408
+        await left(writer)
+
+    asyncio.run(main())
+
+
+def test_the_engine_is_restarted_and_clients_are_told(address):
+    async def is_ready():
+        return (await ask(address, "GET", "/ready")).status == 200
+
+    async def main():
+        stream = await connect(address)
+        stream[1].write(encoded("POST", ROUTE, completion(new=3000, stream=True)))
+        await read_head(stream[0])
+        waiting = asyncio.create_task(ask(address, "POST", ROUTE, completion(new=3000)))
+        await asyncio.sleep(0.1)
+        killed = await ask(address, "POST", ROUTE, completion("#"))
+        assert killed.status == 503
+        told = await waiting
+        assert (told.status, told.json["error"]["code"]) == (503, "engine_restarting")
+        rest = (await stream[0].readuntil(b"[DONE]")).decode()
+        await left(stream[1])
+        assert "engine_restarting" in rest
+        assert not await is_ready()
+        assert (await ask(address, "GET", "/health")).status == 200
+        refused = await ask(address, "POST", ROUTE, completion())
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        await until(is_ready, seconds=60)
+        assert (await ask(address, "POST", ROUTE, completion())).status == 200
+        assert await figure(address, "engine_restarts") == 1
+
+    asyncio.run(main())
+
+
+KEY = "a-key-of-the-test"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+async def check_keys(address):
+    paths = (await ask(address, "GET", "/openapi.json", headers=BEARER)).json["paths"]
+    routes = [(method.upper(), path) for path, of in paths.items() for method in of]
+    assert {path for _, path in routes} >= {"/health", "/metrics", "/tokenize", ROUTE}
+    for method, path in [*routes, ("GET", "/openapi.json"), ("GET", "/"), ("GET", "/nope")]:
+        body = {} if method == "POST" else None
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ???"}):
+            reply = await ask(address, method, path, body, headers)
+            assert reply.status == (200 if path == "/health" else 401), (method, path)
+    for headers in (BEARER, {"Authorization": "Basic OmEta2V5LW9mLXRoZS10ZXN0"}):
+        assert (await ask(address, "GET", "/v1/models", headers=headers)).status == 200
+
+
+async def check_end(address, process):
+    """At SIGTERM requests in flight end, and new ones are refused; a second one drops them."""
+    short, long = (
+        asyncio.create_task(ask(address, "POST", ROUTE, completion(new=new), BEARER))
+        for new in (200, 4000)
+    )
+    await asyncio.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    ready = await ask(address, "GET", "/ready", headers=BEARER)
+    assert (ready.status, ready.json) == (503, {"status": "shutting down"})
+    refused = await ask(address, "POST", ROUTE, completion(), BEARER)
+    assert (refused.status, refused.json["error"]["code"]) == (503, "shutting_down")
+    reply = await short
+    assert (reply.status, len(reply.json["choices"][0]["text"])) == (200, 200)
+    process.send_signal(signal.SIGTERM)
+    told = await long
+    assert (told.status, told.json["error"]["code"]) == (503, "shutting_down")
+
+
+def test_keys_and_the_end():
+    """Every route but /health needs a key. The server ends in order, and its engine with it."""
+    with fake_server(max_sequences=4, key=KEY) as (address, process):
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        asyncio.run(check_keys(address))
+        asyncio.run(check_end(address, process))
+        assert process.wait(10) == 128 + signal.SIGTERM
+        assert children
+        assert not any(os.path.exists(f"/proc/{child}/exe") for child in children)
+        said = process.stderr.read()
+        assert "shutting down after 2 requests" in said
+        assert "dropped 1 requests" in said
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "code"),
+    [
+        ({"Host": "attacker.example"}, completion(), 403, "forbidden_host"),
+        ({"Content-Type": "text/plain"}, completion(), 415, "unsupported_media_type"),
+        ({"Content-Length": "99999999"}, b"{}", 413, "body_too_large"),
+        ({}, b"[" * 100_000, 400, None),
+        ({}, b'{"model": "fake", "prompt": "\\ud800"}', 400, None),
+        ({}, b'{"model": "fake", "prompt": "a", "temperature": NaN}', 400, None),
+        ({}, b"\xff\xfe", 400, None),
+        ({}, completion("a" * 5000), 400, "context_length_exceeded"),
+        ({}, completion([999]), 400, None),
+        ({}, completion([]), 400, None),
+        ({}, completion(""), 400, None),
+        ({}, completion(n=5), 400, None),
+        ({}, completion(seed=2**64), 400, None),
+        ({}, completion(logit_bias={"x": 1}), 400, None),
+        ({}, completion(logit_bias={"9" * 5000: 1}), 400, None),
+        ({}, completion(unknown=1), 400, None),
+    ],
+)
+def test_wrong_requests_get_one_clear_line(address, headers, body, status, code):
+    reply = asyncio.run(ask(address, "POST", ROUTE, body, headers))
+    error = reply.json["error"]
+    assert (reply.status, error["code"]) == (status, code), error
+    assert "\n" not in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}

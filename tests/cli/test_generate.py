@@ -7,8 +7,8 @@ import pytest
 
 from workhorse.cli.main import main
 from workhorse.cli.sampling import read_prompts, speed, with_sampling
-from workhorse.cli.verbs.generate import _logprobs
-from workhorse.generate import Completion, GenerationConfig, TokenLogprob
+from workhorse.cli.verbs.generate import _with_strings
+from workhorse.generate import GenerationConfig, TokenLogprob
 from workhorse.model.convert import save
 from workhorse.model.load import load
 
@@ -145,7 +145,10 @@ def test_several_prompts_and_samples(run_folder, capsys, monkeypatch):
 
 def test_logprobs_and_beams_reach_the_result(run_folder, capsys):
     arguments = [str(run_folder), "--prompt", "ab", "--max-new-tokens", "3", "--json"]
-    entry = json.loads(generate(capsys, *arguments, "--logprobs", "2")[0])["logprobs"][0]
+    both = ["--logprobs", "2", "--prompt-logprobs", "0"]
+    result = json.loads(generate(capsys, *arguments, *both)[0])
+    entry = result["logprobs"][0]
+    assert len(result["prompt_logprobs"]) == result["prompt_tokens"] - 1
     assert len(entry["top"]) == 2
     assert entry["logprob"] <= entry["top"][0][1] < 0
     tokens = load(run_folder).text
@@ -158,8 +161,7 @@ def test_a_token_of_a_padded_embedding_has_a_logprob_and_no_text(run_folder):
     model = load(run_folder)
     padded = model.text.vocab_size
     entry = TokenLogprob(97, -1.0, ((padded, -0.5), (97, -1.0)))
-    completion = Completion("a", (97,), "length", 1, logprobs=(entry,))
-    (shown,) = _logprobs(completion, "b", model)
+    (shown,) = _with_strings([entry], model.encode("b"), model)
     assert shown["top"] == [(padded, -0.5, None), (97, -1.0, "a")]
 
 

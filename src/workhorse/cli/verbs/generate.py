@@ -29,7 +29,7 @@ from workhorse.cli.sampling import (
 )
 
 if TYPE_CHECKING:
-    from workhorse.generate import Completion, Delta, GenerationConfig
+    from workhorse.generate import Completion, Delta, GenerationConfig, TokenLogprob
     from workhorse.model.model import Model
 
 SHOWN_PROMPT = 40
@@ -62,6 +62,9 @@ SHOWN_PROMPT = 40
     type=int,
     help="With --json: log-probability of each token, and of the N most likely tokens at its"
     " position.",
+)
+@click.option(
+    "--prompt-logprobs", type=int, help="With --json: the same for the tokens of the prompt."
 )
 @click.option(
     "--beams",
@@ -101,8 +104,10 @@ def command(
     `convert` wrote, or a preset's name (random weights). The completion, without the prompt, goes
     to stdout; the speed and the reason for stopping go to stderr.
     """
-    if options["logprobs"] is not None and not as_json:
-        raise click.UsageError("--logprobs only appear in the JSON result; add --json")
+    for name in ("logprobs", "prompt_logprobs"):
+        if options[name] is not None and not as_json:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} only appear in the JSON result; add --json")
     texts = read_prompts(prompts, prompt_file)
     if as_stream:
         _check_one_text(
@@ -200,7 +205,7 @@ def _result(
             "prompt_tokens": completion.prompt_tokens,
             "seed": completion.seed,
             "score": completion.score,
-            "logprobs": _logprobs(completion, prompts[index // config.n_samples], model),
+            **_logprobs(completion, prompts[index // config.n_samples], model),
             **_guessed(completion),
         }
         for index, completion in enumerate(completions)
@@ -217,15 +222,26 @@ def _guessed(completion: "Completion") -> dict[str, int | None]:
     return {"proposed": completion.proposed, "accepted": completion.accepted}
 
 
-def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dict[str, Any]] | None:
-    """The log-probability and the string of each token of a completion; None if not requested.
+def _logprobs(completion: "Completion", prompt: str, model: "Model") -> dict[str, Any]:
+    """`logprobs` and, if requested, `prompt_logprobs` of a completion."""
+    before = model.encode(prompt)
+    found: dict[str, Any] = {"logprobs": _with_strings(completion.logprobs, before, model)}
+    if completion.prompt_logprobs is not None:
+        of_prompt = _with_strings(completion.prompt_logprobs, before[:1], model)
+        found["prompt_logprobs"] = of_prompt
+    return found
+
+
+def _with_strings(
+    entries: "Sequence[TokenLogprob] | None", before: Sequence[int], model: "Model"
+) -> list[dict[str, Any]] | None:
+    """The log-probability and the string of each token; None if not requested.
 
     A string is None if the token is only a part of a character, or if the tokenizer does not have
     its id (the model's vocabulary is padded).
     """
-    if completion.logprobs is None:
+    if entries is None:
         return None
-    entries, before = completion.logprobs, model.encode(prompt)
     ids = dict.fromkeys(token for e in entries for token in (e.token, *(one for one, _ in e.top)))
     known = [token for token in ids if token < model.text.vocab_size]
     pieces = {piece.id: piece.text for piece in model.text.pieces([*before, *known])}

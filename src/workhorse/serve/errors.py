@@ -1,12 +1,16 @@
 """Errors in the form of OpenAI's API."""
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 SERVER_ERROR = 500
 """Statuses from this one on are failures of the server."""
+CHALLENGES = ('Basic realm="workhorse"', "Bearer")
+"""How a client can prove who it is. Chromium reads only the first challenge of a header line, so
+each has its own."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
@@ -46,7 +50,11 @@ class ApiError(Exception):
 
     @property
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+        answer = JSONResponse(self.body, self.status, self.headers)
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            for challenge in CHALLENGES:
+                answer.headers.append("WWW-Authenticate", challenge)
+        return answer
 
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

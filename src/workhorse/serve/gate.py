@@ -156,7 +156,6 @@ class Gate:
                 401,
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
-                headers={"WWW-Authenticate": 'Bearer, Basic realm="workhorse"'},
             )
         return client
 

@@ -2,9 +2,10 @@
 
 Each completion's tokens are the letters of its prompt, again and again. The environment variable
 `STEP_SECONDS` sets the time of a step. A prompt that begins with the token of `!` fails, one with
-`#` kills the process.
+`#` kills the process. Each token has a probability of 0.75, `*` one of 0.2.
 """
 
+import math
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import time
 
 from workhorse.data import SequenceStart
 from workhorse.errors import WorkhorseError
-from workhorse.generate import Delta
+from workhorse.generate import Delta, TokenLogprob
 from workhorse.generate.engine import Load
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import TokenSequence
@@ -28,9 +29,10 @@ CONTEXT = 4096
 class FakeRequest:
     """The part of a `Request` that the scheduler uses."""
 
-    def __init__(self, index, prompt, new, client, cache) -> None:
+    def __init__(self, index, prompt, config, client, cache) -> None:
+        self.has_logprobs = config.logprobs is not None
         self.index, self.client, self.rank = index, client, 0
-        self.prompt, self.left = prompt, new
+        self.prompt, self.left = prompt, config.max_new_tokens
         self.copies: list = []
         self.sequence = TokenSequence(prompt, cache)
 
@@ -77,7 +79,7 @@ class FakeEngine:
     def add(self, prompt, config, *, client: str) -> range:
         if chr(prompt[0]) == "#":
             os.kill(os.getpid(), signal.SIGKILL)
-        request = FakeRequest(self.added, prompt, config.max_new_tokens, client, self.cache)
+        request = FakeRequest(self.added, prompt, config, client, self.cache)
         self.requests[self.added] = request
         self.scheduler.add(request)
         self.added += 1
@@ -104,7 +106,8 @@ class FakeEngine:
             token = request.prompt[new % len(request.prompt)]
             request.sequence.tokens.append(token)
             reason = None if request.left else "length"
-            deltas.append(Delta(request.index, token, chr(token), finish_reason=reason))
+            found = _logprob(token) if request.has_logprobs else None
+            deltas.append(Delta(request.index, token, chr(token), found, reason))
             if reason:
                 self.cancel(request.index)
         if failed:
@@ -113,6 +116,11 @@ class FakeEngine:
                 self.cancel(index)
             raise WorkhorseError("the logits are not finite; check the weights")
         return deltas
+
+
+def _logprob(token: int) -> TokenLogprob:
+    likely = math.log(0.75)
+    return TokenLogprob(token, likely, ((token, likely), (ord("*"), math.log(0.2))))
 
 
 def make(settings: EngineSettings):

@@ -94,7 +94,12 @@ class TokenText:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.data(token)
         text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+        return {
+            "token": text,
+            "token_id": token,
+            "logprob": _finite(logprob),
+            "bytes": list(data),
+        }
 
     def of_completion(
         self, logprobs: Sequence[TokenLogprob | int], offset: int

@@ -253,6 +253,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
         logprobs = None
         if self.body.logprobs is not None:
             logprobs, choice.offset = self.texts.of_completion(found, choice.offset)
+            if self.body.chat_logprobs and not self.is_scored:
+                new = [delta.logprob for delta in deltas if delta.logprob is not None]
+                logprobs["content"] = self.texts.of_chat(new)["content"]
         reason = None
         if finish is not None:
             reason = "length" if self.is_scored else FINISH[finish]
@@ -263,6 +266,7 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     """Answer POST /v1/chat/completions."""
     check_model(server.name, body.model)
     prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages)
+    prompt += body.reply_tokens
     server.prompts.check(prompt, "messages")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if most == 0:

@@ -140,7 +140,10 @@ class ChatRequest(Sampling):
     """True to return the log-probability of each token: the model's own, before penalties,
     temperature and filters."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Number of likeliest tokens to return at each position; needs `logprobs`."""
+    """Number of likeliest tokens to return at each position; needs `logprobs`. Extension: each
+    token also has its `token_id`, since several tokens may have the same bytes."""
+    reply_tokens: list[Token] = Field(default_factory=list[Token])
+    """Extension: the first tokens of the reply. The answer is the rest of the reply."""
 
     not_served = {
         "audio": (),
@@ -196,6 +199,8 @@ class CompletionRequest(Sampling):
     position: the model's own, before penalties, temperature and filters."""
     echo: bool = False
     """True to return the prompt before each completion, with `logprobs` also its tokens."""
+    chat_logprobs: bool = False
+    """Extension: True to add `content` to `logprobs`: the new tokens as in a chat completion."""
 
     not_served = {"best_of": (1,), "suffix": ("",)}
 

@@ -21,6 +21,7 @@ from workhorse.serve.errors import ApiError, bad_request
 from workhorse.serve.gate import Gate, Keys, Limits
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
+from workhorse.serve.page import Page
 from workhorse.serve.prompts import Prompts, check_model
 from workhorse.serve.schema import (
     ChatRequest,
@@ -70,6 +71,10 @@ def create_app(
     return gate
 
 
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling options of a model that has no others."""
+
+
 def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> None:
     model = {
         "id": server.name,
@@ -77,7 +82,17 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
         "created": server.created,
         "owned_by": "workhorse",
         "max_model_len": facts.context,
+        "trained_to_chat": facts.trained_to_chat,
+        "sampling": DEFAULTS | facts.sampling,
+        "stop_tokens": facts.stop_tokens,
+        "reply_stop_tokens": facts.reply_stop_tokens,
     }
+    page = Page()
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        """Return the page for browsers."""
+        return page.response
 
     @app.get("/health")
     async def health() -> dict[str, str]:

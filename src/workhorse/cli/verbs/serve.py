@@ -154,7 +154,7 @@ def command(
         if as_json:
             print(json.dumps({"url": f"{address}/v1", "model": name}), flush=True)
         else:
-            print(f"serving {name} at {address}/v1", flush=True)
+            print(f"serving {name} at {address}/v1, and in a browser at {address}", flush=True)
 
     number = asyncio.run(
         serve(

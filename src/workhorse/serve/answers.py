@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workhorse.generate import Delta, TokenLogprob
-from workhorse.tokenizers import Tokenizer
+from workhorse.tokenizers import StreamDecoder, Tokenizer
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 """`finish_reason` of the API for each of ours."""
@@ -102,16 +102,14 @@ class TokenText:
         }
 
     def of_completion(
-        self, logprobs: Sequence[TokenLogprob | int], offset: int
-    ) -> tuple[dict[str, Any], int]:
+        self, logprobs: Sequence[TokenLogprob | int], offsets: "Offsets"
+    ) -> dict[str, list[Any]]:
         """Format log-probabilities as a completion has them.
 
         Args:
-            logprobs: the tokens; one without a log-probability is an id.
-            offset: number of characters before them.
-
-        Returns:
-            The fields, and the number of characters up to their end.
+            logprobs: the tokens; one without a log-probability is an id. `top_logprobs` also
+                has the token itself.
+            offsets: counts the characters before them.
         """
         fields: dict[str, list[Any]] = {
             "tokens": [],
@@ -124,14 +122,34 @@ class TokenText:
                 token, logprob, top = one, None, None
             else:
                 token, logprob, top = one.token, _finite(one.logprob), dict[str, float]()
-                for id, value in one.top:
+                for id, value in (*one.top, (token, one.logprob)):
                     top.setdefault(self.name(id), _finite(value))
             fields["tokens"].append(self.name(token))
             fields["token_logprobs"].append(logprob)
             fields["top_logprobs"].append(top)
-            fields["text_offset"].append(offset)
-            offset += len(self.data(token).decode("utf-8", "replace"))
-        return fields, offset
+            fields["text_offset"].append(offsets.before(token))
+        return fields
+
+
+class Offsets:
+    """Counts the characters of a text before each of its tokens.
+
+    A token inside a character has the offset of the character.
+
+    Args:
+        stream: decodes the tokens of the text.
+        start: number of characters before the first token.
+    """
+
+    def __init__(self, stream: StreamDecoder, start: int = 0) -> None:
+        self._stream = stream
+        self._offset = start
+
+    def before(self, token: int) -> int:
+        """Return the number of characters before the next token."""
+        offset = self._offset
+        self._offset += len(self._stream.push(token))
+        return offset
 
 
 def _finite(logprob: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from workhorse.generate import Delta, GenerationConfig, TokenLogprob
-from workhorse.serve.answers import DONE, FINISH, Timings, TokenText, event, merged
+from workhorse.serve.answers import DONE, FINISH, Offsets, Timings, TokenText, event, merged
 from workhorse.serve.engine_client import EngineClient, EngineDied, JobFailed
 from workhorse.serve.errors import ApiError, bad_request, engine_died, shutting_down
 from workhorse.serve.metrics import Metrics
@@ -51,8 +51,8 @@ class Choice:
     """The text of the prompt, if it belongs to the answer."""
     sent: bool = False
     """True if a part of it has been sent."""
-    offset: int = 0
-    """Number of characters of the tokens so far; see `TokenText.of_completion`."""
+    offsets: Offsets | None = None
+    """Counts the characters before the next new token, if log-probabilities are asked for."""
 
 
 @dataclass
@@ -244,22 +244,27 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
         finish = deltas[-1].finish_reason
         text = "" if self.is_scored else "".join(delta.text for delta in deltas)
-        found: list[TokenLogprob | int] = []
+        found = [delta.logprob for delta in deltas if delta.logprob is not None]
+        logprobs = None
+        if choice.offsets is not None:
+            logprobs = self.texts.of_completion([] if self.is_scored else found, choice.offsets)
         if self.body.echo and not choice.sent:
             text = choice.echo + text
-            found += [choice.prompt[0], *(deltas[0].prompt_logprobs or ())]
-        if not self.is_scored:
-            found += [delta.logprob for delta in deltas if delta.logprob is not None]
-        logprobs = None
-        if self.body.logprobs is not None:
-            logprobs, choice.offset = self.texts.of_completion(found, choice.offset)
-            if self.body.chat_logprobs and not self.is_scored:
-                new = [delta.logprob for delta in deltas if delta.logprob is not None]
-                logprobs["content"] = self.texts.of_chat(new)["content"]
+            if logprobs is not None:
+                before = self._of_prompt(choice, deltas[0].prompt_logprobs or ())
+                logprobs = {name: before[name] + values for name, values in logprobs.items()}
+        if logprobs is not None and self.body.chat_logprobs and not self.is_scored:
+            logprobs["content"] = self.texts.of_chat(found)["content"]
         reason = None
         if finish is not None:
             reason = "length" if self.is_scored else FINISH[finish]
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _of_prompt(self, choice: Choice, found: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        # Ids of special tokens are echoed as names. An encoded string has none but its prefix.
+        is_text = isinstance(self.body.prompt, str) or isinstance(self.body.prompt[0], str)
+        offsets = Offsets(self._server.prompts.tokenizer.stream(skip_special=is_text))
+        return self.texts.of_completion([choice.prompt[0], *found], offsets)
 
 
 async def chat(server: Server, body: ChatRequest, client: str) -> Response:
@@ -305,6 +310,11 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
         echo = ""
         if body.echo:
             echo = one if isinstance(one, str) else server.prompts.tokenizer.decode(prompt)
-        indices = range(number * body.n, (number + 1) * body.n)
-        jobs.append(Job(prompt, config, [Choice(index, prompt, echo) for index in indices]))
+        choices: list[Choice] = []
+        for index in range(number * body.n, (number + 1) * body.n):
+            choices.append(Choice(index, prompt, echo))
+            if body.logprobs is not None:
+                stream = server.prompts.tokenizer.stream(skip_special=True, after=prompt)
+                choices[-1].offsets = Offsets(stream, len(echo))
+        jobs.append(Job(prompt, config, choices))
     return await CompletionAnswer(server, body, jobs, client).response()

@@ -1,0 +1,126 @@
+"""A small chat model, and a server of it that all tests of this folder share."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+import yaml
+from openai import OpenAI
+
+from workhorse.checkpoints import RunDirectory, weights_of
+from workhorse.nn import DecoderConfig
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.tokenizers.chat.template import with_template
+
+CONTEXT = 256
+END = 262
+"""Id of the token that ends a turn."""
+MODEL = "chatty"
+KEY = "key-of-the-tests"
+
+
+def write_chat_run(folder: Path) -> Path:
+    """Write a run directory: a byte-level chat model with random weights.
+
+    Its replies are mostly ASCII. A sampled reply ends after about ten tokens.
+    """
+    tokenizer = with_template(train_tokenizer(BytesConfig(special=SpecialTokensConfig()), []))
+    config = DecoderConfig.from_dict(
+        {
+            "vocab_size": tokenizer.vocab_size,
+            "d_model": 16,
+            "n_layers": 1,
+            "max_seq_len": CONTEXT,
+            "blocks": {
+                "main": {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "rms_norm"},
+                    "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
+                    "feed_forward": {"kind": "gated_mlp", "d_ff": 32},
+                }
+            },
+            "final_norm": {"kind": "rms_norm"},
+            "head": {"bias": True},
+            "init": {"kind": "normal", "std": 0.5},
+        }
+    )
+    torch.manual_seed(0)
+    weights = weights_of(config.build())
+    bias = weights["head.proj.bias"]
+    bias[tokenizer.encode("".join(map(chr, range(32, 127))))] = 3.0
+    bias[[*tokenizer.special_tokens.values()]] = -3.0
+    bias[END] = 5.0
+    run = RunDirectory(folder)
+    run.path.mkdir()
+    # Only a run of chats, or one that began with a chat model, uses its chat template.
+    run.begin(yaml.safe_dump({"name": MODEL, "init": "a/chat-model", "data": DATA}))
+    run.save_tokenizer(tokenizer)
+    run.save_config(config)
+    run.store().save(1, weights, {}, {"config": config.to_dict()})
+    return run.path
+
+
+DATA = {"corpus": {"kind": "folder", "path": "texts"}}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    url: str
+    """Address of the API, which ends with /v1."""
+    root: str
+    """Address without /v1."""
+    folder: Path
+    """The model's run directory."""
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of the chat model."""
+    folder = write_chat_run(tmp_path_factory.mktemp("serve") / MODEL)
+    with serving(folder) as url:
+        yield Served(url, url.removesuffix("/v1"), folder)
+
+
+class serving:
+    """Context manager: runs `workhorse serve` and returns the address of its API."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "workhorse", "serve", str(folder), "--port", "0"]
+        self._command = [*command, "--json", *options]
+
+    def __enter__(self) -> str:
+        self.process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "WORKHORSE_API_KEY": KEY},
+        )
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())["url"]
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=served.url, api_key=KEY, max_retries=0, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def http(served: Served) -> Iterator[httpx2.Client]:
+    """A client of the server without a library, with its key."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx2.Client(base_url=served.root, headers=headers, timeout=60) as found:
+        yield found

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,6 +25,7 @@ from workhorse.serve.metrics import Metrics
 from workhorse.serve.page import Page
 from workhorse.serve.prompts import Prompts, check_model
 from workhorse.serve.schema import (
+    FIELD,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -186,9 +188,13 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _validation(error: RequestValidationError) -> ApiError:
-    """Return the first problem that pydantic found."""
-    problem = error.errors()[0]
+    """Return the first problem that pydantic found: in a union, of the branch that fits best."""
+    problems = error.errors()
+    stem = tuple(takewhile(lambda part: not _is_branch(part), problems[0]["loc"]))
+    alike = [one for one in problems if one["loc"][: len(stem)] == stem]
+    problem = max(alike, key=lambda one: len(one["loc"]))
     where = [part for part in problem["loc"][1:] if not _is_branch(part)]
+    where += [problem["ctx"][FIELD]] if FIELD in problem.get("ctx", {}) else []
     param = ".".join(map(str, where)) or None
     if where and where[0] in ONE_OF and problem["type"] != "missing":
         return bad_request(ONE_OF[where[0]], where[0])
@@ -199,9 +205,8 @@ def _validation(error: RequestValidationError) -> ApiError:
             return bad_request(f"{param} is not a field of this request; omit it", param)
         case "missing":
             return bad_request(f"{param or 'the body'} is missing; add it", param)
-        case "not_served":
-            param = ".".join([*map(str, where), str(problem["ctx"]["field"])])
-            return bad_request(problem["msg"], param, "not_served")
+        case kind if FIELD in problem.get("ctx", {}):
+            return bad_request(problem["msg"], param, kind if kind == "not_served" else None)
         case _:
             message = str(problem["msg"])
             return bad_request(f"{param}: {message}" if param else message, param)

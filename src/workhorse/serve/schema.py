@@ -10,9 +10,17 @@ MOST_STOPS = 16
 MOST_PROMPTS = 128
 LARGEST_SEED = 2**63
 
+FIELD = "field"
+"""Key of the context of an error: the name of the wrong field."""
+
 Number = Annotated[float, Field(allow_inf_nan=False)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0)]
+
+
+def _problem(kind: str, message: str, field: str) -> PydanticCustomError:
+    """Return an error of the field `field`, which the message names as `{field}`."""
+    return PydanticCustomError(kind, message, {FIELD: field})  # pyright: ignore[reportArgumentType]
 
 
 class Body(BaseModel):
@@ -39,9 +47,7 @@ class Body(BaseModel):
                     kept[name] = value
                 continue
             if value is not None and value not in cls.not_served[name]:
-                raise PydanticCustomError(
-                    "not_served", "{field} is not served; omit it", {"field": name}
-                )
+                raise _problem("not_served", "{field} is not served; omit it", name)
         return kept
 
 
@@ -97,6 +103,13 @@ class Sampling(Body):
 
     without_effect = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 
+    @model_validator(mode="after")
+    def _streams(self) -> "Sampling":
+        if self.stream_options is not None and not self.stream:
+            message = "{field} has no effect without stream; set stream"
+            raise _problem("needs_stream", message, "stream_options")
+        return self
+
 
 class TextPart(Body):
     """A part of a message's content."""
@@ -125,7 +138,7 @@ class Message(Body):
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
         if self.content is None:
-            raise PydanticCustomError("missing_content", "content is missing; give a string")
+            raise _problem("missing_content", "{field} is missing; give a string", "content")
         return self
 
 
@@ -169,15 +182,12 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError(
-                "needs_logprobs", "top_logprobs has no effect without logprobs; set logprobs"
-            )
+            message = "{field} has no effect without logprobs; set logprobs"
+            raise _problem("needs_logprobs", message, "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise PydanticCustomError(
-                "two_limits",
-                "max_tokens and max_completion_tokens differ; give one of them",
-            )
+            message = "{field} and max_tokens differ; give one of them"
+            raise _problem("two_limits", message, "max_completion_tokens")
         return self
 
 

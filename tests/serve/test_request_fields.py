@@ -1,0 +1,216 @@
+"""Every field of OpenAI's requests has an effect, is refused by name, or is listed as ignored."""
+
+import json
+from collections.abc import Callable, Collection
+from functools import cache
+from importlib.resources import files
+from typing import Any, get_type_hints
+
+import pytest
+from httpx2 import Client, Response
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from tests.serve.conftest import END, MODEL
+from workhorse.serve.schema import ChatRequest, CompletionRequest, Message, Sampling, StreamOptions
+
+SCHEMAS = json.loads((files("llm_comply") / "specs/openai_chat.json").read_text())["components"][
+    "schemas"
+]
+"""The schemas of OpenAI's published API."""
+DEFAULTS = {"model": MODEL, "seed": 0, "max_tokens": 12, "logit_bias": {str(END): -100}}
+CHAT = {**DEFAULTS, "messages": [{"role": "user", "content": "Hello"}]}
+COMPLETION = {**DEFAULTS, "prompt": "Hello"}
+ROUTES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+
+
+def properties(schema: dict[str, Any]) -> set[str]:
+    """Return the names of an object's properties, also of the schemas that it is composed of."""
+    if "$ref" in schema:
+        return properties(SCHEMAS[schema["$ref"].split("/")[-1]])
+    parts = [one for kind in ("allOf", "anyOf", "oneOf") for one in schema.get(kind, ())]
+    return {*schema.get("properties", ()), *(name for one in parts for name in properties(one))}
+
+
+def of_client(module: Any) -> set[str]:
+    """Return the names of the arguments of OpenAI's Python client."""
+    kinds = (module.CompletionCreateParamsStreaming, module.CompletionCreateParamsNonStreaming)
+    return {name for kind in kinds for name in get_type_hints(kind)}
+
+
+FIELDS = {
+    ChatRequest: properties(SCHEMAS["CreateChatCompletionRequest"]) | of_client(chat_params),
+    CompletionRequest: properties(SCHEMAS["CreateCompletionRequest"])
+    | of_client(completion_params),
+}
+OUR_ROUTE = {ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
+
+
+def cases(group: Callable[[type[Sampling]], Collection[str]]) -> list[Any]:
+    """Return a test case for each field in one of the groups."""
+    return [
+        pytest.param(kind, name, id=f"{kind.__name__}-{name}")
+        for kind, names in FIELDS.items()
+        for name in sorted(names & {*group(kind)})
+    ]
+
+
+def test_all_fields_are_known():
+    for kind, names in FIELDS.items():
+        assert names <= kind.model_fields.keys() | kind.not_served.keys() | kind.without_effect
+    assert of_client(chat_params) - {"stream"} > {
+        "messages",
+        "model",
+    }  # the client's types are read
+
+
+def test_all_fields_of_messages_are_known():
+    roles = SCHEMAS["ChatCompletionRequestMessage"]
+    assert properties(roles) <= Message.model_fields.keys() | Message.not_served.keys()
+    assert properties(SCHEMAS["ChatCompletionStreamOptions"]) <= StreamOptions.model_fields.keys()
+
+
+def post(http: Client, kind: type[Sampling], **fields: Any) -> Response:
+    route = OUR_ROUTE[kind]
+    return http.post(route, json={**ROUTES[route], **fields})
+
+
+@cache
+def default(http: Client, kind: type[Sampling]) -> Any:
+    return post(http, kind).json()
+
+
+def texts(answer: Any) -> list[str]:
+    return [
+        one["text"] if "text" in one else one["message"]["content"] for one in answer["choices"]
+    ]
+
+
+Check = Callable[[Any, Any], bool]
+
+
+def other_text(answer: Any, plain: Any) -> bool:
+    return texts(answer) != texts(plain)
+
+
+def new_tokens(count: int) -> Check:
+    return lambda answer, plain: answer["usage"]["completion_tokens"] == count
+
+
+def logprobs(answer: Any) -> list[Any]:
+    """Return the tokens with log-probabilities."""
+    found = answer["choices"][0]["logprobs"] or {}
+    return found.get("content", found.get("tokens", []))
+
+
+EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
+    "echo": ({"echo": True}, lambda answer, plain: texts(answer) == ["Hello" + texts(plain)[0]]),
+    "frequency_penalty": ({"frequency_penalty": -2}, other_text),
+    "logit_bias": (
+        {"logit_bias": {"33": 100}},
+        lambda answer, plain: texts(answer)[0] == 12 * "!",
+    ),
+    "logprobs": ({"logprobs": True}, lambda answer, plain: len(logprobs(answer)) == 12),
+    "max_completion_tokens": ({"max_completion_tokens": 3, "max_tokens": None}, new_tokens(3)),
+    "max_tokens": ({"max_tokens": 3}, new_tokens(3)),
+    "messages": ({"messages": [{"role": "user", "content": "Bye"}]}, other_text),
+    "n": ({"n": 2}, lambda answer, plain: len(answer["choices"]) == 2),
+    "presence_penalty": ({"presence_penalty": -2}, other_text),
+    "prompt": ({"prompt": "Bye"}, other_text),
+    "seed": ({"seed": 1}, other_text),
+    "temperature": ({"temperature": 0}, other_text),
+    "top_logprobs": (
+        {"logprobs": True, "top_logprobs": 2},
+        lambda answer, plain: [len(one["top_logprobs"]) for one in logprobs(answer)] == 12 * [2],
+    ),
+    "top_p": ({"top_p": 0.1}, other_text),
+}
+"""A value of each field, and its effect on an answer, compared with the default answer."""
+OF_COMPLETIONS = {"logprobs": ({"logprobs": 2}, EFFECTS["logprobs"][1])}
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(lambda kind: kind.model_fields))
+def test_a_field_that_is_served(http, kind, name):
+    plain = default(http, kind)
+    match name:
+        case "model":
+            answer = post(http, kind, model="other")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+        case "stop":
+            (text,) = texts(plain)
+            assert texts(post(http, kind, stop=text[5:7]).json()) == [text.split(text[5:7])[0]]
+        case "stream":
+            answer = post(http, kind, stream=True)
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert '"usage"' not in answer.text
+        case "stream_options":
+            answer = post(http, kind, stream=True, stream_options={"include_usage": True})
+            assert '"completion_tokens": 12' in answer.text
+        case _:
+            fields, has_effect = EFFECTS[name]
+            if kind is CompletionRequest:
+                fields, has_effect = OF_COMPLETIONS.get(name, (fields, has_effect))
+            assert has_effect(post(http, kind, **fields).json(), plain)
+            assert not has_effect(plain, plain)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(lambda kind: kind.not_served))
+def test_a_field_that_is_refused(http, kind, name):
+    error = post(http, kind, **{name: {"another": "value"}})
+    assert error.status_code == 400
+    assert error.json()["error"] == {
+        "message": f"{name} is not served; omit it",
+        "type": "invalid_request_error",
+        "param": name,
+        "code": "not_served",
+    }
+    for value in (None, *kind.not_served[name]):  # these change nothing
+        assert texts(post(http, kind, **{name: value}).json()) == texts(default(http, kind))
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(lambda kind: kind.without_effect))
+def test_a_field_that_is_ignored(http, kind, name):
+    assert texts(post(http, kind, **{name: "some"}).json()) == texts(default(http, kind))
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_null_is_the_default(http, kind):
+    """OpenAI's optional fields may be null."""
+    nothing = dict.fromkeys(FIELDS[kind] - ROUTES[OUR_ROUTE[kind]].keys())
+    assert texts(post(http, kind, **nothing).json()) == texts(default(http, kind))
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_an_unknown_field(http, kind):
+    error = post(http, kind, temprature=1).json()["error"]
+    assert error["param"] == "temprature"
+    assert "not a field" in error["message"]
+
+
+@pytest.mark.parametrize("part", ["image_url", "input_audio", "file", "refusal"])
+def test_a_part_that_is_not_text(http, part):
+    content = [{"type": "text", "text": "Hello"}, {"type": part, part: "some"}]
+    answer = post(http, ChatRequest, messages=[{"role": "user", "content": content}])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages.0.content.1.type"
+    assert "'text'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"stream_options": {}}, "stream_options", "no effect without stream"),
+        ({"top_logprobs": 2}, "top_logprobs", "no effect without logprobs"),
+        ({"max_completion_tokens": 2}, "max_completion_tokens", "max_tokens differ"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "content is missing"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "messages.0.role", "'user'"),
+        ({"stop": 17 * ["a"]}, "stop", "up to 16 strings"),
+        ({"temperature": "0"}, "temperature", "valid number"),
+    ],
+    ids=str,
+)
+def test_wrong_values(http, fields, param, message):
+    answer = post(http, ChatRequest, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert message in answer.json()["error"]["message"]

@@ -115,7 +115,6 @@ class Answer(ABC, Generic[Request]):
             "object": self.kind,
             "created": int(time.time()),
             "model": server.name,
-            "system_fingerprint": None,
         }
 
     @abstractmethod

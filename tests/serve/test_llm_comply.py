@@ -1,0 +1,82 @@
+"""Answers fit OpenAI's published schemas, and llm-comply accepts them."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from httpx2 import Client
+from llm_comply.config import ComplianceConfig
+from llm_comply.http import close_client
+from llm_comply.result import TestStatus as Status
+from llm_comply.runner import TestRunner as Runner
+from llm_comply.schema import SpecLoader
+from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
+
+from tests.serve.conftest import KEY, MODEL, Served
+
+# llm-comply uses a deprecated class of jsonschema.
+pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
+
+NOT_SERVED = ("chat-tool-calling", "chat-image-input")
+"""Ids of the cases that need tool calls and image input."""
+NEEDS_REASONING = "chat-reasoning-summary"
+"""Id of the case that llm-comply skips, because the model has another name than OpenAI's."""
+
+
+@pytest.fixture(scope="module")
+def schemas() -> SpecLoader:
+    return SpecLoader(str(files("llm_comply") / "specs/openai_chat.json"))
+
+
+@pytest.mark.parametrize("case", OPENAI_CHAT_TESTS, ids=lambda case: case.id)
+def test_llm_comply(served: Served, schemas: SpecLoader, case: Any) -> None:
+    config = ComplianceConfig(served.url, KEY, MODEL)
+    result = Runner(config, [case], schemas).run_one(case)
+    close_client()
+    if case.id in NOT_SERVED:
+        assert result.errors[0].startswith("HTTP 400")
+        return
+    assert (result.errors, result.warnings) == ([], []) or case.id == NEEDS_REASONING
+    assert result.status is (Status.SKIPPED if case.id == NEEDS_REASONING else Status.PASSED)
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True}
+COMPLETION = {"prompt": "Hello", "logprobs": 2, "echo": True}
+KINDS = {
+    "/v1/chat/completions": (CHAT, "CreateChatCompletionResponse"),
+    "/v1/completions": (COMPLETION, "CreateCompletionResponse"),
+}
+
+
+def problems(schemas: SpecLoader, answer: Any, name: str) -> list[str]:
+    """Return the deviations from a schema. The schemas lack the nulls that OpenAI documents."""
+    return [one for one in schemas.validate(answer, name) if ": None is not" not in one]
+
+
+@pytest.mark.parametrize("route", KINDS)
+def test_answers_fit_the_schemas(http: Client, schemas: SpecLoader, route: str) -> None:
+    fields, whole = KINDS[route]
+    body = {"model": MODEL, "n": 2, **fields}
+    assert problems(schemas, http.post(route, json=body).json(), whole) == []
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    lines = http.post(route, json={**body, **options}).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    part = whole.replace("ChatCompletionResponse", "ChatCompletionStreamResponse")
+    for line in lines[:-2]:
+        assert problems(schemas, json.loads(line.removeprefix("data: ")), part) == []
+
+
+def test_models_and_errors_fit_the_schemas(http: Client, schemas: SpecLoader) -> None:
+    assert schemas.validate(http.get("/v1/models").json(), "ListModelsResponse") == []
+    assert schemas.validate(http.get(f"/v1/models/{MODEL}").json(), "Model") == []
+    for answer in (
+        http.get("/v1/models/other"),
+        http.get("/v1/nothing"),
+        http.delete("/v1/models"),
+        http.post("/v1/completions", json={}),
+        http.post("/v1/completions", content=b"{"),
+        http.get("/v1/models", headers={"Authorization": "Bearer none"}),
+    ):
+        assert 400 <= answer.status_code < 500
+        assert schemas.validate(answer.json(), "ErrorResponse") == []

@@ -152,13 +152,23 @@ def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
             raise bad_request(str(error), "tokens") from None
         return {"content": text, "prompt": text}
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """Describe the tokenizer, for lm-eval's remote tokenizer."""
+        roles = facts.tokenizer.roles
+        named = {f"{role}_token": roles.get(role) for role in ("bos", "eos", "pad", "unk")}
+        template = facts.tokenizer.chat_templates.get(facts.template)
+        return {**named, "chat_template": template}
+
 
 def _tokenized(server: Server, body: TokenizeRequest, facts: ModelFacts) -> dict[str, Any]:
     try:
         if body.messages is not None:
             tokens = server.prompts.of_chat(body.messages)
-        elif body.prompt is not None:
+        elif body.prompt is not None and body.add_special_tokens:
             tokens = server.prompts.of_text(body.prompt)
+        elif body.prompt is not None:
+            tokens = facts.tokenizer.encode(body.prompt, allow_special=True)
         else:
             tokens = facts.tokenizer.encode(body.content or "")
     except WorkhorseError as error:

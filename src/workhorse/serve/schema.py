@@ -225,6 +225,9 @@ class TokenizeRequest(Body):
     """A text, as /v1/completions reads it: with the tokens that begin a sequence."""
     messages: list[Message] | None = None
     """A chat, as /v1/chat/completions reads it."""
+    add_special_tokens: bool = True
+    """False to encode `prompt` without the tokens that begin a sequence, and names of special
+    tokens as special tokens, as lm-eval's remote tokenizer needs."""
     with_pieces: bool = False
     """True to return the text of each token."""
 

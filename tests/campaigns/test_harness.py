@@ -1,4 +1,4 @@
-"""Campaign: the command and the harness agree without a network, and on more documents."""
+"""Campaign: the command, the harness and the server agree, without a network, on more documents."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluate.local_tasks import write_tasks
+from tests.serve.conftest import KEY, serving
 
 pytestmark = [
     pytest.mark.campaign,
@@ -90,3 +91,44 @@ def test_more_texts_and_batches(model_type, tmp_path, monkeypatch):
     expected = references(theirs(Path(folder), 4), tasks)
     for batch_size in (1, 3, 8, 64, None):
         assert_same(results(ours(folder, batch_size=batch_size), tasks), expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("gpt2", {"tokenizer_backend": "huggingface"}),
+        ("gpt2", {"tokenizer_backend": "remote", "auth_token": KEY, "batch_size": 8}),
+        ("llama", {"tokenizer_backend": "huggingface", "add_bos_token": True, "batch_size": 8}),
+        ("llama", {"tokenizer_backend": "huggingface", "add_bos_token": True, "num_concurrent": 4}),
+    ],
+    ids=str,
+)
+def test_the_server_gives_the_same_scores(model_type, options, tmp_path, monkeypatch):
+    pytest.importorskip("tenacity", reason="lm-eval's client needs it")
+    import datasets
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from tests.evaluate.small_models import CONTEXT, write_model
+    from tests.evaluate.test_harness import answers, metrics, ours, references, results
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    tasks = write_tasks(tmp_path / "tasks", n=60)
+    folder = write_model(tmp_path / "model", model_type, begins=model_type == "llama")
+    if options["tokenizer_backend"] == "huggingface":
+        options = {**options, "tokenizer": str(folder)}
+    with serving(folder, "--dtype", "float32") as url:
+        client = LocalCompletionsAPI(
+            model="model", base_url=f"{url}/completions", max_length=CONTEXT + 1, **options
+        )
+        theirs = references(client, tasks)
+    # The client's scored sequences have one token less than the context, others have all.
+    scored = results(ours(folder, max_length=CONTEXT - 1), tasks)
+    for task in ("choices", "letters", "prose"):
+        expected, found = answers(scored, task), answers(theirs, task)
+        assert found == [pytest.approx(one, abs=1e-4) for one in expected]
+        for name, value in metrics(scored, task).items():
+            same = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+            assert metrics(theirs, task)[name] == same
+    generated = results(ours(folder, max_length=CONTEXT), tasks)
+    assert answers(theirs, "continue") == answers(generated, "continue")

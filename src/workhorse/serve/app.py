@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import workhorse
 from workhorse.errors import WorkhorseError
@@ -107,7 +107,7 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
         state = "shutting down" if gate.is_draining else server.engine.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Figures in Prometheus' text format."""
         text = server.metrics.text(server.engine.restarts)

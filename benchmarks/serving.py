@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 from urllib.request import urlopen
@@ -144,11 +145,12 @@ async def request(server: Server, prompt: Sequence[int], new: int) -> Timed:
     writer.close()
     if tokens != new:
         raise RuntimeError(f"{server.name} generated {tokens} tokens instead of {new}")
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     return Timed(times[0] - started, gaps, times[-1] - started, tokens)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
+    """The value below which the fraction `q` lies."""
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
@@ -218,6 +220,7 @@ async def cached(server: Server, length: int, pick: random.Random) -> dict[str, 
 
 
 def main() -> None:
+    """Measure, and print a line for each row of each server."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=DECODING, default="160m")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")

@@ -1,0 +1,61 @@
+"""An answer has the same bytes whatever else is served."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+
+from tests.serve.conftest import CONTEXT, MODEL
+
+COMMON = "the same beginning of several prompts, longer than a block of the cache; "
+
+
+def bodies(pick: random.Random, count: int) -> list[tuple[str, dict]]:
+    """Requests of both routes, of all lengths, with common prefixes and every kind of sampling."""
+    made = []
+    for seed in range(count):
+        text = pick.choice(("", COMMON, 2 * COMMON)) + "x" * pick.randint(1, 40)
+        body = {
+            "model": MODEL,
+            "max_tokens": pick.randint(1, CONTEXT - len(text) - 20),
+            "seed": seed,
+            "temperature": pick.choice((0, 0.7, 1.3)),
+            "top_p": pick.choice((1, 0.9)),
+            "frequency_penalty": pick.choice((0, 0.3)),
+            "n": pick.choice((1, 2)),
+            "ignore_eos": pick.random() < 0.5,
+        }
+        if pick.random() < 0.5:
+            body |= {"prompt": text, "logprobs": 2, "echo": pick.random() < 0.5}
+            made.append(("/v1/completions", body))
+        else:
+            body |= {"messages": [{"role": "user", "content": text}]}
+            made.append(("/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2}))
+    return made
+
+
+def test_answers_have_the_same_bytes_whatever_else_is_served(http: httpx2.Client) -> None:
+    pick = random.Random(3)
+    asked = bodies(pick, 24)
+
+    def choices(request: tuple[str, dict]) -> object:
+        path, body = request
+        answer = http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    def leaving(request: tuple[str, dict]) -> None:
+        path, body = request
+        with http.stream("POST", path, json=body | {"stream": True}) as answer:
+            next(answer.iter_bytes())
+
+    alone = [choices(request) for request in asked]
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(3):
+            order = pick.sample(range(len(asked)), len(asked))
+            gone = [pool.submit(leaving, asked[n]) for n in order[:8]]
+            together = pool.map(choices, (asked[n] for n in order))
+            for n, found in zip(order, together, strict=True):
+                assert found == alone[n], asked[n]
+            for one in gone:
+                one.result()

@@ -20,7 +20,7 @@ class Timings:
     prompt: int = 0
     """Number of prompt tokens."""
     cached: int = 0
-    """Number of them that were in the prefix cache."""
+    """Number of prompt tokens that were in the prefix cache."""
     new: int = 0
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None

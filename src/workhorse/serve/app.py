@@ -47,7 +47,7 @@ def create_app(
 
     Args:
         engine: the engine, already started.
-        facts: what the engine reported about the model.
+        facts: facts about the model, reported by the engine.
         name: name of the model for clients.
         metrics: the figures of /metrics.
         keys: the API keys; empty: none is needed.

@@ -29,7 +29,7 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @dataclass
 class Server:
-    """What the routes share."""
+    """The objects that the routes share."""
 
     name: str
     """Name of the model."""
@@ -50,7 +50,7 @@ class Choice:
     echo: str = ""
     """The text of the prompt, if it belongs to the answer."""
     sent: bool = False
-    """True if a part of it has been sent."""
+    """True if a part has been sent."""
     offsets: Offsets | None = None
     """Counts the characters before the next new token, if log-probabilities are asked for."""
 
@@ -90,7 +90,7 @@ class Answer(ABC, Generic[Request]):
     """The answer to a request that generates.
 
     Args:
-        server: what the routes share.
+        server: the objects that the routes share.
         body: the request.
         jobs: the prompts to complete.
         client: name of the client.
@@ -119,7 +119,7 @@ class Answer(ABC, Generic[Request]):
 
     @abstractmethod
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
-        """Format new tokens of a choice; all of them if `whole`."""
+        """Format new tokens of a choice; the complete choice if `whole`."""
 
     def counted(self, deltas: list[Delta]) -> list[Delta]:
         """Return the tokens that belong to the answer."""

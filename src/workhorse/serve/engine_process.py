@@ -171,7 +171,7 @@ def _numbered(delta: Delta, number: int) -> Delta:
 
 
 def facts(model: Model, settings: EngineSettings, tokens: int, remarks: list[str]) -> ModelFacts:
-    """Collect what the HTTP process needs to know about a loaded model."""
+    """Collect the facts about a loaded model."""
     tokenizer = model.text
     replies = model.chat_format(settings.template).stop_tokens
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)

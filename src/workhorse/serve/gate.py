@@ -1,4 +1,4 @@
-"""What is checked before any work is done: host, key, size and number of requests; time limits."""
+"""Checks before any work is done: host, key, size and number of requests; and time limits."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Memory of a served model: the size of its cache, and what fits before anything is loaded."""
+"""Memory of a served model: the size of its cache, and an estimate without loading it."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ SHARE = 0.5
 
 
 class Fit(NamedTuple):
-    """What fits into memory."""
+    """The sizes of a served model, and the memory that is left."""
 
     context: int
     """Maximum number of tokens of a completion with its prompt."""

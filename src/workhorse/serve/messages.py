@@ -43,7 +43,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the HTTP process needs to know about the model."""
+    """The facts about the model that the HTTP process needs."""
 
     name: str
     tokenizer: Tokenizer

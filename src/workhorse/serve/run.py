@@ -16,7 +16,7 @@ from workhorse.serve.messages import EngineSettings, ModelFacts
 from workhorse.serve.metrics import Metrics
 
 TO_TELL = 5.0
-"""Seconds to tell clients that their requests are dropped."""
+"""Seconds to answer the clients of dropped requests."""
 SHORTEST_KEY = 8
 LARGEST_FILE = 1 << 20
 """Maximum size of a file with keys in bytes."""
@@ -26,7 +26,7 @@ def read_keys(file: Path) -> list[str]:
     """Read API keys, one per line; empty lines and lines that begin with # are ignored.
 
     Raises:
-        WorkhorseError: there is no key, or one is too short.
+        WorkhorseError: the file has no key.
     """
     from workhorse.files.text_formats import read_text
 

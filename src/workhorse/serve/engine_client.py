@@ -26,7 +26,8 @@ from workhorse.serve.messages import (
     packed,
 )
 
-COMMAND = (sys.executable, "-m", "workhorse.serve.engine_process")
+COMMAND = (sys.executable, "-P", "-m", "workhorse.serve.engine_process")
+"""Without -P, files of the current folder would shadow modules of Python."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 30.0
 """Seconds before the engine is restarted: after its first death, and after many in a row."""
 HEALTHY = 60.0

@@ -60,6 +60,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
+        redirect_slashes=False,  # behind a proxy for TLS, it would lead to http://
     )
     server = Server(
         name, engine, Prompts(facts), TokenText(facts.tokenizer), metrics, int(time.time())

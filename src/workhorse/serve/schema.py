@@ -16,6 +16,8 @@ FIELD = "field"
 Number = Annotated[float, Field(allow_inf_nan=False)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0)]
+Prompt = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+"""Token ids. Without `fail_fast`, a million wrong ones would be a million errors."""
 
 
 def _problem(kind: str, message: str, field: str) -> PydanticCustomError:
@@ -122,7 +124,7 @@ class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     """Extension: the reasoning before an assistant's content, if the template reads it."""
@@ -145,7 +147,7 @@ class Message(Body):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=20_000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=20_000, fail_fast=True)]
     """The chat so far."""
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of new tokens."""
@@ -155,7 +157,7 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Number of likeliest tokens to return at each position; needs `logprobs`. Extension: each
     token also has its `token_id`, since several tokens may have the same bytes."""
-    reply_tokens: list[Token] = Field(default_factory=list[Token])
+    reply_tokens: list[Token] = Field(default_factory=list[Token], fail_fast=True)
     """Extension: the first tokens of the reply. The answer is the rest of the reply."""
 
     not_served = {
@@ -196,12 +198,9 @@ class CompletionRequest(Sampling):
 
     prompt: (
         str
-        | Annotated[list[Token], Field(min_length=1)]
+        | Prompt
         | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]],
-            Field(min_length=1, max_length=MOST_PROMPTS),
-        ]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     """A prompt or several, each a string or a list of token ids."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -223,7 +222,7 @@ class TokenizeRequest(Body):
     """A text, to which nothing is added."""
     prompt: str | None = None
     """A text, as /v1/completions reads it: with the tokens that begin a sequence."""
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     """A chat, as /v1/chat/completions reads it."""
     add_special_tokens: bool = True
     """False to encode `prompt` without the tokens that begin a sequence, and names of special
@@ -245,5 +244,5 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
     """Token ids."""

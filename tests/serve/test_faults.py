@@ -107,8 +107,11 @@ def test_places_are_limited_and_shared(address):
 
 def test_a_request_may_not_take_too_long(address):
     async def main():
-        reply = await ask(address, "POST", ROUTE, completion(new=4000))
+        reply, begun = await asyncio.gather(
+            *(ask(address, "POST", ROUTE, completion(new=4000, stream=s)) for s in (False, True))
+        )
         assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
+        assert begun.events[-1]["error"]["code"] == "timeout"
         await until(lambda: is_empty(address))
         reader, writer = await connect(address)
         writer.write(encoded("POST", ROUTE, completion())[:-5])  # the rest never arrives
@@ -218,10 +221,13 @@ def test_keys_and_the_end():
         ({}, completion(logit_bias={"x": 1}), 400, None),
         ({}, completion(logit_bias={"9" * 5000: 1}), 400, None),
         ({}, completion(unknown=1), 400, None),
+        ({}, completion([0.5] * 800_000), 400, None),
     ],
 )
 def test_wrong_requests_get_one_clear_line(address, headers, body, status, code):
+    started = time.monotonic()
     reply = asyncio.run(ask(address, "POST", ROUTE, body, headers))
+    assert time.monotonic() - started < 3  # other clients wait meanwhile
     error = reply.json["error"]
     assert (reply.status, error["code"]) == (status, code), error
     assert "\n" not in error["message"]

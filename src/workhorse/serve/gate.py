@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
+from workhorse.serve.answers import DONE, event
 from workhorse.serve.errors import ApiError, shutting_down
 
 Scope = MutableMapping[str, Any]
@@ -26,6 +27,9 @@ GENERATING = ("/v1/chat/completions", "/v1/completions")
 """Routes whose requests wait for the engine, so that their number is limited."""
 SHARE_OF_ONE = 0.75
 """Fraction of the places for requests that one client may use, so that others find one free."""
+
+TO_END = 1.0
+"""Seconds to send the last event of a stream that took too long."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ class Gate:
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application until it ends, the client leaves or the time limit is reached."""
-        begun = False
+        begun: dict[bytes, bytes] | None = None
         given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         never = asyncio.Event()
 
@@ -243,7 +247,8 @@ class Gate:
 
         async def watched(message: Message) -> None:
             nonlocal begun
-            begun = True
+            if message["type"] == "http.response.start":
+                begun = dict(message["headers"])
             await send(message)
 
         async def until_left() -> None:
@@ -264,12 +269,28 @@ class Gate:
             await asyncio.wait({task, left})
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
-        if not in_time and not begun:
-            raise ApiError(
-                504,
-                f"the request took longer than {self._limits.seconds:g} s; reduce max_tokens",
-                code="timeout",
-            )
+        if not in_time:
+            await self._end_late(begun, send)
+
+    async def _end_late(self, begun: dict[bytes, bytes] | None, send: Send) -> None:
+        """Tell a client that its request took too long.
+
+        Args:
+            begun: the headers of the answer if it has begun; a stream can then end with the error.
+            send: sends the rest of the answer.
+        """
+        error = ApiError(
+            504,
+            f"the request took longer than {self._limits.seconds:g} s; reduce max_tokens",
+            code="timeout",
+        )
+        if begun is None:
+            raise error
+        if begun.get(b"content-type", b"").startswith(b"text/event-stream"):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TO_END):  # the client may not read
+                    last = event(error.body) + DONE
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def is_loopback(host: str) -> bool:

@@ -159,7 +159,7 @@ async def check_keys(address):
     assert {path for _, path in routes} >= {"/health", "/metrics", "/tokenize", ROUTE}
     for method, path in [*routes, ("GET", "/openapi.json"), ("GET", "/"), ("GET", "/nope")]:
         body = {} if method == "POST" else None
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ???"}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
             reply = await ask(address, method, path, body, headers)
             assert reply.status == (200 if path == "/health" else 401), (method, path)
     for headers in (BEARER, {"Authorization": "Basic OmEta2V5LW9mLXRoZS10ZXN0"}):

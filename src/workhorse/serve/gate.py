@@ -69,8 +69,10 @@ class Keys:
         """
         scheme, _, given = header.partition(" ")
         if scheme.lower() == "basic":
-            with contextlib.suppress(ValueError):
+            try:
                 given = b64decode(given, validate=True).decode("latin-1").partition(":")[2]
+            except ValueError:
+                return None
         elif scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()

@@ -76,7 +76,7 @@ class FakeEngine:
         used = (pool.capacity - pool.available) / pool.capacity
         return Load(len(self.scheduler.running), len(self.scheduler.waiting), used)
 
-    def add(self, prompt, config, *, client: str) -> range:
+    def add(self, prompt, config, *, client: str, **_) -> range:
         if chr(prompt[0]) == "#":
             os.kill(os.getpid(), signal.SIGKILL)
         request = FakeRequest(self.added, prompt, config, client, self.cache)

@@ -117,6 +117,10 @@ EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
     "n": ({"n": 2}, lambda answer, plain: len(answer["choices"]) == 2),
     "presence_penalty": ({"presence_penalty": -2}, other_text),
     "prompt": ({"prompt": "Bye"}, other_text),
+    "response_format": (
+        {"response_format": {"type": "json_object"}},
+        lambda answer, plain: texts(answer)[0].startswith("{"),
+    ),
     "seed": ({"seed": 1}, other_text),
     "temperature": ({"temperature": 0}, other_text),
     "top_logprobs": (

@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
+from importlib.util import find_spec
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +32,9 @@ from workhorse.serve.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+
+if TYPE_CHECKING:
+    from workhorse.serve.grammar import GrammarChecker
 
 
 def create_app(
@@ -63,7 +67,13 @@ def create_app(
         redirect_slashes=False,  # behind a proxy for TLS, it would lead to http://
     )
     server = Server(
-        name, engine, Prompts(facts), TokenText(facts.tokenizer), metrics, int(time.time())
+        name,
+        engine,
+        Prompts(facts),
+        TokenText(facts.tokenizer),
+        metrics,
+        int(time.time()),
+        _checker(),
     )
     gate = Gate(app, Keys(keys), limits or Limits(), loopback=loopback and not keys)
     gate.on_answer = metrics.answered
@@ -76,6 +86,15 @@ def create_app(
 
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling options of a model that has no others."""
+
+
+def _checker() -> "GrammarChecker | None":
+    """Return the checker of grammars; None if llguidance is not installed."""
+    if find_spec("llguidance") is None:
+        return None
+    from workhorse.serve.grammar import GrammarChecker
+
+    return GrammarChecker()
 
 
 def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -17,7 +17,16 @@ from workhorse.serve.engine_client import EngineClient, EngineDied, JobFailed
 from workhorse.serve.errors import ApiError, bad_request, engine_died, shutting_down
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.prompts import Prompts, check_model
-from workhorse.serve.schema import ChatRequest, CompletionRequest, Sampling
+from workhorse.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    ResponseFormat,
+    Sampling,
+    StructuredOutputs,
+)
+
+if TYPE_CHECKING:
+    from workhorse.serve.grammar import GrammarChecker
 
 MOST_CHOICES = 128
 """Maximum number of completions of a request."""
@@ -39,6 +48,8 @@ class Server:
     metrics: Metrics
     created: int
     """Unix time at which the server started."""
+    grammars: "GrammarChecker | None"
+    """Compiles grammars; None if llguidance is not installed."""
 
 
 @dataclass
@@ -65,6 +76,19 @@ class Job:
     prompt: list[int]
     config: GenerationConfig
     choices: list[Choice]
+    grammar: str = ""
+
+    @classmethod
+    def several(
+        cls, prompt: list[int], config: GenerationConfig, choices: list[Choice], grammar: str
+    ) -> "list[Job]":
+        """Return the jobs of a prompt. With a grammar, each sample is a job with its own state."""
+        if not grammar or config.n_samples == 1:
+            return [cls(prompt, config, choices, grammar)]
+        return [
+            cls(prompt, config.replace(n_samples=1, seed=(config.seed or 0) + n), [choice], grammar)
+            for n, choice in enumerate(choices)
+        ]
 
     def of_choice(self, choice: Choice, deltas: Sequence[Delta]) -> list[Delta]:
         """Return the new tokens of one of the choices."""
@@ -142,7 +166,9 @@ class Answer(ABC, Generic[Request]):
             ApiError: the engine died, refused a job, or failed.
         """
         complete = self._server.engine.complete
-        streams = [complete(job.prompt, job.config, self._client) for job in self._jobs]
+        streams = [
+            complete(job.prompt, job.config, self._client, job.grammar) for job in self._jobs
+        ]
         try:
             async with aclosing(merged(streams)) as items:
                 async for number, deltas in items:
@@ -279,7 +305,9 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     if body.logprobs:
         config = config.replace(logprobs=body.top_logprobs or 0)
     choices = [Choice(index, prompt) for index in range(body.n)]
-    return await ChatAnswer(server, body, [Job(prompt, config, choices)], client).response()
+    grammar = await _grammar(server, body, body.response_format)
+    jobs = Job.several(prompt, config, choices, grammar)
+    return await ChatAnswer(server, body, jobs, client).response()
 
 
 async def complete(server: Server, body: CompletionRequest, client: str) -> Response:
@@ -294,6 +322,7 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
             "divide them among several requests",
             "prompt",
         )
+    grammar = await _grammar(server, body, None)
     jobs: list[Job] = []
     for number, one in enumerate(prompts):
         prompt = one
@@ -315,5 +344,36 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
             if body.logprobs is not None:
                 stream = server.prompts.tokenizer.stream(skip_special=True, after=prompt)
                 choices[-1].offsets = Offsets(stream, len(echo))
-        jobs.append(Job(prompt, config, choices))
+        jobs += Job.several(prompt, config, choices, grammar)
     return await CompletionAnswer(server, body, jobs, client).response()
+
+
+async def _grammar(server: Server, body: Sampling, form: ResponseFormat | None) -> str:
+    """Return the grammar that a request asks for; empty if it asks for none.
+
+    Raises:
+        ApiError: the grammar cannot be used, or conflicts with another field.
+    """
+    asked, param = body.structured_outputs, "structured_outputs"
+    if form is not None and form.type != "text":
+        if asked is not None:
+            raise bad_request("structured_outputs and response_format conflict; omit one", param)
+        schema = None if form.json_schema is None else form.json_schema.schema_
+        asked = StructuredOutputs.model_validate({"json": schema or {"type": "object"}})
+        param = "response_format"
+    if asked is None:
+        return ""
+    if server.grammars is None:
+        raise bad_request(f"{param} is not served without llguidance; omit it", param, "not_served")
+    if body.ignore_eos:
+        raise bad_request(f"ignore_eos and {param} conflict; omit one", "ignore_eos")
+    from workhorse.serve.grammar import source_of
+
+    try:
+        source = source_of(asked)
+        reason = await server.grammars.check(source)
+    except ValueError as error:
+        reason, source = str(error), ""
+    if reason:
+        raise bad_request(f"{param}: the grammar cannot be used: {reason}; change it", param)
+    return source

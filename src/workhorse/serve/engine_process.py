@@ -12,9 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workhorse.devices.waiting import share_cores
 
@@ -25,6 +25,7 @@ from workhorse.devices.memory import available
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, Engine, GenerationConfig
 from workhorse.generate.engine import Load
+from workhorse.generate.request import LogitProcessor, StopCondition
 from workhorse.model.load import load
 from workhorse.model.model import Model
 from workhorse.serve.memory import cache_tokens
@@ -38,6 +39,10 @@ from workhorse.serve.messages import (
     packed,
     read,
 )
+from workhorse.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from workhorse.serve.grammar import Grammar, Grammars
 
 MOST_FAILURES = 3
 """Number of failed steps in a row after which the process ends, to be started again."""
@@ -55,7 +60,15 @@ class Steps(Protocol):
     @property
     def load(self) -> Load: ...
 
-    def add(self, prompt: list[int], config: GenerationConfig, *, client: str) -> range: ...
+    def add(
+        self,
+        prompt: list[int],
+        config: GenerationConfig,
+        *,
+        client: str,
+        processors: Sequence[LogitProcessor] = (),
+        stop_conditions: Sequence[StopCondition] = (),
+    ) -> range: ...
 
     def cancel(self, index: int) -> None: ...
 
@@ -68,10 +81,14 @@ class Worker:
     Args:
         engine: the engine.
         connection: the connection to the HTTP process.
+        tokenizer: the model's tokenizer, for grammars.
     """
 
-    def __init__(self, engine: Steps, connection: socket.socket) -> None:
+    def __init__(self, engine: Steps, connection: socket.socket, tokenizer: Tokenizer) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer
+        self._grammars: dict[tuple[int, ...], Grammars] = {}
+        """For each set of ids that end completions."""
         self._connection = connection
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._jobs: dict[int, set[int]] = {}
@@ -117,12 +134,28 @@ class Worker:
 
     def _add(self, job: Job) -> None:
         try:
-            indices = self._engine.add(job.prompt, job.config, client=job.client)
+            grammars = [self._grammar(job)] if job.grammar else []
+            indices = self._engine.add(
+                job.prompt,
+                job.config,
+                client=job.client,
+                processors=grammars,
+                stop_conditions=[grammar.ends for grammar in grammars],
+            )
         except WorkhorseError as error:
             self._send(Failed(job.id, str(error), is_input=True))
             return
         self._jobs[job.id] = set(indices)
         self._of |= {index: (job.id, number) for number, index in enumerate(indices)}
+
+    def _grammar(self, job: Job) -> "Grammar":
+        from workhorse.serve.grammar import Grammars
+
+        ends = job.config.stop_tokens or ()
+        if ends not in self._grammars:
+            self._grammars[ends] = Grammars(self._tokenizer, ends)
+        most_new = job.config.max_new_tokens
+        return self._grammars[ends].make(job.grammar, len(job.prompt), most_new)
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -245,7 +278,7 @@ def serve(connection: socket.socket, make: Callable[[EngineSettings], tuple[Step
         connection.sendall(packed(Failed(None, str(error), is_input=True)))
         return
     connection.sendall(packed(about))
-    Worker(engine, connection).run()
+    Worker(engine, connection, about.tokenizer).run()
 
 
 if __name__ == "__main__":

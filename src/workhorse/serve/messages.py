@@ -75,6 +75,8 @@ class Job:
     config: GenerationConfig
     client: str
     """Name of the client; see `Engine.add`."""
+    grammar: str = ""
+    """What the completion may become, in llguidance's format; empty: anything."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,55 @@ class StreamOptions(Body):
     """Without effect: nothing is padded."""
 
 
+class NamedSchema(Body):
+    """A JSON schema."""
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """Without effect: the schema is always enforced."""
+
+
+class ResponseFormat(Body):
+    """The form of a reply."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "json_schema", "json_schema and type 'json_schema' need each other; give both"
+            )
+        return self
+
+
+class StructuredOutputs(Body):
+    """The form of a completion: one of these."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    """A JSON schema."""
+    regex: str | None = None
+    """A regular expression, in the syntax of Rust's crate regex."""
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    """Texts of which the completion is one."""
+    grammar: str | None = None
+    """A grammar in llguidance's variant of Lark."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "StructuredOutputs":
+        given = [
+            one for one in (self.json_, self.regex, self.choice, self.grammar) if one is not None
+        ]
+        if len(given) != 1:
+            raise PydanticCustomError(
+                "one_form", "give one of json, regex, choice and grammar, and not several"
+            )
+        return self
+
+
 class Sampling(Body):
     """The fields that chat completions and completions share."""
 
@@ -100,6 +149,8 @@ class Sampling(Body):
     """Extension: above 1, tokens in the prompt or the completion become less likely."""
     ignore_eos: bool = False
     """Extension: True to continue after an end-of-sequence token."""
+    structured_outputs: StructuredOutputs | None = None
+    """Extension: the form of the completion."""
     timings: bool = False
     """Extension: True to add `timings` to the answer."""
 
@@ -151,6 +202,8 @@ class ChatRequest(Sampling):
     """The chat so far."""
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of new tokens."""
+    response_format: ResponseFormat | None = None
+    """The form of the reply."""
     logprobs: bool = False
     """True to return the log-probability of each token: the model's own, before penalties,
     temperature and filters."""
@@ -172,7 +225,6 @@ class ChatRequest(Sampling):
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "tool_choice": ("none", "auto"),

@@ -1,0 +1,253 @@
+"""Structured output: masks that let a completion only become what a grammar allows.
+
+The grammars are those of llguidance. `GrammarChecker` compiles a client's grammar in a process with
+limits first, so that one which takes too long to compile cannot stop the engine.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.serve.schema import StructuredOutputs
+from workhorse.tokenizers import Tokenizer
+
+WHITESPACE = r"[ \n]{0,32}"
+"""White space between the parts of a JSON value. It is bounded, because an unbounded run of spaces
+would never end."""
+MOST_GRAMMAR = 100_000
+"""Maximum number of characters of a grammar."""
+CHECK_SECONDS = 5.0
+"""Time after which the compilation of a grammar is ended."""
+LONGEST_CLOSING = 256
+"""Maximum number of tokens that are reserved to end a value."""
+MARGIN = 8
+"""Number of tokens by which a single token may make the end of a value longer. An escape sequence
+or a character of four bytes needs less."""
+CLOSING = (*b'}]"0,:tfn-ae', *range(33, 127), *range(0x80, 0xC0), *b" \n")
+"""Bytes by which `Grammar` ends a value, the preferred first."""
+QUOTE, IN_STRINGS = ord('"'), ord("#")
+"""A string is ended by a quote. A `#` is allowed only in strings."""
+
+
+def source_of(asked: StructuredOutputs) -> str:
+    """Return the grammar of the completions that a request allows, in llguidance's format.
+
+    Raises:
+        ValueError: llguidance cannot express it.
+    """
+    if asked.json_ is not None:
+        return LLMatcher.grammar_from_json_schema(
+            asked.json_, overrides={"whitespace_pattern": WHITESPACE}
+        )
+    if asked.regex is not None:
+        return LLMatcher.grammar_from_regex(asked.regex)
+    if asked.choice is not None:
+        texts = " | ".join(json.dumps(text) for text in asked.choice)
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    return LLMatcher.grammar_from_lark(asked.grammar or "")
+
+
+def limits() -> LLParserLimits:
+    """Return llguidance's limits: a mask may take a few milliseconds, a grammar megabytes."""
+    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
+
+
+class _Vocabulary:
+    """The tokens as llguidance reads them."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+        special = set(tokenizer.special_tokens.values()) | set(ends)
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            f"<|{token}|>".encode() if token in special else tokenizer.token_bytes(token)
+            for token in range(tokenizer.vocab_size)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+
+class Grammars:
+    """Makes grammars for one tokenizer.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        ends: ids that end a completion.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+        wrapped = TokenizerWrapper(_Vocabulary(tokenizer, ends))
+        self._tokenizer = LLTokenizer(wrapped, eos_token=list(ends))
+        one_byte = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
+        self._of_byte = {data[0]: token for data, token in one_byte.items() if len(data) == 1}
+
+    def make(self, source: str, prompt: int, most_new: int) -> "Grammar":
+        """Compile a grammar for one completion.
+
+        Args:
+            source: the grammar, in llguidance's format.
+            prompt: number of tokens of the prompt.
+            most_new: maximum number of tokens of the completion.
+
+        Raises:
+            WorkhorseError: the grammar is not valid.
+        """
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits())
+        _check(matcher)
+        return Grammar(matcher, self._of_byte, prompt, most_new)
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        reason = " ".join(matcher.get_error().split())[:300]
+        raise WorkhorseError(f"the grammar cannot be used: {reason}")
+
+
+class Grammar:
+    """The grammar of one completion: a `LogitProcessor` that forbids all other tokens.
+
+    Towards the maximum number of tokens it only allows tokens that end the value in time, if it
+    finds any.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, of_byte: Mapping[int, int], prompt: int, most_new: int
+    ) -> None:
+        self._matcher = matcher
+        self._of_byte = of_byte
+        self._prompt = prompt
+        self._most_new = most_new
+        self._consumed = 0
+        self._check_at = LONGEST_CLOSING
+        self._plan: list[int] = []
+        """The tokens that end the value, once there is only room for these."""
+
+    def __call__(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Set the logits of all tokens that the grammar does not allow next to -inf."""
+        self._advance(tokens[self._prompt :])
+        left = self._most_new - self._consumed
+        if not self._plan and left <= self._check_at:
+            self._reserve(left)
+        if self._plan:
+            only = torch.full_like(logits, -torch.inf)
+            only[self._plan[0]] = 0.0
+            return only
+        allowed = self._allowed(self._matcher)
+        mask = torch.zeros(len(logits), dtype=torch.bool)
+        mask[: len(allowed)] = torch.from_numpy(allowed)[: len(logits)]
+        return logits.masked_fill(~mask.to(logits.device), -torch.inf)
+
+    def ends(self, tokens: Sequence[int], text: str) -> bool:
+        """A `StopCondition`: True if nothing can follow."""
+        self._advance(tokens)
+        return self._matcher.is_stopped()
+
+    def _advance(self, completion: Sequence[int]) -> None:
+        """Give the matcher the tokens that it has not seen."""
+        for token in completion[self._consumed :]:
+            self._consumed += 1
+            if self._plan:
+                self._plan.pop(0)
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+                _check(self._matcher)
+
+    def _reserve(self, left: int) -> None:
+        """Find out how many tokens end the value; if no more are left, allow only these."""
+        closing = self._shortest(min(left, LONGEST_CLOSING))
+        spare = 0 if closing is None else left - len(closing)
+        if closing and spare <= MARGIN:
+            self._plan = closing
+        else:
+            self._check_at = left - max(1, spare // 8)
+
+    def _shortest(self, most: int) -> list[int] | None:
+        """Return up to `most` tokens that end the value, chosen greedily; None if they do not."""
+        trial = self._matcher.deep_copy()
+        tokens: list[int] = []
+        while not trial.is_accepting():
+            next_token = self._ending(self._allowed(trial))
+            if next_token is None or len(tokens) >= most:
+                return None
+            trial.consume_token(next_token)
+            tokens.append(next_token)
+        return tokens
+
+    def _ending(self, allowed: "np.ndarray[Any, Any]") -> int | None:
+        """Return the allowed token that most likely leads to the end of a JSON value."""
+
+        def of(value: int) -> int | None:
+            token = self._of_byte.get(value)
+            return token if token is not None and allowed[token] else None
+
+        order = (QUOTE, *CLOSING) if of(IN_STRINGS) is not None else CLOSING
+        return next((token for value in order if (token := of(value)) is not None), None)
+
+    @staticmethod
+    def _allowed(matcher: LLMatcher) -> "np.ndarray[Any, Any]":
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        _check(matcher)
+        return np.unpackbits(bits, bitorder="little").astype(bool)
+
+
+class GrammarChecker:
+    """Compiles grammars in a process with limits of memory and time."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def check(self, source: str) -> str:
+        """Return the reason why a grammar cannot be used; empty if it can."""
+        if len(source) > MOST_GRAMMAR:
+            return f"it has more than {MOST_GRAMMAR:,} characters"
+        async with self._lock:
+            try:
+                process = self._process or await self._start()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(json.dumps(source).encode() + b"\n")
+                async with asyncio.timeout(CHECK_SECONDS):
+                    answer = await process.stdout.readline()
+                    if answer:
+                        return json.loads(answer)
+            except (OSError, TimeoutError):
+                pass
+            except BaseException:
+                await self.close()  # else the next check would read this answer
+                raise
+            await self.close()
+            return f"it takes more than {CHECK_SECONDS:g} seconds or too much memory to compile"
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        script = Path(__file__).with_name("grammar_process.py")
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(script),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self._process
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

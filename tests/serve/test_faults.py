@@ -9,7 +9,16 @@ import time
 
 import pytest
 
-from tests.serve.raw import ask, completion, connect, encoded, fake_server, left, read_head
+from tests.serve.raw import (
+    ask,
+    completion,
+    connect,
+    encoded,
+    fake_server,
+    left,
+    read_head,
+    read_reply,
+)
 
 ROUTE = "/v1/completions"
 
@@ -67,6 +76,23 @@ def test_a_client_that_leaves_frees_its_blocks(address, stream):
 
     async def is_busy(address):
         return await figure(address, "running_completions") > 0
+
+    asyncio.run(main())
+
+
+def test_an_answer_is_sent_at_once(address):
+    """Without TCP_NODELAY, the body waits 40 ms for the acknowledgement of the headers."""
+
+    async def main():
+        reader, writer = await connect(address)
+        times = []
+        for _ in range(20):
+            started = time.monotonic()
+            writer.write(encoded("GET", "/health"))
+            await read_reply(reader)
+            times.append(time.monotonic() - started)
+        await left(writer)
+        assert min(times) < 0.03
 
     asyncio.run(main())
 

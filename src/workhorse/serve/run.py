@@ -64,7 +64,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(info[0], socket.SOCK_STREAM)
+        bound = socket.socket(*info[:3])  # with its protocol: asyncio sets TCP_NODELAY only then
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(info[4])
     except (OSError, OverflowError, UnicodeError) as error:

@@ -296,8 +296,9 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     """Answer POST /v1/chat/completions."""
     check_model(server.name, body.model)
     prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages)
-    prompt += body.reply_tokens
     server.prompts.check(prompt, "messages")
+    prompt += body.reply_tokens
+    server.prompts.check(prompt, "reply_tokens" if body.reply_tokens else "messages")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if most == 0:
         raise bad_request("max_tokens is 0; choose 1 or more", "max_tokens")

@@ -159,11 +159,13 @@ class EngineClient:
         answer = await _read(reader)
         if not isinstance(answer, ModelFacts):
             writer.close()
-            await self._end_process()
-            reason = (
-                answer.message if isinstance(answer, Failed) else "the process of the model died"
+            code = await self._end_process()
+            if isinstance(answer, Failed):
+                raise WorkhorseError(answer.message)
+            raise WorkhorseError(
+                f"the process of the model died while it loaded ({_described(code)}); if there is "
+                "too little memory, choose --quantize or fewer --cache-tokens"
             )
-            raise WorkhorseError(reason)
         self._writer = writer
         self.state = "ready"
         return reader, answer

@@ -221,7 +221,8 @@ def facts(model: Model, settings: EngineSettings, tokens: int, remarks: list[str
         vocab=min(model.decoder.config.vocab_size, tokenizer.vocab_size),
         cache_tokens=tokens,
         max_sequences=settings.max_sequences,
-        is_exact=settings.exact and model.decoder.is_invariant,
+        is_exact=settings.exact == "always"
+        or (settings.exact == "auto" and model.decoder.is_invariant),
         announcement=model.announcement,
         remarks=tuple(remarks),
     )
@@ -242,7 +243,7 @@ def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
         quantize=settings.quantize,  # pyright: ignore[reportArgumentType]
         execution=settings.execution,  # pyright: ignore[reportArgumentType]
         adapter=settings.adapter,
-        exact=settings.exact,
+        exact=settings.exact != "never",
         notify=remarks.append,
     )
     decoder = model.decoder

@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from workhorse.data import SequenceStart
 from workhorse.generate import Delta, GenerationConfig
@@ -14,6 +14,11 @@ from workhorse.tokenizers import Tokenizer
 
 LENGTH = struct.Struct("!Q")
 """Format of the length that precedes each message."""
+
+
+Exact = Literal["auto", "always", "never"]
+"""`auto`: if the decoder is invariant (`Decoder.is_invariant`), which costs little. `always`: for
+other decoders, prompts are processed one by one, and so are the sequences of a step."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class EngineSettings:
     execution: str = "auto"
     adapter: str | None = None
     threads: int = 0
-    exact: bool = True
-    """True to compute results that do not depend on other requests, if that is fast."""
+    exact: Exact = "auto"
+    """When results do not depend on other requests, bit by bit; see `Exact`."""
     max_sequences: int = 16
     """Maximum number of completions that advance together."""
     cache_tokens: int | None = None

@@ -14,7 +14,7 @@ from workhorse.cli.loading import PATH, Running, json_option, model_options
 from workhorse.cli.output import ExitCode, print_result, warn
 
 if TYPE_CHECKING:
-    from workhorse.serve.messages import ModelFacts
+    from workhorse.serve.messages import Exact, ModelFacts
 
 KEY_VARIABLE = "WORKHORSE_API_KEY"
 
@@ -59,10 +59,11 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
     help="Fraction by which prompts may lengthen a step while other completions are generated.",
 )
 @click.option(
-    "--exact/--no-exact",
-    default=True,
+    "--exact",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
     show_default=True,
-    help="Answers do not depend on other requests, bit by bit, if the model and the CPU allow it.",
+    help="Whether answers are independent of other requests, bit by bit. auto: if that is fast.",
 )
 @click.option(
     "--timeout",
@@ -71,7 +72,7 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
     show_default=True,
     help="Seconds that a request may take.",
 )
-@click.option("--check", is_flag=True, help="Only say what fits into memory.")
+@click.option("--check", is_flag=True, help="Only say what fits into memory, by the files' sizes.")
 @click.option("--template", default="default", metavar="NAME", help="Name of the chat template.")
 @json_option
 def command(
@@ -86,7 +87,7 @@ def command(
     queue: int | None,
     cache_tokens: int | None,
     prompt_share: float,
-    exact: bool,
+    exact: "Exact",
     timeout: float,
     check: bool,
     template: str,

@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--llama-server", type=Path, help="the program llama-server of llama.cpp")
-    parser.add_argument("--models", type=Path, default=Path("/tmp/workhorse-models"))
+    parser.add_argument("--models", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument("--also", nargs="*", default=[], help="further options of workhorse serve")
     options = parser.parse_args()
     model = folder(options.shape, options.models)

@@ -63,6 +63,7 @@ def test_samples_and_streams_have_the_form(client: OpenAI) -> None:
         ({"regex": "[ab]{3}-[0-9]+"}, "[ab]{3}-[0-9]+"),
         ({"choice": ["yes", 'n"o', "maybe"]}, 'yes|n"o|maybe'),
         ({"grammar": 'start: "a" /[xyz]{2}/ "b"'}, "a[xyz]{2}b"),
+        ({"choice": ["é", "ß\\n"]}, r"é|ß\\n"),
         ({"json": {"enum": [1, "a b", None]}}, '1|"a b"|null'),
     ],
 )
@@ -113,6 +114,15 @@ def test_values_of_generated_schemas_end_in_time() -> None:
             if tokens[-1] == end:
                 break
         jsonschema.validate(json.loads(tokenizer.decode(tokens, skip_special=True)), schema)
+
+
+def test_a_model_without_an_end_token_ends_when_nothing_can_follow() -> None:
+    tokenizer = train_tokenizer(BytesConfig(), [])
+    grammar = Grammars(tokenizer, ()).make(source_of(StructuredOutputs(regex="ab?c")), 0, 9)
+    tokens: list[int] = []
+    while not grammar.ends(tokens, ""):
+        tokens.append(int(grammar(torch.zeros(tokenizer.vocab_size), tokens).argmax()))
+    assert re.fullmatch("ab?c", tokenizer.decode(tokens))
 
 
 def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,6 +371,11 @@ class Model:
         """Return the format of messages: a chat template, or a plain dialogue; see `chat`."""
         if self.trained_to_chat:
             return TemplateFormat(ChatTemplate.of(self.text, template), self.text)
+        if template != "default":
+            raise WorkhorseError(
+                f"chat template {template!r} has no effect: {self.name} was not trained to chat; "
+                "omit it"
+            )
         return TranscriptFormat(self.text, self.prefix)
 
     def guesser(self, draft: "Model | None") -> Decoder | None:

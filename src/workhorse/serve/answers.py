@@ -1,5 +1,6 @@
 """From the engine's tokens to answers of OpenAI's API, whole or as events."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -172,8 +173,6 @@ async def merged(
 
     If it is closed early, all iterators are closed.
     """
-    import asyncio
-
     arrived: asyncio.Queue[tuple[int, list[Delta] | BaseException | None]] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncIterator[list[Delta]]) -> None:

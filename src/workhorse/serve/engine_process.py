@@ -142,8 +142,8 @@ class Worker:
                 processors=grammars,
                 stop_conditions=[grammar.ends for grammar in grammars],
             )
-        except WorkhorseError as error:
-            self._send(Failed(job.id, str(error), is_input=True))
+        except Exception as error:  # must not end the process, and so the other jobs
+            self._fail(job.id, error, is_input=isinstance(error, WorkhorseError))
             return
         self._jobs[job.id] = set(indices)
         self._of |= {index: (job.id, number) for number, index in enumerate(indices)}
@@ -189,10 +189,13 @@ class Worker:
             for index in self._jobs.pop(job):
                 del self._of[index]
                 self._engine.cancel(index)
-            is_known = isinstance(error, WorkhorseError)
-            message = str(error) if is_known else f"{type(error).__name__}: {error}"
-            self._send(Failed(job, message, is_input=False))
+            self._fail(job, error, is_input=False)
         return bool(gone)
+
+    def _fail(self, job: int, error: Exception, *, is_input: bool) -> None:
+        is_known = isinstance(error, WorkhorseError)
+        message = str(error) if is_known else f"{type(error).__name__}: {error}"
+        self._send(Failed(job, message, is_input))
 
     def _send(self, message: object) -> None:
         with contextlib.suppress(OSError):  # the HTTP process has exited: `_receive` reports it

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.serve.grammar_process import limits
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import Tokenizer
 
@@ -52,14 +53,9 @@ def source_of(asked: StructuredOutputs) -> str:
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        texts = " | ".join(json.dumps(text) for text in asked.choice)
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     return LLMatcher.grammar_from_lark(asked.grammar or "")
-
-
-def limits() -> LLParserLimits:
-    """Return llguidance's limits: a mask may take a few milliseconds, a grammar megabytes."""
-    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
 
 
 class _Vocabulary:
@@ -68,11 +64,12 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
         special = set(tokenizer.special_tokens.values()) | set(ends)
         self.eos_token_id = ends[0]
+        size = max(tokenizer.vocab_size, *(end + 1 for end in ends))
         self.bos_token_id = None
         self.special_token_ids = sorted(special)
         self.tokens = [
             f"<|{token}|>".encode() if token in special else tokenizer.token_bytes(token)
-            for token in range(tokenizer.vocab_size)
+            for token in range(size)
         ]
         self._tokenizer = tokenizer
 
@@ -85,10 +82,11 @@ class Grammars:
 
     Args:
         tokenizer: the model's tokenizer.
-        ends: ids that end a completion.
+        ends: ids that end a completion; empty: a completion ends only when nothing can follow.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+        ends = ends or (tokenizer.vocab_size,)  # an id that is never chosen
         wrapped = TokenizerWrapper(_Vocabulary(tokenizer, ends))
         self._tokenizer = LLTokenizer(wrapped, eos_token=list(ends))
         one_byte = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
@@ -236,6 +234,7 @@ class GrammarChecker:
         script = Path(__file__).with_name("grammar_process.py")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # without the folder of this file, whose modules could shadow others
             str(script),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

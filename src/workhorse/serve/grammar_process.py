@@ -13,14 +13,18 @@ MEMORY = 2 << 30
 """Limit of the address space in bytes."""
 
 
+def limits() -> LLParserLimits:
+    """Return llguidance's limits: a mask may take a few milliseconds, a grammar megabytes."""
+    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
+
+
 def main() -> None:
     """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer("byte")
-    limits = LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
     for line in sys.stdin:
-        matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
         reason = " ".join(matcher.get_error().split())[:300] if matcher.is_error() else ""

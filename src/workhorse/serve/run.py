@@ -1,6 +1,7 @@
 """Run the server: start the engine, listen, and end without losing requests in flight."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -77,12 +78,7 @@ def listen(host: str, port: int) -> socket.socket:
 class _Uvicorn(uvicorn.Server):
     """A server whose signals are handled by `serve`."""
 
-    def install_signal_handlers(self) -> None:
-        pass
-
     def capture_signals(self):  # pyright: ignore[reportIncompatibleMethodOverride]
-        import contextlib
-
         return contextlib.nullcontext()
 
 

@@ -120,7 +120,7 @@ def load_weights(
 
 
 def with_rows(weights: Mapping[str, Tensor], rows: int, new: range) -> dict[str, Tensor]:
-    """Extend those of the weights that have a row per token; see `grown`."""
+    """Extend the weights that have a row per token; see `grown`."""
     return {
         name: grown(weight, rows, new) if name in VOCABULARY_WEIGHTS else weight
         for name, weight in weights.items()

@@ -1,7 +1,7 @@
-"""Structured output: masks that let a completion only become what a grammar allows.
+"""Structured output: masks of the tokens that a grammar allows next, computed by llguidance.
 
-The grammars are those of llguidance. `GrammarChecker` compiles a client's grammar in a process with
-limits first, so that one which takes too long to compile cannot stop the engine.
+`GrammarChecker` compiles a client's grammar in a process with limits first, so that one which takes
+too long to compile cannot stop the engine.
 """
 
 import asyncio

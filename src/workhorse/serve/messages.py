@@ -81,7 +81,7 @@ class Job:
     client: str
     """Name of the client; see `Engine.add`."""
     grammar: str = ""
-    """What the completion may become, in llguidance's format; empty: anything."""
+    """Grammar of the completion, in llguidance's format; empty: none."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     """A regular expression, in the syntax of Rust's crate regex."""
     choice: Annotated[list[str], Field(min_length=1)] | None = None
-    """Texts of which the completion is one."""
+    """The completions that are allowed."""
     grammar: str | None = None
     """A grammar in llguidance's variant of Lark."""
 

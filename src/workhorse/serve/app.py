@@ -17,10 +17,10 @@ import workhorse
 from workhorse.errors import WorkhorseError
 from workhorse.serve import completing
 from workhorse.serve.answers import TokenText
-from workhorse.serve.completing import Server
 from workhorse.serve.engine_client import EngineClient
 from workhorse.serve.errors import ApiError, bad_request
 from workhorse.serve.gate import Gate, Keys, Limits
+from workhorse.serve.generating import Server
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.page import Page

@@ -1,124 +1,30 @@
-"""The routes that generate: /v1/chat/completions and /v1/completions."""
+"""The routes /v1/chat/completions and /v1/completions: answers with choices."""
 
 import asyncio
 import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from workhorse.generate import Delta, GenerationConfig, TokenLogprob
-from workhorse.serve.answers import DONE, FINISH, Offsets, Timings, TokenText, event, merged
-from workhorse.serve.engine_client import EngineClient, EngineDied, JobFailed
-from workhorse.serve.errors import ApiError, bad_request, engine_died, shutting_down
-from workhorse.serve.metrics import Metrics
-from workhorse.serve.prompts import Prompts, check_model
-from workhorse.serve.schema import (
-    ChatRequest,
-    CompletionRequest,
-    ResponseFormat,
-    Sampling,
-    StructuredOutputs,
-)
-
-if TYPE_CHECKING:
-    from workhorse.serve.grammar import GrammarChecker
+from workhorse.generate import Delta, TokenLogprob
+from workhorse.serve.answers import DONE, FINISH, Offsets, event
+from workhorse.serve.errors import ApiError, bad_request
+from workhorse.serve.generating import Answer, Choice, Job, Request, Server, Steps, grammar_of
+from workhorse.serve.prompts import check_model
+from workhorse.serve.schema import ChatRequest, CompletionRequest
 
 MOST_CHOICES = 128
 """Maximum number of completions of a request."""
 SHORT = 16
 """Default of `max_tokens` for completions, as in OpenAI's API."""
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers of a stream: proxies must pass events on at once."""
 
 
-@dataclass
-class Server:
-    """The objects that the routes share."""
-
-    name: str
-    """Name of the model."""
-    engine: EngineClient
-    prompts: Prompts
-    texts: TokenText
-    metrics: Metrics
-    created: int
-    """Unix time at which the server started."""
-    grammars: "GrammarChecker | None"
-    """Compiles grammars; None if llguidance is not installed."""
-
-
-@dataclass
-class Choice:
-    """One completion of a request, while it is generated."""
-
-    index: int
-    prompt: list[int]
-    echo: str = ""
-    """The text of the prompt, if it belongs to the answer."""
-    sent: bool = False
-    """True if a part has been sent."""
-    offsets: Offsets | None = None
-    """Counts the characters before the next new token, if log-probabilities are asked for."""
-
-
-@dataclass
-class Job:
-    """A prompt for the engine, and the choices that its completions become.
-
-    Greedy completions of a prompt are equal, so they are one completion with several choices.
-    """
-
-    prompt: list[int]
-    config: GenerationConfig
-    choices: list[Choice]
-    grammar: str = ""
-
-    @classmethod
-    def several(
-        cls, prompt: list[int], config: GenerationConfig, choices: list[Choice], grammar: str
-    ) -> "list[Job]":
-        """Return the jobs of a prompt. With a grammar, each sample is a job with its own state."""
-        if not grammar or config.n_samples == 1:
-            return [cls(prompt, config, choices, grammar)]
-        return [
-            cls(prompt, config.replace(n_samples=1, seed=(config.seed or 0) + n), [choice], grammar)
-            for n, choice in enumerate(choices)
-        ]
-
-    def of_choice(self, choice: Choice, deltas: Sequence[Delta]) -> list[Delta]:
-        """Return the new tokens of one of the choices."""
-        first = self.choices[0].index
-        number = choice.index - first if self.config.n_samples > 1 else 0
-        return [delta for delta in deltas if delta.index == number]
-
-
-Steps = AsyncGenerator[tuple[Choice, list[Delta]]]
-Request = TypeVar("Request", bound=Sampling)
-
-
-class EventStream(StreamingResponse):
-    """A stream that closes its generator, also if the client leaves."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        events: Any = self.body_iterator
-        async with aclosing(events):
-            await super().__call__(scope, receive, send)
-
-
-class Answer(ABC, Generic[Request]):
-    """The answer to a request that generates.
-
-    Args:
-        server: the objects that the routes share.
-        body: the request.
-        jobs: the prompts to complete.
-        client: name of the client.
-    """
+class ChoicesAnswer(Answer[Request]):
+    """An answer with a list of choices."""
 
     kind: str
     """`object` of the whole answer."""
@@ -128,12 +34,7 @@ class Answer(ABC, Generic[Request]):
     """Beginning of the answer's id."""
 
     def __init__(self, server: Server, body: Request, jobs: list[Job], client: str) -> None:
-        self.body = body
-        self.texts = server.texts
-        self._server = server
-        self._jobs = jobs
-        self._client = client
-        self._timings = Timings(prompt=sum(len(job.prompt) for job in jobs))
+        super().__init__(server, body, jobs, client)
         self._envelope = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "object": self.kind,
@@ -144,48 +45,6 @@ class Answer(ABC, Generic[Request]):
     @abstractmethod
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
         """Format new tokens of a choice; the complete choice if `whole`."""
-
-    def counted(self, deltas: list[Delta]) -> list[Delta]:
-        """Return the tokens that belong to the answer."""
-        return deltas
-
-    async def response(self) -> Response:
-        """Generate, and return the answer, whole or as events."""
-        steps = self._steps()
-        if not self.body.stream:
-            async with aclosing(steps):
-                return await self._whole(steps)
-        first = await anext(steps)  # a stream that cannot begin is an error with a status
-        events = self._events(first, steps)
-        return EventStream(events, media_type="text/event-stream", headers=STREAM_HEADERS)
-
-    async def _steps(self) -> Steps:
-        """Yield the new tokens of each choice.
-
-        Raises:
-            ApiError: the engine died, refused a job, or failed.
-        """
-        complete = self._server.engine.complete
-        streams = [
-            complete(job.prompt, job.config, self._client, job.grammar) for job in self._jobs
-        ]
-        try:
-            async with aclosing(merged(streams)) as items:
-                async for number, deltas in items:
-                    job = self._jobs[number]
-                    self._timings.count(self.counted(deltas))
-                    for choice in job.choices:
-                        if own := job.of_choice(choice, deltas):
-                            yield choice, own
-        except EngineDied:
-            closed = self._server.engine.state == "closed"
-            raise shutting_down() if closed else engine_died() from None
-        except JobFailed as error:
-            if error.is_input:
-                raise bad_request(str(error)) from None
-            raise ApiError(500, f"the engine failed: {error}", code="engine_failed") from None
-        finally:
-            self._server.metrics.generated(self._timings)
 
     async def _whole(self, steps: Steps) -> Response:
         collected: dict[int, list[Delta]] = {}
@@ -201,7 +60,6 @@ class Answer(ABC, Generic[Request]):
     async def _events(
         self, first: tuple[Choice, list[Delta]], steps: Steps
     ) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream. An error after its beginning is its last event."""
         envelope = self._envelope | {"object": self.kind_of_part}
         asked = self.body.stream_options
         with_usage = asked is not None and asked.include_usage
@@ -232,7 +90,7 @@ def _says_anything(fields: dict[str, Any]) -> bool:
     return bool(text or fields["logprobs"] or fields["finish_reason"])
 
 
-class ChatAnswer(Answer[ChatRequest]):
+class ChatAnswer(ChoicesAnswer[ChatRequest]):
     """The answer to POST /v1/chat/completions."""
 
     kind = "chat.completion"
@@ -252,7 +110,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return fields | {"delta": {**role, "content": text}}
 
 
-class CompletionAnswer(Answer[CompletionRequest]):
+class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     """The answer to POST /v1/completions."""
 
     kind = kind_of_part = "text_completion"
@@ -306,7 +164,7 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     if body.logprobs:
         config = config.replace(logprobs=body.top_logprobs or 0)
     choices = [Choice(index, prompt) for index in range(body.n)]
-    grammar = await _grammar(server, body, body.response_format)
+    grammar = await grammar_of(server, body, body.response_format)
     jobs = Job.several(prompt, config, choices, grammar)
     return await ChatAnswer(server, body, jobs, client).response()
 
@@ -323,7 +181,7 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
             "divide them among several requests",
             "prompt",
         )
-    grammar = await _grammar(server, body, None)
+    grammar = await grammar_of(server, body, None)
     jobs: list[Job] = []
     for number, one in enumerate(prompts):
         prompt = one
@@ -347,34 +205,3 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
                 choices[-1].offsets = Offsets(stream, len(echo))
         jobs += Job.several(prompt, config, choices, grammar)
     return await CompletionAnswer(server, body, jobs, client).response()
-
-
-async def _grammar(server: Server, body: Sampling, form: ResponseFormat | None) -> str:
-    """Return the grammar that a request asks for; empty if it asks for none.
-
-    Raises:
-        ApiError: the grammar cannot be used, or conflicts with another field.
-    """
-    asked, param = body.structured_outputs, "structured_outputs"
-    if form is not None and form.type != "text":
-        if asked is not None:
-            raise bad_request("structured_outputs and response_format conflict; omit one", param)
-        schema = None if form.json_schema is None else form.json_schema.schema_
-        asked = StructuredOutputs.model_validate({"json": schema or {"type": "object"}})
-        param = "response_format"
-    if asked is None:
-        return ""
-    if server.grammars is None:
-        raise bad_request(f"{param} is not served without llguidance; omit it", param, "not_served")
-    if body.ignore_eos:
-        raise bad_request(f"ignore_eos and {param} conflict; omit one", "ignore_eos")
-    from workhorse.serve.grammar import source_of
-
-    try:
-        source = source_of(asked)
-        reason = await server.grammars.check(source)
-    except ValueError as error:
-        reason, source = str(error), ""
-    if reason:
-        raise bad_request(f"{param}: the grammar cannot be used: {reason}; change it", param)
-    return source

@@ -1,6 +1,7 @@
 """What clients see when the engine dies, the server ends, or other clients misbehave."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -8,6 +9,8 @@ import subprocess
 import time
 
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from tests.serve.raw import (
     ask,
@@ -131,13 +134,38 @@ def test_places_are_limited_and_shared(address):
     asyncio.run(main())
 
 
+RESPONSES = "/v1/responses"
+RESPONSE = {"model": "fake", "input": "abc", "max_output_tokens": 3000, "stream": True}
+
+
+def check_failure(stream: bytes, code: str) -> None:
+    """Check the events of a stream of /v1/responses that fails."""
+    events = [json.loads(line[6:]) for line in stream.split(b"\n") if line.startswith(b"data: ")]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    *_, error, failed = events
+    assert (error["type"], error["code"], error["error"]["code"]) == ("error", code, code)
+    assert failed["type"] == "response.failed"
+    response = failed["response"]
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    assert response["error"]["message"] == error["message"]
+    (item,) = response["output"]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    assert item["content"][0]["text"] == "".join(deltas) != ""
+    assert item["status"] == "incomplete"
+    assert response["usage"]["output_tokens"] == len(deltas)
+
+
 def test_a_request_may_not_take_too_long(address):
     async def main():
-        reply, begun = await asyncio.gather(
-            *(ask(address, "POST", ROUTE, completion(new=4000, stream=s)) for s in (False, True))
+        reply, begun, response = await asyncio.gather(
+            *(ask(address, "POST", ROUTE, completion(new=4000, stream=s)) for s in (False, True)),
+            ask(address, "POST", RESPONSES, RESPONSE),
         )
         assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
         assert begun.events[-1]["error"]["code"] == "timeout"
+        check_failure(response.body, "timeout")
         await until(lambda: is_empty(address))
         reader, writer = await connect(address)
         writer.write(encoded("POST", ROUTE, completion())[:-5])  # the rest never arrives
@@ -156,6 +184,7 @@ def test_the_engine_is_restarted_and_clients_are_told(address):
         stream[1].write(encoded("POST", ROUTE, completion(new=3000, stream=True)))
         await read_head(stream[0])
         waiting = asyncio.create_task(ask(address, "POST", ROUTE, completion(new=3000)))
+        response = asyncio.create_task(ask(address, "POST", RESPONSES, RESPONSE))
         await asyncio.sleep(0.1)
         killed = await ask(address, "POST", ROUTE, completion("#"))
         assert killed.status == 503
@@ -164,6 +193,7 @@ def test_the_engine_is_restarted_and_clients_are_told(address):
         rest = (await stream[0].readuntil(b"[DONE]")).decode()
         await left(stream[1])
         assert "engine_restarting" in rest
+        check_failure((await response).body, "engine_restarting")
         assert not await is_ready()
         assert (await ask(address, "GET", "/health")).status == 200
         refused = await ask(address, "POST", ROUTE, completion())

@@ -11,34 +11,54 @@ from llm_comply.http import close_client
 from llm_comply.result import TestStatus as Status
 from llm_comply.runner import TestRunner as Runner
 from llm_comply.schema import SpecLoader
+from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from tests.serve.conftest import KEY, MODEL, Served
 
 # llm-comply uses a deprecated class of jsonschema.
 pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
 
-NOT_SERVED = ("chat-tool-calling", "chat-image-input")
+NOT_SERVED = ("chat-tool-calling", "chat-image-input", "tool-calling", "image-input")
 """Ids of the cases that need tool calls and image input."""
-NEEDS_REASONING = "chat-reasoning-summary"
-"""Id of the case that llm-comply skips, because the model has another name than OpenAI's."""
+NEED_REASONING = ("chat-reasoning-summary", "reasoning-summary")
+"""Ids of the cases that llm-comply skips, because the model has another name than OpenAI's."""
+ADVISORY = "compact-response"
+"""Id of a case for a route that OpenAI's API need not have."""
+CASES = (*OPENAI_CHAT_TESTS, *OPEN_RESPONSES_TESTS)
+
+
+def spec(name: str) -> SpecLoader:
+    return SpecLoader(str(files("llm_comply") / f"specs/{name}.json"))
 
 
 @pytest.fixture(scope="module")
 def schemas() -> SpecLoader:
-    return SpecLoader(str(files("llm_comply") / "specs/openai_chat.json"))
+    return spec("openai_chat")
 
 
-@pytest.mark.parametrize("case", OPENAI_CHAT_TESTS, ids=lambda case: case.id)
-def test_llm_comply(served: Served, schemas: SpecLoader, case: Any) -> None:
+@pytest.fixture(scope="module")
+def open_responses() -> SpecLoader:
+    return spec("openresponses")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_llm_comply(
+    served: Served, schemas: SpecLoader, open_responses: SpecLoader, case: Any
+) -> None:
     config = ComplianceConfig(served.url, KEY, MODEL)
-    result = Runner(config, [case], schemas).run_one(case)
+    specification = open_responses if case in OPEN_RESPONSES_TESTS else schemas
+    result = Runner(config, [case], specification).run_one(case)
     close_client()
     if case.id in NOT_SERVED:
         assert result.errors[0].startswith("HTTP 400")
         return
-    assert (result.errors, result.warnings) == ([], []) or case.id == NEEDS_REASONING
-    assert result.status is (Status.SKIPPED if case.id == NEEDS_REASONING else Status.PASSED)
+    skipped = case.id in NEED_REASONING
+    assert skipped or not result.errors
+    assert not result.warnings or case.id == ADVISORY
+    assert result.status is (Status.SKIPPED if skipped else Status.PASSED)
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True}
@@ -65,6 +85,30 @@ def test_answers_fit_the_schemas(http: Client, schemas: SpecLoader, route: str) 
     part = whole.replace("ChatCompletionResponse", "ChatCompletionStreamResponse")
     for line in lines[:-2]:
         assert problems(schemas, json.loads(line.removeprefix("data: ")), part) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_output_tokens": 1, "metadata": {"a": "b"}, "timings": True},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"text": {"format": {"type": "json_object"}}, "instructions": "Be short."},
+    ],
+    ids=str,
+)
+def test_responses_fit_the_schemas(http: Client, open_responses: SpecLoader, fields: Any) -> None:
+    """They also fit the types of OpenAI's client."""
+    body = {"model": MODEL, "input": "Hello", "seed": 0, **fields}
+    whole = http.post("/v1/responses", json=body).json()
+    assert open_responses.validate(whole, "ResponseResource") == []
+    Response.model_validate(whole)
+    lines = http.post("/v1/responses", json={**body, "stream": True}).text.split("\n\n")
+    for number, line in enumerate(lines[:-1]):
+        name, data = line.removeprefix("event: ").split("\ndata: ")
+        fields = json.loads(data)
+        assert (fields["type"], fields["sequence_number"]) == (name, number)
+        assert open_responses.validate_sse_event(name, fields) == []
+        TypeAdapter(ResponseStreamEvent).validate_python(fields)
 
 
 def test_models_and_errors_fit_the_schemas(http: Client, schemas: SpecLoader) -> None:

@@ -10,18 +10,29 @@ import pytest
 from httpx2 import Client, Response
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as responses_params
 
 from tests.serve.conftest import END, MODEL
+from workhorse.serve.responses_schema import LOGPROBS, ResponsesRequest
 from workhorse.serve.schema import ChatRequest, CompletionRequest, Message, Sampling, StreamOptions
 
-SCHEMAS = json.loads((files("llm_comply") / "specs/openai_chat.json").read_text())["components"][
-    "schemas"
-]
-"""The schemas of OpenAI's published API."""
-DEFAULTS = {"model": MODEL, "seed": 0, "max_tokens": 12, "logit_bias": {str(END): -100}}
-CHAT = {**DEFAULTS, "messages": [{"role": "user", "content": "Hello"}]}
-COMPLETION = {**DEFAULTS, "prompt": "Hello"}
-ROUTES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+SCHEMAS = {
+    name: schema
+    for spec in ("openresponses.json", "openai_chat.json")
+    for name, schema in json.loads((files("llm_comply") / "specs" / spec).read_text())[
+        "components"
+    ]["schemas"].items()
+}
+"""The schemas of OpenAI's published API, and of the Open Responses specification."""
+DEFAULTS = {"model": MODEL, "seed": 0, "logit_bias": {str(END): -100}}
+CHAT = {**DEFAULTS, "max_tokens": 12, "messages": [{"role": "user", "content": "Hello"}]}
+COMPLETION = {**DEFAULTS, "max_tokens": 12, "prompt": "Hello"}
+RESPONSE = {**DEFAULTS, "max_output_tokens": 12, "input": "Hello"}
+ROUTES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSE,
+}
 
 
 def properties(schema: dict[str, Any]) -> set[str]:
@@ -34,7 +45,7 @@ def properties(schema: dict[str, Any]) -> set[str]:
 
 def of_client(module: Any) -> set[str]:
     """Return the names of the arguments of OpenAI's Python client."""
-    kinds = (module.CompletionCreateParamsStreaming, module.CompletionCreateParamsNonStreaming)
+    kinds = [kind for name, kind in vars(module).items() if name.endswith("Streaming")]
     return {name for kind in kinds for name in get_type_hints(kind)}
 
 
@@ -42,8 +53,11 @@ FIELDS = {
     ChatRequest: properties(SCHEMAS["CreateChatCompletionRequest"]) | of_client(chat_params),
     CompletionRequest: properties(SCHEMAS["CreateCompletionRequest"])
     | of_client(completion_params),
+    ResponsesRequest: properties(SCHEMAS["CreateResponse"])
+    | properties(SCHEMAS["CreateResponseBody"])
+    | of_client(responses_params),
 }
-OUR_ROUTE = {ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
+OUR_ROUTE: dict[type[Sampling], str] = dict(zip(FIELDS, ROUTES, strict=True))
 
 
 def cases(group: Callable[[type[Sampling]], Collection[str]]) -> list[Any]:
@@ -81,6 +95,8 @@ def default(http: Client, kind: type[Sampling]) -> Any:
 
 
 def texts(answer: Any) -> list[str]:
+    if "output" in answer:
+        return [item["content"][0]["text"] for item in answer["output"]]
     return [
         one["text"] if "text" in one else one["message"]["content"] for one in answer["choices"]
     ]
@@ -94,11 +110,14 @@ def other_text(answer: Any, plain: Any) -> bool:
 
 
 def new_tokens(count: int) -> Check:
-    return lambda answer, plain: answer["usage"]["completion_tokens"] == count
+    names = {"completion_tokens", "output_tokens"}
+    return lambda answer, plain: {answer["usage"].get(name) for name in names} == {count, None}
 
 
 def logprobs(answer: Any) -> list[Any]:
     """Return the tokens with log-probabilities."""
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["logprobs"]
     found = answer["choices"][0]["logprobs"] or {}
     return found.get("content", found.get("tokens", []))
 
@@ -111,9 +130,14 @@ EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
         lambda answer, plain: texts(answer)[0] == 12 * "!",
     ),
     "logprobs": ({"logprobs": True}, lambda answer, plain: len(logprobs(answer)) == 12),
+    "include": ({"include": [LOGPROBS]}, lambda answer, plain: len(logprobs(answer)) == 12),
+    "input": ({"input": "Bye"}, other_text),
+    "instructions": ({"instructions": "Be short."}, other_text),
     "max_completion_tokens": ({"max_completion_tokens": 3, "max_tokens": None}, new_tokens(3)),
+    "max_output_tokens": ({"max_output_tokens": 3}, new_tokens(3)),
     "max_tokens": ({"max_tokens": 3}, new_tokens(3)),
     "messages": ({"messages": [{"role": "user", "content": "Bye"}]}, other_text),
+    "metadata": ({"metadata": {"a": "b"}}, lambda answer, plain: answer["metadata"] == {"a": "b"}),
     "n": ({"n": 2}, lambda answer, plain: len(answer["choices"]) == 2),
     "presence_penalty": ({"presence_penalty": -2}, other_text),
     "prompt": ({"prompt": "Bye"}, other_text),
@@ -123,6 +147,10 @@ EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "seed": ({"seed": 1}, other_text),
     "temperature": ({"temperature": 0}, other_text),
+    "text": (
+        {"text": {"format": {"type": "json_object"}}},
+        lambda answer, plain: texts(answer)[0].startswith("{"),
+    ),
     "top_logprobs": (
         {"logprobs": True, "top_logprobs": 2},
         lambda answer, plain: [len(one["top_logprobs"]) for one in logprobs(answer)] == 12 * [2],
@@ -130,7 +158,13 @@ EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
     "top_p": ({"top_p": 0.1}, other_text),
 }
 """A value of each field, and its effect on an answer, compared with the default answer."""
-OF_COMPLETIONS = {"logprobs": ({"logprobs": 2}, EFFECTS["logprobs"][1])}
+SPECIAL = {
+    CompletionRequest: {"logprobs": ({"logprobs": 2}, EFFECTS["logprobs"][1])},
+    ResponsesRequest: {
+        "top_logprobs": ({"include": [LOGPROBS], "top_logprobs": 2}, EFFECTS["top_logprobs"][1])
+    },
+}
+"""The same for fields that have another meaning in one route."""
 
 
 @pytest.mark.parametrize(("kind", "name"), cases(lambda kind: kind.model_fields))
@@ -146,15 +180,17 @@ def test_a_field_that_is_served(http, kind, name):
         case "stream":
             answer = post(http, kind, stream=True)
             assert answer.headers["content-type"].startswith("text/event-stream")
-            assert answer.text.endswith("data: [DONE]\n\n")
-            assert '"usage"' not in answer.text
+            if kind is not ResponsesRequest:
+                assert answer.text.endswith("data: [DONE]\n\n")
+                assert '"usage"' not in answer.text
+        case "stream_options" if kind is ResponsesRequest:
+            answer = post(http, kind, stream=True, stream_options={"include_obfuscation": True})
+            assert answer.text.startswith("event: response.created\n")
         case "stream_options":
             answer = post(http, kind, stream=True, stream_options={"include_usage": True})
             assert '"completion_tokens": 12' in answer.text
         case _:
-            fields, has_effect = EFFECTS[name]
-            if kind is CompletionRequest:
-                fields, has_effect = OF_COMPLETIONS.get(name, (fields, has_effect))
+            fields, has_effect = SPECIAL.get(kind, {}).get(name) or EFFECTS[name]
             assert has_effect(post(http, kind, **fields).json(), plain)
             assert not has_effect(plain, plain)
 

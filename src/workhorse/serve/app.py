@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import workhorse
 from workhorse.errors import WorkhorseError
-from workhorse.serve import completing
+from workhorse.serve import completing, responses
 from workhorse.serve.answers import TokenText
 from workhorse.serve.engine_client import EngineClient
 from workhorse.serve.errors import ApiError, bad_request
@@ -25,6 +25,7 @@ from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.page import Page
 from workhorse.serve.prompts import Prompts, check_model
+from workhorse.serve.responses_schema import ResponsesRequest
 from workhorse.serve.schema import (
     FIELD,
     ChatRequest,
@@ -154,6 +155,11 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
         """Continue prompts."""
         return await completing.complete(server, body, request.state.client)
 
+    @app.post("/v1/responses")
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        """Reply to a chat, with OpenAI's Responses API."""
+        return await responses.respond(server, body, request.state)
+
 
 def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
     @app.post("/tokenize")
@@ -226,7 +232,8 @@ def _validation(error: RequestValidationError) -> ApiError:
     where = [part for part in problem["loc"][1:] if not _is_branch(part)]
     where += [problem["ctx"][FIELD]] if FIELD in problem.get("ctx", {}) else []
     param = ".".join(map(str, where)) or None
-    if where and where[0] in ONE_OF and problem["type"] != "missing":
+    in_field = not any(isinstance(part, str) for part in where[1:])
+    if where and where[0] in ONE_OF and in_field and problem["type"] not in NAMED:
         return bad_request(ONE_OF[where[0]], where[0])
     match problem["type"]:
         case "json_invalid":
@@ -235,25 +242,27 @@ def _validation(error: RequestValidationError) -> ApiError:
             return bad_request(f"{param} is not a field of this request; omit it", param)
         case "missing":
             return bad_request(f"{param or 'the body'} is missing; add it", param)
-        case kind if FIELD in problem.get("ctx", {}):
-            return bad_request(problem["msg"], param, kind if kind == "not_served" else None)
-        case _:
-            message = str(problem["msg"])
-            return bad_request(f"{param}: {message}" if param else message, param)
+        case kind:
+            message, code = str(problem["msg"]), kind if kind == "not_served" else None
+            named = param is None or FIELD in problem.get("ctx", {})
+            return bad_request(message if named else f"{param}: {message}", param, code)
 
 
 ONE_OF = {
     "prompt": "prompt is not a string, a list of strings, a list of token ids, or a list of such "
     "lists; give one of them",
+    "input": "input is not a string or a list of 1 to 20,000 items; give one of them",
     "stop": "stop is not a string or a list of up to 16 strings of 1 to 1,024 characters; give one "
     "of them",
 }
 """Messages for fields with several types. pydantic would only describe the first type."""
+NAMED = ("missing", "not_served")
+"""Problems that such fields share with all others."""
 
 
 def _is_branch(part: object) -> bool:
     """True for the name of a union's branch in the location of a problem."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "TextPart"))
+    return isinstance(part, str) and ("[" in part or part in ("str", "constrained-str", "TextPart"))
 
 
 def _http_message(request: Request, error: HTTPException) -> str:

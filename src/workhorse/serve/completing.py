@@ -6,16 +6,16 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 
 from workhorse.generate import Delta, TokenLogprob
 from workhorse.serve.answers import DONE, FINISH, Offsets, event
 from workhorse.serve.errors import ApiError, bad_request
-from workhorse.serve.generating import Answer, Choice, Job, Request, Server, Steps, grammar_of
+from workhorse.serve.generating import Answer, Choice, Job, Server, Steps, grammar_of_form
 from workhorse.serve.prompts import check_model
-from workhorse.serve.schema import ChatRequest, CompletionRequest
+from workhorse.serve.schema import ChatRequest, ChoicesRequest, CompletionRequest
 
 MOST_CHOICES = 128
 """Maximum number of completions of a request."""
@@ -23,7 +23,10 @@ SHORT = 16
 """Default of `max_tokens` for completions, as in OpenAI's API."""
 
 
-class ChoicesAnswer(Answer[Request]):
+Asked = TypeVar("Asked", bound=ChoicesRequest)
+
+
+class ChoicesAnswer(Answer[Asked]):
     """An answer with a list of choices."""
 
     kind: str
@@ -33,7 +36,7 @@ class ChoicesAnswer(Answer[Request]):
     prefix: str
     """Beginning of the answer's id."""
 
-    def __init__(self, server: Server, body: Request, jobs: list[Job], client: str) -> None:
+    def __init__(self, server: Server, body: Asked, jobs: list[Job], client: str) -> None:
         super().__init__(server, body, jobs, client)
         self._envelope = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -160,11 +163,11 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if most == 0:
         raise bad_request("max_tokens is 0; choose 1 or more", "max_tokens")
-    config = server.prompts.options(body, prompt, most)
+    config = server.prompts.options(body, prompt, most, body.n)
     if body.logprobs:
         config = config.replace(logprobs=body.top_logprobs or 0)
     choices = [Choice(index, prompt) for index in range(body.n)]
-    grammar = await grammar_of(server, body, body.response_format)
+    grammar = await grammar_of_form(server, body, body.response_format)
     jobs = Job.several(prompt, config, choices, grammar)
     return await ChatAnswer(server, body, jobs, client).response()
 
@@ -181,7 +184,7 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
             "divide them among several requests",
             "prompt",
         )
-    grammar = await grammar_of(server, body, None)
+    grammar = await grammar_of_form(server, body, None)
     jobs: list[Job] = []
     for number, one in enumerate(prompts):
         prompt = one
@@ -189,7 +192,7 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
             prompt = await asyncio.to_thread(server.prompts.of_text, one)
         server.prompts.check(prompt, "prompt")
         config = server.prompts.options(
-            body, prompt, SHORT if body.max_tokens is None else body.max_tokens
+            body, prompt, SHORT if body.max_tokens is None else body.max_tokens, body.n
         )
         if body.logprobs is not None:
             of_prompt = body.logprobs if body.echo else None

@@ -23,7 +23,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = "/health"
 """The only route that needs no key."""
-GENERATING = ("/v1/chat/completions", "/v1/completions")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Routes whose requests wait for the engine, so that their number is limited."""
 SHARE_OF_ONE = 0.75
 """Fraction of the places for requests that one client may use, so that others find one free."""
@@ -272,12 +272,14 @@ class Gate:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
         if not in_time:
-            await self._end_late(begun, send)
+            await self._end_late(scope, begun, send)
 
-    async def _end_late(self, begun: dict[bytes, bytes] | None, send: Send) -> None:
+    async def _end_late(self, scope: Scope, begun: dict[bytes, bytes] | None, send: Send) -> None:
         """Tell a client that its request took too long.
 
         Args:
+            scope: the request. The state `failure` formats the error, if a stream has events of
+                its own for errors.
             begun: the headers of the answer if it has begun; a stream can then end with the error.
             send: sends the rest of the answer.
         """
@@ -291,7 +293,8 @@ class Gate:
         if begun.get(b"content-type", b"").startswith(b"text/event-stream"):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TO_END):  # the client may not read
-                    last = event(error.body) + DONE
+                    failure = scope["state"].get("failure")
+                    last = failure(error) if failure else event(error.body) + DONE
                     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -166,8 +166,16 @@ class Answer(ABC, Generic[Request]):
             self._server.metrics.generated(self._timings)
 
 
-async def grammar_of(server: Server, body: Sampling, form: ResponseFormat | None) -> str:
+async def grammar_of_form(
+    server: Server, body: Sampling, form: ResponseFormat | None, name: str = "response_format"
+) -> str:
     """Return the grammar that a request asks for; empty if it asks for none.
+
+    Args:
+        server: the objects that the routes share.
+        body: the request.
+        form: the form of a reply.
+        name: name of the field that has the form.
 
     Raises:
         ApiError: the grammar cannot be used, or conflicts with another field.
@@ -175,10 +183,10 @@ async def grammar_of(server: Server, body: Sampling, form: ResponseFormat | None
     asked, param = body.structured_outputs, "structured_outputs"
     if form is not None and form.type != "text":
         if asked is not None:
-            raise bad_request("structured_outputs and response_format conflict; omit one", param)
+            raise bad_request(f"structured_outputs and {name} conflict; omit one", param)
         schema = None if form.json_schema is None else form.json_schema.schema_
         asked = StructuredOutputs.model_validate({"json": schema or {"type": "object"}})
-        param = "response_format"
+        param = name
     if asked is None:
         return ""
     if server.grammars is None:

@@ -12,7 +12,7 @@ from workhorse.generate import GenerationConfig
 from workhorse.generate.conversation import ChatFormat, TemplateFormat, TranscriptFormat
 from workhorse.serve.errors import CONTEXT_EXCEEDED, ApiError, bad_request
 from workhorse.serve.messages import ModelFacts
-from workhorse.serve.schema import ChatRequest, Message, Sampling
+from workhorse.serve.schema import CompletionRequest, Message, Sampling
 from workhorse.tokenizers import ChatTemplate
 
 LEAST_P = 1e-9
@@ -89,21 +89,24 @@ class Prompts:
             )
         return prompt
 
-    def options(self, body: Sampling, prompt: list[int], most_new: int | None) -> GenerationConfig:
+    def options(
+        self, body: Sampling, prompt: list[int], most_new: int | None, samples: int = 1
+    ) -> GenerationConfig:
         """Return the options for a prompt.
 
         Args:
             body: the request.
             prompt: the token ids.
             most_new: the maximum number of new tokens; None: until the context is full.
+            samples: the number of completions.
 
         Raises:
             ApiError: an option is out of range.
         """
         facts = self._facts
-        if body.n > facts.max_sequences:
+        if samples > facts.max_sequences:
             raise bad_request(
-                f"n={body.n} is more than {facts.max_sequences}, the completions that this server "
+                f"n={samples} is more than {facts.max_sequences}, the completions that this server "
                 "generates at a time; reduce n",
                 "n",
             )
@@ -118,7 +121,7 @@ class Prompts:
                 options.pop(name, None)
         elif "top_p" in options:
             options["top_p"] = max(options["top_p"], LEAST_P)
-        samples = options.get("temperature") != 0
+        draws = options.get("temperature") != 0
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         ends = self._ends(body, stop)
         try:
@@ -128,9 +131,9 @@ class Prompts:
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=self._bias(body.logit_bias or {}),
-                seed=_seed(body.seed) if samples else None,
-                n_samples=body.n if samples else 1,
-                stop=stop + (self._format.stop if isinstance(body, ChatRequest) else ()),
+                seed=_seed(body.seed) if draws else None,
+                n_samples=samples if draws else 1,
+                stop=stop + (() if isinstance(body, CompletionRequest) else self._format.stop),
                 stop_tokens=ends,
                 exact=facts.is_exact,
             )
@@ -140,7 +143,8 @@ class Prompts:
     def _ends(self, body: Sampling, stop: tuple[str, ...]) -> tuple[int, ...]:
         """Return the ids that end a completion; special tokens named in `stop` are among them."""
         facts, special = self._facts, self.tokenizer.special_tokens
-        own = facts.reply_stop_tokens if isinstance(body, ChatRequest) else facts.stop_tokens
+        is_chat = not isinstance(body, CompletionRequest)
+        own = facts.reply_stop_tokens if is_chat else facts.stop_tokens
         named = [special[text] for text in stop if text in special]
         return (*(() if body.ignore_eos else own), *named)
 

@@ -13,6 +13,8 @@ LARGEST_SEED = 2**63
 FIELD = "field"
 """Key of the context of an error: the name of the wrong field."""
 
+Values = Mapping[str, tuple[Any, ...]]
+"""Values of fields."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0)]
@@ -20,7 +22,7 @@ Prompt = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 """Token ids. Without `fail_fast`, a million wrong ones would be a million errors."""
 
 
-def _problem(kind: str, message: str, field: str) -> PydanticCustomError:
+def problem(kind: str, message: str, field: str) -> PydanticCustomError:
     """Return an error of the field `field`, which the message names as `{field}`."""
     return PydanticCustomError(kind, message, {FIELD: field})  # pyright: ignore[reportArgumentType]
 
@@ -30,7 +32,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    not_served: ClassVar[Values] = {}
     """Fields of OpenAI's API that are not served, and the values that change nothing."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's API that have no effect on an answer, with any value."""
@@ -49,11 +51,11 @@ class Body(BaseModel):
                     kept[name] = value
                 continue
             if value is not None and value not in cls.not_served[name]:
-                raise _problem("not_served", "{field} is not served; omit it", name)
+                raise problem("not_served", "{field} is not served; omit it", name)
         return kept
 
 
-REQUIRED = ("model", "messages", "prompt", "tokens")
+REQUIRED = ("model", "messages", "prompt", "tokens", "input")
 """Fields for which null is not the same as absence."""
 
 
@@ -116,7 +118,7 @@ class StructuredOutputs(Body):
 
 
 class Sampling(Body):
-    """The fields that chat completions and completions share."""
+    """The fields that all requests for text share."""
 
     model: str
     """Name of the model, as in /v1/models."""
@@ -124,12 +126,8 @@ class Sampling(Body):
     """Divisor of the logits; 0 takes the likeliest token."""
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Sample only from the likeliest tokens that together have this probability."""
-    n: Annotated[int, Field(ge=1, le=128)] = 1
-    """Number of completions of each prompt."""
     stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
     """Strings that end a completion. The completion ends before the string."""
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of new tokens."""
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     """Subtracted once from the logit of each token in the completion."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
@@ -140,7 +138,6 @@ class Sampling(Body):
     """Seed of the random generator. The same request with the same seed gives the same answer."""
     stream: bool = False
     """True to send the answer as server-sent events."""
-    stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     """Extension: sample only from the k likeliest tokens; 0: from all."""
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
@@ -156,11 +153,26 @@ class Sampling(Body):
 
     without_effect = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 
+
+def needs_stream(stream: bool, options: Body | None) -> None:
+    """Raise an error if there are options of a stream without a stream."""
+    if options is not None and not stream:
+        message = "{field} has no effect without stream; set stream"
+        raise problem("needs_stream", message, "stream_options")
+
+
+class ChoicesRequest(Sampling):
+    """The fields that chat completions and completions share."""
+
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Number of completions of each prompt."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of new tokens."""
+    stream_options: StreamOptions | None = None
+
     @model_validator(mode="after")
-    def _streams(self) -> "Sampling":
-        if self.stream_options is not None and not self.stream:
-            message = "{field} has no effect without stream; set stream"
-            raise _problem("needs_stream", message, "stream_options")
+    def _streams(self) -> "ChoicesRequest":
+        needs_stream(self.stream, self.stream_options)
         return self
 
 
@@ -191,11 +203,11 @@ class Message(Body):
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
         if self.content is None:
-            raise _problem("missing_content", "{field} is missing; give a string", "content")
+            raise problem("missing_content", "{field} is missing; give a string", "content")
         return self
 
 
-class ChatRequest(Sampling):
+class ChatRequest(ChoicesRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=20_000, fail_fast=True)]
@@ -237,15 +249,15 @@ class ChatRequest(Sampling):
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             message = "{field} has no effect without logprobs; set logprobs"
-            raise _problem("needs_logprobs", message, "top_logprobs")
+            raise problem("needs_logprobs", message, "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             message = "{field} and max_tokens differ; give one of them"
-            raise _problem("two_limits", message, "max_completion_tokens")
+            raise problem("two_limits", message, "max_completion_tokens")
         return self
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(ChoicesRequest):
     """POST /v1/completions."""
 
     prompt: (

@@ -1,0 +1,261 @@
+"""The route /v1/responses: OpenAI's Responses API. The server stores nothing."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from workhorse.generate import Delta
+from workhorse.serve.answers import event
+from workhorse.serve.errors import SERVER_ERROR, ApiError, bad_request
+from workhorse.serve.generating import Answer, Choice, Job, Server, Steps, grammar_of_form
+from workhorse.serve.prompts import check_model
+from workhorse.serve.responses_schema import ResponsesRequest, messages_of
+
+Fields = dict[str, Any]
+IN_PROGRESS = "in_progress"
+"""Status of an answer or an item that has not ended."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a reply."""
+
+    kind: str
+    text: str
+
+
+TEXTS: dict[str, tuple[str, Fields, Fields]] = {
+    "text": (
+        "msg",
+        {"type": "message", "role": "assistant"},
+        {"type": "output_text", "annotations": [], "logprobs": []},
+    ),
+    "reasoning": ("rs", {"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
+}
+"""For each kind of text: the beginning of an item's id, fields of the item, and of its content."""
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+class Output:
+    """The output items of an answer, which pieces of the reply extend.
+
+    The methods yield an event for each change. Events refer to the items, so they must be formatted
+    before the next change.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Fields] = []
+        self._kind: str | None = None
+        """The kind of text that the last item has, if more can follow."""
+        self._texts: list[str] = []
+
+    def add(self, piece: Piece, logprobs: list[Fields]) -> Iterator[Fields]:
+        """Add a piece of text, with the log-probabilities of its tokens."""
+        if piece.kind != self._kind:
+            yield from self.end("completed")
+            yield from self._begin(piece.kind)
+        self._texts.append(piece.text)
+        (part,) = self.items[-1]["content"]
+        fields: Fields = {"delta": piece.text}
+        if "logprobs" in part:
+            part["logprobs"] += logprobs
+            fields["logprobs"] = logprobs
+        yield self._of_content(f"response.{part['type']}.delta", fields)
+
+    def end(self, status: str) -> Iterator[Fields]:
+        """End the text, if one has begun."""
+        if self._kind is not None:
+            self.settle(status)
+            (part,) = self.items[-1]["content"]
+            fields = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._of_content(f"response.{part['type']}.done", fields)
+            yield self._of_content("response.content_part.done", {"part": part})
+            yield self._of_item("response.output_item.done")
+
+    def settle(self, status: str) -> None:
+        """Set the text and the status of the last item, if more could have followed."""
+        if self._kind is not None:
+            self.items[-1]["content"][0]["text"] = "".join(self._texts)
+            self.items[-1]["status"] = status
+            self._kind, self._texts = None, []
+
+    def _begin(self, kind: str) -> Iterator[Fields]:
+        prefix, of_item, of_part = deepcopy(TEXTS[kind])
+        content: list[Fields] = []
+        self.items.append({"id": _id(prefix), "status": IN_PROGRESS, **of_item, "content": content})
+        yield self._of_item("response.output_item.added")
+        self._kind = kind
+        content.append({**of_part, "text": ""})
+        yield self._of_content("response.content_part.added", {"part": content[0]})
+
+    def _of_item(self, kind: str) -> Fields:
+        return {"type": kind, "output_index": len(self.items) - 1, "item": self.items[-1]}
+
+    def _of_content(self, kind: str, fields: Fields) -> Fields:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": kind, **place, "content_index": 0, **fields}
+
+
+class ResponsesAnswer(Answer[ResponsesRequest]):
+    """The answer to POST /v1/responses."""
+
+    def __init__(self, server: Server, body: ResponsesRequest, job: Job, client: str) -> None:
+        super().__init__(server, body, [job], client)
+        self._output = Output()
+        self._numbers = count()
+        self._logprobs: list[Fields] = []
+        """Log-probabilities of tokens whose text has not been added to the output."""
+        self._status = IN_PROGRESS
+        form: Fields = {"type": "text"}
+        if body.text is not None and body.text.format is not None:
+            form = body.text.format.model_dump(by_alias=True, exclude_unset=True)
+        self._envelope = {
+            "id": _id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": server.name,
+            "background": False,
+            "error": None,
+            "frequency_penalty": body.frequency_penalty,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata,
+            "parallel_tool_calls": True,
+            "presence_penalty": body.presence_penalty,
+            "previous_response_id": None,
+            "prompt_cache_key": None,
+            "reasoning": None,
+            "safety_identifier": None,
+            "service_tier": "default",
+            "store": False,
+            "temperature": job.config.temperature,
+            "text": {"format": form},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": body.top_logprobs,
+            "top_p": job.config.top_p if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+        }
+
+    def _response(self) -> Fields:
+        """Return the answer in its present state."""
+        ended = self._status != IN_PROGRESS
+        answer = self._envelope | {
+            "status": self._status,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "output": self._output.items,
+            "usage": self._usage if ended else None,
+        }
+        if self._status == "incomplete":
+            answer["incomplete_details"] = {"reason": "max_output_tokens"}
+        if ended and self.body.timings:
+            answer["timings"] = self._timings.milliseconds
+        return answer
+
+    @property
+    def _usage(self) -> Fields:
+        timings = self._timings
+        return {
+            "input_tokens": timings.prompt,
+            "input_tokens_details": {"cached_tokens": timings.cached, "cache_write_tokens": 0},
+            "output_tokens": timings.new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": timings.prompt + timings.new,
+        }
+
+    def _read(self, deltas: list[Delta]) -> Iterator[Fields]:
+        """Add new tokens to the output, and yield the events."""
+        text, finish = "".join(delta.text for delta in deltas), deltas[-1].finish_reason
+        if self.body.has_logprobs:
+            found = [delta.logprob for delta in deltas if delta.logprob is not None]
+            self._logprobs += self.texts.of_chat(found)["content"]
+        pieces = [Piece("text", text)] if text else []
+        if finish is not None and not pieces and (self._logprobs or not self._output.items):
+            pieces = [Piece("text", "")]  # an answer has an item, and all log-probabilities
+        for piece in pieces:
+            logprobs, self._logprobs = self._logprobs, []
+            yield from self._output.add(piece, logprobs)
+        if finish is not None:
+            self._status = "incomplete" if finish == "length" else "completed"
+            yield from self._output.end(self._status)
+
+    async def _whole(self, steps: Steps) -> Response:
+        async for _, deltas in steps:
+            for _ in self._read(deltas):
+                pass
+        return JSONResponse(self._response())
+
+    async def _events(
+        self, first: tuple[Choice, list[Delta]], steps: Steps
+    ) -> AsyncGenerator[bytes]:
+        async with aclosing(steps):
+            yield self._event("response.created", response=self._response())
+            yield self._event("response.in_progress", response=self._response())
+            try:
+                item: tuple[Choice, list[Delta]] | None = first
+                while item is not None:
+                    for fields in self._read(item[1]):
+                        yield self._event(**fields)
+                    item = await anext(steps, None)
+                yield self._event(f"response.{self._status}", response=self._response())
+            except ApiError as error:
+                yield self.failure(error)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that fails.
+
+        The event `error` has the fields that OpenAI documents. It repeats them in `error`, as
+        OpenAI's servers do, because clients raise an exception if they find that key.
+        """
+        fields = error.body["error"]
+        self._output.settle("incomplete")
+        self._status = "failed"
+        code = "server_error" if error.status >= SERVER_ERROR else "invalid_prompt"
+        failed = self._response() | {"error": {"code": code, "message": error.message}}
+        return self._event(**fields | {"type": "error", "error": fields}) + self._event(
+            "response.failed", response=failed
+        )
+
+    def _event(self, type: str, **fields: Any) -> bytes:
+        """Format an event, with its name and its number."""
+        numbered = {"type": type, "sequence_number": next(self._numbers), **fields}
+        return f"event: {type}\n".encode() + event(numbered)
+
+
+async def respond(server: Server, body: ResponsesRequest, state: Any) -> Response:
+    """Answer POST /v1/responses.
+
+    Args:
+        server: the objects that the routes share.
+        body: the request.
+        state: the request's state: the client, and `failure` for an error in the stream.
+    """
+    check_model(server.name, body.model)
+    try:
+        prompt = await asyncio.to_thread(server.prompts.of_chat, messages_of(body))
+    except ApiError as error:
+        is_chat = error.param is not None and error.param.startswith("messages")
+        raise bad_request(error.message, "input" if is_chat else error.param, error.code) from None
+    server.prompts.check(prompt, "input")
+    config = server.prompts.options(body, prompt, body.max_output_tokens)
+    if body.has_logprobs:
+        config = config.replace(logprobs=body.top_logprobs)
+    form = None if body.text is None or body.text.format is None else body.text.format.as_in_chats
+    grammar = await grammar_of_form(server, body, form, "text.format")
+    job = Job(prompt, config, [Choice(0, prompt)], grammar)
+    answer = ResponsesAnswer(server, body, job, state.client)
+    state.failure = answer.failure
+    return await answer.response()

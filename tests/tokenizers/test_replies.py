@@ -1,0 +1,156 @@
+"""The format of replies is learned from templates, and replies are read back from any pieces."""
+
+import json
+import random
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workhorse.tokenizers import ChatTemplate
+from workhorse.tokenizers.chat.reply_format import HARMONY, ReplyFormat
+from workhorse.tokenizers.chat.reply_learned import reply_format
+from workhorse.tokenizers.chat.reply_reader import ReplyReader
+
+TEMPLATES = Path(__file__).parent / "templates"
+WITH_CALLS = ("llama_3", "mistral", "qwen_3", "tagged", "quoted", "sections")
+ASK = {"role": "user", "content": "q"}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "a city"},
+        "days": {"type": "integer", "description": "a number"},
+        "flags": {"type": "object", "description": "flags"},
+        "list": {"type": "array", "items": {"type": "string"}, "description": "names"},
+    },
+    "required": [],
+}
+NAMES = ("get_weather", "do-it.now")
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA}}
+    for name in NAMES
+]
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"city": "Paris"},
+    {"city": '  indented {"a": [\n  "code()", é\n', "days": -3},
+    {"days": 7, "flags": {"a": [1, True, {"b": None}], "c": "x"}, "list": ["x, y", "}"]},
+]
+
+
+def template(name: str) -> ChatTemplate:
+    source = (TEMPLATES / f"{name}.jinja").read_text()
+    return ChatTemplate(source, names={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def written(name: str, format: ReplyFormat, content: str, calls: list[tuple[str, Any]]) -> str:
+    """Return a reply as its template writes it, without the end of the turn."""
+    assert format.calls is not None
+
+    def message(reply: dict[str, Any]) -> str:
+        return template(name).render([ASK, {"role": "assistant", **reply}], False, tools=TOOLS)
+
+    reads_mappings = format.calls.arguments == "mapping"
+    given = [
+        {
+            "id": f"{number:09}",
+            "type": "function",
+            "function": {
+                "name": one,
+                "arguments": values if reads_mappings else json.dumps(values, ensure_ascii=False),
+            },
+        }
+        for number, (one, values) in enumerate(calls)
+    ]
+    before, _, after = message({"content": "CONTENT"}).partition("CONTENT")
+    text = message({"content": content, "tool_calls": given} if given else {"content": content})
+    start = len(commonprefix([before, text]))  # noqa: RUF071 - strings, not paths
+    return text[start:].removesuffix(after)
+
+
+def in_pieces(text: str, choose: random.Random) -> list[str]:
+    cuts = sorted(choose.sample(range(len(text) + 1), min(len(text), choose.randrange(1, 40))))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def read(format: ReplyFormat, parts: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return the text, the reasoning and the calls of a reply that arrives in these parts."""
+    reader = ReplyReader(format, dict.fromkeys(NAMES, SCHEMA))
+    pieces = [
+        piece
+        for number, part in enumerate(parts)
+        for piece in reader.read(part, ended=number == len(parts) - 1)
+    ]
+    texts = {
+        kind: "".join(piece.text for piece in pieces if piece.kind == kind)
+        for kind in ("text", "reasoning")
+    }
+    calls = [(one.call.name, json.loads(one.call.arguments)) for one in pieces if one.call]
+    return texts["text"], texts["reasoning"], calls
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+    choose = random.Random(0)
+    format = reply_format(template(name))
+    assert format.calls is not None
+    for _ in range(30):
+        count = choose.randint(0, 3) if format.calls.between else choose.randint(0, 1)
+        calls = [(choose.choice(NAMES), choose.choice(ARGUMENTS)) for _ in range(count)]
+        content = choose.choice(["", "Let me see: 1 < 2."])
+        if name in ("llama_3", "mistral") and calls:  # these omit the content of calls
+            content = ""
+        reply = written(name, format, content, calls)
+        thought = ""
+        if format.reasoning is not None and choose.random() < 0.5:
+            thought = "I <think> so."
+            begin = "" if format.begins_in_reasoning else format.reasoning[0]
+            reply = f"{begin}\n{thought}\n{format.reasoning[1]}\n\n{reply}"
+        elif format.begins_in_reasoning and format.reasoning is not None:
+            reply = f"{format.reasoning[1]}\n\n{reply}"
+        assert read(format, in_pieces(reply, choose)) == (content, thought, calls)
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "llama_2", "phi", "zephyr", "functions"])
+def test_templates_without_calls_have_no_format(name: str) -> None:
+    assert reply_format(template(name)).calls is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1',
+        '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
+        "<tool_call>{}</tool_call> and more",
+        "text <tool_cal",
+        "1 < 2 <tool_call",
+        " two  spaces \n",
+    ],
+)
+def test_what_is_not_a_call_is_text(reply: str) -> None:
+    format = ReplyFormat(reply_format(template("qwen_3")).calls)
+    for seed in range(5):
+        assert read(format, in_pieces(reply, random.Random(seed))) == (reply, "", [])
+
+
+def test_the_end_of_calls_may_be_missing() -> None:
+    format = reply_format(template("qwen_3"))
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": {}}'
+    for end in ("", "}", "}\n</tool_"):
+        assert read(format, [call + end]) == ("", "", [("f", {"a": {}})])
+    whole = call + "}\n</tool_call>"
+    assert read(format, [f"a\n{whole}\n b"]) == ("ab", "", [("f", {"a": {}})])
+
+
+def test_the_format_of_gpt_oss() -> None:
+    start, final = "<|start|>assistant", "<|channel|>final<|message|>"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|>"
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    for seed in range(20):
+        choose = random.Random(seed)
+        cut = lambda text, choose=choose: read(HARMONY, in_pieces(text, choose))  # noqa: E731
+        assert cut(final + "Hello") == ("Hello", "", [])
+        assert cut(f"{thought}{start}{final}Hello") == ("Hello", "Hm.", [])
+        assert cut(thought + start + call) == ("", "Hm.", [("f", {"a": 1})])
+        assert cut(call) == ("", "", [("f", {"a": 1})])

@@ -43,14 +43,17 @@ class TemplateFormat:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """The control token that the template puts after a reply, and eos."""
-        ask: TextMessage = {"role": "user", "content": "a"}
-        reply: TextMessage = {"role": "assistant", "content": "b"}
-        prompt = self.encode([ask])
-        whole = self.template.encode(self.tokenizer, [ask, reply], add_generation_prompt=False)
         control = self.tokenizer.special_tokens.values()
-        after = [token for token in whole[len(prompt) :] if token in control]
+        one, other = (self._with_reply(reply) for reply in ("b", "c"))
+        pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
+        same = next(n for n, (a, b) in pairs if a != b)
+        after = [token for token in one[len(one) - same :] if token in control]
         eos = self.tokenizer.eos_id
         return tuple(dict.fromkeys(after[:1] + ([] if eos is None else [eos])))
+
+    def _with_reply(self, reply: str) -> list[int]:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
+        return self.template.encode(self.tokenizer, messages, add_generation_prompt=False)
 
 
 @dataclass(frozen=True)

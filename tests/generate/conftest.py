@@ -74,7 +74,7 @@ class PieceTokenizer:
         self.bos_id = None
         self.eos_id = eos_id
 
-    def stream(self, *, skip_special: bool = False, after=()):
+    def stream(self, *, skip_special: bool = False, shown=(), after=()):
         held = b""
         self.after = tuple(after)
 

@@ -1,7 +1,7 @@
 """Checks of the arguments of a generation, and streaming of its tokens as text."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from typing import Any, Protocol, cast
 
@@ -86,7 +86,13 @@ class StreamingTokenizer(Protocol):
     vocab_size: int
     eos_id: int | None
 
-    def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> TokenStream: ...
+    def stream(
+        self,
+        *,
+        skip_special: bool = False,
+        shown: Collection[int] = (),
+        after: Sequence[int] = (),
+    ) -> TokenStream: ...
 
 
 def check_models(decoder: object, draft: object, tokenizer: object) -> None:

@@ -54,6 +54,8 @@ class GenerationConfig(Config):
     a special token of that name."""
     stop_tokens: tuple[int, ...] | None = None
     """Token ids that end a completion. None: the tokenizer's eos; empty: no token ends it."""
+    shown_tokens: tuple[int, ...] = ()
+    """Special tokens whose names belong to the text, such as those around a tool call."""
     logprobs: int | None = None
     """Return log-probabilities of each token and of the n likeliest at its position; n may be 0."""
     prompt_logprobs: int | None = None
@@ -143,6 +145,7 @@ _NOT_IN_BEAM_SEARCH = (
     "frequency_penalty",
     "n_samples",
     "stop",
+    "shown_tokens",
     "logprobs",
     "prompt_logprobs",
     "seed",

@@ -266,7 +266,8 @@ class Request:
         """Create a text stream, and pass it the completion so far; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        tokens = self._tokenizer.stream(skip_special=True, after=self.prompt)
+        shown = self.config.shown_tokens
+        tokens = self._tokenizer.stream(skip_special=True, shown=shown, after=self.prompt)
         stream = TextStream(tokens, self.config.stop)
         for delta in self.deltas:
             stream.push(delta.token)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -204,15 +204,22 @@ class Tokenizer:
             pieces.append(Piece(token, data or b"", token in self._special_ids))
         return pieces
 
-    def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> StreamDecoder:
+    def stream(
+        self,
+        *,
+        skip_special: bool = False,
+        shown: Collection[int] = (),
+        after: Sequence[int] = (),
+    ) -> StreamDecoder:
         """Return a decoder of ids that arrive one by one.
 
         Args:
             skip_special: True to skip special tokens.
+            shown: ids of special tokens that are not skipped.
             after: ids that precede the stream, such as a prompt. They are decoded but not returned:
                 the next ids may complete a character, and a word after them keeps its space.
         """
-        skipped = self._special_ids if skip_special else frozenset[int]()
+        skipped = self._special_ids.difference(shown) if skip_special else frozenset[int]()
         pieces, vocab_size = self._pieces, self.vocab_size
 
         def piece(token: int, is_first: bool) -> bytes | None:

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.nn import DecoderConfig
-from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, Tokenizer, train_tokenizer
 from workhorse.tokenizers.chat.template import with_template
 
 CONTEXT = 256
@@ -27,12 +27,18 @@ MODEL = "chatty"
 KEY = "key-of-the-tests"
 
 
-def write_chat_run(folder: Path) -> Path:
+def write_chat_run(folder: Path, template: str | None = None) -> Path:
     """Write a run directory: a byte-level chat model with random weights.
 
     Its replies are mostly ASCII. A sampled reply ends after about ten tokens.
+
+    Args:
+        folder: the directory.
+        template: source of its chat template; None: the default one.
     """
     tokenizer = with_template(train_tokenizer(BytesConfig(special=SpecialTokensConfig()), []))
+    if template is not None:
+        tokenizer = Tokenizer(tokenizer.definition, tokenizer.roles, template)
     config = DecoderConfig.from_dict(
         {
             "vocab_size": tokenizer.vocab_size,

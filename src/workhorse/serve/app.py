@@ -33,6 +33,7 @@ from workhorse.serve.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from workhorse.serve.tools import tools_of
 
 if TYPE_CHECKING:
     from workhorse.serve.grammar import GrammarChecker
@@ -190,7 +191,7 @@ def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
 def _tokenized(server: Server, body: TokenizeRequest, facts: ModelFacts) -> dict[str, Any]:
     try:
         if body.messages is not None:
-            tokens = server.prompts.of_chat(body.messages)
+            tokens = server.prompts.of_chat(body.messages, tools_of(body.tools))
         elif body.prompt is not None and body.add_special_tokens:
             tokens = server.prompts.of_text(body.prompt)
         elif body.prompt is not None:

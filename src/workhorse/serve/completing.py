@@ -13,9 +13,18 @@ from starlette.responses import JSONResponse, Response
 from workhorse.generate import Delta, TokenLogprob
 from workhorse.serve.answers import DONE, FINISH, Offsets, event
 from workhorse.serve.errors import ApiError, bad_request
-from workhorse.serve.generating import Answer, Choice, Job, Server, Steps, grammar_of_form
+from workhorse.serve.generating import (
+    Answer,
+    Choice,
+    Job,
+    Server,
+    Steps,
+    grammar_of_form,
+    grammar_of_reply,
+)
 from workhorse.serve.prompts import check_model
 from workhorse.serve.schema import ChatRequest, ChoicesRequest, CompletionRequest
+from workhorse.serve.tools import tools_of
 
 MOST_CHOICES = 128
 """Maximum number of completions of a request."""
@@ -89,8 +98,8 @@ class ChoicesAnswer(Answer[Asked]):
 
 def _says_anything(fields: dict[str, Any]) -> bool:
     """False for a part without text, log-probabilities and end, such as half a character."""
-    text = fields["text"] if "text" in fields else fields["delta"]["content"]
-    return bool(text or fields["logprobs"] or fields["finish_reason"])
+    parts = [fields["text"]] if "text" in fields else fields["delta"].values()
+    return any(parts) or bool(fields["logprobs"] or fields["finish_reason"])
 
 
 class ChatAnswer(ChoicesAnswer[ChatRequest]):
@@ -101,16 +110,48 @@ class ChatAnswer(ChoicesAnswer[ChatRequest]):
     prefix = "chatcmpl"
 
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
-        text, finish = "".join(delta.text for delta in deltas), deltas[-1].finish_reason
+        finish = deltas[-1].finish_reason
+        message = self._message(choice, "".join(delta.text for delta in deltas), finish)
         found = [delta.logprob for delta in deltas if delta.logprob is not None]
         logprobs = self.texts.of_chat(found) if self.body.logprobs else None
         reason = None if finish is None else FINISH[finish]
+        if choice.calls and reason == "stop":
+            reason = "tool_calls"
         fields = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
-        if whole:
-            message = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
-            return fields | {"message": message}
         role = {} if choice.sent else {"role": "assistant"}
-        return fields | {"delta": {**role, "content": text}}
+        if not whole:
+            return fields | {"delta": role | message}
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+        return fields | {"message": role | message | {"refusal": None, "annotations": []}}
+
+    @staticmethod
+    def _message(choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
+        """Return the new parts of a message."""
+        if choice.reader is None:
+            return {"content": text}
+        pieces = choice.reader.read(text, ended=finish is not None)
+        texts = {"text": "", "reasoning": "", "call": ""}
+        for piece in pieces:
+            texts[piece.kind] += piece.text
+        message: dict[str, Any] = {"content": texts["text"]}
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        calls = [piece.call for piece in pieces if piece.call is not None]
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "index": choice.calls + number,
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(calls)
+            ]
+            choice.calls += len(calls)
+        return message
 
 
 class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
@@ -156,7 +197,8 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
 async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     """Answer POST /v1/chat/completions."""
     check_model(server.name, body.model)
-    prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages)
+    tools = tools_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages, tools)
     server.prompts.check(prompt, "messages")
     prompt += body.reply_tokens
     server.prompts.check(prompt, "reply_tokens" if body.reply_tokens else "messages")
@@ -166,8 +208,17 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     config = server.prompts.options(body, prompt, most, body.n)
     if body.logprobs:
         config = config.replace(logprobs=body.top_logprobs or 0)
+    grammar, is_structured = await grammar_of_reply(
+        server, body, body.response_format, tools, ends=config.stop_tokens or ()
+    )
+    if body.reply_tokens and grammar:
+        raise bad_request("reply_tokens and a grammar conflict; omit one", "reply_tokens")
     choices = [Choice(index, prompt) for index in range(body.n)]
-    grammar = await grammar_of_form(server, body, body.response_format)
+    for choice in choices:
+        choice.reader = server.prompts.reader(tools, is_structured=is_structured)
+        if choice.reader is not None and body.reply_tokens:
+            before = server.prompts.tokenizer.decode(body.reply_tokens)
+            choice.reader.read(before, ended=False)
     jobs = Job.several(prompt, config, choices, grammar)
     return await ChatAnswer(server, body, jobs, client).response()
 

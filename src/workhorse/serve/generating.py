@@ -15,6 +15,8 @@ from workhorse.serve.errors import ApiError, bad_request, engine_died, shutting_
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.prompts import Prompts
 from workhorse.serve.schema import ResponseFormat, Sampling, StructuredOutputs
+from workhorse.serve.tools import Tools, grammar_of
+from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
 if TYPE_CHECKING:
     from workhorse.serve.grammar import GrammarChecker
@@ -49,6 +51,10 @@ class Choice:
     """The text of the prompt, if it belongs to the answer."""
     sent: bool = False
     """True if a part has been sent."""
+    reader: ReplyReader | None = None
+    """Divides a chat's reply into its parts; None if the reply is only text."""
+    calls: int = 0
+    """Number of tool calls that have been sent."""
     offsets: Offsets | None = None
     """Counts the characters before the next new token, if log-probabilities are asked for."""
 
@@ -181,14 +187,68 @@ async def grammar_of_form(
         ApiError: the grammar cannot be used, or conflicts with another field.
     """
     asked, param = body.structured_outputs, "structured_outputs"
-    if form is not None and form.type != "text":
+    if (schema := _schema_of(form)) is not None:
         if asked is not None:
             raise bad_request(f"structured_outputs and {name} conflict; omit one", param)
-        schema = None if form.json_schema is None else form.json_schema.schema_
-        asked = StructuredOutputs.model_validate({"json": schema or {"type": "object"}})
+        asked = StructuredOutputs.model_validate({"json": schema})
         param = name
-    if asked is None:
-        return ""
+    return "" if asked is None else await _checked(server, body, asked, param)
+
+
+async def grammar_of_reply(
+    server: Server,
+    body: Sampling,
+    form: ResponseFormat | None,
+    tools: Tools | None,
+    *,
+    ends: Sequence[int],
+    name: str = "response_format",
+) -> tuple[str, bool]:
+    """Return the grammar of a chat's reply, and True if it only allows content.
+
+    Args:
+        server: the objects that the routes share.
+        body: the request.
+        form: the form of the content.
+        tools: the tools that the reply may call.
+        ends: ids that end a reply.
+        name: name of the field that has the form.
+
+    Raises:
+        ApiError: see `grammar_of_form`.
+    """
+    if tools is None:
+        grammar = await grammar_of_form(server, body, form, name)
+        return grammar, grammar != ""
+    if body.structured_outputs is not None:
+        raise bad_request("structured_outputs and tools conflict; omit one", "structured_outputs")
+    schema = _schema_of(form)
+    if schema is None and not tools.needs_grammar:
+        return "", False
+    given = server.prompts
+    calls = given.replies.calls
+    if schema is not None and not tools.must_call and calls is not None and not calls.is_tag:
+        raise bad_request(
+            f"{name} and tools conflict, since this model writes calls as JSON; omit one", name
+        )
+    text = grammar_of(tools, given.replies, given.tokenizer, ends, schema)
+    return await _checked(server, body, StructuredOutputs(grammar=text), "tools"), False
+
+
+def _schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """Return the JSON schema of a form; None if it is text."""
+    if form is None or form.type == "text":
+        return None
+    schema = None if form.json_schema is None else form.json_schema.schema_
+    return schema or {"type": "object"}
+
+
+async def _checked(server: Server, body: Sampling, asked: StructuredOutputs, param: str) -> str:
+    """Return a grammar in llguidance's format.
+
+    Raises:
+        ApiError: see `grammar_of_form`.
+    """
     if server.grammars is None:
         raise bad_request(f"{param} is not served without llguidance; omit it", param, "not_served")
     if body.ignore_eos:

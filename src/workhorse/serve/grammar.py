@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
         ends = ends or (tokenizer.vocab_size,)  # an id that is never chosen
+        self._special = {*tokenizer.special_tokens.values()}.difference(ends)
         wrapped = TokenizerWrapper(_Vocabulary(tokenizer, ends))
         self._tokenizer = LLTokenizer(wrapped, eos_token=list(ends))
         one_byte = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
@@ -105,7 +106,7 @@ class Grammars:
         """
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits())
         _check(matcher)
-        return Grammar(matcher, self._of_byte, prompt, most_new)
+        return Grammar(matcher, self._of_byte, self._special, prompt, most_new)
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -122,10 +123,16 @@ class Grammar:
     """
 
     def __init__(
-        self, matcher: LLMatcher, of_byte: Mapping[int, int], prompt: int, most_new: int
+        self,
+        matcher: LLMatcher,
+        of_byte: Mapping[int, int],
+        special: Collection[int],
+        prompt: int,
+        most_new: int,
     ) -> None:
         self._matcher = matcher
         self._of_byte = of_byte
+        self._special = special
         self._prompt = prompt
         self._most_new = most_new
         self._consumed = 0
@@ -177,7 +184,10 @@ class Grammar:
         trial = self._matcher.deep_copy()
         tokens: list[int] = []
         while not trial.is_accepting():
-            next_token = self._ending(self._allowed(trial))
+            allowed = self._allowed(trial)
+            next_token = self._ending(allowed)
+            if next_token is None:
+                next_token = self._special_ending(trial, allowed)
             if next_token is None or len(tokens) >= most:
                 return None
             trial.consume_token(next_token)
@@ -193,6 +203,16 @@ class Grammar:
 
         order = (QUOTE, *CLOSING) if of(IN_STRINGS) is not None else CLOSING
         return next((token for value in order if (token := of(value)) is not None), None)
+
+    def _special_ending(self, matcher: LLMatcher, allowed: "np.ndarray[Any, Any]") -> int | None:
+        """Return the allowed special token that ends the value; else any of them."""
+        found = [token for token in self._special if allowed[token]]
+        for token in found:
+            after = matcher.deep_copy()
+            after.consume_token(token)
+            if after.is_accepting():
+                return token
+        return found[0] if found else None
 
     @staticmethod
     def _allowed(matcher: LLMatcher) -> "np.ndarray[Any, Any]":

@@ -1,5 +1,6 @@
 """From the body of a request to the prompt and the options of the engine."""
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,11 @@ from workhorse.generate.conversation import ChatFormat, TemplateFormat, Transcri
 from workhorse.serve.errors import CONTEXT_EXCEEDED, ApiError, bad_request
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.schema import CompletionRequest, Message, Sampling
+from workhorse.serve.tools import Tools
 from workhorse.tokenizers import ChatTemplate
+from workhorse.tokenizers.chat.reply_format import ReplyFormat
+from workhorse.tokenizers.chat.reply_learned import reply_format
+from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
 LEAST_P = 1e-9
 """Used for `top_p: 0`, which keeps only the likeliest token."""
@@ -30,9 +35,16 @@ class Prompts:
         self._facts = facts
         self.tokenizer = facts.tokenizer
         self._format: ChatFormat = TranscriptFormat(facts.tokenizer, facts.beginning.prefix)
+        self.replies = ReplyFormat()
         if facts.trained_to_chat:
             template = ChatTemplate.of(facts.tokenizer, facts.template)
             self._format = TemplateFormat(template, facts.tokenizer)
+            self.replies = reply_format(template)
+        self._shown = tuple(
+            token
+            for name, token in facts.tokenizer.special_tokens.items()
+            if name in self.replies.literals
+        )
 
     def of_text(self, text: str) -> list[int]:
         """Encode a text as the beginning of a training document.
@@ -45,25 +57,76 @@ class Prompts:
         except WorkhorseError as error:
             raise bad_request(str(error), "prompt") from None
 
-    def of_chat(self, messages: Sequence[Message]) -> list[int]:
+    def of_chat(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Encode a chat, up to the beginning of the assistant's reply.
 
         Raises:
             ApiError: the template refuses it, or it cannot be encoded.
         """
-        given: list[Any] = [_plain(message) for message in messages]
-        if not self._facts.trained_to_chat:
-            for number, message in enumerate(messages):
-                if message.role == "tool":
-                    raise bad_request(
-                        "the model was not trained to chat, so it has no role 'tool'; use system, "
-                        "user and assistant",
-                        f"messages.{number}.role",
-                    )
+        if tools is not None and self.replies.calls is None:
+            why = "the model's chat template has no format for tools"
+            if not self._facts.trained_to_chat:
+                why = "the model was not trained to chat"
+            raise bad_request(f"tools cannot be used: {why}; omit them", "tools", "not_served")
+        given = [self._plain(number, message) for number, message in enumerate(messages)]
+        called: set[str] = set()
+        for number, message in enumerate(messages):
+            called |= {call.id for call in message.tool_calls or ()}
+            if message.tool_call_id is not None and message.tool_call_id not in called:
+                raise bad_request(
+                    f"no earlier message calls a tool with the id {message.tool_call_id[:80]!r}; "
+                    "correct it",
+                    f"messages.{number}.tool_call_id",
+                )
         try:
+            if isinstance(self._format, TemplateFormat):
+                described = None if tools is None else tools.described
+                return self._format.template.encode(self.tokenizer, given, tools=described)
             return self._format.encode(given)
         except WorkhorseError as error:
             raise bad_request(str(error), "messages") from None
+
+    def _plain(self, number: int, message: Message) -> dict[str, Any]:
+        """Return a message as templates read it: text as one string, `developer` as `system`.
+
+        Raises:
+            ApiError: the model cannot read it.
+        """
+        fields = message.model_dump(exclude_none=True)
+        if not isinstance(message.content, str):
+            fields["content"] = "".join(part.text for part in message.content or ())
+        fields["role"] = "system" if message.role == "developer" else message.role
+        where, calls = f"messages.{number}", self.replies.calls
+        if not self._facts.trained_to_chat and (message.role == "tool" or message.tool_calls):
+            raise bad_request(
+                "the model was not trained to chat, so it has no role 'tool' and no tool_calls; "
+                "use messages with content of the roles system, user and assistant",
+                f"{where}.tool_calls" if message.tool_calls else f"{where}.role",
+            )
+        if message.content is None and calls is not None:
+            fields["content"] = calls.content
+        for index, call in enumerate(fields.get("tool_calls", ())):
+            if calls is None or calls.arguments == "mapping":
+                given = call["function"]["arguments"]
+                try:
+                    call["function"]["arguments"] = _object(given)
+                except ValueError:
+                    raise bad_request(
+                        f"the arguments {given[:80]!r} are not a JSON object; correct them",
+                        f"{where}.tool_calls.{index}.function.arguments",
+                    ) from None
+        return fields
+
+    def reader(self, tools: Tools | None, *, is_structured: bool) -> ReplyReader | None:
+        """Return a reader of a reply; None if the reply is only text.
+
+        Args:
+            tools: the tools that the reply may call.
+            is_structured: True if a grammar allows only the content.
+        """
+        if is_structured or (tools is None and self.replies.reasoning is None):
+            return None
+        return ReplyReader(self.replies, None if tools is None else tools.functions)
 
     def check(self, prompt: list[int], param: str) -> list[int]:
         """Check a prompt's length and ids.
@@ -135,6 +198,7 @@ class Prompts:
                 n_samples=samples if draws else 1,
                 stop=stop + (() if isinstance(body, CompletionRequest) else self._format.stop),
                 stop_tokens=ends,
+                shown_tokens=() if isinstance(body, CompletionRequest) else self._shown,
                 exact=facts.is_exact,
             )
         except (ConfigError, ValidationError) as error:
@@ -171,13 +235,19 @@ def _seed(given: int | None) -> int:
     return secrets.randbits(32) if given is None else given % 2**62
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as templates read it: text as one string, `developer` as `system`."""
-    fields = message.model_dump(exclude_none=True)
-    if not isinstance(message.content, str):
-        fields["content"] = "".join(part.text for part in message.content or ())
-    fields["role"] = "system" if message.role == "developer" else message.role
-    return fields
+def _object(text: str) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: the text is not one.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
 
 
 def check_model(facts_name: str, given: str | None) -> None:

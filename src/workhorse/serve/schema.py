@@ -183,6 +183,80 @@ class TextPart(Body):
     text: str
 
 
+class FunctionCall(Body):
+    """A call of a function."""
+
+    name: str
+    arguments: str
+    """The arguments as JSON."""
+
+
+class ToolCall(Body):
+    """A call of a tool in an earlier reply."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Function(Body):
+    """A function that a reply may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object."""
+    strict: bool | None = None
+    """True to make arguments always fit the schema."""
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> "Function":
+        schema = self.parameters or {}
+        for name, kind in (("properties", dict), ("required", list)):
+            if not isinstance(schema.get(name, kind()), kind):
+                message = "{field} is not a JSON schema; correct it"
+                raise problem("schema", message, f"parameters.{name}")
+        return self
+
+
+class FunctionTool(Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A reference to a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A reference to a tool. As `tool_choice`: the reply must call it."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class SomeTools(Body):
+    """Tools that a reply may call, or must call if `mode` is `required`."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Body):
+    """The value of `tool_choice` that allows only some tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+
+
+Tools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
 class Message(Body):
     """A message of a chat."""
 
@@ -191,19 +265,23 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     """Extension: the reasoning before an assistant's content, if the template reads it."""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    """The calls in an assistant's message."""
+    tool_call_id: str | None = None
+    """The call that a tool's message answers."""
 
-    not_served = {
-        "refusal": (),
-        "audio": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-    }
+    not_served = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
 
     @model_validator(mode="after")
-    def _has_content(self) -> "Message":
-        if self.content is None:
+    def _is_whole(self) -> "Message":
+        if self.content is None and not self.tool_calls:
             raise problem("missing_content", "{field} is missing; give a string", "content")
+        if self.tool_calls and self.role != "assistant":
+            message = "{field} is only for the role assistant; omit it"
+            raise problem("role", message, "tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            message = "{field} and the role tool need each other; give both"
+            raise problem("role", message, "tool_call_id")
         return self
 
 
@@ -224,6 +302,12 @@ class ChatRequest(ChoicesRequest):
     token also has its `token_id`, since several tokens may have the same bytes."""
     reply_tokens: list[Token] = Field(default_factory=list[Token], fail_fast=True)
     """Extension: the first tokens of the reply. The answer is the rest of the reply."""
+    tools: Tools = Field(default_factory=list[FunctionTool])
+    """The functions that the reply may call."""
+    tool_choice: ToolChoice | None = None
+    """Whether the reply may or must call tools, or which ones; by default it may."""
+    parallel_tool_calls: bool = True
+    """False to allow one call at most."""
 
     not_served = {
         "audio": (),
@@ -232,15 +316,12 @@ class ChatRequest(ChoicesRequest):
         "metadata": ({},),
         "modalities": (["text"],),
         "moderation": (),
-        "parallel_tool_calls": (True,),
         "prediction": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "reasoning_effort": ("none",),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": (),
         "web_search_options": (),
     }
@@ -288,6 +369,8 @@ class TokenizeRequest(Body):
     """A text, as /v1/completions reads it: with the tokens that begin a sequence."""
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     """A chat, as /v1/chat/completions reads it."""
+    tools: Tools = Field(default_factory=list[FunctionTool])
+    """The tools of the chat."""
     add_special_tokens: bool = True
     """False to encode `prompt` without the tokens that begin a sequence, and names of special
     tokens as special tokens, as lm-eval's remote tokenizer needs."""

@@ -1,0 +1,226 @@
+"""Tool calls: through openai-python, and the grammars of replies with calls."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from httpx2 import Client
+from openai import OpenAI
+
+from tests.serve.conftest import KEY, MODEL, serving, write_chat_run
+from tests.tokenizers.test_replies import ARGUMENTS, TEMPLATES, WITH_CALLS, template, written
+from workhorse.serve.grammar import Grammars, source_of
+from workhorse.serve.schema import (
+    Function,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    StructuredOutputs,
+)
+from workhorse.serve.tools import Tools, grammar_of, tools_of
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.tokenizers.chat.reply_learned import reply_format
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"type": "string", "enum": ["c", "f"]}, "days": {"type": "integer"}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {"name": "get_weather", "description": "d", "parameters": SCHEMA}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+NOW: dict[str, Any] = {"name": "now", "description": "the time", "parameters": NOTHING}
+TOOLS: list[Any] = [{"type": "function", "function": one} for one in (WEATHER, NOW)]
+ASK: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of a model whose template writes tool calls."""
+    source = (TEMPLATES / "sections.jinja").read_text()
+    folder = write_chat_run(tmp_path_factory.mktemp("tools") / MODEL, source)
+    with serving(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as found:
+        yield found
+
+
+def checked(calls: list[Any] | None) -> list[str]:
+    """Check the calls of a message, and return their names."""
+    assert calls
+    for call in calls:
+        assert call.type == "function"
+        schema = {"get_weather": SCHEMA, "now": NOTHING}[call.function.name]
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+    assert len({call.id for call in calls}) == len(calls)
+    return [call.function.name for call in calls]
+
+
+def test_a_reply_that_must_call_tools(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "seed": 3, "max_tokens": 120}
+    (choice,) = client.chat.completions.create(**options, tool_choice="required").choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    names = checked(choice.message.tool_calls)
+    with client.chat.completions.stream(**options, tool_choice="required") as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert checked(final.message.tool_calls) == names
+    given, streamed = (one.message.tool_calls or () for one in (choice, final))
+    assert [call.function.name for call in given] == names
+    assert [one.function.arguments for one in given] == [one.function.arguments for one in streamed]
+    named = {"type": "function", "function": {"name": "now"}}
+    some = {"mode": "required", "tools": [named]}
+    for choose in (named, {"type": "allowed_tools", "allowed_tools": some}):
+        answer = client.chat.completions.create(**options, tool_choice=choose)
+        assert {*checked(answer.choices[0].message.tool_calls)} == {"now"}
+    one = client.chat.completions.create(
+        **options, tool_choice="required", parallel_tool_calls=False, n=3
+    )
+    assert [len(checked(choice.message.tool_calls)) for choice in one.choices] == [1, 1, 1]
+
+
+def test_a_conversation_with_results(client: OpenAI) -> None:
+    options: Any = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 120}
+    reply = client.chat.completions.create(messages=ASK, tool_choice="required", **options)
+    message = reply.choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "15 degrees"}
+        for call in message.tool_calls or ()
+    ]
+    history: list[Any] = [*ASK, message.model_dump(exclude_none=True), *results]
+    answer = client.chat.completions.create(messages=history, tool_choice="none", **options)
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.usage is not None
+    assert reply.usage is not None
+    assert answer.usage.prompt_tokens > reply.usage.prompt_tokens
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+WRONG = {"properties": 1}
+NO_SUCH = {"type": "function", "function": {"name": "x"}}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": NO_SUCH}, "tool_choice"),
+    (
+        {"tools": TOOLS, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+    ),
+    ({"tools": TOOLS, "tool_choice": "required", "reply_tokens": [65]}, "reply_tokens"),
+    ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
+    (
+        {"messages": [*ASK, {"role": "tool", "content": "x", "tool_call_id": "b"}]},
+        "messages.1.tool_call_id",
+    ),
+    ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+         "tool_choice": "required"},
+        "tools",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": WRONG}}]},
+        "tools.0.function.parameters.properties",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_wrong_fields_are_named(url: str, fields: dict[str, Any], param: str) -> None:
+    body = {"model": MODEL, "messages": ASK, **fields}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with Client(base_url=url, headers=headers, timeout=60) as http:
+        answer = http.post("/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_arguments_of_earlier_calls_are_objects(http: Client) -> None:
+    wrong = {**CALL, "function": {"name": "now", "arguments": "[1"}}
+    history = [*ASK, {"role": "assistant", "tool_calls": [wrong]}]
+    answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": history})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
+
+
+def test_a_template_without_tools_refuses_them(http: Client) -> None:
+    body = {"model": MODEL, "messages": ASK, "tools": TOOLS}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"
+    assert http.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).is_success
+
+
+SPECIAL = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|calls|>", "<|call|>", "<|/call|>")
+END = "<|eos|>"
+
+
+def accepts(grammars: Grammars, source: str, ids: list[int], end: int) -> bool:
+    """True if a grammar allows these tokens, and then the end."""
+    grammar = grammars.make(source, 0, 2000)
+    for position, token in enumerate([*ids, end]):
+        if grammar(torch.zeros(END_SIZE), ids[:position])[token] == -torch.inf:
+            return position == len(ids) and grammar.ends(ids, "")
+    return True
+
+
+END_SIZE = 512
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_grammars_allow_what_templates_write(name: str) -> None:
+    format = reply_format(template(name))
+    assert format.calls is not None
+    tokenizer = train_tokenizer(BytesConfig(special=SpecialTokensConfig(chat=SPECIAL)), [])
+    end = tokenizer.special_tokens[END]
+    grammars = Grammars(tokenizer, [end])
+    properties = {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "flags": {"type": "object"},
+        "list": {"type": "array"},
+    }
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    functions = [Function(name=one, parameters=schema) for one in ("get_weather", "now")]
+    asked = [FunctionTool(type="function", function=one) for one in functions]
+
+    def allowed(text: str, content: dict[str, Any] | None = None, **choice: Any) -> bool:
+        tools = tools_of(asked, **choice)
+        assert isinstance(tools, Tools)
+        source = source_of(
+            StructuredOutputs(grammar=grammar_of(tools, format, tokenizer, [end], content))
+        )
+        return accepts(grammars, source, tokenizer.encode(text, allow_special=True), end)
+
+    begun = format.reasoning[1] if format.reasoning and format.begins_in_reasoning else ""
+    some = ARGUMENTS if name != "quoted" else ARGUMENTS[:3]  # nested values are not JSON there
+    for arguments in some:
+        one = begun + written(name, format, "", [("get_weather", arguments)]).lstrip()
+        assert allowed(one, choice="required"), one
+        assert not allowed(one.replace("get_weather", "got"), choice="required")
+        assert not allowed("Hello", choice="required")
+        if format.calls.between:
+            calls = [("get_weather", arguments), ("now", {})]
+            two = begun + written(name, format, "", calls).lstrip()
+            named = NamedTool(type="function", function=FunctionName(name="get_weather"))
+            assert allowed(two, choice="required"), two
+            assert not allowed(two, choice="required", parallel=False)
+            assert not allowed(two, choice=named)
+        free = written(name, format, "", [("get_weather", arguments)]).lstrip()
+        assert allowed(free, parallel=False), free
+        assert allowed("Hello", parallel=False)
+        assert not allowed(free[: len(free) // 2], parallel=False)
+        if format.calls.is_tag:
+            assert allowed(free, content={"type": "object"})
+            assert allowed('{"a": 1}', content={"type": "object"})
+            assert not allowed("Hello", content={"type": "object"})

@@ -331,3 +331,24 @@ def test_other_states_fit_and_are_accessible(checked):
     page.keyboard.press("Escape")
     page.click("#open-help")
     check("help")
+
+
+def test_reasoning_is_shown_above_the_reply(visit, address):
+    page = visit(address)
+    parts = [{"reasoning_content": "<b>Hm</b>"}, {"content": "Yes."}]
+    choices = [{"index": 0, "delta": one, "logprobs": None, "finish_reason": None} for one in parts]
+    choices[1]["finish_reason"] = "stop"
+    events = [f"data: {json.dumps({'choices': [one]})}\n\n" for one in choices]
+    body = "".join([*events, "data: [DONE]\n\n"])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        body=body, headers={"Content-Type": "text/event-stream"}
+    ))  # fmt: skip
+    say(page, "hello")
+    is_done(page)
+    expect(page.locator("article.assistant .body")).to_have_text("Yes.")
+    expect(page.locator(".assistant .reasoning div")).to_be_hidden()
+    page.locator(".assistant .reasoning summary").click()
+    expect(page.locator(".assistant .reasoning div")).to_have_text("<b>Hm</b>")
+    page.reload()
+    expect(page.locator(".assistant .reasoning div")).to_have_text("<b>Hm</b>")
+    assert page.locator("article.user .reasoning").is_hidden()

@@ -205,7 +205,7 @@ class Grammar:
         return next((token for value in order if (token := of(value)) is not None), None)
 
     def _special_ending(self, matcher: LLMatcher, allowed: "np.ndarray[Any, Any]") -> int | None:
-        """Return the allowed special token that ends the value; else any of them."""
+        """Return an allowed special token, preferably one that ends the value."""
         found = [token for token in self._special if allowed[token]]
         for token in found:
             after = matcher.deep_copy()

@@ -42,7 +42,7 @@ def tools_of(
 
     Args:
         asked: the tools.
-        choice: which of them may or must be called.
+        choice: which tools may or must be called.
         parallel: True if a reply may have several calls.
 
     Raises:

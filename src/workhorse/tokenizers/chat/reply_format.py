@@ -19,7 +19,7 @@ _STEPS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 @dataclass(frozen=True)
 class Tagged:
-    """The format of arguments of which each has its own tags."""
+    """The format of arguments with tags around each of them."""
 
     first: str
     """Text before the first key."""

@@ -161,7 +161,7 @@ class ReplyReader:
         return NOTHING
 
     def _call(self, match: re.Match[str], ended: bool) -> Piece | None:
-        """Return the call of which the name has been matched."""
+        """Return the call after the match of its name; None if it is incomplete."""
         assert self._calls is not None
         if self._calls.tagged is not None:
             arguments, end = self._tagged(match["name"], match.end())

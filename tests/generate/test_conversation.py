@@ -51,6 +51,9 @@ def test_each_template_s_own_token_ends_a_turn(tokenizer):
     assert default.stop_tokens == (ids["<|end|>"], ids["<|eos|>"])
     other = TemplateFormat(ChatTemplate(IM_TEMPLATE), tokenizer)
     assert other.stop_tokens == (ids["<|im_end|>"], ids["<|eos|>"])
+    with_header = IM_TEMPLATE.replace("+ m.content", "+ '<|system|>' + m.content")
+    assert with_header != IM_TEMPLATE
+    assert TemplateFormat(ChatTemplate(with_header), tokenizer).stop_tokens == other.stop_tokens
 
 
 def test_a_reply_is_what_follows_the_template(decoder, tokenizer):

@@ -22,7 +22,7 @@ from tests.serve.conftest import KEY, MODEL, Served
 pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
 
 NOT_SERVED = ("chat-tool-calling", "chat-image-input", "tool-calling", "image-input")
-"""Ids of the cases that need tool calls and image input."""
+"""Ids of the cases that need a template for tools (see test_tools.py), and image input."""
 NEED_REASONING = ("chat-reasoning-summary", "reasoning-summary")
 """Ids of the cases that llm-comply skips, because the model has another name than OpenAI's."""
 ADVISORY = "compact-response"

@@ -2,12 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
 from httpx2 import Client
+from llm_comply.config import ComplianceConfig
+from llm_comply.http import close_client
+from llm_comply.result import TestStatus as Status
+from llm_comply.runner import TestRunner as Runner
+from llm_comply.schema import SpecLoader
+from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 from openai import OpenAI
 
 from tests.serve.conftest import KEY, MODEL, serving, write_chat_run
@@ -85,6 +92,15 @@ def test_a_reply_that_must_call_tools(client: OpenAI) -> None:
         **options, tool_choice="required", parallel_tool_calls=False, n=3
     )
     assert [len(checked(choice.message.tool_calls)) for choice in one.choices] == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
+def test_llm_comply(url: str) -> None:
+    (case,) = [one for one in OPENAI_CHAT_TESTS if one.id == "chat-tool-calling"]
+    schemas = SpecLoader(str(files("llm_comply") / "specs/openai_chat.json"))
+    result = Runner(ComplianceConfig(url, KEY, MODEL), [case], schemas).run_one(case)
+    close_client()
+    assert (result.errors, result.warnings, result.status) == ([], [], Status.PASSED)
 
 
 def test_a_conversation_with_results(client: OpenAI) -> None:

@@ -221,18 +221,18 @@ def test_grammars_allow_what_templates_write(name: str) -> None:
     begun = format.reasoning[1] if format.reasoning and format.begins_in_reasoning else ""
     some = ARGUMENTS if name != "quoted" else ARGUMENTS[:3]  # nested values are not JSON there
     for arguments in some:
-        one = begun + written(name, format, "", [("get_weather", arguments)]).lstrip()
+        one = begun + written(template(name), format, "", [("get_weather", arguments)]).lstrip()
         assert allowed(one, choice="required"), one
         assert not allowed(one.replace("get_weather", "got"), choice="required")
         assert not allowed("Hello", choice="required")
         if format.calls.between:
             calls = [("get_weather", arguments), ("now", {})]
-            two = begun + written(name, format, "", calls).lstrip()
+            two = begun + written(template(name), format, "", calls).lstrip()
             named = NamedTool(type="function", function=FunctionName(name="get_weather"))
             assert allowed(two, choice="required"), two
             assert not allowed(two, choice="required", parallel=False)
             assert not allowed(two, choice=named)
-        free = written(name, format, "", [("get_weather", arguments)]).lstrip()
+        free = written(template(name), format, "", [("get_weather", arguments)]).lstrip()
         assert allowed(free, parallel=False), free
         assert allowed("Hello", parallel=False)
         assert not allowed(free[: len(free) // 2], parallel=False)

@@ -7,7 +7,7 @@ import torch
 
 from tests.native.machine import decode_natively
 from workhorse.errors import WorkhorseError
-from workhorse.generate import Engine, GenerationConfig, generate
+from workhorse.generate import Engine, GenerationConfig, generate, stream
 from workhorse.generate.beam import beam_search
 from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
@@ -18,6 +18,7 @@ VOCAB = 48
 GREEDY = GenerationConfig(temperature=0, max_new_tokens=6, logprobs=VOCAB, exact=True)
 SAMPLED = GenerationConfig(top_k=20, max_new_tokens=9, logprobs=VOCAB, exact=True, seed=3)
 NUCLEUS = SAMPLED.replace(top_p=0.9, repetition_penalty=1.2)
+REPEATING = NUCLEUS.replace(frequency_penalty=-1.0, repetition_penalty=1.0, max_new_tokens=30)
 MIXTURE = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": 40}
 MLP = {"kind": "gated_mlp", "d_ff": 96, "activation": "silu"}
 
@@ -94,23 +95,36 @@ def test_an_invariant_decoder_needs_no_passes_of_its_own(kind, monkeypatch):
     if not decoder.is_invariant:
         pytest.skip("there are no native steps here")
     monkeypatch.setattr(Decoder, "hidden", None)  # so every pass is a native step
-    check_every_bit(decoder)
+    check_every_bit(decoder, speculate=3)
 
 
-def check_every_bit(decoder: Decoder) -> None:
-    """Requests arrive and are cancelled at random; the cache has room for three long ones."""
+def check_every_bit(decoder: Decoder, speculate: int = 0) -> None:
+    """Requests arrive and are cancelled at random; the cache has room for three long ones.
+
+    Each is compared with the completion of its prompt alone, without guesses.
+    """
     pick = random.Random(1)
-    asked = [(prompt, config) for prompt in prompts() for config in (GREEDY, SAMPLED, NUCLEUS)]
+    configs = (GREEDY, SAMPLED, NUCLEUS, REPEATING)
+    asked = [(prompt, config) for prompt in prompts() for config in configs]
     waiting = pick.sample(asked, len(asked))
-    engine = Engine(decoder, max_sequences=5, max_tokens=900, token_budget=140, prefix_caching=True)
-    texts, found, cancelled = {}, {}, set()
+    engine = Engine(
+        decoder,
+        max_sequences=5,
+        max_tokens=900,
+        token_budget=140,
+        prefix_caching=True,
+        speculate=speculate,
+    )
+    texts, found, cancelled, proposed, accepted = {}, {}, set(), 0, 0
     while waiting or not engine.is_idle:
         for prompt, config in [waiting.pop() for _ in waiting[: pick.choice([0, 0, 1, 3])]]:
-            texts[engine.add(prompt, config)[0]] = (prompt, config)
+            guessing = config.replace(speculate=pick.choice((0, 1, speculate)) if speculate else 0)
+            texts[engine.add(prompt, guessing)[0]] = (prompt, config)
             beside = config.replace(exact=False, max_new_tokens=4)
             engine.add(prompt[:-1] or prompt, beside)
         for delta in engine.step():
             found.setdefault(delta.index, []).append((delta.token, delta.logprob))
+            proposed, accepted = proposed + delta.proposed, accepted + delta.accepted
         if texts and pick.random() < 0.05:
             engine.cancel(gone := pick.choice(list(texts)))
             cancelled.add(gone)
@@ -119,6 +133,7 @@ def check_every_bit(decoder: Decoder) -> None:
         own, whole = found.get(index, []), list(zip(alone.tokens, alone.logprobs, strict=True))
         assert own == whole[: len(own)]
         assert len(own) == len(whole) or index in cancelled
+    assert bool(speculate) == (0 < accepted < proposed)
 
 
 def test_exact_texts_share_whole_pieces_with_each_other_alone(consumed):
@@ -188,12 +203,26 @@ def test_beams_of_several_prompts_are_those_of_each():
         ]
 
 
-def test_exact_texts_are_not_guessed():
-    with pytest.raises(WorkhorseError, match="exact cannot be combined with speculate=2: the same"):
-        GenerationConfig(exact=True, speculate=2)
-    engine = Engine(make(torch.float32), max_sequences=1, speculate=2)
-    with pytest.raises(WorkhorseError, match="exact is not possible in an engine with speculate=2"):
-        engine.add([1], GREEDY)
+def test_guesses_that_could_change_a_bit_are_refused():
+    decoder, guessing = make(torch.float32), SAMPLED.replace(speculate=2)
+    engine = Engine(decoder, max_sequences=1, speculate=2)
+    for refused in (
+        lambda: engine.add([1], GREEDY),
+        lambda: generate(decoder, [[1]], guessing),
+        lambda: stream(decoder, [[1]], guessing),
+    ):
+        with pytest.raises(WorkhorseError, match="exact is not possible with speculate=2"):
+            refused()
+    invariant = make(torch.float32, invariant=True)
+    if not invariant.is_invariant:
+        pytest.skip("there are no native steps here")
+    with pytest.raises(WorkhorseError, match="exact is not possible with a draft at temperature=1"):
+        generate(invariant, [[1]], guessing, draft=decoder)
+    greedy = GREEDY.replace(speculate=2)
+    (plain,) = generate(invariant, [[1]], GREEDY)
+    (guessed,) = generate(invariant, [[1]], greedy, draft=decoder)
+    assert (guessed.tokens, guessed.logprobs) == (plain.tokens, plain.logprobs)
+    assert guessed.accepted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

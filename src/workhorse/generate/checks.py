@@ -242,6 +242,32 @@ def check_draft(
         )
 
 
+def check_exact(
+    decoder: Decoder, config: GenerationConfig, speculate: int, draft: Decoder | None
+) -> None:
+    """Check that guesses change no bit of an exact completion.
+
+    Args:
+        decoder: the model.
+        config: the options of the completion.
+        speculate: the number of guesses that a pass may have.
+        draft: the model that guesses.
+
+    Raises:
+        WorkhorseError: they can change it.
+    """
+    if config.exact and speculate and not decoder.is_invariant:
+        raise WorkhorseError(
+            f"exact is not possible with speculate={speculate}: the bits of this decoder's logits "
+            "depend on the length of a pass (Decoder.is_invariant is False); set speculate=0"
+        )
+    if config.exact and config.speculate and draft is not None and config.samples:
+        raise WorkhorseError(
+            f"exact is not possible with a draft at temperature={config.temperature:g}: its random "
+            "guesses change which tokens are drawn; omit the draft"
+        )
+
+
 def _fit(
     prompt: list[int], context: int, vocab: int, config: GenerationConfig, fix: str
 ) -> list[int]:

@@ -7,6 +7,7 @@ from workhorse.generate.beam import beam_search
 from workhorse.generate.checks import (
     StreamingTokenizer,
     check_draft,
+    check_exact,
     check_models,
     check_prompts,
     checked_config,
@@ -46,13 +47,14 @@ def generate(
         The completions in the order of the prompts; the samples of a prompt are adjacent.
 
     Raises:
-        WorkhorseError: see `check_prompts` and `check_draft`; or `batch_size` is less than 1, or
-            logits are not finite.
+        WorkhorseError: see `check_prompts`, `check_draft` and `check_exact`; or `batch_size` is
+            less than 1, or logits are not finite.
     """
     config = checked_config(config).with_seed()
     batch_size = whole("batch_size", batch_size, 1)
     check_models(decoder, draft, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
+    check_exact(decoder, config, config.speculate, draft)
     prompts = prompt_list(prompts)
     checked = check_prompts(decoder, prompts, config, tokenizer)
     if config.beams > 1:
@@ -109,6 +111,7 @@ def stream(
         )
     checked = check_prompts(decoder, prompt_list(prompts), config, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
+    check_exact(decoder, config, config.speculate, draft)
     return _deltas(
         decoder, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
     )

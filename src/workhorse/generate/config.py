@@ -70,7 +70,8 @@ class GenerationConfig(Config):
     exact: bool = False
     """True to make results bitwise independent of other requests and of the prefix cache. If the
     decoder is not invariant (`Decoder.is_invariant`), this is slower: prompts are never batched,
-    and decode steps are batched only if this changes no bit (native operators)."""
+    and decode steps are batched only if this changes no bit (native operators). It then cannot be
+    combined with `speculate`."""
     beams: int = 1
     """Number of hypotheses of beam search, up to 8192; 1: no beam search."""
     length_penalty: float = 1.0
@@ -92,11 +93,6 @@ class GenerationConfig(Config):
             raise ConfigError(
                 f"seed={self.seed} with n_samples={self.n_samples} is out of range: the last "
                 f"sample's seed would be {self.seed + self.n_samples - 1}; choose a smaller seed"
-            )
-        if self.exact and self.speculate:
-            raise ConfigError(
-                f"exact cannot be combined with speculate={self.speculate}: the same token would "
-                "be computed in passes of different lengths; omit one of the two"
             )
         if not all(self.stop):
             raise ConfigError(

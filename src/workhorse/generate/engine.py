@@ -23,6 +23,7 @@ from workhorse.execute.native_decoding.layers import decoding_operators
 from workhorse.generate.checks import (
     StreamingTokenizer,
     check_draft,
+    check_exact,
     check_functions,
     check_models,
     check_prompts,
@@ -206,8 +207,8 @@ class Engine:
 
         Raises:
             WorkhorseError: see `check_prompts`; or this engine can never serve the request: the
-                config has beam search, more guesses, samples or tokens than the engine allows, or
-                `exact` in an engine with guesses.
+                config has beam search, or more guesses, samples or tokens than the engine allows;
+                or see `check_exact`.
         """
         self._repair()
         config = checked_config(config).with_seed()
@@ -252,12 +253,8 @@ class Engine:
                 f"speculate={config.speculate} is more than speculate={self._speculate} of this "
                 f"engine; create it with speculate={config.speculate}"
             )
+        check_exact(self.decoder, config, self._speculate, self._draft)
         separate = config.exact and not self.decoder.is_invariant
-        if separate and self._speculate:
-            raise WorkhorseError(
-                f"exact is not possible in an engine with speculate={self._speculate}; "
-                "create the engine with speculate=0"
-            )
         piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
         if separate and self._scheduler.token_budget < piece:
             raise WorkhorseError(

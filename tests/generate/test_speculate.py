@@ -368,6 +368,21 @@ def test_a_conversation_s_draft_reads_only_what_is_new(make_decoder, consumed):
     assert of_draft[0][1] <= 4 + 1 + 3 + 3
 
 
+def test_a_prompt_whose_last_token_is_processed_alone_has_no_guess(make_decoder):
+    """Its other samples need the logits after the prompt, and their own tokens."""
+    decoder = make_decoder(max_seq_len=64)
+    prompt = [1, 2, 3] * 3
+    config = GenerationConfig(temperature=0.5, n_samples=2, max_new_tokens=8, seed=1, speculate=3)
+    engine = Engine(decoder, max_sequences=2, token_budget=len(prompt) - 1, speculate=3)
+    engine.add(prompt, config)
+    tokens = {0: [], 1: []}
+    while not engine.is_idle:
+        for delta in engine.step():
+            tokens[delta.index].append(delta.token)
+    plain = generate(decoder, [prompt], config.replace(speculate=0))
+    assert [tokens[0], tokens[1]] == [list(one.tokens) for one in plain]
+
+
 def test_more_guesses_may_be_asked_for_than_tokens(make_decoder):
     decoder = make_decoder(max_seq_len=200)
     config = GenerationConfig(temperature=0, max_new_tokens=5)

@@ -544,8 +544,9 @@ class Engine:
         return Chooser(config, self._vocab, size, decoding, self._score)
 
     def _guess(self) -> None:
-        """Guess tokens for the requests that decode.
+        """Guess tokens for the requests that decode and have a new token.
 
+        The pass over a prompt's last token has no guesses, since other samples may start from it.
         Guesses end at `DecoderConfig.steady_length`, since later ones would change earlier logits.
         """
         for request in self._scheduler.running:
@@ -553,7 +554,7 @@ class Engine:
         guessing = [
             request
             for request in self._scheduler.running
-            if request.config.speculate and request.sequence.pending == 1
+            if request.config.speculate and request.sequence.pending == 1 and request.deltas
         ]
         for chooser, indices in self._groups(guessing):
             some = [guessing[n] for n in indices]

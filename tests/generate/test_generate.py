@@ -1,5 +1,8 @@
 """The decoding loop compared with a naive one that runs the whole sequence in each step."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -170,6 +173,49 @@ def test_logprobs_are_those_of_the_model_before_any_shaping(make_decoder):
             torch.tensor([value for _, value in logprob.top]), best.values, atol=1e-5, rtol=0
         )
     assert generate(decoder, PROMPTS[:1], config.replace(logprobs=None))[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.6, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "logit_bias": {2: 3.0}},
+        {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": -0.8},
+        {"temperature": 0, "repetition_penalty": 2.0, "frequency_penalty": -3.0},
+        {"temperature": 0},
+    ],
+    ids=str,
+)
+def test_processed_logprobs_are_those_of_the_distribution_of_the_draw(
+    make_decoder, letters, options
+):
+    """Compared with the formulas in float64. The last id is padding of the vocabulary."""
+    decoder, prompt = make_decoder(), PROMPTS[0]
+    vocab = decoder.config.vocab_size - 1
+    config = GenerationConfig(
+        seed=2, max_new_tokens=8, logprobs=vocab, processed_logprobs=True, stop_tokens=(), **options
+    )
+    result = generate(decoder, [prompt], config.replace(speculate=2), tokenizer=letters(vocab))[0]
+    with torch.no_grad():
+        rows = decoder(torch.tensor([prompt + list(result.tokens)]))[0, len(prompt) - 1 : -1]
+    for n, (row, found) in enumerate(zip(rows.double().tolist(), result.logprobs, strict=True)):
+        new = result.tokens[:n]
+        z = {token: row[token] + config.logit_bias.get(token, 0) for token in range(vocab)}
+        for token in {*prompt, *new}:
+            z[token] *= config.repetition_penalty ** (-1 if z[token] > 0 else 1)
+        for token in set(new):
+            z[token] -= config.presence_penalty + config.frequency_penalty * new.count(token)
+        p = {token: math.exp(value / (config.temperature or 1)) for token, value in z.items()}
+        p = dict(sorted(p.items(), key=lambda one: -one[1])[: config.top_k])
+        before = [0.0, *itertools.accumulate(p.values())][:-1]
+        most = config.top_p * sum(p.values())
+        p = {token: p[token] for token, mass in zip(p, before, strict=True) if mass < most}
+        p = {token: one for token, one in p.items() if one >= config.min_p * max(p.values())}
+        expected = {token: math.log(one / sum(p.values())) for token, one in p.items()}
+        assert dict(found.top) == pytest.approx(expected, abs=1e-5)
+        assert found.logprob == dict(found.top)[found.token]
+    plain = generate(decoder, [prompt], config.replace(processed_logprobs=False))[0]
+    if options == {"temperature": 0}:
+        assert plain.tokens == result.tokens
 
 
 def test_a_text_ends_with_its_context(make_decoder):

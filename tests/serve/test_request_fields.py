@@ -1,4 +1,4 @@
-"""Every field of OpenAI's requests has an effect, is refused by name, or is listed as ignored."""
+"""Every field of a request has an effect, is refused by name, or is listed as ignored."""
 
 import json
 from collections.abc import Callable, Collection
@@ -64,8 +64,8 @@ def cases(group: Callable[[type[Sampling]], Collection[str]]) -> list[Any]:
     """Return a test case for each field in one of the groups."""
     return [
         pytest.param(kind, name, id=f"{kind.__name__}-{name}")
-        for kind, names in FIELDS.items()
-        for name in sorted(names & {*group(kind)})
+        for kind in FIELDS
+        for name in sorted(group(kind))
     ]
 
 
@@ -122,10 +122,27 @@ def logprobs(answer: Any) -> list[Any]:
     return found.get("content", found.get("tokens", []))
 
 
+def certain(answer: Any) -> bool:
+    """True if all tokens have a log-probability of 0: with `top_k: 1`, processed ones."""
+    found = answer["choices"][0]["logprobs"] or {}
+    values = found.get("token_logprobs") or [one["logprob"] for one in found.get("content", [])]
+    return len(values) == 12 and not any(values)
+
+
 IN_TEST_TOOLS = {"parallel_tool_calls", "tool_choice", "tools"}
 EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
+    "chat_logprobs": (
+        {"logprobs": 0, "chat_logprobs": True},
+        lambda answer, plain: (
+            len((answer["choices"][0]["logprobs"] or {}).get("content", [])) == 12
+        ),
+    ),
     "echo": ({"echo": True}, lambda answer, plain: texts(answer) == ["Hello" + texts(plain)[0]]),
     "frequency_penalty": ({"frequency_penalty": -2}, other_text),
+    "ignore_eos": (
+        {"ignore_eos": True, "logit_bias": {str(END): 100}},
+        lambda answer, plain: texts(answer) == [""] and new_tokens(12)(answer, plain),
+    ),
     "logit_bias": (
         {"logit_bias": {"33": 100}},
         lambda answer, plain: texts(answer)[0] == 12 * "!",
@@ -139,19 +156,32 @@ EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
     "max_tokens": ({"max_tokens": 3}, new_tokens(3)),
     "messages": ({"messages": [{"role": "user", "content": "Bye"}]}, other_text),
     "metadata": ({"metadata": {"a": "b"}}, lambda answer, plain: answer["metadata"] == {"a": "b"}),
+    "min_p": ({"min_p": 1}, other_text),
     "n": ({"n": 2}, lambda answer, plain: len(answer["choices"]) == 2),
     "presence_penalty": ({"presence_penalty": -2}, other_text),
+    "processed_logprobs": (
+        {"logprobs": True, "processed_logprobs": True, "top_k": 1},
+        lambda answer, plain: certain(answer),
+    ),
     "prompt": ({"prompt": "Bye"}, other_text),
+    "repetition_penalty": ({"repetition_penalty": 0.1}, other_text),
+    "reply_tokens": ({"reply_tokens": [72, 105]}, other_text),
     "response_format": (
         {"response_format": {"type": "json_object"}},
         lambda answer, plain: texts(answer)[0].startswith("{"),
     ),
     "seed": ({"seed": 1}, other_text),
+    "structured_outputs": (
+        {"structured_outputs": {"regex": "a{5}"}},
+        lambda answer, plain: texts(answer) == ["aaaaa"],
+    ),
     "temperature": ({"temperature": 0}, other_text),
     "text": (
         {"text": {"format": {"type": "json_object"}}},
         lambda answer, plain: texts(answer)[0].startswith("{"),
     ),
+    "timings": ({"timings": True}, lambda answer, plain: "timings" in answer),
+    "top_k": ({"top_k": 1}, other_text),
     "top_logprobs": (
         {"logprobs": True, "top_logprobs": 2},
         lambda answer, plain: [len(one["top_logprobs"]) for one in logprobs(answer)] == 12 * [2],
@@ -160,7 +190,13 @@ EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
 }
 """A value of each field, and its effect on an answer, compared with the default answer."""
 SPECIAL = {
-    CompletionRequest: {"logprobs": ({"logprobs": 2}, EFFECTS["logprobs"][1])},
+    CompletionRequest: {
+        "logprobs": ({"logprobs": 2}, EFFECTS["logprobs"][1]),
+        "processed_logprobs": (
+            {"logprobs": 0, "processed_logprobs": True, "top_k": 1},
+            EFFECTS["processed_logprobs"][1],
+        ),
+    },
     ResponsesRequest: {
         "top_logprobs": ({"include": [LOGPROBS], "top_logprobs": 2}, EFFECTS["top_logprobs"][1])
     },
@@ -245,6 +281,7 @@ def test_a_part_that_is_not_text(http, part):
     [
         ({"stream_options": {}}, "stream_options", "no effect without stream"),
         ({"top_logprobs": 2}, "top_logprobs", "no effect without logprobs"),
+        ({"processed_logprobs": True}, "processed_logprobs", "no effect without logprobs"),
         ({"max_completion_tokens": 2}, "max_completion_tokens", "max_tokens differ"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "content is missing"),
         ({"messages": [{"role": "bot", "content": ""}]}, "messages.0.role", "'user'"),

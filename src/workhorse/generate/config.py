@@ -58,8 +58,13 @@ class GenerationConfig(Config):
     """Special tokens whose names belong to the text, such as those around a tool call."""
     logprobs: int | None = None
     """Return log-probabilities of each token and of the n likeliest at its position; n may be 0."""
+    processed_logprobs: bool = False
+    """True if `logprobs` describe the distribution from which a token is drawn: after processors,
+    bias, penalties, temperature and filters. With `temperature=0`: after processors, bias and
+    penalties, before the likeliest token is taken. False: the model's own distribution."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt except the first. The prefix cache is then not used."""
+    """The model's own log-probabilities of each token of the prompt except the first, as with
+    `logprobs`. The prefix cache is then not used."""
     truncate: Literal["refuse", "left"] = "refuse"
     """Behaviour when the context is full. refuse: a prompt that does not fit raises an error, and a
     completion ends. left: the oldest tokens are dropped, and the completion continues."""
@@ -93,6 +98,10 @@ class GenerationConfig(Config):
             raise ConfigError(
                 f"seed={self.seed} with n_samples={self.n_samples} is out of range: the last "
                 f"sample's seed would be {self.seed + self.n_samples - 1}; choose a smaller seed"
+            )
+        if self.processed_logprobs and self.logprobs is None:
+            raise ConfigError(
+                "processed_logprobs=True would have no effect without logprobs; set logprobs"
             )
         if not all(self.stop):
             raise ConfigError(
@@ -208,13 +217,14 @@ length: `max_new_tokens` or the end of the context."""
 class TokenLogprob:
     """Log-probabilities (nats) at the position of one chosen token.
 
-    They describe the model's own distribution, before bias, penalties, temperature and filters.
+    They describe the model's own distribution, before bias, penalties, temperature and filters, or
+    the one after these; see `GenerationConfig.processed_logprobs`.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens and their log-probabilities, best first."""
+    """The likeliest tokens and their log-probabilities, best first; no impossible ones."""
 
 
 @dataclass(frozen=True, slots=True)

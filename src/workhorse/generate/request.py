@@ -29,7 +29,7 @@ class Guess:
 
 _SAMPLING = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "logprobs"),
+    *("frequency_penalty", "logit_bias", "logprobs", "processed_logprobs"),
 }
 """Names of the sampling options. Requests with equal values of all of them share a `Chooser`."""
 

@@ -344,27 +344,35 @@ class Chooser:
             wanted = [last[r] - rows[r].unmet for r in indices]
             at = logits if wanted == list(range(len(logits))) else logits[wanted]
             past = history if history is None or everyone else history.copy(indices)
-            tokens = self._choose(at, chosen, past)
+            tokens, processed = self._choose(at, chosen, past)
             arriving = ToHost(tokens)
             if ahead is not None:
                 ahead(tokens)
             ids = arriving.wait()
             _check_rows(min(ids) >= 0, at, chosen)
-            logprobs = token_logprobs(at, tokens, self.config.logprobs, self._score)
+            own = (at, self._score)
+            scored, score = (processed, None) if self.config.processed_logprobs else own
+            logprobs = token_logprobs(scored, tokens, self.config.logprobs, score)
             if history is not None:
                 history.add(tokens, indices)
             yield from zip(chosen, ids, logprobs, strict=True)
             indices = [r for r in indices if rows[r].has_more_logits]
 
-    def _choose(self, logits: Tensor, rows: Sequence[Request], history: History | None) -> Tensor:
-        """Choose the next token of each row, int64 `(batch,)`.
+    def _choose(
+        self, logits: Tensor, rows: Sequence[Request], history: History | None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the next token of each row.
 
         If logits are not finite, the token is -1 or a WorkhorseError is raised. It is -1 only if
         tokens are chosen by an argmax of unprocessed logits.
+
+        Returns:
+            The tokens, int64 `(batch,)`, and the logits that they were chosen from.
         """
         processed = any(row.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
-            return argmax(logits[:, : self._vocab], self._decoding)
+            logits = logits[:, : self._vocab]
+            return argmax(logits, self._decoding), logits
         _check_rows(all_finite(logits), logits, rows)
         if processed:
             logits = torch.stack([_processed(*both) for both in zip(logits, rows, strict=True)])
@@ -372,10 +380,10 @@ class Chooser:
         if processed:
             _check_shaped(logits, rows)
         if not self.config.samples:
-            return greedy(logits)
+            return greedy(logits), logits
         drawn = [r for r, row in enumerate(rows) if row.unmet and row.guess.drawn_from is not None]
         if not drawn:
-            return draw(logits, _uniforms(rows))
+            return draw(logits, _uniforms(rows)), logits
         weights = logits.softmax(dim=-1, dtype=torch.float64)
         for r in drawn:
             guess, n = rows[r].guess, rows[r].agreed
@@ -383,7 +391,7 @@ class Chooser:
             weights[r] = after_guess(
                 weights[r], guess.tokens[n], guess.drawn_from[n], rows[r].uniform()
             )
-        return draw_from(weights, _uniforms(rows))
+        return draw_from(weights, _uniforms(rows)), logits
 
 
 def check_finite(finite: bool, whose: str = "the model") -> None:
@@ -452,7 +460,7 @@ def token_logprobs(
     """Return the log-probability of a token and the n likeliest tokens for each row of logits.
 
     Args:
-        logits: `(rows, vocab)`, of the model.
+        logits: `(rows, vocab)`.
         tokens: int64 `(rows,)`.
         n: number of likeliest tokens; None: the result is a list of None.
         score: see `Engine`.
@@ -464,7 +472,11 @@ def token_logprobs(
     own = (of_tokens if score is None else score(logits, tokens)).tolist()
     best = logprobs.topk(min(n, logprobs.shape[-1]), dim=-1)
     return [
-        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
+        TokenLogprob(
+            token,
+            logprob,
+            tuple((one, p) for one, p in zip(ids, values, strict=True) if p > -torch.inf),
+        )
         for token, logprob, ids, values in zip(
             tokens.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True
         )

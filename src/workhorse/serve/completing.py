@@ -207,7 +207,9 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
         raise bad_request("max_tokens is 0; choose 1 or more", "max_tokens")
     config = server.prompts.options(body, prompt, most, body.n)
     if body.logprobs:
-        config = config.replace(logprobs=body.top_logprobs or 0)
+        config = config.replace(
+            logprobs=body.top_logprobs or 0, processed_logprobs=body.processed_logprobs
+        )
     grammar, is_structured = await grammar_of_reply(
         server, body, body.response_format, tools, ends=config.stop_tokens or ()
     )
@@ -247,7 +249,11 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
         )
         if body.logprobs is not None:
             of_prompt = body.logprobs if body.echo else None
-            config = config.replace(logprobs=body.logprobs, prompt_logprobs=of_prompt)
+            config = config.replace(
+                logprobs=body.logprobs,
+                prompt_logprobs=of_prompt,
+                processed_logprobs=body.processed_logprobs,
+            )
         echo = ""
         if body.echo:
             echo = one if isinstance(one, str) else server.prompts.tokenizer.decode(prompt)

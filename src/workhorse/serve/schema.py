@@ -27,6 +27,11 @@ def problem(kind: str, message: str, field: str) -> PydanticCustomError:
     return PydanticCustomError(kind, message, {FIELD: field})  # pyright: ignore[reportArgumentType]
 
 
+def _needs_logprobs(field: str) -> PydanticCustomError:
+    message = "{field} has no effect without logprobs; set logprobs"
+    return problem("needs_logprobs", message, field)
+
+
 class Body(BaseModel):
     """A request's body. Unknown fields are errors."""
 
@@ -169,6 +174,9 @@ class ChoicesRequest(Sampling):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of new tokens."""
     stream_options: StreamOptions | None = None
+    processed_logprobs: bool = False
+    """Extension: True for log-probabilities of new tokens after grammar, bias, penalties,
+    temperature and filters: those of the distribution of the draw. Needs `logprobs`."""
 
     @model_validator(mode="after")
     def _streams(self) -> "ChoicesRequest":
@@ -329,8 +337,9 @@ class ChatRequest(ChoicesRequest):
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            message = "{field} has no effect without logprobs; set logprobs"
-            raise problem("needs_logprobs", message, "top_logprobs")
+            raise _needs_logprobs("top_logprobs")
+        if self.processed_logprobs and not self.logprobs:
+            raise _needs_logprobs("processed_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             message = "{field} and max_tokens differ; give one of them"
@@ -357,6 +366,13 @@ class CompletionRequest(ChoicesRequest):
     """Extension: True to add `content` to `logprobs`: the new tokens as in a chat completion."""
 
     not_served = {"best_of": (1,), "suffix": ("",)}
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> "CompletionRequest":
+        for name in ("processed_logprobs", "chat_logprobs"):
+            if getattr(self, name) and self.logprobs is None:
+                raise _needs_logprobs(name)
+        return self
 
 
 class TokenizeRequest(Body):

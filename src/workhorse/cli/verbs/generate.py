@@ -64,6 +64,12 @@ SHOWN_PROMPT = 40
     " position.",
 )
 @click.option(
+    "--processed-logprobs",
+    is_flag=True,
+    default=None,
+    help="With --logprobs: log-probabilities after bias, penalties, temperature and filters.",
+)
+@click.option(
     "--prompt-logprobs", type=int, help="With --json: the same for the tokens of the prompt."
 )
 @click.option(

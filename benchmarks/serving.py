@@ -26,7 +26,7 @@ from typing import NamedTuple
 from urllib.request import urlopen
 
 from benchmarks.harness.models import _config
-from benchmarks.harness.shapes import DECODING
+from benchmarks.harness.shapes import DECODING, TUNING
 
 PROMPT, NEW = 128, 64
 STREAMS = (1, 4, 8, 16, 32)
@@ -66,7 +66,7 @@ def folder(shape: str, root: Path) -> Path:
     ]
     tokenizer = train_tokenizer(BpeConfig(vocab_size=VOCAB), texts)
     torch.manual_seed(0)
-    decoder = _config(DECODING[shape]).build(dtype=torch.bfloat16)
+    decoder = _config((TUNING | DECODING)[shape]).build(dtype=torch.bfloat16)
     temporary = path.with_suffix(".tmp")
     temporary.mkdir(parents=True, exist_ok=True)
     write_huggingface(temporary, decoder)

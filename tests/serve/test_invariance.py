@@ -1,11 +1,12 @@
-"""An answer has the same bytes whatever else is served."""
+"""An answer has the same bytes whatever else is served, and with and without guesses."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
+import pytest
 
-from tests.serve.conftest import CONTEXT, MODEL
+from tests.serve.conftest import CONTEXT, MODEL, Served, serving
 
 COMMON = "the same beginning of several prompts, longer than a block of the cache; "
 
@@ -25,6 +26,8 @@ def bodies(pick: random.Random, count: int) -> list[tuple[str, dict]]:
             "n": pick.choice((1, 2)),
             "ignore_eos": pick.random() < 0.5,
         }
+        if not body["ignore_eos"] and pick.random() < 0.5:
+            body |= {"structured_outputs": {"regex": "(ab|[c-e]{3} |é)*"}}
         if pick.random() < 0.5:
             body |= {"prompt": text, "logprobs": 2, "echo": pick.random() < 0.5}
             made.append(("/v1/completions", body))
@@ -34,11 +37,34 @@ def bodies(pick: random.Random, count: int) -> list[tuple[str, dict]]:
     return made
 
 
-def test_answers_have_the_same_bytes_whatever_else_is_served(http: httpx2.Client) -> None:
+@pytest.mark.parametrize("options", [(), ("--speculate", "4")], ids=str)
+def test_answers_have_the_same_bytes_whatever_else_is_served(
+    http: httpx2.Client, served: Served, options: tuple[str, ...]
+) -> None:
+    if not options:
+        compare(http, http, rounds=3)
+        return
+    with serving(served.folder, *options) as url:
+        guessing = httpx2.Client(base_url=url.removesuffix("/v1"), headers=http.headers, timeout=60)
+        with guessing:
+            compare(http, guessing, rounds=1)
+            figures = dict(
+                line.split()
+                for line in guessing.get("/metrics").text.splitlines()
+                if line[0] != "#"
+            )
+    proposed, accepted = (
+        float(figures[f"workhorse_{name}_tokens_total"]) for name in ("proposed", "accepted")
+    )
+    assert 0 < accepted < proposed
+
+
+def compare(plain: httpx2.Client, http: httpx2.Client, rounds: int) -> None:
+    """Compare answers beside others of `http` with answers alone of `plain`."""
     pick = random.Random(3)
     asked = bodies(pick, 24)
 
-    def choices(request: tuple[str, dict]) -> object:
+    def choices(request: tuple[str, dict], http: httpx2.Client = http) -> object:
         path, body = request
         answer = http.post(path, json=body)
         assert answer.status_code == 200, answer.text
@@ -49,9 +75,9 @@ def test_answers_have_the_same_bytes_whatever_else_is_served(http: httpx2.Client
         with http.stream("POST", path, json=body | {"stream": True}) as answer:
             next(answer.iter_bytes())
 
-    alone = [choices(request) for request in asked]
+    alone = [choices(request, plain) for request in asked]
     with ThreadPoolExecutor(12) as pool:
-        for _ in range(3):
+        for _ in range(rounds):
             order = pick.sample(range(len(asked)), len(asked))
             gone = [pool.submit(leaving, asked[n]) for n in order[:6]]
             together = pool.map(choices, (asked[n] for n in order))

@@ -23,6 +23,10 @@ class Timings:
     cached: int = 0
     """Number of prompt tokens that were in the prefix cache."""
     new: int = 0
+    proposed: int = 0
+    """Number of guessed tokens; see `GenerationConfig.speculate`."""
+    accepted: int = 0
+    """Number of guessed tokens that became new tokens."""
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float = 0.0
@@ -34,6 +38,8 @@ class Timings:
             self.first = self.last
         self.cached += sum(delta.cached_tokens for delta in deltas if delta.index == 0)
         self.new += len(deltas)
+        self.proposed += sum(delta.proposed for delta in deltas)
+        self.accepted += sum(delta.accepted for delta in deltas)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -53,6 +59,8 @@ class Timings:
             "first_token_ms": 1000 * (first - self.started),
             "generation_ms": 1000 * generating,
             "tokens_per_second": (self.new - 1) / generating if generating > 0 else None,
+            "proposed_tokens": self.proposed,
+            "accepted_tokens": self.accepted,
         }
 
 

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from workhorse.devices.memory import available
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, Engine, GenerationConfig
+from workhorse.generate.checks import check_exact
 from workhorse.generate.engine import Load
 from workhorse.generate.request import LogitProcessor, StopCondition
 from workhorse.model.load import load
@@ -228,6 +229,7 @@ def facts(model: Model, settings: EngineSettings, tokens: int, remarks: list[str
         or (settings.exact == "auto" and model.decoder.is_invariant),
         announcement=model.announcement,
         remarks=tuple(remarks),
+        speculate=settings.speculate,
     )
 
 
@@ -253,11 +255,13 @@ def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
     dtype, free = next(decoder.parameters()).dtype, available(decoder.device)
     tokens, _ = cache_tokens(decoder.config, dtype, settings, free)
     about = facts(model, settings, tokens, remarks)
+    check_exact(decoder, GenerationConfig(exact=about.is_exact), settings.speculate, None)
     engine = Engine(
         decoder,
         tokenizer=model.text,
         max_sequences=settings.max_sequences,
-        max_tokens=tokens,
+        max_tokens=tokens + settings.max_sequences * settings.speculate,
+        speculate=settings.speculate,
         prompt_share=settings.prompt_share,
         prefix_caching=True,
     )

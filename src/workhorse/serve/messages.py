@@ -44,6 +44,8 @@ class EngineSettings:
     """Fraction by which prompts may lengthen a step while other completions are generated."""
     template: str = "default"
     """Name of the chat template, if the tokenizer has several."""
+    speculate: int = 0
+    """Maximum number of tokens that are guessed per step and completion, by prompt lookup."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class ModelFacts:
     """True if results do not depend on other requests, bit by bit."""
     announcement: str
     remarks: tuple[str, ...] = ()
+    speculate: int = 0
+    """See `EngineSettings`."""
 
 
 @dataclass(frozen=True)

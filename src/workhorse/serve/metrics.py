@@ -17,6 +17,8 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts")
         self._cached = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
         self._new = self._counter("generated_tokens", "Generated tokens")
+        self._proposed = self._counter("proposed_tokens", "Tokens guessed by speculative decoding")
+        self._accepted = self._counter("accepted_tokens", "Guessed tokens that were generated")
         self._restarts = self._gauge("engine_restarts", "Times that the engine was restarted")
         self._running = self._gauge("running_completions", "Completions in progress")
         self._waiting = self._gauge("waiting_completions", "Completions in the queue")
@@ -43,6 +45,8 @@ class Metrics:
         self._prompt.inc(timings.prompt)
         self._cached.inc(timings.cached)
         self._new.inc(timings.new)
+        self._proposed.inc(timings.proposed)
+        self._accepted.inc(timings.accepted)
         if timings.first is not None:
             self._first.observe(timings.first - timings.started)
             if timings.new > 1:

@@ -200,6 +200,7 @@ class Prompts:
                 stop_tokens=ends,
                 shown_tokens=() if isinstance(body, CompletionRequest) else self._shown,
                 exact=facts.is_exact,
+                speculate=facts.speculate,
             )
         except (ConfigError, ValidationError) as error:
             raise bad_request(str(error)) from None

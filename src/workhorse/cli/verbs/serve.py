@@ -66,6 +66,15 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
     help="Whether answers are independent of other requests, bit by bit. auto: if that is fast.",
 )
 @click.option(
+    "--speculate",
+    type=click.IntRange(0, 64),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Guess up to N tokens at a time from repetitions in the text so far, and verify them in"
+    " one pass. Answers stay the same.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=600.0,
@@ -88,6 +97,7 @@ def command(
     cache_tokens: int | None,
     prompt_share: float,
     exact: "Exact",
+    speculate: int,
     timeout: float,
     check: bool,
     template: str,
@@ -129,6 +139,7 @@ def command(
         cache_tokens=cache_tokens,
         prompt_share=prompt_share,
         template=template,
+        speculate=speculate,
     )
     if check:
         from workhorse.serve.memory import fit

@@ -129,7 +129,10 @@ def certain(answer: Any) -> bool:
     return len(values) == 12 and not any(values)
 
 
-IN_TEST_TOOLS = {"parallel_tool_calls", "tool_choice", "tools"}
+IN_TEST_TOOLS = {
+    *("parallel_tool_calls", "tool_choice", "tools"),
+    *("chat_template_kwargs", "reasoning_effort"),
+}
 EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
     "chat_logprobs": (
         {"logprobs": 0, "chat_logprobs": True},

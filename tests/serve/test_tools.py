@@ -240,3 +240,55 @@ def test_grammars_allow_what_templates_write(name: str) -> None:
             assert allowed(free, content={"type": "object"})
             assert allowed('{"a": 1}', content={"type": "object"})
             assert not allowed("Hello", content={"type": "object"})
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A client of a model whose prompts begin the reasoning, unless it is switched off."""
+    source = (TEMPLATES / "tagged.jinja").read_text()
+    begin = "<think>\\n' }}"
+    assert source.count(begin) == 1
+    source = source.replace(
+        begin, begin + "{%- if enable_thinking is false %}{{- '\\n</think>\\n\\n' }}{%- endif %}"
+    )
+    folder = write_chat_run(tmp_path_factory.mktemp("thinker") / MODEL, source)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with serving(folder) as url, Client(base_url=url, headers=headers, timeout=60) as found:
+        yield found
+
+
+def test_reasoning_is_separate_and_can_be_switched_off(thinker: Client) -> None:
+    body = {"model": MODEL, "messages": ASK, "seed": 1, "max_tokens": 12, "logprobs": True}
+
+    def parts(**fields: Any) -> tuple[str, str]:
+        found = thinker.post("/chat/completions", json={**body, **fields})
+        assert found.is_success, found.text
+        message = found.json()["choices"][0]["message"]
+        streamed = thinker.post("/chat/completions", json={**body, **fields, "stream": True})
+        events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n")[:-2]]
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+        for name in ("content", "reasoning_content"):
+            assert "".join(one.get(name, "") for one in deltas) == (message.get(name) or "")
+        return message.get("reasoning_content", ""), message["content"] or ""
+
+    thought, content = parts()
+    assert thought
+    assert not content
+    for off in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        thought, content = parts(**off)
+        assert not thought
+        assert content
+    end = {str(token): 100 for token in b"</think>"}
+    assert parts(logit_bias=end, max_tokens=1)[0] in "</think>"
+    forced = parts(tools=TOOLS, tool_choice="required", max_tokens=100)
+    assert forced == ("", "")
+
+
+def test_variables_that_the_template_does_not_read(thinker: Client, http: Client) -> None:
+    body = {"model": MODEL, "messages": ASK}
+    for name in ("messages", "other"):
+        answer = thinker.post("/chat/completions", json={**body, "chat_template_kwargs": {name: 1}})
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
+    answer = http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})
+    assert answer.json()["error"]["param"] == "reasoning_effort"
+    assert http.post("/v1/chat/completions", json={**body, "reasoning_effort": "none"}).is_success

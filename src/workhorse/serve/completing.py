@@ -21,6 +21,7 @@ from workhorse.serve.generating import (
     Steps,
     grammar_of_form,
     grammar_of_reply,
+    reader_of,
 )
 from workhorse.serve.prompts import check_model
 from workhorse.serve.schema import ChatRequest, ChoicesRequest, CompletionRequest
@@ -198,7 +199,8 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     """Answer POST /v1/chat/completions."""
     check_model(server.name, body.model)
     tools = tools_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages, tools)
+    variables = server.prompts.variables(body.reasoning_effort, body.chat_template_kwargs)
+    prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages, tools, variables)
     server.prompts.check(prompt, "messages")
     prompt += body.reply_tokens
     server.prompts.check(prompt, "reply_tokens" if body.reply_tokens else "messages")
@@ -210,14 +212,15 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
         config = config.replace(
             logprobs=body.top_logprobs or 0, processed_logprobs=body.processed_logprobs
         )
+    format = server.prompts.format_of_reply(variables)
     grammar, is_structured = await grammar_of_reply(
-        server, body, body.response_format, tools, ends=config.stop_tokens or ()
+        server, body, body.response_format, tools, format=format, ends=config.stop_tokens or ()
     )
     if body.reply_tokens and grammar:
         raise bad_request("reply_tokens and a grammar conflict; omit one", "reply_tokens")
     choices = [Choice(index, prompt) for index in range(body.n)]
     for choice in choices:
-        choice.reader = server.prompts.reader(tools, is_structured=is_structured)
+        choice.reader = reader_of(format, tools, is_structured=is_structured)
         if choice.reader is not None and body.reply_tokens:
             before = server.prompts.tokenizer.decode(body.reply_tokens)
             choice.reader.read(before, ended=False)

@@ -16,6 +16,7 @@ from workhorse.serve.metrics import Metrics
 from workhorse.serve.prompts import Prompts
 from workhorse.serve.schema import ResponseFormat, Sampling, StructuredOutputs
 from workhorse.serve.tools import Tools, grammar_of
+from workhorse.tokenizers.chat.reply_format import ReplyFormat
 from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
 if TYPE_CHECKING:
@@ -201,6 +202,7 @@ async def grammar_of_reply(
     form: ResponseFormat | None,
     tools: Tools | None,
     *,
+    format: ReplyFormat,
     ends: Sequence[int],
     name: str = "response_format",
 ) -> tuple[str, bool]:
@@ -211,6 +213,7 @@ async def grammar_of_reply(
         body: the request.
         form: the form of the content.
         tools: the tools that the reply may call.
+        format: how the model writes replies.
         ends: ids that end a reply.
         name: name of the field that has the form.
 
@@ -225,14 +228,28 @@ async def grammar_of_reply(
     schema = _schema_of(form)
     if schema is None and not tools.needs_grammar:
         return "", False
-    given = server.prompts
-    calls = given.replies.calls
+    calls = format.calls
     if schema is not None and not tools.must_call and calls is not None and not calls.is_tag:
         raise bad_request(
             f"{name} and tools conflict, since this model writes calls as JSON; omit one", name
         )
-    text = grammar_of(tools, given.replies, given.tokenizer, ends, schema)
+    text = grammar_of(tools, format, server.prompts.tokenizer, ends, schema)
     return await _checked(server, body, StructuredOutputs(grammar=text), "tools"), False
+
+
+def reader_of(
+    format: ReplyFormat, tools: Tools | None, *, is_structured: bool
+) -> ReplyReader | None:
+    """Return a reader of a reply; None if the reply is only text.
+
+    Args:
+        format: how the model writes replies.
+        tools: the tools that the reply may call.
+        is_structured: True if a grammar only allows content.
+    """
+    if is_structured or (tools is None and format.reasoning is None):
+        return None
+    return ReplyReader(format, None if tools is None else tools.functions)
 
 
 def _schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:

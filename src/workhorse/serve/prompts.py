@@ -2,7 +2,8 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,9 +18,10 @@ from workhorse.serve.schema import CompletionRequest, Message, Sampling
 from workhorse.serve.tools import Tools
 from workhorse.tokenizers import ChatTemplate
 from workhorse.tokenizers.chat.reply_format import ReplyFormat
-from workhorse.tokenizers.chat.reply_learned import reply_format
-from workhorse.tokenizers.chat.reply_reader import ReplyReader
+from workhorse.tokenizers.chat.reply_learned import begins_in_reasoning, reply_format
 
+OUR_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a chat template that a request cannot set."""
 LEAST_P = 1e-9
 """Used for `top_p: 0`, which keeps only the likeliest token."""
 
@@ -57,8 +59,18 @@ class Prompts:
         except WorkhorseError as error:
             raise bad_request(str(error), "prompt") from None
 
-    def of_chat(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+    def of_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encode a chat, up to the beginning of the assistant's reply.
+
+        Args:
+            messages: the chat.
+            tools: the tools that the reply may call.
+            variables: other variables of the chat template; see `variables`.
 
         Raises:
             ApiError: the template refuses it, or it cannot be encoded.
@@ -81,7 +93,9 @@ class Prompts:
         try:
             if isinstance(self._format, TemplateFormat):
                 described = None if tools is None else tools.described
-                return self._format.template.encode(self.tokenizer, given, tools=described)
+                return self._format.template.encode(
+                    self.tokenizer, given, tools=described, **(variables or {})
+                )
             return self._format.encode(given)
         except WorkhorseError as error:
             raise bad_request(str(error), "messages") from None
@@ -117,16 +131,48 @@ class Prompts:
                     ) from None
         return fields
 
-    def reader(self, tools: Tools | None, *, is_structured: bool) -> ReplyReader | None:
-        """Return a reader of a reply; None if the reply is only text.
+    def variables(self, effort: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return variables of the chat template.
 
         Args:
-            tools: the tools that the reply may call.
-            is_structured: True if a grammar allows only the content.
+            effort: how much the model should reason; `none`: not at all.
+            given: variables by name.
+
+        Raises:
+            ApiError: the template does not read one of them.
         """
-        if is_structured or (tools is None and self.replies.reasoning is None):
-            return None
-        return ReplyReader(self.replies, None if tools is None else tools.functions)
+        source = ""
+        if isinstance(self._format, TemplateFormat):
+            source = self._format.template.source
+        found: dict[str, Any] = {}
+        if effort is not None and "reasoning_effort" in source:
+            found["reasoning_effort"] = effort
+        if effort is not None and "enable_thinking" in source:
+            found["enable_thinking"] = effort != "none"
+        if (
+            effort is not None
+            and not found
+            and not (effort == "none" and not self.replies.reasoning)
+        ):
+            raise bad_request(
+                "the model's chat template has no variable for the amount of reasoning; omit it",
+                "reasoning_effort",
+                "not_served",
+            )
+        for name in given:
+            if name in OUR_VARIABLES or name not in source:
+                raise bad_request(
+                    f"the model's chat template has no variable {name[:40]!r}; omit it",
+                    "chat_template_kwargs",
+                )
+        return found | dict(given)
+
+    def format_of_reply(self, variables: Mapping[str, Any]) -> ReplyFormat:
+        """Return the format of replies, if the chat template gets these variables."""
+        if not variables or not isinstance(self._format, TemplateFormat):
+            return self.replies
+        opens = begins_in_reasoning(self._format.template, self.replies, **variables)
+        return replace(self.replies, begins_in_reasoning=opens)
 
     def check(self, prompt: list[int], param: str) -> list[int]:
         """Check a prompt's length and ids.

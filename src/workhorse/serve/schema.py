@@ -262,6 +262,7 @@ class AllowedTools(Body):
 
 
 Tools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
@@ -312,6 +313,11 @@ class ChatRequest(ChoicesRequest):
     """Extension: the first tokens of the reply. The answer is the rest of the reply."""
     tools: Tools = Field(default_factory=list[FunctionTool])
     """The functions that the reply may call."""
+    reasoning_effort: Effort | None = None
+    """How much the model should reason before the content, if the chat template reads it; `none`:
+    not at all."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Extension: variables for the chat template, such as `enable_thinking`."""
     tool_choice: ToolChoice | None = None
     """Whether the reply may or must call tools, or which ones; by default it may."""
     parallel_tool_calls: bool = True
@@ -327,7 +333,6 @@ class ChatRequest(ChoicesRequest):
         "prediction": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "reasoning_effort": ("none",),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "verbosity": (),

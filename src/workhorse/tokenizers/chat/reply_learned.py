@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from os.path import commonprefix
 from typing import Any, Literal
 
@@ -50,8 +51,25 @@ def reply_format(template: ChatTemplate) -> ReplyFormat:
     if "<|channel|>analysis<|message|>" in template.source:
         return HARMONY
     around = _reasoning(template)
-    opens = around is not None and _opens(template, *around)
-    return ReplyFormat(_calls(template), around, opens)
+    found = ReplyFormat(_calls(template), around)
+    return replace(found, begins_in_reasoning=begins_in_reasoning(template, found))
+
+
+def begins_in_reasoning(template: ChatTemplate, format: ReplyFormat, **variables: Any) -> bool:
+    """True if prompts end with the text before the reasoning.
+
+    Args:
+        template: the template.
+        format: the format of replies.
+        variables: other variables that the template reads.
+    """
+    if format.reasoning is None:
+        return False
+    begin, end = format.reasoning
+    with suppress(WorkhorseError):
+        before, prompt = (template.render([_ASK], add, **variables) for add in (False, True))
+        return prompt.rfind(begin, len(before)) > prompt.rfind(end, len(before))
+    return False
 
 
 def _render(template: ChatTemplate, reply: Mapping[str, Any]) -> str:
@@ -77,14 +95,6 @@ def _reasoning(template: ChatTemplate) -> tuple[str, str] | None:
             tag = _TAG.match(end)
             return begin, end if tag is None else tag[0]
     return ("<think>", "</think>") if "</think>" in template.source else None
-
-
-def _opens(template: ChatTemplate, begin: str, end: str) -> bool:
-    """True if the prompt of a reply begins the reasoning."""
-    with suppress(WorkhorseError):
-        prompt = template.render([_ASK], True)[len(template.render([_ASK], False)) :]
-        return prompt.rfind(begin) > prompt.rfind(end)
-    return False
 
 
 def _calls(template: ChatTemplate) -> CallFormat | None:

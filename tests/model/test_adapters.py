@@ -99,6 +99,24 @@ def test_a_quantised_base(base: Path, tmp_path: Path) -> None:
     )
 
 
+def test_models_with_different_adapters_share_the_weights_of_the_base(
+    base: Path, tmp_path: Path
+) -> None:
+    one, _ = saved(base, tmp_path / "one", also_train=("embedding",))
+    two, _ = saved(base, tmp_path / "two", targets=("q_proj",), dora=True)
+    model = load(base)
+    plain = logits(model)
+    for path in (one, two):
+        found = model.with_adapter(path)
+        assert torch.equal(logits(found), logits(load(base, adapter=path)))
+        assert found.reference.head.proj.weight is model.reference.head.proj.weight
+        with pytest.raises(WorkhorseError, match=r"has an adapter; add .*one to its base"):
+            found.with_adapter(one)
+    assert torch.equal(logits(model), plain)
+    with pytest.raises(WorkhorseError, match="gpt2 is a preset, which has no weights to adapt"):
+        Model("gpt2", LLAMA.build(), None, trained=False).with_adapter(one)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merging(base: Path, tmp_path: Path, dtype: Any) -> None:
     """The sum is computed in float32 and rounded once, whatever the dtype of base and result."""

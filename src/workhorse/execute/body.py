@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
-from workhorse.transforms.record import is_body, mark_body
+from workhorse.transforms.record import is_body, mark_body, mark_sharing
 
 Execution = Literal["auto", "reference", "native", "compiled"]
 """`reference`: the unchanged modules of `nn`, run by PyTorch. `native`: Workhorse's operators on a
@@ -52,6 +52,18 @@ def body_of(reference: Root) -> Root:
         if isinstance(module, Decoder):
             mark_body(module)
     return body
+
+
+def beside(reference: Decoder) -> Decoder:
+    """Copy the modules of a reference, so that the copy can get an adapter over the same weights.
+
+    The copy is a reference too. It has no hooks.
+    """
+    assert not is_body(reference), "a reference is copied"
+    check_own_weights(reference)
+    made = _copy(reference)
+    mark_sharing(made)
+    return made
 
 
 def check_own_weights(root: nn.Module) -> None:

@@ -12,6 +12,7 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.huggingface.export import huggingface_tensors
 from workhorse.checkpoints.stored import (
     StoredModel,
+    add_stored_adapter,
     is_stored,
     model_name,
     no_such_model,
@@ -21,8 +22,9 @@ from workhorse.checkpoints.stored import (
 from workhorse.data import DataConfig, SequenceStart, sequence_start
 from workhorse.devices.memory import size
 from workhorse.errors import WorkhorseError, shown
-from workhorse.execute.body import Execution
+from workhorse.execute.body import Execution, beside
 from workhorse.execute.choose import DecodingBody, decoding_body
+from workhorse.files.text_formats import to_path
 from workhorse.generate import Completion, Delta, GenerationConfig, generate, stream
 from workhorse.generate.checks import token_ids
 from workhorse.generate.conversation import (
@@ -171,6 +173,30 @@ class Model:
         """
         body = decoding_body(self.reference, execution, exact=exact)
         return replace(self, decoder=body.decoder, body=body, built=self.reference)
+
+    def with_adapter(
+        self, adapter: str | Path, execution: Execution = "auto", *, exact: bool = False
+    ) -> "Model":
+        """Return a model with an adapter. It shares the weights of this one, which has none.
+
+        Args:
+            adapter: a PEFT directory, or a run that trained an adapter on this model.
+            execution: see `with_execution`.
+            exact: see `with_execution`.
+
+        Raises:
+            WorkhorseError: there is no such adapter, it belongs to another model, or this model has
+                an adapter or random weights.
+        """
+        if not is_stored(self.name):
+            raise WorkhorseError(
+                f"{self.name} is a preset, which has no weights to adapt; give a model"
+            )
+        if adapters_of(self.reference):
+            raise WorkhorseError(f"{self.name} has an adapter; add {adapter} to its base")
+        stored, decoder = open_stored(self.name, weights=False), beside(self.reference)
+        add_stored_adapter(decoder, stored, to_path(adapter, "an adapter is a path"), "default")
+        return replace(self, decoder=decoder, built=None).with_execution(execution, exact=exact)
 
     def merged(self, kernel: KernelName = "auto") -> "Model":
         """Return the same model with its active adapter added to the weights, as a reference.

@@ -15,7 +15,13 @@ from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.nn.init import undrawn
 from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, merged_weight
 from workhorse.transforms.quantization import QuantizedWeight
-from workhorse.transforms.record import as_subclass, check, record, transforms_of
+from workhorse.transforms.record import (
+    as_subclass,
+    check,
+    record,
+    shares_weights,
+    transforms_of,
+)
 
 
 @torch.no_grad()
@@ -29,7 +35,8 @@ def add_adapter(
 ) -> Decoder:
     """Add an adapter to a decoder, in place, and make it the active and only trainable one.
 
-    All other parameters are frozen, except those of `also_train`.
+    All other parameters are frozen, except those of `also_train`. If the decoder shares its weights
+    with others, it gets its own copy of these.
 
     Args:
         decoder: the decoder, which may be quantised and may have adapters with other names. On the
@@ -58,6 +65,8 @@ def add_adapter(
     for path in _parameters_in_full(decoder, config):
         if (layer := path.rpartition(".")[0]) in targets:
             raise WorkhorseError(f"{layer} is in targets and in also_train; remove one")
+    if shares_weights(decoder):
+        _copy_weights(decoder, set(_parameters_in_full(decoder, config).values()))
     freeze(decoder, config)
     for path, layer in targets.items():
         if not isinstance(layer, Adapted):
@@ -252,6 +261,15 @@ def _parameters_in_full(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Pa
             trained |= weights
     parameters = decoder.named_parameters()
     return {path: parameter for path, parameter in parameters if parameter in trained}
+
+
+def _copy_weights(decoder: Decoder, shared: set[nn.Parameter]) -> None:
+    """Replace some parameters of a decoder by copies, in place; tied ones stay tied."""
+    own = {parameter: nn.Parameter(parameter.detach().clone()) for parameter in shared}
+    for module in decoder.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in own:
+                setattr(module, name, own[parameter])
 
 
 def _named(decoder: Decoder, name: str, option: str) -> dict[str, nn.Module]:

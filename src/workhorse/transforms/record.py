@@ -32,6 +32,8 @@ other transform, it would not find the modules that it replaces."""
 _ATTRIBUTE = "transforms"
 _BODY = "is_body"
 """Name of the attribute that `mark_body` sets."""
+_SHARES = "shares_weights"
+"""Name of the attribute that `mark_sharing` sets."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ def mark_body(decoder: Decoder) -> None:
 def is_body(root: nn.Module) -> bool:
     """True if a module is, or contains, a decoder that `mark_body` marked."""
     return any(vars(holder).get(_BODY, False) for holder in _holders(root))
+
+
+def mark_sharing(decoder: Decoder) -> None:
+    """Mark a decoder as one of several with the same weights, which no transform may change."""
+    setattr(decoder, _SHARES, True)
+
+
+def shares_weights(decoder: Decoder) -> bool:
+    """True if `mark_sharing` marked a decoder."""
+    return vars(decoder).get(_SHARES, False)
 
 
 def check(root: nn.Module, name: TransformName) -> None:

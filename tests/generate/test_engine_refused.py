@@ -149,3 +149,13 @@ def test_what_cannot_generate(make_decoder, function, arguments, message):
     given = {"decoder": make_decoder(), "prompts": [[1]], **arguments}
     with pytest.raises(WorkhorseError, match=re.escape(message)):
         function(**given)
+
+
+def test_adapters_of_another_model_and_unknown_ones_are_refused(make_decoder):
+    decoder = make_decoder()
+    with pytest.raises(WorkhorseError, match="adapter 'a' is not a decoder of the engine's model"):
+        Engine(decoder, adapters={"a": make_decoder(vocab_size=18)})
+    engine = Engine(decoder, adapters={"a": decoder})
+    with pytest.raises(WorkhorseError, match="the engine has no adapter 'b'; known: a"):
+        engine.add([1], adapter="b")
+    assert engine.is_idle

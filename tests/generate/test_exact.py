@@ -1,17 +1,21 @@
 """Exact completions: no bit depends on other requests, the schedule or the prefix cache."""
 
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
 
 from tests.native.machine import decode_natively
 from workhorse.errors import WorkhorseError
+from workhorse.execute.body import beside
 from workhorse.generate import Engine, GenerationConfig, generate, stream
 from workhorse.generate.beam import beam_search
 from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.cache.paged import BLOCK
+from workhorse.transforms.adapters import adapter_parameters, add_adapter
+from workhorse.transforms.lora import LoraConfig
 from workhorse.transforms.quantization import FormatName, quantize
 
 VOCAB = 48
@@ -98,17 +102,56 @@ def test_an_invariant_decoder_needs_no_passes_of_its_own(kind, monkeypatch):
     check_every_bit(decoder, speculate=3)
 
 
-def check_every_bit(decoder: Decoder, speculate: int = 0) -> None:
+ADAPTERS = {
+    "lora": LoraConfig(rank=4),
+    "embedding": LoraConfig(rank=2, targets=("q_proj",), also_train=("embedding", "final_norm")),
+}
+DORA = {"dora": LoraConfig(rank=2, targets=("down_proj",), dora=True)}
+"""No native step computes it, so it has passes of its own and no guesses."""
+
+
+@torch.no_grad()
+def with_adapter(base: Decoder, config: LoraConfig) -> Decoder:
+    """The base with random values of an adapter; they share the other weights."""
+    decoder = add_adapter(beside(base), config)
+    for parameter in adapter_parameters(decoder).values():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return decoder
+
+
+@pytest.mark.parametrize("kind", ["reference", "native", "native int8"])
+def test_adapters_share_weights_and_cache_and_change_no_bit_of_each_other(kind):
+    base = make(torch.bfloat16, format="int8" if "int8" in kind else None)
+    configs = ADAPTERS if "int8" in kind else ADAPTERS | DORA
+    decoders = {name: with_adapter(base, config) for name, config in configs.items()}
+    weights = set(base.parameters())
+    for decoder in decoders.values():
+        own = [one for one in decoder.parameters() if one not in weights]
+        assert len(own) == len(adapter_parameters(decoder))
+    if kind != "reference":
+        base = decode_natively(base, exact=True)
+        decoders = {name: decode_natively(one, exact=True) for name, one in decoders.items()}
+        if not base.is_invariant:
+            pytest.skip("there are no native steps here")
+        assert [name for name, one in decoders.items() if one.is_invariant] == list(ADAPTERS)
+    check_every_bit(base, decoders, speculate=3 if "int8" in kind else 0)
+
+
+def check_every_bit(
+    decoder: Decoder, adapters: Mapping[str, Decoder] | None = None, speculate: int = 0
+) -> None:
     """Requests arrive and are cancelled at random; the cache has room for three long ones.
 
     Each is compared with the completion of its prompt alone, without guesses.
     """
     pick = random.Random(1)
+    names = [None, *(adapters or {})]
     configs = (GREEDY, SAMPLED, NUCLEUS, REPEATING)
     asked = [(prompt, config) for prompt in prompts() for config in configs]
     waiting = pick.sample(asked, len(asked))
     engine = Engine(
         decoder,
+        adapters=adapters,
         max_sequences=5,
         max_tokens=900,
         token_budget=140,
@@ -118,19 +161,25 @@ def check_every_bit(decoder: Decoder, speculate: int = 0) -> None:
     texts, found, cancelled, proposed, accepted = {}, {}, set(), 0, 0
     while waiting or not engine.is_idle:
         for prompt, config in [waiting.pop() for _ in waiting[: pick.choice([0, 0, 1, 3])]]:
-            guessing = config.replace(speculate=pick.choice((0, 1, speculate)) if speculate else 0)
-            texts[engine.add(prompt, guessing)[0]] = (prompt, config)
-            beside = config.replace(exact=False, max_new_tokens=4)
-            engine.add(prompt[:-1] or prompt, beside)
+            adapter, other = pick.choice(names), pick.choice(names)
+            guesses = pick.choice((0, 1, speculate)) if speculate else 0
+            several = config.replace(n_samples=1 if config is GREEDY else 2, speculate=guesses)
+            for number, index in enumerate(engine.add(prompt, several, adapter=adapter)):
+                texts[index] = (adapter, prompt, config.replace(seed=3 + number))
+            inexact = config.replace(exact=False, max_new_tokens=4)
+            engine.add(prompt[:-1] or prompt, inexact, adapter=other)
         for delta in engine.step():
             found.setdefault(delta.index, []).append((delta.token, delta.logprob))
             proposed, accepted = proposed + delta.proposed, accepted + delta.accepted
         if texts and pick.random() < 0.05:
             engine.cancel(gone := pick.choice(list(texts)))
             cancelled.add(gone)
-    for index, (prompt, config) in texts.items():
-        (alone,) = generate(decoder, [prompt], config)
-        own, whole = found.get(index, []), list(zip(alone.tokens, alone.logprobs, strict=True))
+    for index, (adapter, prompt, config) in texts.items():
+        alone = Engine(decoder, adapters=adapters, max_sequences=1)
+        alone.add(prompt, config, adapter=adapter)
+        own, whole = found.get(index, []), []
+        while not alone.is_idle:
+            whole += [(delta.token, delta.logprob) for delta in alone.step()]
         assert own == whole[: len(own)]
         assert len(own) == len(whole) or index in cancelled
     assert bool(speculate) == (0 < accepted < proposed)

@@ -1,7 +1,7 @@
 """Checks of the arguments of a generation, and streaming of its tokens as text."""
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol, cast
 
@@ -109,6 +109,25 @@ def check_models(decoder: object, draft: object, tokenizer: object) -> None:
             f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or omit "
             "it"
         )
+
+
+def check_adapters(decoder: Decoder, adapters: Mapping[str, Decoder]) -> None:
+    """Check that decoders with adapters can use the cache of the decoder without.
+
+    Raises:
+        WorkhorseError: one is not a decoder, or of another model, device or dtype.
+    """
+
+    def kind(one: Decoder) -> object:
+        return one.config, one.device, next(one.parameters()).dtype
+
+    for name, one in adapters.items():
+        check_models(one, None, None)
+        if kind(one) != kind(decoder):
+            raise WorkhorseError(
+                f"adapter {shown(name)} is not a decoder of the engine's model, device and dtype; "
+                "give the decoder that Model.with_adapter makes"
+            )
 
 
 def checked_config(config: object) -> GenerationConfig:

@@ -1,16 +1,16 @@
 """Continuous batching: requests join and leave the running batch at any time.
 
 Apart from beam search, this is the only decoding loop. In a step the `Scheduler` decides which
-tokens are processed, and the `Runner` processes them in one pass. Then a token is chosen for each
-request whose known tokens have all been processed, or several tokens if guesses are accepted. A
-request has its own random generator and is computed independently, so its completion does not
-depend on other requests, except by rounding: logits from batches of different shapes differ
-slightly, so another token can be chosen if two are almost equally likely. `GenerationConfig.exact`
-prevents this.
+tokens are processed, and the `Runner` processes them in one pass, or one for each adapter in use.
+Then a token is chosen for each request whose known tokens have all been processed, or several
+tokens if guesses are accepted. A request has its own random generator and is computed
+independently, so its completion does not depend on other requests, except by rounding: logits from
+batches of different shapes differ slightly, so another token can be chosen if two are almost
+equally likely. `GenerationConfig.exact` prevents this.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.execute.native_decoding.layers import decoding_operators
 from workhorse.generate.checks import (
     StreamingTokenizer,
+    check_adapters,
     check_draft,
     check_exact,
     check_functions,
@@ -60,6 +61,8 @@ class Engine:
 
     Args:
         decoder: the model; dropout is off during a step.
+        adapters: the same model with an adapter, by the adapter's name; see `Model.with_adapter`. A
+            step has a pass for each adapter in use.
         tokenizer: decodes tokens, and defines eos and the number of ids in use. None: deltas have
             no text, and no eos token ends a completion.
         draft: a smaller decoder with the same vocabulary, which guesses tokens for requests with
@@ -81,13 +84,15 @@ class Engine:
             tokens (rows); None: PyTorch computes them in float32.
 
     Raises:
-        WorkhorseError: an option has a wrong type or is out of range; or see `check_draft`.
+        WorkhorseError: an option has a wrong type or is out of range, an adapter belongs to another
+            model; or see `check_draft`.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         *,
+        adapters: Mapping[str, Decoder] | None = None,
         tokenizer: StreamingTokenizer | None = None,
         draft: Decoder | None = None,
         max_sequences: int = 32,
@@ -99,6 +104,7 @@ class Engine:
         score: Score | None = None,
     ) -> None:
         check_models(decoder, draft, tokenizer)
+        check_adapters(decoder, adapters or {})
         if not isinstance(prefix_caching, bool):
             raise WorkhorseError(
                 f"prefix_caching={shown(prefix_caching)} is not a bool; give True or False"
@@ -123,7 +129,13 @@ class Engine:
         tokens = self.max_sequences * (decoder.max_seq_len + speculate)
         if max_tokens is not None:
             tokens = whole("max_tokens", max_tokens, 1)
-        self._runner = Runner(decoder, tokens=tokens, sequences=self.max_sequences, slack=speculate)
+        self._runner = Runner(
+            decoder,
+            tokens=tokens,
+            sequences=self.max_sequences,
+            slack=speculate,
+            adapters=adapters,
+        )
         self._scheduler = Scheduler(
             self._runner.cache,
             token_budget=budget,
@@ -191,6 +203,7 @@ class Engine:
         processors: Sequence[LogitProcessor] = (),
         stop_conditions: Sequence[StopCondition] = (),
         client: str = "",
+        adapter: str | None = None,
     ) -> range:
         """Request completions of a prompt.
 
@@ -201,21 +214,25 @@ class Engine:
             stop_conditions: functions; a completion ends when one of them returns True.
             client: name of the client that asks. Clients share the engine equally: the first
                 requests of all clients come before the second ones.
+            adapter: name of one of the engine's adapters; None: the model itself.
 
         Returns:
             The indices of the prompt's `n_samples` completions; see `Delta.index`.
 
         Raises:
-            WorkhorseError: see `check_prompts`; or this engine can never serve the request: the
-                config has beam search, or more guesses, samples or tokens than the engine allows;
-                or see `check_exact`.
+            WorkhorseError: see `check_prompts`; or this engine can never serve the request: it does
+                not have the adapter, or the config has beam search, or more guesses, samples or
+                tokens than the engine allows; or see `check_exact`.
         """
         self._repair()
         config = checked_config(config).with_seed()
         processors = check_functions("processors", processors)
         stop_conditions = check_functions("stop_conditions", stop_conditions)
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
-        self._check(config, len(fitting))
+        if adapter not in self._runner.decoders:
+            known = nearest(str(adapter), filter(None, self._runner.decoders))
+            raise WorkhorseError(f"the engine has no adapter {shown(adapter)}; {known}")
+        self._check(config, len(fitting), self._runner.decoders[adapter])
         indices = range(self._added, self._added + config.n_samples)
         requests = [
             Request(
@@ -232,7 +249,9 @@ class Engine:
             for sample, index in enumerate(indices)
         ]
         for request in requests:
-            request.sequence = self._runner.new_sequence(fitting, exact=config.exact)
+            request.sequence = self._runner.new_sequence(
+                fitting, exact=config.exact, adapter=adapter
+            )
             request.sequence.is_scored = config.prompt_logprobs is not None
         self._added = indices.stop
         requests[0].copies = requests[1:]
@@ -241,8 +260,8 @@ class Engine:
             self._requests |= zip(indices, requests, strict=True)
         return indices
 
-    def _check(self, config: GenerationConfig, prompt_tokens: int) -> None:
-        """Raise a WorkhorseError if the engine can never serve a request."""
+    def _check(self, config: GenerationConfig, prompt_tokens: int, decoder: Decoder) -> None:
+        """Raise a WorkhorseError if the engine can never serve a request with this decoder."""
         if config.beams > 1:
             raise WorkhorseError(
                 f"beams={config.beams}: beam search returns no tokens before its end, so an engine "
@@ -253,8 +272,8 @@ class Engine:
                 f"speculate={config.speculate} is more than speculate={self._speculate} of this "
                 f"engine; create it with speculate={config.speculate}"
             )
-        check_exact(self.decoder, config, self._speculate, self._draft)
-        separate = config.exact and not self.decoder.is_invariant
+        check_exact(decoder, config, self._speculate, self._draft)
+        separate = config.exact and not decoder.is_invariant
         piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
         if separate and self._scheduler.token_budget < piece:
             raise WorkhorseError(
@@ -307,7 +326,8 @@ class Engine:
         self._repair()
         self._drop_cancelled()
         with ExitStack() as around:
-            around.enter_context(evaluation_mode(self.decoder))
+            for decoder in self._runner.decoders.values():
+                around.enter_context(evaluation_mode(decoder))
             if self._draft is not None:
                 around.enter_context(evaluation_mode(self._draft))
             try:
@@ -511,8 +531,9 @@ class Engine:
     def _can_look_ahead(self, requests: Sequence[Request]) -> bool:
         """True if the next tokens of these requests may be processed before they are on the host.
 
-        This requires that no other request runs or waits, that all have the same sampling options,
-        and that the cache and the context have room for one more token of each.
+        This requires that no other request runs or waits, that all have the same adapter and the
+        same sampling options, and that the cache and the context have room for one more token of
+        each.
         """
         if not self.looks_ahead or self._scheduler.waiting:
             return False
@@ -521,6 +542,7 @@ class Engine:
         context = self.decoder.max_seq_len
         alike = all(
             request.sampling_key == requests[0].sampling_key
+            and request.sequence.adapter == requests[0].sequence.adapter
             and request.may_look_ahead
             and request.sequence.prompt is None
             and len(request.sequence.tokens) < context

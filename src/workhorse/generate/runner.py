@@ -1,6 +1,6 @@
 """Runs a decoder over sequences in a paged cache: tokens in, logits of the next tokens out."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -52,8 +52,8 @@ def tokens_needed(prompt: int, new: int, context: int, slack: int = 0) -> int:
 class Runner:
     """A decoder and its paged cache.
 
-    All tokens of a call of `run` are processed in one packed pass, without padding. Only exact
-    sequences are processed separately; see `TokenSequence`.
+    All tokens of a call of `run` are processed in one packed pass, without padding. Only sequences
+    of other adapters, and exact ones (see `TokenSequence`), have separate passes.
 
     Args:
         decoder: the decoder, in evaluation mode.
@@ -61,19 +61,31 @@ class Runner:
         sequences: the maximum number of sequences at a time.
         slack: the number of a sequence's newest tokens that can be removed, such as rejected
             guesses.
+        adapters: the decoder with each adapter, by the adapter's name.
 
     Attributes:
+        decoders: the decoder for each name of an adapter, and None for the base.
         is_changing: True while block tables change. It stays True after an exception, and the
             tables are then inconsistent until `reset`.
         is_in_pass: True during a pass. It stays True after an exception, and the sequences of the
             pass then have no valid keys and values.
     """
 
-    def __init__(self, decoder: Decoder, *, tokens: int, sequences: int, slack: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        tokens: int,
+        sequences: int,
+        slack: int = 0,
+        adapters: Mapping[str, Decoder] | None = None,
+    ) -> None:
         self.decoder = decoder
+        self.decoders: dict[str | None, Decoder] = {None: decoder}
+        self.decoders.update(adapters or {})
         self.slack = slack
-        if decoder.is_invariant:  # only up to this number of tokens if the cache has a window
-            slack = max(slack, PIECE - 1)
+        if any(one.is_invariant for one in self.decoders.values()):
+            slack = max(slack, PIECE - 1)  # only up to this number of tokens if there is a window
         self.cache = decoder.new_paged_cache(tokens, sequences, slack)
         self.is_changing = False
         self.is_in_pass = False
@@ -82,19 +94,24 @@ class Runner:
             raise WorkhorseError(
                 "a decoder on the device meta has no weights; build it on another device"
             )
-        self._views: dict[tuple[CachedSequence, ...], PagedView] = {}
+        self._views: dict[str | None, dict[tuple[CachedSequence, ...], PagedView]] = {}
+        """The views of the last pass of each adapter."""
 
-    def new_sequence(self, tokens: Sequence[int], *, exact: bool = False) -> TokenSequence:
+    def new_sequence(
+        self, tokens: Sequence[int], *, exact: bool = False, adapter: str | None = None
+    ) -> TokenSequence:
         """Create a sequence whose tokens are not in the cache yet.
 
         Args:
             tokens: the tokens known so far.
             exact: True if its logits must not depend, bit by bit, on other sequences and passes.
+            adapter: name of the adapter; None: the base.
         """
-        if not self.decoder.is_invariant:
-            return TokenSequence(tokens, self.cache, exact=exact)
+        if not self.decoders[adapter].is_invariant:
+            return TokenSequence(tokens, self.cache, exact=exact, adapter=adapter)
         has_window = any(reach is not None for reach in self.cache.pools)
-        return TokenSequence(tokens, self.cache, most=self.cache.slack + 1 if has_window else None)
+        most = self.cache.slack + 1 if has_window else None
+        return TokenSequence(tokens, self.cache, most=most, adapter=adapter)
 
     @contextmanager
     def changing(self) -> Generator[None]:
@@ -132,14 +149,11 @@ class Runner:
                 has the logits (`TokenSequence.ahead`). The chunk of an exact sequence has at most
                 `TokenSequence.chunk` tokens.
         """
-        if all(chunk.sequence.prompt is None and chunk.count for chunk in chunks):
+        batches = self._batches(chunks)
+        if [len(batch) for batch in batches] == [len(chunks)]:
             return self._pass(chunks)
         found: dict[int, Tensor] = {}
-        packed = [n for n, one in enumerate(chunks) if one.count and one.sequence.prompt is None]
-        steps = [n for n, one in enumerate(chunks) if one.count == 1 and one.sequence.is_step]
-        most = self.decoder.invariant_batch
-        batches = [steps[start : start + most] for start in range(0, len(steps), most)]
-        for batch in [packed, *batches] if packed else batches:
+        for batch in batches:
             logits = self._pass([chunks[n] for n in batch])
             for n, last in zip(batch, logits.last, strict=True):
                 found[n] = logits.of[last + 1 - chunks[n].wanted : last + 1]
@@ -156,6 +170,21 @@ class Runner:
             lasts.append(rows - 1)
         return Logits(torch.cat([found[n] for n in range(len(chunks))]), lasts)
 
+    def _batches(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        """Return the indices of chunks that can be processed in one pass, for each pass.
+
+        Pieces of the prompts of exact sequences, and empty chunks, are not among them.
+        """
+        batches: list[list[int]] = []
+        for adapter in dict.fromkeys(chunk.sequence.adapter for chunk in chunks):
+            own = [n for n, one in enumerate(chunks) if one.sequence.adapter == adapter]
+            packed = [n for n in own if chunks[n].count and chunks[n].sequence.prompt is None]
+            steps = [n for n in own if chunks[n].count == 1 and chunks[n].sequence.is_step]
+            most = self.decoders[adapter].invariant_batch if steps else 1
+            batches += [packed] if packed else []
+            batches += [steps[start : start + most] for start in range(0, len(steps), most)]
+        return batches
+
     @torch.no_grad()
     def run_ahead(self, sequences: Sequence[TokenSequence], tokens: Tensor) -> None:
         """Start to process the next token of each sequence before it is copied to the host.
@@ -163,21 +192,25 @@ class Runner:
         The logits are stored in `TokenSequence.ahead`.
 
         Args:
-            sequences: sequences that are not exact and have room in the cache and in the context.
+            sequences: sequences of one adapter that are not exact and have room in the cache and in
+                the context.
             tokens: int64 `(batch,)`; negative ids, which mark non-finite logits, are replaced by 0.
         """
+        adapter = sequences[0].adapter
         with self.changing():
-            view = self._view([sequence.cached for sequence in sequences])
+            view = self._view(adapter, [sequence.cached for sequence in sequences])
             view.reserve([1] * len(sequences))
         read = tokens.to(self._device).clamp(min=0)[:, None]
         self.is_in_pass = True
-        logits = on_sampling_device(self.decoder.next_logits(read, cache=view))
+        logits = on_sampling_device(self.decoders[adapter].next_logits(read, cache=view))
         self.is_in_pass = False
         for sequence, row in zip(sequences, logits.split(1), strict=True):
             sequence.ahead = row
 
     def _pass(self, chunks: Sequence[Chunk]) -> Logits:
-        """Process the tokens of all chunks in one pass of the decoder."""
+        """Process the tokens of all chunks, which have the same adapter, in one pass."""
+        adapter = chunks[0].sequence.adapter
+        decoder = self.decoders[adapter]
         # Empty sequences get their own batch: it attends only to its new keys, not to the cache.
         batches: dict[tuple[int, bool], list[int]] = {}
         for n, (sequence, count, _) in enumerate(chunks):
@@ -186,19 +219,19 @@ class Runner:
         tokens = [chunks[n].sequence.next_tokens(chunks[n].count) for n in order]
         with self.changing():
             views = [
-                (self._view([chunks[n].sequence.cached for n in batch]), count)
+                (self._view(adapter, [chunks[n].sequence.cached for n in batch]), count)
                 for (count, _), batch in batches.items()
             ]
             for view, count in views:
                 view.reserve([count] * len(view.sequences))
-            self._views = {tuple(view.sequences): view for view, _ in views}
+            self._views[adapter] = {tuple(view.sequences): view for view, _ in views}
         wanted = [chunk.wanted for chunk in chunks]
         self.is_in_pass = True
         if len(views) == 1 and max(wanted) <= 1:
-            logits = self.decoder.next_logits(self._tensor(tokens), cache=views[0][0])
+            logits = decoder.next_logits(self._tensor(tokens), cache=views[0][0])
             ends = list(range(len(order)))
         elif len(views) == 1 and set(wanted) == {views[0][1]}:
-            logits = self.decoder(self._tensor(tokens), cache=views[0][0]).flatten(0, 1)
+            logits = decoder(self._tensor(tokens), cache=views[0][0]).flatten(0, 1)
             ends = list(range(views[0][1] - 1, len(logits), views[0][1]))
         else:
             index, ends, start = list[int](), list[int](), 0
@@ -208,13 +241,14 @@ class Runner:
                 ends.append(len(index) - 1)
             flat = self._tensor([[token for some in tokens for token in some]])
             packed = PackedView(views)
-            logits = self.decoder.next_logits_packed(flat, index or [start - 1], packed)
+            logits = decoder.next_logits_packed(flat, index or [start - 1], packed)
         self.is_in_pass = False
         lasts = dict(zip(order, ends, strict=True))
         return Logits(on_sampling_device(logits), [lasts[n] for n in range(len(chunks))])
 
-    def _view(self, sequences: Sequence[CachedSequence]) -> PagedView:
-        return self._views.get(tuple(sequences)) or PagedView(self.cache, sequences)
+    def _view(self, adapter: str | None, sequences: Sequence[CachedSequence]) -> PagedView:
+        known = self._views.get(adapter, {})
+        return known.get(tuple(sequences)) or PagedView(self.cache, sequences)
 
     def _tensor(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(tokens, device=self._device)

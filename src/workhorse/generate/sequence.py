@@ -29,6 +29,8 @@ class TokenSequence:
         exact: True if the sequence is exact. Then `tokens` is its prompt, and it shares prefixes
             only with exact sequences.
         most: the maximum number of tokens to process in a pass; None: any number.
+        adapter: name of the adapter; None: the base. Sequences only share prefixes with sequences
+            of the same adapter.
 
     Attributes:
         tokens: the tokens known so far, without those that `drop_oldest` removed.
@@ -52,11 +54,13 @@ class TokenSequence:
         *,
         exact: bool = False,
         most: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.tokens = list(tokens)
         self.cached: CachedSequence = cache.new_sequence()
         self.prompt = len(self.tokens) if exact else None
         self.most = most
+        self.adapter = adapter
         self.dropped = 0
         self.guessed = 0
         self.is_scored = False
@@ -136,19 +140,20 @@ class TokenSequence:
     def _keys(self, count: int) -> list[bytes]:
         """Return keys of the first `count` blocks: digests of all tokens up to each block's end.
 
-        Each digest includes the previous one. Exact sequences start from a different value, so they
-        share no blocks with other sequences.
+        Each digest includes the previous one. The first one depends on the adapter and on whether
+        the sequence is exact, because other sequences have other keys and values.
         """
         while len(self._prefixes) < count:
             start = len(self._prefixes) * BLOCK
-            before = self._prefixes[-1] if self._prefixes else b"exact" * (self.prompt is not None)
+            kind = repr((self.prompt is not None, self.adapter)).encode()
+            before = self._prefixes[-1] if self._prefixes else kind
             tokens = array("q", self.tokens[start : start + BLOCK]).tobytes()
             self._prefixes.append(blake2b(before + tokens, digest_size=16).digest())
         return self._prefixes[:count]
 
     def fork(self, cache: PagedCache) -> "TokenSequence":
         """Create a copy of the sequence that shares its cache blocks."""
-        other = TokenSequence(self.tokens, cache, most=self.most)
+        other = TokenSequence(self.tokens, cache, most=self.most, adapter=self.adapter)
         cache.adopt(other.cached, self.cached.length, self.cached.tables)
         other.prompt, other.dropped = self.prompt, self.dropped
         other._prefixes, other._labelled = list(self._prefixes), self._labelled

@@ -207,16 +207,34 @@ def add_stored_adapter(decoder: Decoder, model: StoredModel, adapter: Path, name
     if (adapter / ADAPTER_FILE).exists():
         add_peft(decoder, adapter, model.family or find_family(model.config), name=name)
         return
+    run = _run_of(adapter)
+    try:
+        run.add_adapter(decoder, str(model.path), name)
+    except WorkhorseError as error:
+        raise WorkhorseError(f"{adapter}: {error}") from None
+
+
+def elements_of_adapter(adapter: Path) -> int:
+    """Number of elements of the weights of an adapter on disk.
+
+    Raises:
+        WorkhorseError: there is no adapter, or a header is damaged.
+    """
+    from workhorse.checkpoints.peft import WEIGHTS
+
+    if (adapter / ADAPTER_FILE).exists():
+        return sum(map(math.prod, TensorFolder(adapter, WEIGHTS).shapes.values()))
+    return sum(held.numbers for held in weights_on_disk(_run_of(adapter)).values())
+
+
+def _run_of(adapter: Path) -> RunDirectory:
     run = RunDirectory.at(adapter)
     if not run.exists:
         raise WorkhorseError(
             f"{adapter} is not an adapter: neither {ADAPTER_FILE} nor {run.recipe_file.name} "
             "exists; give a PEFT directory or a run"
         )
-    try:
-        run.add_adapter(decoder, str(model.path), name)
-    except WorkhorseError as error:
-        raise WorkhorseError(f"{adapter}: {error}") from None
+    return run
 
 
 Found = TypeVar("Found")

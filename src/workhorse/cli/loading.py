@@ -94,25 +94,31 @@ class Running:
     kernel: "KernelName"
     quantize: "Quantization"
     execution: "Execution"
-    adapter: Path | None
+    adapter: Path | None = None
 
 
+adapter_option = click.option(
+    "--adapter",
+    type=PATH,
+    help="Apply an adapter: a PEFT directory, or a run that trained one on MODEL.",
+)
 DECODING = ("auto", "eager", "sdpa")
 """Attention kernels that can decode with a KV cache."""
 
 
 def model_options(
-    verb: Callable[..., Any], *, kernels: Sequence[str] = DECODING
+    verb: Callable[..., Any], *, kernels: Sequence[str] = DECODING, with_adapter: bool = True
 ) -> Callable[..., Any]:
     """Add the argument MODEL, and options for how to execute it, to a verb that runs a model.
 
     The verb's function gets `model: str` and `running: Running`, which it passes to `open_model`.
+    `with_adapter` is False if the verb has its own option `--adapter`.
     """
 
     @functools.wraps(verb)
     def gathered(**options: Any) -> Any:
         names = Running.__dataclass_fields__
-        running = Running(**{name: options.pop(name) for name in names})
+        running = Running(**{name: options.pop(name) for name in names if name in options})
         return verb(running=running, **options)
 
     options: tuple[Callable[..., Any], ...] = (
@@ -123,11 +129,7 @@ def model_options(
             show_default=True,
             help="Store the weights of linear layers in 8 or 4 bits.",
         ),
-        click.option(
-            "--adapter",
-            type=PATH,
-            help="Apply an adapter: a PEFT directory, or a run that trained one on MODEL.",
-        ),
+        *([adapter_option] if with_adapter else []),
         click.option(
             "--execution",
             type=click.Choice(["auto", "reference", "native", "compiled"]),

@@ -76,6 +76,7 @@ def create_app(
         metrics,
         int(time.time()),
         _checker(),
+        facts.adapters,
     )
     gate = Gate(app, Keys(keys), limits or Limits(), loopback=loopback and not keys)
     gate.on_answer = metrics.answered
@@ -100,17 +101,20 @@ def _checker() -> "GrammarChecker | None":
 
 
 def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> None:
-    model = {
+    model: dict[str, Any] = {
         "id": server.name,
         "object": "model",
         "created": server.created,
         "owned_by": "workhorse",
+        "parent": None,
         "max_model_len": facts.context,
         "trained_to_chat": facts.trained_to_chat,
         "sampling": DEFAULTS | facts.sampling,
         "stop_tokens": facts.stop_tokens,
         "reply_stop_tokens": facts.reply_stop_tokens,
     }
+    of_adapters = [model | {"id": name, "parent": server.name} for name in server.adapters]
+    served = {one["id"]: one for one in (model, *of_adapters)}
     page = Page()
 
     @app.get("/", include_in_schema=False)
@@ -137,14 +141,14 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the models."""
-        return {"object": "list", "data": [model]}
+        """List the model, and its adapters."""
+        return {"object": "list", "data": [*served.values()]}
 
     @app.get("/v1/models/{id:path}")
     async def model_by_id(id: str) -> dict[str, Any]:
         """Describe a model."""
-        check_model(server.name, id)
-        return model
+        check_model(server.name, id, server.adapters)
+        return served[id]
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -166,13 +170,13 @@ def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Encode a text or a chat."""
-        check_model(server.name, body.model)
+        check_model(server.name, body.model, server.adapters)
         return await asyncio.to_thread(_tokenized, server, body, facts)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Decode token ids."""
-        check_model(server.name, body.model)
+        check_model(server.name, body.model, server.adapters)
         try:
             text = await asyncio.to_thread(facts.tokenizer.decode, body.tokens)
         except WorkhorseError as error:

@@ -52,7 +52,7 @@ class ChoicesAnswer(Answer[Asked]):
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "object": self.kind,
             "created": int(time.time()),
-            "model": server.name,
+            "model": self.model,
         }
 
     @abstractmethod
@@ -197,7 +197,7 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
 
 async def chat(server: Server, body: ChatRequest, client: str) -> Response:
     """Answer POST /v1/chat/completions."""
-    check_model(server.name, body.model)
+    check_model(server.name, body.model, server.adapters)
     tools = tools_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     variables = server.prompts.variables(body.reasoning_effort, body.chat_template_kwargs)
     prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages, tools, variables)
@@ -230,7 +230,7 @@ async def chat(server: Server, body: ChatRequest, client: str) -> Response:
 
 async def complete(server: Server, body: CompletionRequest, client: str) -> Response:
     """Answer POST /v1/completions."""
-    check_model(server.name, body.model)
+    check_model(server.name, body.model, server.adapters)
     given = body.prompt
     several = isinstance(given, list) and not isinstance(given[0], int)
     prompts: list[Any] = given if several else [given]  # pyright: ignore[reportAssignmentType]

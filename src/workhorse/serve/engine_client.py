@@ -115,7 +115,12 @@ class EngineClient:
         await self._end_process()
 
     async def complete(
-        self, prompt: list[int], config: GenerationConfig, client: str, grammar: str = ""
+        self,
+        prompt: list[int],
+        config: GenerationConfig,
+        client: str,
+        grammar: str = "",
+        adapter: str | None = None,
     ) -> AsyncGenerator[list[Delta]]:
         """Complete a prompt; yields the new tokens of each step. `Delta.index` counts from 0.
 
@@ -127,7 +132,7 @@ class EngineClient:
         """
         if self._writer is None:
             raise EngineDied
-        job = Job(next(self._ids), prompt, config, client, grammar)
+        job = Job(next(self._ids), prompt, config, client, grammar, adapter)
         queue = self._jobs[job.id] = asyncio.Queue()
         left = config.n_samples
         self._writer.write(packed(job))

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,6 +69,7 @@ class Steps(Protocol):
         client: str,
         processors: Sequence[LogitProcessor] = (),
         stop_conditions: Sequence[StopCondition] = (),
+        adapter: str | None = None,
     ) -> range: ...
 
     def cancel(self, index: int) -> None: ...
@@ -142,6 +143,7 @@ class Worker:
                 client=job.client,
                 processors=grammars,
                 stop_conditions=[grammar.ends for grammar in grammars],
+                adapter=job.adapter,
             )
         except Exception as error:  # must not end the process, and so the other jobs
             self._fail(job.id, error, is_input=isinstance(error, WorkhorseError))
@@ -207,11 +209,18 @@ def _numbered(delta: Delta, number: int) -> Delta:
     return delta if delta.index == number else replace(delta, index=number)
 
 
-def facts(model: Model, settings: EngineSettings, tokens: int, remarks: list[str]) -> ModelFacts:
-    """Collect the facts about a loaded model."""
+def facts(
+    model: Model,
+    settings: EngineSettings,
+    tokens: int,
+    remarks: list[str],
+    adapters: Mapping[str, Model],
+) -> ModelFacts:
+    """Collect the facts about a loaded model, and the same model with each adapter."""
     tokenizer = model.text
     replies = model.chat_format(settings.template).stop_tokens
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    served = [model, *adapters.values()]
     return ModelFacts(
         name=model.name,
         tokenizer=tokenizer,
@@ -226,11 +235,34 @@ def facts(model: Model, settings: EngineSettings, tokens: int, remarks: list[str
         cache_tokens=tokens,
         max_sequences=settings.max_sequences,
         is_exact=settings.exact == "always"
-        or (settings.exact == "auto" and model.decoder.is_invariant),
-        announcement=model.announcement,
+        or (settings.exact == "auto" and all(one.decoder.is_invariant for one in served)),
+        announcement=_announcement(model, adapters),
         remarks=tuple(remarks),
         speculate=settings.speculate,
+        adapters=tuple(adapters),
     )
+
+
+def _announcement(model: Model, adapters: Mapping[str, Model]) -> str:
+    """Describe how the model is executed, and each adapter that is executed in another way."""
+    own = model.announcement
+    lines = {name: one.announcement for name, one in adapters.items()}
+    return "\n".join([own, *(f"{name}: {line}" for name, line in lines.items() if line != own)])
+
+
+def _with_adapters(model: Model, settings: EngineSettings) -> dict[str, Model]:
+    """Return the model with each adapter that requests may choose."""
+    found: dict[str, Model] = {}
+    for name, path in settings.adapters.items():
+        try:
+            found[name] = model.with_adapter(
+                path,
+                settings.execution,  # pyright: ignore[reportArgumentType]
+                exact=settings.exact != "never",
+            )
+        except WorkhorseError as error:
+            raise WorkhorseError(f"adapter {name}: {error}") from None
+    return found
 
 
 def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
@@ -251,13 +283,17 @@ def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
         exact=settings.exact != "never",
         notify=remarks.append,
     )
+    adapters = _with_adapters(model, settings)
     decoder = model.decoder
     dtype, free = next(decoder.parameters()).dtype, available(decoder.device)
     tokens, _ = cache_tokens(decoder.config, dtype, settings, free)
-    about = facts(model, settings, tokens, remarks)
-    check_exact(decoder, GenerationConfig(exact=about.is_exact), settings.speculate, None)
+    about = facts(model, settings, tokens, remarks, adapters)
+    for one in (model, *adapters.values()):
+        options = GenerationConfig(exact=about.is_exact)
+        check_exact(one.decoder, options, settings.speculate, None)
     engine = Engine(
         decoder,
+        adapters={name: one.decoder for name, one in adapters.items()},
         tokenizer=model.text,
         max_sequences=settings.max_sequences,
         max_tokens=tokens + settings.max_sequences * settings.speculate,

@@ -40,6 +40,8 @@ class Server:
     """Unix time at which the server started."""
     grammars: "GrammarChecker | None"
     """Compiles grammars; None if llguidance is not installed."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters, which are models for clients."""
 
 
 @dataclass
@@ -112,6 +114,9 @@ class Answer(ABC, Generic[Request]):
         body: the request.
         jobs: the prompts to complete.
         client: name of the client.
+
+    Attributes:
+        model: name of the model that answers.
     """
 
     def __init__(self, server: Server, body: Request, jobs: list[Job], client: str) -> None:
@@ -120,6 +125,8 @@ class Answer(ABC, Generic[Request]):
         self._server = server
         self._jobs = jobs
         self._client = client
+        self._adapter = body.model if body.model in server.adapters else None
+        self.model = self._adapter or server.name
         self._timings = Timings(prompt=sum(len(job.prompt) for job in jobs))
 
     @abstractmethod
@@ -152,7 +159,8 @@ class Answer(ABC, Generic[Request]):
         """
         complete = self._server.engine.complete
         streams = [
-            complete(job.prompt, job.config, self._client, job.grammar) for job in self._jobs
+            complete(job.prompt, job.config, self._client, job.grammar, self._adapter)
+            for job in self._jobs
         ]
         try:
             async with aclosing(merged(streams)) as items:

@@ -1,10 +1,16 @@
 """Memory of a served model: the size of its cache, and an estimate without loading it."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
+from workhorse.checkpoints.stored import (
+    elements_of_adapter,
+    is_stored,
+    no_such_model,
+    open_stored,
+)
 from workhorse.devices.memory import available, size
 from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError
@@ -26,7 +32,7 @@ class Fit(NamedTuple):
     context: int
     """Maximum number of tokens of a completion with its prompt."""
     weights: int
-    """Bytes of the weights."""
+    """Bytes of the weights, with those of adapters."""
     bytes_per_token: int
     """Bytes of one token in the cache, as the mean over a full context."""
     cache_tokens: int
@@ -64,6 +70,8 @@ def fit(settings: EngineSettings) -> Fit:
     weights = count_parameters(config)["total"] * dtype.itemsize
     if settings.quantize != "none":
         weights, _ = bytes_of_weights(config, device, settings.quantize)  # pyright: ignore
+    paths = [*settings.adapters.values(), *([settings.adapter] if settings.adapter else [])]
+    weights += sum(elements_of_adapter(Path(path)) for path in paths) * dtype.itemsize
     free = available(device)
     if free is not None and weights > free:
         raise WorkhorseError(

@@ -32,6 +32,9 @@ class EngineSettings:
     quantize: str = "none"
     execution: str = "auto"
     adapter: str | None = None
+    """Path of an adapter that the model has for all requests."""
+    adapters: dict[str, str] = field(default_factory=dict[str, str])
+    """Paths of adapters that requests may choose, by name."""
     threads: int = 0
     exact: Exact = "auto"
     """When results do not depend on other requests, bit by bit; see `Exact`."""
@@ -73,6 +76,8 @@ class ModelFacts:
     remarks: tuple[str, ...] = ()
     speculate: int = 0
     """See `EngineSettings`."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that requests may choose."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class Job:
     """Name of the client; see `Engine.add`."""
     grammar: str = ""
     """Grammar of the completion, in llguidance's format; empty: none."""
+    adapter: str | None = None
+    """Name of the adapter; None: the model itself."""
 
 
 @dataclass(frozen=True)

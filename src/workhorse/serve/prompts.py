@@ -297,16 +297,17 @@ def _object(text: str) -> dict[str, Any]:
     return found
 
 
-def check_model(facts_name: str, given: str | None) -> None:
-    """Check that a request asks for the model that is served.
+def check_model(facts_name: str, given: str | None, adapters: Sequence[str] = ()) -> None:
+    """Check that a request asks for the model that is served, or one of its adapters.
 
     Raises:
         ApiError: it asks for another one.
     """
-    if given is not None and given != facts_name:
+    if given is not None and given not in (facts_name, *adapters):
+        others = " or one of its adapters" if adapters else ""
         raise ApiError(
             404,
-            f"the model {given[:80]!r} is not served; use {facts_name!r}",
+            f"the model {given[:80]!r} is not served; use {facts_name!r}{others}",
             param="model",
             code="model_not_found",
         )

@@ -124,7 +124,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             "id": _id("resp"),
             "object": "response",
             "created_at": int(time.time()),
-            "model": server.name,
+            "model": self.model,
             "background": False,
             "error": None,
             "frequency_penalty": body.frequency_penalty,
@@ -243,7 +243,7 @@ async def respond(server: Server, body: ResponsesRequest, state: Any) -> Respons
         body: the request.
         state: the request's state: the client, and `failure` for an error in the stream.
     """
-    check_model(server.name, body.model)
+    check_model(server.name, body.model, server.adapters)
     try:
         prompt = await asyncio.to_thread(server.prompts.of_chat, messages_of(body))
     except ApiError as error:

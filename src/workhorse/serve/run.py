@@ -57,6 +57,38 @@ def check_keys(keys: Sequence[str], host: str) -> None:
         )
 
 
+def parsed_adapters(given: Sequence[str], base: str) -> tuple[str | None, dict[str, str]]:
+    """Return the path of the adapter that has no name, and the paths of the others by name.
+
+    Args:
+        given: values of `--adapter`: `PATH` or `NAME=PATH`. A value that exists is a path.
+        base: name of the model for clients.
+
+    Raises:
+        WorkhorseError: a name or a path is empty, a name is not unique, or an adapter has no name
+            and is not the only one.
+    """
+    named: dict[str, str] = {}
+    for one in given:
+        name, equals, path = one.partition("=")
+        if not equals or Path(one).exists():
+            if not one:
+                raise WorkhorseError("--adapter is empty; give PATH or NAME=PATH")
+            if len(given) > 1:
+                raise WorkhorseError(
+                    f"--adapter {one} has no name and is not the only one; give NAME={one}"
+                )
+            return one, {}
+        if not name.strip() or not path:
+            raise WorkhorseError(f"--adapter {one} has an empty name or path; give NAME=PATH")
+        if name == base or name in named:
+            raise WorkhorseError(
+                f"--adapter {one}: the name {name!r} is already in use; choose another name"
+            )
+        named[name] = path
+    return None, named
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Bind a socket before the model is loaded, so that a wrong address is reported at once.
 

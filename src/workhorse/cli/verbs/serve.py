@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,15 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
 
 
 @click.command("serve")
-@model_options
+@partial(model_options, with_adapter=False)
+@click.option(
+    "--adapter",
+    "adapters",
+    metavar="[NAME=]PATH",
+    multiple=True,
+    help="Apply an adapter: a PEFT directory, or a run that trained one on MODEL. With a NAME,"
+    " requests may choose it as their model. May be given several times.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any."
@@ -88,6 +97,7 @@ def command(
     *,
     model: str,
     running: Running,
+    adapters: tuple[str, ...],
     host: str,
     port: int,
     name: str | None,
@@ -118,13 +128,14 @@ def command(
         raise WorkhorseError(f"serve needs {missing[0]}: {to_install('serve')}")
     from workhorse.serve.gate import Limits, is_loopback
     from workhorse.serve.messages import EngineSettings
-    from workhorse.serve.run import check_keys, listen, read_keys, serve
+    from workhorse.serve.run import check_keys, listen, parsed_adapters, read_keys, serve
 
     keys = [] if api_key_file is None else read_keys(api_key_file)
     if given := os.environ.get(KEY_VARIABLE):
         keys.append(given)
     check_keys(keys, host)
     name = name or Path(model).absolute().name
+    plain, named = parsed_adapters(adapters, name)
     settings = EngineSettings(
         model,
         device=running.device,
@@ -132,7 +143,8 @@ def command(
         kernel=running.kernel,
         quantize=running.quantize,
         execution=running.execution,
-        adapter=None if running.adapter is None else str(running.adapter),
+        adapter=plain,
+        adapters=named,
         threads=running.threads,
         exact=exact,
         max_sequences=max_sequences,
@@ -157,6 +169,8 @@ def command(
         if not facts.trained_to_chat:
             warn(f"{facts.name} was not trained to chat; chats become a plain dialogue")
         print(facts.announcement, file=sys.stderr)
+        if facts.adapters:
+            print(f"adapters: {', '.join(facts.adapters)}", file=sys.stderr)
         independent = "do not depend" if facts.is_exact else "may depend, by rounding,"
         print(
             f"context {facts.context:,} tokens, cache {facts.cache_tokens:,} tokens, "

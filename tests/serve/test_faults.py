@@ -100,6 +100,19 @@ def test_an_answer_is_sent_at_once(address):
     asyncio.run(main())
 
 
+def test_head_is_get_without_a_body(address):
+    async def main():
+        reader, writer = await connect(address)
+        writer.write(encoded("HEAD", "/v1/models"))
+        status, headers = await read_head(reader)
+        writer.write(encoded("GET", "/v1/models"))
+        reply = await read_reply(reader)
+        assert (status, headers["content-length"]) == (200, reply.headers["content-length"])
+        await left(writer)
+
+    asyncio.run(main())
+
+
 def test_a_slow_reader_delays_nobody(address):
     async def main():
         slow = await connect(address)

@@ -122,6 +122,8 @@ class Gate:
         try:
             client = self._client(scope)
             scope["state"] = {**scope.get("state", {}), "client": client}
+            if scope["method"] == "HEAD":  # the server omits the body
+                scope = {**scope, "method": "GET"}
             counted = scope["method"] == "POST" and scope["path"] in GENERATING
             with self._place(client) if counted else contextlib.nullcontext():
                 body = await self._body(scope, receive)

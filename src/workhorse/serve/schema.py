@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MOST_STOPS = 16
 MOST_PROMPTS = 128
+MOST_BIASES = 10_000
 LARGEST_SEED = 2**63
 
 FIELD = "field"
@@ -17,6 +18,7 @@ Values = Mapping[str, tuple[Any, ...]]
 """Values of fields."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0)]
 Prompt = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 """Token ids. Without `fail_fast`, a million wrong ones would be a million errors."""
@@ -30,6 +32,14 @@ def problem(kind: str, message: str, field: str) -> PydanticCustomError:
 def _needs_logprobs(field: str) -> PydanticCustomError:
     message = "{field} has no effect without logprobs; set logprobs"
     return problem("needs_logprobs", message, field)
+
+
+def _few(biases: Any) -> Any:
+    """Limit the number of biases, since each wrong one is an error."""
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        message = "there are {count} biases; give up to {most}"
+        raise PydanticCustomError("many", message, {"count": len(biases), "most": MOST_BIASES})
+    return biases
 
 
 class Body(BaseModel):
@@ -47,17 +57,21 @@ class Body(BaseModel):
     def _only_served(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         kept: dict[str, Any] = {}
+        unknown: dict[str, Any] = {}
         for name, value in fields.items():
             if name in cls.without_effect:
                 continue
-            if name not in cls.not_served:
-                if value is not None or name not in cls.model_fields or name in REQUIRED:
+            if name in cls.not_served:
+                if value is not None and value not in cls.not_served[name]:
+                    raise problem("not_served", "{field} is not served; omit it", name)
+            elif name in known:
+                if value is not None or name in REQUIRED:
                     kept[name] = value
-                continue
-            if value is not None and value not in cls.not_served[name]:
-                raise problem("not_served", "{field} is not served; omit it", name)
-        return kept
+            elif not unknown:
+                unknown = {name: value}  # only the first: each would be an error
+        return kept | unknown
 
 
 REQUIRED = ("model", "messages", "prompt", "tokens", "input")
@@ -105,7 +119,7 @@ class StructuredOutputs(Body):
     """A JSON schema."""
     regex: str | None = None
     """A regular expression, in the syntax of Rust's crate regex."""
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     """The completions that are allowed."""
     grammar: str | None = None
     """A grammar in llguidance's variant of Lark."""
@@ -137,7 +151,7 @@ class Sampling(Body):
     """Subtracted once from the logit of each token in the completion."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     """Subtracted from a token's logit for each occurrence in the completion."""
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few)] | None = None
     """Added to the logit, by token id."""
     seed: Annotated[int, Field(ge=-LARGEST_SEED, lt=LARGEST_SEED)] | None = None
     """Seed of the random generator. The same request with the same seed gives the same answer."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from workhorse.serve.metrics import Metrics
 
 TO_TELL = 5.0
 """Seconds to answer the clients of dropped requests."""
+PROXIES = "FORWARDED_ALLOW_IPS"
+"""uvicorn's environment variable: addresses of proxies whose `X-Forwarded-For` is trusted. If it is
+not set, uvicorn would trust all programs on this machine."""
 SHORTEST_KEY = 8
 LARGEST_FILE = 1 << 20
 """Maximum size of a file with keys in bytes."""
@@ -174,6 +178,7 @@ async def serve(
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
+            proxy_headers=PROXIES in os.environ,
             h11_max_incomplete_event_size=64 << 10,
         )
         server = _Uvicorn(config)

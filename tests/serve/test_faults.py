@@ -141,7 +141,7 @@ def test_places_are_limited_and_shared(address):
             for name in names[:6]
         ]
         await asyncio.sleep(0.3)
-        for route in (ROUTE,):
+        for route in (ROUTE, "/tokenize"):
             started = time.monotonic()
             refused = await ask(address, "POST", route, completion(), names[6])
             assert time.monotonic() - started < 0.5

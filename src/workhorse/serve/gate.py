@@ -23,8 +23,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = "/health"
 """The only route that needs no key."""
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Routes whose requests wait for the engine, so that their number is limited."""
 SHARE_OF_ONE = 0.75
 """Fraction of the places for requests that one client may use, so that others find one free."""
 
@@ -124,8 +122,7 @@ class Gate:
             scope["state"] = {**scope.get("state", {}), "client": client}
             if scope["method"] == "HEAD":  # the server omits the body
                 scope = {**scope, "method": "GET"}
-            counted = scope["method"] == "POST" and scope["path"] in GENERATING
-            with self._place(client) if counted else contextlib.nullcontext():
+            with self._place(client) if scope["method"] == "POST" else contextlib.nullcontext():
                 body = await self._body(scope, receive)
                 await self._run(scope, body, receive, send)
         except ClientLeft:

@@ -150,10 +150,8 @@ class Grammar:
             only = torch.full_like(logits, -torch.inf)
             only[self._plan[0]] = 0.0
             return only
-        allowed = self._allowed(self._matcher)
-        mask = torch.zeros(len(logits), dtype=torch.bool)
-        mask[: len(allowed)] = torch.from_numpy(allowed)[: len(logits)]
-        return logits.masked_fill(~mask.to(logits.device), -torch.inf)
+        allowed = torch.from_numpy(self._allowed(self._matcher, len(logits)))
+        return torch.where(allowed.to(logits.device), logits, -torch.inf)
 
     def ends(self, tokens: Sequence[int], text: str) -> bool:
         """A `StopCondition`: True if nothing can follow."""
@@ -215,10 +213,10 @@ class Grammar:
         return found[0] if found else None
 
     @staticmethod
-    def _allowed(matcher: LLMatcher) -> "np.ndarray[Any, Any]":
+    def _allowed(matcher: LLMatcher, size: int | None = None) -> "np.ndarray[Any, Any]":
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         _check(matcher)
-        return np.unpackbits(bits, bitorder="little").astype(bool)
+        return np.unpackbits(bits, count=size, bitorder="little").view(bool)
 
 
 class GrammarChecker:

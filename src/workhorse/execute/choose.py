@@ -12,7 +12,7 @@ from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_st
 from workhorse.execute.compiled.fixed_step import CapturedDecoder, capture_steps, why_not_fixed
 from workhorse.execute.native_decoding.layers import ATTENDED, attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_natively
-from workhorse.native import Operators, resolve
+from workhorse.native import Library, Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.elementwise import Sum, Unchanged
 from workhorse.nn.embedding import Head
@@ -58,6 +58,10 @@ class DecodingBody(NamedTuple):
         return f"decode: {_in_part(decoder)}" + (f"; no whole steps: {why_not}" if why_not else "")
 
 
+LIBRARIES: tuple[Library, ...] = ("decoding", "steps", "matrix_unit", "vectors")
+"""Libraries of native operators that a decoding body uses."""
+
+
 def decoding_body(
     reference: Decoder,
     execution: Execution = "auto",
@@ -85,8 +89,7 @@ def decoding_body(
         return DecodingBody(reference, Operators())
     if reference.device.type != "cpu":
         return _on_a_gpu(reference, execution)
-    libraries = "decoding", "steps", "matrix_unit", "vectors"
-    operators = resolve(*libraries, wait=wait or execution != "auto")
+    operators = resolve(*LIBRARIES, wait=wait or execution != "auto")
     body = body_of(reference).eval()
     dtype = next(reference.parameters()).dtype
     if dtype not in ATTENDED:

@@ -267,10 +267,14 @@ def _with_adapters(model: Model, settings: EngineSettings) -> dict[str, Model]:
 
 def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
     """Load the model and create its engine."""
-    from workhorse.devices.names import use_threads
+    from workhorse.devices.names import resolve_device, use_threads
+    from workhorse.execute.choose import LIBRARIES
+    from workhorse.native import resolve
 
     if settings.threads:
         use_threads(settings.threads)
+    if settings.execution == "auto" and resolve_device(settings.device).type == "cpu":
+        resolve(*LIBRARIES, wait=True)  # else the first server of a machine would not use them
     remarks: list[str] = []
     model = load(
         settings.model,

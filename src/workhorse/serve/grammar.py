@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -150,8 +149,10 @@ class Grammar:
             only = torch.full_like(logits, -torch.inf)
             only[self._plan[0]] = 0.0
             return only
-        allowed = torch.from_numpy(self._allowed(self._matcher, len(logits)))
-        return torch.where(allowed.to(logits.device), logits, -torch.inf)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        _check(self._matcher)
+        allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(bool)
+        return torch.where(torch.from_numpy(allowed).to(logits.device), logits, -torch.inf)
 
     def ends(self, tokens: Sequence[int], text: str) -> bool:
         """A `StopCondition`: True if nothing can follow."""
@@ -182,41 +183,34 @@ class Grammar:
         trial = self._matcher.deep_copy()
         tokens: list[int] = []
         while not trial.is_accepting():
-            allowed = self._allowed(trial)
-            next_token = self._ending(allowed)
+            next_token = self._ending(trial)
             if next_token is None:
-                next_token = self._special_ending(trial, allowed)
+                next_token = self._special_ending(trial)
             if next_token is None or len(tokens) >= most:
                 return None
             trial.consume_token(next_token)
             tokens.append(next_token)
         return tokens
 
-    def _ending(self, allowed: "np.ndarray[Any, Any]") -> int | None:
+    def _ending(self, matcher: LLMatcher) -> int | None:
         """Return the allowed token that most likely leads to the end of a JSON value."""
 
         def of(value: int) -> int | None:
             token = self._of_byte.get(value)
-            return token if token is not None and allowed[token] else None
+            return token if token is not None and matcher.validate_tokens([token]) else None
 
         order = (QUOTE, *CLOSING) if of(IN_STRINGS) is not None else CLOSING
         return next((token for value in order if (token := of(value)) is not None), None)
 
-    def _special_ending(self, matcher: LLMatcher, allowed: "np.ndarray[Any, Any]") -> int | None:
+    def _special_ending(self, matcher: LLMatcher) -> int | None:
         """Return an allowed special token, preferably one that ends the value."""
-        found = [token for token in self._special if allowed[token]]
+        found = [token for token in self._special if matcher.validate_tokens([token])]
         for token in found:
             after = matcher.deep_copy()
             after.consume_token(token)
             if after.is_accepting():
                 return token
         return found[0] if found else None
-
-    @staticmethod
-    def _allowed(matcher: LLMatcher, size: int | None = None) -> "np.ndarray[Any, Any]":
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        _check(matcher)
-        return np.unpackbits(bits, count=size, bitorder="little").view(bool)
 
 
 class GrammarChecker:

@@ -241,6 +241,17 @@ async def check_keys(address):
         assert (await ask(address, "GET", "/v1/models", headers=headers)).status == 200
 
 
+async def check_tokenizing(address):
+    """Long texts to encode do not delay prompts."""
+    text = {"content": "ab " * 200_000}
+    long = [asyncio.create_task(ask(address, "POST", "/tokenize", text, BEARER)) for _ in range(8)]
+    await asyncio.sleep(0.2)
+    assert (await ask(address, "POST", ROUTE, completion(), BEARER)).status == 200
+    assert sum(one.done() for one in long) < 3
+    for one in long:
+        one.cancel()
+
+
 async def check_end(address, process):
     """At SIGTERM requests in flight end, and new ones are refused; a second one drops them."""
     short, long = (
@@ -268,6 +279,7 @@ def test_keys_and_the_end():
             ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
         ).stdout.split()
         asyncio.run(check_keys(address))
+        asyncio.run(check_tokenizing(address))
         asyncio.run(check_end(address, process))
         assert process.wait(10) == 128 + signal.SIGTERM
         assert children

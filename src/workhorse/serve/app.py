@@ -3,6 +3,8 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from importlib.util import find_spec
 from itertools import takewhile
@@ -167,18 +169,21 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
 
 
 def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
+    # A thread of their own, so that many of these requests do not delay prompts.
+    in_turn = partial(asyncio.get_running_loop().run_in_executor, ThreadPoolExecutor(1))
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Encode a text or a chat."""
         check_model(server.name, body.model, server.adapters)
-        return await asyncio.to_thread(_tokenized, server, body, facts)
+        return await in_turn(_tokenized, server, body, facts)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Decode token ids."""
         check_model(server.name, body.model, server.adapters)
         try:
-            text = await asyncio.to_thread(facts.tokenizer.decode, body.tokens)
+            text = await in_turn(facts.tokenizer.decode, body.tokens)
         except WorkhorseError as error:
             raise bad_request(str(error), "tokens") from None
         return {"content": text, "prompt": text}

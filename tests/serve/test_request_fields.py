@@ -129,10 +129,15 @@ def certain(answer: Any) -> bool:
     return len(values) == 12 and not any(values)
 
 
-IN_TEST_TOOLS = {
-    *("parallel_tool_calls", "tool_choice", "tools"),
-    *("chat_template_kwargs", "reasoning_effort"),
+IN_OTHER_TESTS = {
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+    "reasoning",
+    "reasoning_effort",
+    "tool_choice",
+    "tools",
 }
+"""Fields that test_tools.py and test_responses.py test."""
 EFFECTS: dict[str, tuple[dict[str, Any], Check]] = {
     "chat_logprobs": (
         {"logprobs": 0, "chat_logprobs": True},
@@ -208,7 +213,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), cases(lambda kind: kind.model_fields.keys() - IN_TEST_TOOLS)
+    ("kind", "name"), cases(lambda kind: kind.model_fields.keys() - IN_OTHER_TESTS)
 )
 def test_a_field_that_is_served(http, kind, name):
     plain = default(http, kind)

@@ -1,14 +1,20 @@
 """POST /v1/responses answers OpenAI's Python client as OpenAI's API does."""
 
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 
-from tests.serve.conftest import END, MODEL
+from tests.serve.conftest import END, KEY, MODEL, serving, write_chat_run
+from tests.tokenizers.test_replies import TEMPLATES
+from workhorse.serve.responses import Output
 from workhorse.serve.responses_schema import LOGPROBS, ResponsesRequest, messages_of
+from workhorse.tokenizers.chat.reply_reader import Call, Piece
 
 LONG: Any = {"logit_bias": {str(END): -100}}
 """Options of replies that do not end early."""
@@ -34,6 +40,7 @@ def test_a_reply_is_that_of_a_chat(client):
     usage = found.usage
     assert usage.input_tokens == len("Hello, who are you?") + 3
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert usage.output_tokens_details.reasoning_tokens == 0
 
 
 def test_a_reply_that_is_too_long_is_incomplete(client):
@@ -127,17 +134,203 @@ def test_items_are_the_messages_of_a_chat(client):
     assert again.output_text == chat(client, messages, temperature=0).choices[0].message.content
 
 
-def test_reasoning_belongs_to_the_next_message():
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A client of a model with tools that reasons before it replies."""
+    source = (TEMPLATES / "sections.jinja").read_text()
+    source += "{%- if add_generation_prompt and enable_thinking != false %}[THINK]{%- endif %}"
+    folder = tmp_path_factory.mktemp("responses") / MODEL
+    write_chat_run(folder, source)
+    with serving(folder) as url, OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"type": "string", "enum": ["c", "f"]}, "days": {"type": "integer"}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "get_weather", "description": "d", "parameters": SCHEMA}
+TOOLS: Any = [{"type": "function", "name": "now"}, {"type": "function", **WEATHER}]
+TOOLS_OF_CHATS: Any = [
+    {"type": "function", "function": {"name": "now"}},
+    {"type": "function", "function": WEATHER},
+]
+
+
+def parts(found: Any) -> list[tuple[str, ...]]:
+    """Return the kinds and the contents of an output's items."""
+    return [
+        ("call", item.name, item.arguments)
+        if item.type == "function_call"
+        else (item.type, item.content[0].text)
+        for item in found.output
+    ]
+
+
+def test_calls_are_those_of_a_chat(caller):
+    asked: Any = {"max_output_tokens": 160, "tools": TOOLS, "tool_choice": "required"}
+    found = respond(caller, input="Hello", **asked)
+    options: Any = {"tools": TOOLS_OF_CHATS, "tool_choice": "required", "max_tokens": 160}
+    (choice,) = chat(caller, [message("user", "Hello")], **options).choices
+    called = [one.function for one in choice.message.tool_calls]
+    rest = [("message", choice.message.content)] if choice.message.content else []
+    assert parts(found) == [("call", one.name, one.arguments) for one in called] + rest
+    assert len({item.call_id for item in found.output[: len(called)]}) == len(called) > 0
+    assert (found.status, found.tool_choice) == (
+        "incomplete" if choice.finish_reason == "length" else "completed",
+        "required",
+    )
+    assert [tool.name for tool in found.tools] == ["now", "get_weather"]
+    options = {"model": MODEL, "input": "Hello", "extra_body": {"seed": 0}, **asked}
+    with caller.responses.stream(**options) as stream:
+        events = [*stream]
+    assert parts(events[-1].response) == parts(found)
+    names = [event.type.removeprefix("response.") for event in events]
+    call = ["output_item.added", *(f"function_call_arguments.{n}" for n in ("delta", "done"))]
+    each = len(called) * [*call, "output_item.done"]
+    assert names[: 2 + len(each)] == ["created", "in_progress", *each]
+    assert names[-1] == found.status
+
+
+def test_reasoning_is_that_of_a_chat(caller):
+    found = respond(caller, max_output_tokens=20, extra=LONG)
+    asked = [message("user", "Hello, who are you?")]
+    (choice,) = chat(caller, asked, max_tokens=20, **LONG).choices
+    assert parts(found) == [("reasoning", choice.message.reasoning_content)]
+    usage = found.usage
+    assert usage.output_tokens_details.reasoning_tokens == usage.output_tokens == 20
+    events = [*respond(caller, max_output_tokens=20, extra=LONG, stream=True)]
+    deltas = [one.delta for one in events if one.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == choice.message.reasoning_content
+    assert parts(events[-1].response) == parts(found)
+    without = chat(caller, asked, max_tokens=20, reasoning_effort="none", **LONG)
+    expected = [("message", without.choices[0].message.content)]
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    for fields in ({"reasoning": {"effort": "none"}}, thinking):
+        found = respond(caller, max_output_tokens=20, extra={**LONG, **fields})
+        assert parts(found) == expected
+
+
+def test_items_of_all_kinds_follow_each_other():
+    call = Call("now", '{"a": 1}', "123456789")
+    pieces = [Piece("reasoning", "Hm"), Piece("reasoning", "m."), Piece("text", "Yes.")]
+    pieces += [Piece("call", call=call), Piece("call", call=call), Piece("text", "Done.")]
+    output = Output()
+    events = [deepcopy(one) for piece in pieces for one in output.add(piece, [])]
+    events += [deepcopy(one) for one in output.end("incomplete")]
+    for number, fields in enumerate(events):
+        TypeAdapter(ResponseStreamEvent).validate_python({**fields, "sequence_number": number})
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert done == output.items
+    assert [item["type"] for item in done] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+        "message",
+    ]
+    assert [item["status"] for item in done] == [*4 * ["completed"], "incomplete"]
+    places = [one["output_index"] for one in events]
+    assert places == sorted(places)
+    assert len({item["id"] for item in done}) == len(done)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "now"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "now"}],
+        },
+    ],
+    ids=str,
+)
+def test_a_function_is_chosen(caller, choice):
+    options = {"max_output_tokens": 150, "tools": TOOLS, "parallel_tool_calls": False}
+    found = respond(caller, tool_choice=choice, **options)
+    (call,) = [item for item in found.output if item.type == "function_call"]
+    assert call.name == "now"
+    assert found.tool_choice.to_dict() == choice
+    assert found.parallel_tool_calls is False
+
+
+def test_items_of_the_assistant_become_messages():
+    """Reasoning, text and calls that follow each other are one message."""
+
     def of(*items: dict[str, Any]) -> list[dict[str, Any]]:
         body = ResponsesRequest.model_validate({"model": MODEL, "input": [*items]})
         return [one.model_dump(exclude_none=True) for one in messages_of(body)]
 
+    def call(id: str) -> dict[str, Any]:
+        return {
+            "type": "function_call",
+            "call_id": id,
+            "name": "now",
+            "arguments": "{}",
+            "id": "fc",
+        }
+
+    def called(id: str) -> dict[str, Any]:
+        return {"id": id, "type": "function", "function": {"name": "now", "arguments": "{}"}}
+
+    def output(id: str, value: Any) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": id, "output": value}
+
     summary = [{"type": "summary_text", "text": "short"}]
     content = [{"type": "reasoning_text", "text": "lo"}, {"type": "reasoning_text", "text": "ng"}]
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": summary}
+    thought = {**reasoning, "content": content}
     reply = message("assistant", "Yes.")
-    for fields, text in (({}, "short"), ({"content": content}, "long")):
-        reasoning = {"type": "reasoning", "id": "rs_1", "summary": summary, **fields}
-        assert of(reasoning, reply) == [{**reply, "reasoning_content": text}]
+    assert of(reasoning, reply, reply) == [{**reply, "reasoning_content": "short"}, reply]
+    assert of(thought, message("user", "Go.")) == [
+        message("assistant", "", reasoning_content="long"),
+        message("user", "Go."),
+    ]
+    text = [{"type": "input_text", "text": "12"}, {"type": "input_text", "text": ":00"}]
+    assert of(thought, reply, call("a"), call("b"), output("b", "1"), output("a", text), reply) == [
+        {**reply, "reasoning_content": "long", "tool_calls": [called("a"), called("b")]},
+        message("tool", "1", tool_call_id="b"),
+        message("tool", "12:00", tool_call_id="a"),
+        reply,
+    ]
+    assert of(call("a"), thought, call("b")) == [
+        {"role": "assistant", "tool_calls": [called("a")]},
+        {"role": "assistant", "reasoning_content": "long", "tool_calls": [called("b")]},
+    ]
+
+
+def test_an_output_is_sent_back_with_results(caller):
+    options: Any = {"temperature": 0, "tools": TOOLS}
+    first = respond(caller, tool_choice="required", max_output_tokens=80, **options)
+    calls = [item for item in first.output if item.type == "function_call"]
+    thought = {"type": "reasoning", "id": "a", "summary": [{"type": "summary_text", "text": "Hm"}]}
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "noon"}
+        for item in calls
+    ]
+    given = [message("user", "Hello"), thought, *calls, *results]
+    again = respond(caller, input=given, max_output_tokens=20, extra=LONG, **options)
+    made = [
+        {
+            "id": item.call_id,
+            "type": "function",
+            "function": {"name": item.name, "arguments": item.arguments},
+        }
+        for item in calls
+    ]
+    messages = [
+        message("user", "Hello"),
+        {"role": "assistant", "reasoning_content": "Hm", "tool_calls": made},
+        *(message("tool", "noon", tool_call_id=item.call_id) for item in calls),
+    ]
+    reply = chat(caller, messages, temperature=0, tools=TOOLS_OF_CHATS, max_tokens=20, **LONG)
+    assert again.usage.input_tokens == reply.usage.prompt_tokens
+    assert parts(again) == [("reasoning", reply.choices[0].message.reasoning_content)]
+    assert again.status == "incomplete"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +345,21 @@ def test_reasoning_belongs_to_the_next_message():
             "input.0.content.0.type",
             "'input_text'",
         ),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input.0", "without a message"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "no variable for the amount"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "not served"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "only tools of type 'function'"),
+        ({"tools": TOOLS}, "tools", "no format for tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "tools of this type are not served",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]},
+            "input",
+            "no earlier message calls",
+        ),
         ({"input": "a" * 300}, "input", "maximum context length is 256"),
         ({"include": ["reasoning.encrypted_content"]}, "include", "only message.output_text"),
         ({"top_logprobs": 2}, "top_logprobs", "no effect without message.output_text.logprobs"),

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -15,21 +14,23 @@ from starlette.responses import JSONResponse, Response
 from workhorse.generate import Delta
 from workhorse.serve.answers import event
 from workhorse.serve.errors import SERVER_ERROR, ApiError, bad_request
-from workhorse.serve.generating import Answer, Choice, Job, Server, Steps, grammar_of_form
+from workhorse.serve.generating import (
+    Answer,
+    Choice,
+    Job,
+    Server,
+    Steps,
+    grammar_of_reply,
+    reader_of,
+)
 from workhorse.serve.prompts import check_model
 from workhorse.serve.responses_schema import ResponsesRequest, messages_of
+from workhorse.serve.tools import tools_of
+from workhorse.tokenizers.chat.reply_reader import Call, Piece
 
 Fields = dict[str, Any]
 IN_PROGRESS = "in_progress"
 """Status of an answer or an item that has not ended."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a reply."""
-
-    kind: str
-    text: str
 
 
 TEXTS: dict[str, tuple[str, Fields, Fields]] = {
@@ -61,7 +62,11 @@ class Output:
         self._texts: list[str] = []
 
     def add(self, piece: Piece, logprobs: list[Fields]) -> Iterator[Fields]:
-        """Add a piece of text, with the log-probabilities of its tokens."""
+        """Add a piece of the reply, with the log-probabilities of its tokens."""
+        if piece.call is not None:
+            yield from self.end("completed")
+            yield from self._call(piece.call)
+            return
         if piece.kind != self._kind:
             yield from self.end("completed")
             yield from self._begin(piece.kind)
@@ -83,6 +88,10 @@ class Output:
             yield self._of_content("response.content_part.done", {"part": part})
             yield self._of_item("response.output_item.done")
 
+    def is_unfinished(self, logprobs: list[Fields]) -> bool:
+        """True if an answer cannot end here: it has no item, or lacks these log-probabilities."""
+        return not self.items or (self._kind == "text" and bool(logprobs))
+
     def settle(self, status: str) -> None:
         """Set the text and the status of the last item, if more could have followed."""
         if self._kind is not None:
@@ -99,12 +108,25 @@ class Output:
         content.append({**of_part, "text": ""})
         yield self._of_content("response.content_part.added", {"part": content[0]})
 
+    def _call(self, call: Call) -> Iterator[Fields]:
+        fields = {"id": _id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+        self.items.append({**fields, "arguments": "", "status": IN_PROGRESS})
+        yield self._of_item("response.output_item.added")
+        kind, arguments = "response.function_call_arguments", {"arguments": call.arguments}
+        yield self._of_part(f"{kind}.delta", {"delta": call.arguments})
+        yield self._of_part(f"{kind}.done", {"name": call.name, **arguments})
+        self.items[-1] |= {"status": "completed", **arguments}
+        yield self._of_item("response.output_item.done")
+
     def _of_item(self, kind: str) -> Fields:
         return {"type": kind, "output_index": len(self.items) - 1, "item": self.items[-1]}
 
     def _of_content(self, kind: str, fields: Fields) -> Fields:
+        return self._of_part(kind, {"content_index": 0, **fields})
+
+    def _of_part(self, kind: str, fields: Fields) -> Fields:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {"type": kind, **place, "content_index": 0, **fields}
+        return {"type": kind, **place, **fields}
 
 
 class ResponsesAnswer(Answer[ResponsesRequest]):
@@ -116,6 +138,8 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         self._numbers = count()
         self._logprobs: list[Fields] = []
         """Log-probabilities of tokens whose text has not been added to the output."""
+        self._unread = self._reasoning = 0
+        """Numbers of tokens: those whose text has not been added, and those of reasoning."""
         self._status = IN_PROGRESS
         form: Fields = {"type": "text"}
         if body.text is not None and body.text.format is not None:
@@ -133,18 +157,18 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "presence_penalty": body.presence_penalty,
             "previous_response_id": None,
             "prompt_cache_key": None,
-            "reasoning": None,
+            "reasoning": {"effort": body.effort, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
             "temperature": job.config.temperature,
             "text": {"format": form},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"],
+            "tools": [tool.model_dump() for tool in body.tools],
             "top_logprobs": body.top_logprobs,
             "top_p": job.config.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -172,7 +196,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             "input_tokens": timings.prompt,
             "input_tokens_details": {"cached_tokens": timings.cached, "cache_write_tokens": 0},
             "output_tokens": timings.new,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning},
             "total_tokens": timings.prompt + timings.new,
         }
 
@@ -182,11 +206,17 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         if self.body.has_logprobs:
             found = [delta.logprob for delta in deltas if delta.logprob is not None]
             self._logprobs += self.texts.of_chat(found)["content"]
+        self._unread += len(deltas)
+        reader = self._jobs[0].choices[0].reader
         pieces = [Piece("text", text)] if text else []
-        if finish is not None and not pieces and (self._logprobs or not self._output.items):
-            pieces = [Piece("text", "")]  # an answer has an item, and all log-probabilities
+        if reader is not None:
+            pieces = reader.read(text, ended=finish is not None)
+        if finish is not None and not pieces and self._output.is_unfinished(self._logprobs):
+            pieces = [Piece("text", "")]
         for piece in pieces:
             logprobs, self._logprobs = self._logprobs, []
+            self._reasoning += self._unread if piece.kind == "reasoning" else 0
+            self._unread = 0
             yield from self._output.add(piece, logprobs)
         if finish is not None:
             self._status = "incomplete" if finish == "length" else "completed"
@@ -244,18 +274,34 @@ async def respond(server: Server, body: ResponsesRequest, state: Any) -> Respons
         state: the request's state: the client, and `failure` for an error in the stream.
     """
     check_model(server.name, body.model, server.adapters)
+    choice = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.as_in_chats
+    given = [tool.as_in_chats for tool in body.tools]
+    tools = tools_of(given, choice, parallel=body.parallel_tool_calls)
     try:
-        prompt = await asyncio.to_thread(server.prompts.of_chat, messages_of(body))
+        variables = server.prompts.variables(body.effort, body.chat_template_kwargs)
+        chat = messages_of(body)
+        prompt = await asyncio.to_thread(server.prompts.of_chat, chat, tools, variables)
     except ApiError as error:
-        is_chat = error.param is not None and error.param.startswith("messages")
-        raise bad_request(error.message, "input" if is_chat else error.param, error.code) from None
+        field = (error.param or "").partition(".")[0]
+        param = {"messages": "input", "reasoning_effort": "reasoning.effort"}.get(field)
+        raise bad_request(error.message, param or error.param, error.code) from None
     server.prompts.check(prompt, "input")
     config = server.prompts.options(body, prompt, body.max_output_tokens)
     if body.has_logprobs:
         config = config.replace(logprobs=body.top_logprobs)
     form = None if body.text is None or body.text.format is None else body.text.format.as_in_chats
-    grammar = await grammar_of_form(server, body, form, "text.format")
-    job = Job(prompt, config, [Choice(0, prompt)], grammar)
+    format = server.prompts.format_of_reply(variables)
+    grammar, is_structured = await grammar_of_reply(
+        server,
+        body,
+        form,
+        tools,
+        format=format,
+        ends=config.stop_tokens or (),
+        name="text.format",
+    )
+    reader = reader_of(format, tools, is_structured=is_structured)
+    job = Job(prompt, config, [Choice(0, prompt, reader=reader)], grammar)
     answer = ResponsesAnswer(server, body, job, state.client)
     state.failure = answer.failure
     return await answer.response()

@@ -3,13 +3,20 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
-from workhorse.serve.errors import bad_request
 from workhorse.serve.schema import (
+    AllowedTools,
     Body,
+    Effort,
+    Function,
+    FunctionName,
+    FunctionTool,
     Message,
+    NamedTool,
     ResponseFormat,
     Sampling,
+    SomeTools,
     Values,
     needs_stream,
     problem,
@@ -36,8 +43,15 @@ def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+DIRECT = {"type": "direct"}
+"""The value of `caller` for functions that the reply calls itself."""
+
+
 class Item(Body):
-    """A part of the input. Answers have items with the same fields, so they can be sent back."""
+    """A part of the input. Answers have items with the same fields, so they can be sent back.
+
+    `fields` are those of the message of a chat that the item is, or is a part of.
+    """
 
     without_effect = frozenset({"id", "status"})
 
@@ -50,6 +64,10 @@ class MessageItem(Item):
     content: Content
 
     without_effect = Item.without_effect | {"phase"}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"role": self.role, "content": _text(self.content)}
 
 
 class ReasoningPart(Body):
@@ -69,22 +87,130 @@ class ReasoningItem(Item):
 
     not_served: ClassVar[Values] = {"encrypted_content": ()}
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        text = "".join(part.text for part in self.content or self.summary)
+        return {"role": "assistant", "reasoning_content": text}
 
-ITEMS = {"message": MessageItem, "reasoning": ReasoningItem}
+
+class CallItem(Item):
+    """A call of a function by the assistant."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """The arguments as JSON."""
+
+    not_served: ClassVar[Values] = {"async": (False,), "caller": (DIRECT,), "namespace": ()}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": function}]}
+
+
+class OutputItem(Item):
+    """The output of a function."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+    without_effect = Item.without_effect | {"name"}
+    not_served: ClassVar[Values] = {"caller": (DIRECT,), "namespace": ()}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
+
+
+ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+
+
+NO_TYPE = "message"
+"""Stands for the type of a value without a type."""
 
 
 def _tag(item: Any) -> str:
-    """Return the tag of an item's type. The brackets mark it as a branch in locations of errors."""
+    """Return the tag of a value: its type in brackets, which mark a branch in locations of errors.
+
+    The type of an item may be missing.
+    """
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"[{kind or 'message'}]"
+    return f"[{kind or NO_TYPE}]"
 
 
 AnyItem = Annotated[
-    Annotated[MessageItem, Tag("[message]")] | Annotated[ReasoningItem, Tag("[reasoning]")],
+    Annotated[MessageItem, Tag(f"[{NO_TYPE}]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[CallItem, Tag("[function_call]")]
+    | Annotated[OutputItem, Tag("[function_call_output]")],
     Discriminator(
         _tag,
         custom_error_type="not_served",
         custom_error_message=f"items of this type are not served; use {', '.join(ITEMS)}",
+    ),
+]
+
+
+class Tool(Function):
+    """A function that a reply may call."""
+
+    type: Literal["function"]
+
+    not_served: ClassVar[Values] = {
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "defer_loading": (False,),
+        "output_schema": (),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_function(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("type") != "function":
+            raise PydanticCustomError("not_served", "only tools of type 'function' are served")
+        return fields
+
+    @property
+    def as_in_chats(self) -> FunctionTool:
+        fields = self.model_dump(exclude={"type"}, exclude_unset=True)
+        return FunctionTool(type="function", function=Function(**fields))
+
+
+class ChosenTool(Body):
+    """A reference to a tool. As `tool_choice`: the reply must call it."""
+
+    type: Literal["function"]
+    name: str
+
+    @property
+    def as_in_chats(self) -> NamedTool:
+        return NamedTool(type="function", function=FunctionName(name=self.name))
+
+
+class ChosenTools(Body):
+    """Tools that a reply may call, or must call if `mode` is `required`."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=128)]
+
+    @property
+    def as_in_chats(self) -> AllowedTools:
+        some = SomeTools(mode=self.mode, tools=[tool.as_in_chats for tool in self.tools])
+        return AllowedTools(type="allowed_tools", allowed_tools=some)
+
+
+AnyChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(f"[{NO_TYPE}]")]
+    | Annotated[ChosenTool, Tag("[function]")]
+    | Annotated[ChosenTools, Tag("[allowed_tools]")],
+    Discriminator(
+        _tag,
+        custom_error_type="not_served",
+        custom_error_message="tools of this type are not served; use function or allowed_tools",
     ),
 ]
 
@@ -115,6 +241,19 @@ class TextFormat(Body):
         return ResponseFormat.model_validate({"type": self.type} | fields)
 
 
+class ReasoningOptions(Body):
+    """Options of the reasoning before a reply."""
+
+    effort: Effort | None = None
+
+    not_served: ClassVar[Values] = {
+        "context": (),
+        "generate_summary": (),
+        "mode": ("standard",),
+        "summary": (),
+    }
+
+
 class TextOptions(Body):
     """Options of the text of a reply."""
 
@@ -140,6 +279,16 @@ class ResponsesRequest(Sampling):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of new tokens, also of reasoning and of calls."""
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    """How much the model should reason, if the chat template reads it."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Extension: variables for the chat template, such as `enable_thinking`."""
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True, default_factory=list[Tool])]
+    """The functions that the reply may call."""
+    tool_choice: AnyChoice = "auto"
+    """Whether the reply may or must call tools, or which ones."""
+    parallel_tool_calls: bool = True
+    """False to allow one call at most."""
     include: list[str] = Field(default_factory=list[str])
     """`message.output_text.logprobs` adds the log-probability of each token of a message: the
     model's own, before penalties, temperature and filters."""
@@ -164,18 +313,18 @@ class ResponsesRequest(Sampling):
         "image": (),
         "max_tool_calls": (),
         "moderation": (),
-        "parallel_tool_calls": (True,),
         "previous_response_id": (),
         "prompt": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory",),
-        "reasoning": ({}, {"effort": "none"}),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "truncation": ("disabled",),
     }
+
+    @property
+    def effort(self) -> Effort | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def has_logprobs(self) -> bool:
@@ -193,30 +342,35 @@ class ResponsesRequest(Sampling):
         return self
 
 
-def messages_of(body: ResponsesRequest) -> list[Message]:
-    """Return the chat of a request.
+PARTS = ("reasoning_content", "content", "tool_calls")
+"""The parts of an assistant's message, in their order."""
 
-    Raises:
-        ApiError: no reply follows a reasoning item.
-    """
-    found: list[Message] = []
+
+def messages_of(body: ResponsesRequest) -> list[Message]:
+    """Return the chat of a request. Successive items of the assistant are parts of one message."""
+    found: list[dict[str, Any]] = []
     if body.instructions is not None:
-        found.append(Message(role="system", content=body.instructions))
-    if isinstance(body.input, str):
-        return [*found, Message(role="user", content=body.input)]
-    reasoning: str | None = None
-    for number, item in enumerate(body.input):
-        if isinstance(item, ReasoningItem):
-            reasoning = "".join(part.text for part in item.content or item.summary)
-            follows = body.input[number + 1 : number + 2]
-            if not follows or getattr(follows[0], "role", "") != "assistant":
-                raise bad_request(
-                    f"input.{number} is reasoning without a message of the assistant after it; "
-                    "add the message, or omit the reasoning",
-                    f"input.{number}",
-                )
-            continue
-        content = _text(item.content)
-        found.append(Message(role=item.role, content=content, reasoning_content=reasoning))
-        reasoning = None
-    return found
+        found.append({"role": "system", "content": body.instructions})
+    given = body.input
+    items = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+    for item in items:
+        if not found or not _extends(found[-1], item.fields):
+            found.append(item.fields)
+        elif "tool_calls" in found[-1]:
+            found[-1]["tool_calls"] += item.fields["tool_calls"]
+        else:
+            found[-1] |= item.fields
+    no_content = [one for one in found if "content" not in one and "tool_calls" not in one]
+    for one in no_content:  # a reply that ended in its reasoning
+        one["content"] = ""
+    return [Message.model_validate(one) for one in found]
+
+
+def _extends(message: dict[str, Any], new: dict[str, Any]) -> bool:
+    """True if a part of an assistant's message belongs to the message before it."""
+    if not message["role"] == new["role"] == "assistant":
+        return False
+    before, after = (
+        max(PARTS.index(name) for name in one.keys() & PARTS) for one in (message, new)
+    )
+    return before < after or "tool_calls" in new

@@ -14,6 +14,8 @@ import pytest
 import torch
 import yaml
 from openai import OpenAI
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.nn import DecoderConfig
@@ -25,6 +27,8 @@ END = 262
 """Id of the token that ends a turn."""
 MODEL = "chatty"
 KEY = "key-of-the-tests"
+EVENT = TypeAdapter(ResponseStreamEvent)
+"""Checks the events of /v1/responses against the types of OpenAI's client."""
 
 
 def write_chat_run(folder: Path, template: str | None = None) -> Path:

@@ -9,9 +9,8 @@ import subprocess
 import time
 
 import pytest
-from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
 
+from tests.serve.conftest import EVENT
 from tests.serve.raw import (
     ask,
     completion,
@@ -162,7 +161,7 @@ def check_failure(stream: bytes, code: str) -> None:
     events = [json.loads(line[6:]) for line in stream.split(b"\n") if line.startswith(b"data: ")]
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
     for event in events:
-        TypeAdapter(ResponseStreamEvent).validate_python(event)
+        EVENT.validate_python(event)
     *_, error, failed = events
     assert (error["type"], error["code"], error["error"]["code"]) == ("error", code, code)
     assert failed["type"] == "response.failed"

@@ -13,10 +13,9 @@ from llm_comply.runner import TestRunner as Runner
 from llm_comply.schema import SpecLoader
 from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from openai.types.responses import Response
 
-from tests.serve.conftest import KEY, MODEL, Served
+from tests.serve.conftest import EVENT, KEY, MODEL, Served
 
 # llm-comply uses a deprecated class of jsonschema.
 pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
@@ -108,7 +107,7 @@ def test_responses_fit_the_schemas(http: Client, open_responses: SpecLoader, fie
         fields = json.loads(data)
         assert (fields["type"], fields["sequence_number"]) == (name, number)
         assert open_responses.validate_sse_event(name, fields) == []
-        TypeAdapter(ResponseStreamEvent).validate_python(fields)
+        EVENT.validate_python(fields)
 
 
 def test_models_and_errors_fit_the_schemas(http: Client, schemas: SpecLoader) -> None:

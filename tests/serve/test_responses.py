@@ -7,10 +7,9 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from openai.types.responses import ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
-from tests.serve.conftest import END, KEY, MODEL, serving, write_chat_run
+from tests.serve.conftest import END, EVENT, KEY, MODEL, serving, write_chat_run
 from tests.tokenizers.test_replies import TEMPLATES
 from workhorse.serve.responses import Output
 from workhorse.serve.responses_schema import LOGPROBS, ResponsesRequest, messages_of
@@ -221,7 +220,7 @@ def test_items_of_all_kinds_follow_each_other():
     events = [deepcopy(one) for piece in pieces for one in output.add(piece, [])]
     events += [deepcopy(one) for one in output.end("incomplete")]
     for number, fields in enumerate(events):
-        TypeAdapter(ResponseStreamEvent).validate_python({**fields, "sequence_number": number})
+        EVENT.validate_python({**fields, "sequence_number": number})
     done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
     assert done == output.items
     assert [item["type"] for item in done] == [

@@ -155,12 +155,12 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Reply to a chat."""
-        return await completing.chat(server, body, request.state.client)
+        return await completing.chat(server, body, request.state)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
-        return await completing.complete(server, body, request.state.client)
+        return await completing.complete(server, body, request.state)
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:

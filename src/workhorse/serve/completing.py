@@ -4,8 +4,7 @@ import asyncio
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -20,12 +19,10 @@ from workhorse.serve.generating import (
     Server,
     Steps,
     grammar_of_form,
-    grammar_of_reply,
-    reader_of,
+    jobs_of_chat,
 )
 from workhorse.serve.prompts import check_model
 from workhorse.serve.schema import ChatRequest, ChoicesRequest, CompletionRequest
-from workhorse.serve.tools import tools_of
 
 MOST_CHOICES = 128
 """Maximum number of completions of a request."""
@@ -46,8 +43,8 @@ class ChoicesAnswer(Answer[Asked]):
     prefix: str
     """Beginning of the answer's id."""
 
-    def __init__(self, server: Server, body: Asked, jobs: list[Job], client: str) -> None:
-        super().__init__(server, body, jobs, client)
+    def __init__(self, server: Server, body: Asked, jobs: list[Job], state: Any) -> None:
+        super().__init__(server, body, jobs, state)
         self._envelope = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "object": self.kind,
@@ -70,31 +67,30 @@ class ChoicesAnswer(Answer[Asked]):
             answer["timings"] = self._timings.milliseconds
         return JSONResponse(answer)
 
-    async def _events(
-        self, first: tuple[Choice, list[Delta]], steps: Steps
-    ) -> AsyncGenerator[bytes]:
-        envelope = self._envelope | {"object": self.kind_of_part}
-        asked = self.body.stream_options
-        with_usage = asked is not None and asked.include_usage
-        extra = {"usage": None} if with_usage else {}
-        async with aclosing(steps):
-            try:
-                item: tuple[Choice, list[Delta]] | None = first
-                while item is not None:
-                    choice, deltas = item
-                    fields = self.part(choice, deltas, whole=False)
-                    if not choice.sent or _says_anything(fields):
-                        choice.sent = True
-                        yield event(envelope | {"choices": [fields]} | extra)
-                    item = await anext(steps, None)
-                last: dict[str, Any] = {"usage": self._timings.usage} if with_usage else {}
-                if self.body.timings:
-                    last["timings"] = self._timings.milliseconds
-                if last:
-                    yield event(envelope | {"choices": []} | last)
-            except ApiError as error:
-                yield event(error.body)
+    def events(self, choice: Choice, deltas: list[Delta]) -> Iterator[bytes]:
+        fields = self.part(choice, deltas, whole=False)
+        if not choice.sent or _says_anything(fields):
+            choice.sent = True
+            yield self._event([fields], {"usage": None} if self._with_usage else {})
+
+    def end(self) -> Iterator[bytes]:
+        last: dict[str, Any] = {"usage": self._timings.usage} if self._with_usage else {}
+        if self.body.timings:
+            last["timings"] = self._timings.milliseconds
+        if last:
+            yield self._event([], last)
         yield DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body) + DONE
+
+    def _event(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
+        return event(self._envelope | {"object": self.kind_of_part, "choices": choices} | extra)
+
+    @property
+    def _with_usage(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and options.include_usage
 
 
 def _says_anything(fields: dict[str, Any]) -> bool:
@@ -195,40 +191,14 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         return self.texts.of_completion([choice.prompt[0], *found], offsets)
 
 
-async def chat(server: Server, body: ChatRequest, client: str) -> Response:
+async def chat(server: Server, body: ChatRequest, state: Any) -> Response:
     """Answer POST /v1/chat/completions."""
     check_model(server.name, body.model, server.adapters)
-    tools = tools_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    variables = server.prompts.variables(body.reasoning_effort, body.chat_template_kwargs)
-    prompt = await asyncio.to_thread(server.prompts.of_chat, body.messages, tools, variables)
-    server.prompts.check(prompt, "messages")
-    prompt += body.reply_tokens
-    server.prompts.check(prompt, "reply_tokens" if body.reply_tokens else "messages")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if most == 0:
-        raise bad_request("max_tokens is 0; choose 1 or more", "max_tokens")
-    config = server.prompts.options(body, prompt, most, body.n)
-    if body.logprobs:
-        config = config.replace(
-            logprobs=body.top_logprobs or 0, processed_logprobs=body.processed_logprobs
-        )
-    format = server.prompts.format_of_reply(variables)
-    grammar, is_structured = await grammar_of_reply(
-        server, body, body.response_format, tools, format=format, ends=config.stop_tokens or ()
-    )
-    if body.reply_tokens and grammar:
-        raise bad_request("reply_tokens and a grammar conflict; omit one", "reply_tokens")
-    choices = [Choice(index, prompt) for index in range(body.n)]
-    for choice in choices:
-        choice.reader = reader_of(format, tools, is_structured=is_structured)
-        if choice.reader is not None and body.reply_tokens:
-            before = server.prompts.tokenizer.decode(body.reply_tokens)
-            choice.reader.read(before, ended=False)
-    jobs = Job.several(prompt, config, choices, grammar)
-    return await ChatAnswer(server, body, jobs, client).response()
+    jobs = await jobs_of_chat(server, body)
+    return await ChatAnswer(server, body, jobs, state).response()
 
 
-async def complete(server: Server, body: CompletionRequest, client: str) -> Response:
+async def complete(server: Server, body: CompletionRequest, state: Any) -> Response:
     """Answer POST /v1/completions."""
     check_model(server.name, body.model, server.adapters)
     given = body.prompt
@@ -240,7 +210,7 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
             "divide them among several requests",
             "prompt",
         )
-    grammar = await grammar_of_form(server, body, None)
+    grammar = await grammar_of_form(server, body)
     jobs: list[Job] = []
     for number, one in enumerate(prompts):
         prompt = one
@@ -267,4 +237,4 @@ async def complete(server: Server, body: CompletionRequest, client: str) -> Resp
                 stream = server.prompts.tokenizer.stream(skip_special=True, after=prompt)
                 choices[-1].offsets = Offsets(stream, len(echo))
         jobs += Job.several(prompt, config, choices, grammar)
-    return await CompletionAnswer(server, body, jobs, client).response()
+    return await CompletionAnswer(server, body, jobs, state).response()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
-from workhorse.serve.answers import DONE, event
 from workhorse.serve.errors import ApiError, shutting_down
 
 Scope = MutableMapping[str, Any]
@@ -277,8 +276,7 @@ class Gate:
         """Tell a client that its request took too long.
 
         Args:
-            scope: the request. The state `failure` formats the error, if a stream has events of
-                its own for errors.
+            scope: the request. The state `failure` formats the error as the end of a stream.
             begun: the headers of the answer if it has begun; a stream can then end with the error.
             send: sends the rest of the answer.
         """
@@ -292,8 +290,7 @@ class Gate:
         if begun.get(b"content-type", b"").startswith(b"text/event-stream"):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TO_END):  # the client may not read
-                    failure = scope["state"].get("failure")
-                    last = failure(error) if failure else event(error.body) + DONE
+                    last = scope["state"]["failure"](error)
                     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

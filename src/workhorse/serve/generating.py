@@ -1,7 +1,8 @@
 """The parts that all generating routes share: jobs, the tokens of each step, errors, grammars."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -14,8 +15,8 @@ from workhorse.serve.engine_client import EngineClient, EngineDied, JobFailed
 from workhorse.serve.errors import ApiError, bad_request, engine_died, shutting_down
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.prompts import Prompts
-from workhorse.serve.schema import ResponseFormat, Sampling, StructuredOutputs
-from workhorse.serve.tools import Tools, grammar_of
+from workhorse.serve.schema import ChatRequest, Sampling, StructuredOutputs
+from workhorse.serve.tools import Tools, grammar_of, tools_of
 from workhorse.tokenizers.chat.reply_format import ReplyFormat
 from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
@@ -113,29 +114,43 @@ class Answer(ABC, Generic[Request]):
         server: the objects that the routes share.
         body: the request.
         jobs: the prompts to complete.
-        client: name of the client.
+        state: the state of the request, with the name of the client. `failure` is added, for errors
+            that end a stream.
 
     Attributes:
         model: name of the model that answers.
     """
 
-    def __init__(self, server: Server, body: Request, jobs: list[Job], client: str) -> None:
+    def __init__(self, server: Server, body: Request, jobs: list[Job], state: Any) -> None:
         self.body = body
         self.texts = server.texts
         self._server = server
         self._jobs = jobs
-        self._client = client
+        self._client: str = state.client
         self._adapter = body.model if body.model in server.adapters else None
         self.model = self._adapter or server.name
         self._timings = Timings(prompt=sum(len(job.prompt) for job in jobs))
+        state.failure = self.failure
 
     @abstractmethod
     async def _whole(self, steps: Steps) -> Response:
         """Return the whole answer."""
 
+    def beginning(self) -> Iterable[bytes]:
+        """Return the events before those of new tokens."""
+        return ()
+
     @abstractmethod
-    def _events(self, first: tuple[Choice, list[Delta]], steps: Steps) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream. An error after its beginning is its last event."""
+    def events(self, choice: Choice, deltas: list[Delta]) -> Iterable[bytes]:
+        """Return the events for new tokens of a choice."""
+
+    @abstractmethod
+    def end(self) -> Iterable[bytes]:
+        """Return the events after all tokens."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that fails."""
 
     def counted(self, deltas: list[Delta]) -> list[Delta]:
         """Return the tokens that belong to the answer."""
@@ -148,8 +163,25 @@ class Answer(ABC, Generic[Request]):
             async with aclosing(steps):
                 return await self._whole(steps)
         first = await anext(steps)  # a stream that cannot begin is an error with a status
-        events = self._events(first, steps)
+        events = self._stream(first, steps)
         return EventStream(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+
+    async def _stream(
+        self, first: tuple[Choice, list[Delta]], steps: Steps
+    ) -> AsyncGenerator[bytes]:
+        async with aclosing(steps):
+            try:
+                for one in self.beginning():
+                    yield one
+                item: tuple[Choice, list[Delta]] | None = first
+                while item is not None:
+                    for one in self.events(*item):
+                        yield one
+                    item = await anext(steps, None)
+                for one in self.end():
+                    yield one
+            except ApiError as error:
+                yield self.failure(error)
 
     async def _steps(self) -> Steps:
         """Yield the new tokens of each choice.
@@ -181,91 +213,90 @@ class Answer(ABC, Generic[Request]):
             self._server.metrics.generated(self._timings)
 
 
-async def grammar_of_form(
-    server: Server, body: Sampling, form: ResponseFormat | None, name: str = "response_format"
-) -> str:
-    """Return the grammar that a request asks for; empty if it asks for none.
+async def jobs_of_chat(
+    server: Server, body: ChatRequest, form: str = "response_format"
+) -> list[Job]:
+    """Return the jobs that reply to a chat.
 
     Args:
         server: the objects that the routes share.
         body: the request.
-        form: the form of a reply.
-        name: name of the field that has the form.
+        form: name of the field `response_format` for the client.
+
+    Raises:
+        ApiError: a field is wrong, or fields conflict.
+    """
+    prompts, begun = server.prompts, body.reply_tokens
+    tools = tools_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    variables = prompts.variables(body.reasoning_effort, body.chat_template_kwargs)
+    prompt = await asyncio.to_thread(prompts.of_chat, body.messages, tools, variables)
+    prompts.check(prompt, "messages")
+    prompt += begun
+    prompts.check(prompt, "reply_tokens")
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if most == 0:
+        raise bad_request("max_tokens is 0; choose 1 or more", "max_tokens")
+    config = prompts.options(body, prompt, most, body.n)
+    if body.logprobs:
+        config = config.replace(
+            logprobs=body.top_logprobs or 0, processed_logprobs=body.processed_logprobs
+        )
+    format = prompts.format_of_reply(variables)
+    if tools is None:
+        grammar = await grammar_of_form(server, body, form)
+    else:
+        ends = config.stop_tokens or ()
+        grammar = await _grammar_with_tools(server, body, tools, format, ends=ends, form=form)
+    if begun and grammar:
+        raise bad_request("reply_tokens and a grammar conflict; omit one", "reply_tokens")
+    choices = [Choice(index, prompt) for index in range(body.n)]
+    if tools is not None or (format.reasoning is not None and not grammar):
+        for choice in choices:
+            choice.reader = ReplyReader(format, None if tools is None else tools.functions)
+            choice.reader.read(prompts.tokenizer.decode(begun), ended=False)
+    return Job.several(prompt, config, choices, grammar)
+
+
+async def grammar_of_form(server: Server, body: Sampling, form: str = "") -> str:
+    """Return the grammar of a completion, or of a reply without calls; empty: any text.
 
     Raises:
         ApiError: the grammar cannot be used, or conflicts with another field.
     """
     asked, param = body.structured_outputs, "structured_outputs"
-    if (schema := _schema_of(form)) is not None:
+    if isinstance(body, ChatRequest) and (schema := body.content_schema) is not None:
         if asked is not None:
-            raise bad_request(f"structured_outputs and {name} conflict; omit one", param)
-        asked = StructuredOutputs.model_validate({"json": schema})
-        param = name
+            raise bad_request(f"structured_outputs and {form} conflict; omit one", param)
+        asked, param = StructuredOutputs.model_validate({"json": schema}), form
     return "" if asked is None else await _checked(server, body, asked, param)
 
 
-async def grammar_of_reply(
+async def _grammar_with_tools(
     server: Server,
-    body: Sampling,
-    form: ResponseFormat | None,
-    tools: Tools | None,
-    *,
+    body: ChatRequest,
+    tools: Tools,
     format: ReplyFormat,
+    *,
     ends: Sequence[int],
-    name: str = "response_format",
-) -> tuple[str, bool]:
-    """Return the grammar of a chat's reply, and True if it only allows content.
-
-    Args:
-        server: the objects that the routes share.
-        body: the request.
-        form: the form of the content.
-        tools: the tools that the reply may call.
-        format: how the model writes replies.
-        ends: ids that end a reply.
-        name: name of the field that has the form.
+    form: str,
+) -> str:
+    """Return the grammar of a reply that may call tools; empty: any text.
 
     Raises:
         ApiError: see `grammar_of_form`.
     """
-    if tools is None:
-        grammar = await grammar_of_form(server, body, form, name)
-        return grammar, grammar != ""
     if body.structured_outputs is not None:
         raise bad_request("structured_outputs and tools conflict; omit one", "structured_outputs")
-    schema = _schema_of(form)
+    schema = body.content_schema
     if schema is None and not tools.needs_grammar:
-        return "", False
+        return ""
     calls = format.calls
     if schema is not None and not tools.must_call and calls is not None and not calls.is_tag:
         raise bad_request(
-            f"{name} and tools conflict, since this model writes calls as JSON; omit one", name
+            f"{form} and tools conflict, since this model writes calls as JSON; omit one", form
         )
     text = grammar_of(tools, format, server.prompts.tokenizer, ends, schema)
-    return await _checked(server, body, StructuredOutputs(grammar=text), "tools"), False
-
-
-def reader_of(
-    format: ReplyFormat, tools: Tools | None, *, is_structured: bool
-) -> ReplyReader | None:
-    """Return a reader of a reply; None if the reply is only text.
-
-    Args:
-        format: how the model writes replies.
-        tools: the tools that the reply may call.
-        is_structured: True if a grammar only allows content.
-    """
-    if is_structured or (tools is None and format.reasoning is None):
-        return None
-    return ReplyReader(format, None if tools is None else tools.functions)
-
-
-def _schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a form; None if it is text."""
-    if form is None or form.type == "text":
-        return None
-    schema = None if form.json_schema is None else form.json_schema.schema_
-    return schema or {"type": "object"}
+    return await _checked(server, body, StructuredOutputs(grammar=text), "tools")
 
 
 async def _checked(server: Server, body: Sampling, asked: StructuredOutputs, param: str) -> str:

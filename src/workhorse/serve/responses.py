@@ -1,10 +1,8 @@
 """The route /v1/responses: OpenAI's Responses API. The server stores nothing."""
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from copy import deepcopy
 from itertools import count
 from typing import Any
@@ -14,18 +12,9 @@ from starlette.responses import JSONResponse, Response
 from workhorse.generate import Delta
 from workhorse.serve.answers import event
 from workhorse.serve.errors import SERVER_ERROR, ApiError, bad_request
-from workhorse.serve.generating import (
-    Answer,
-    Choice,
-    Job,
-    Server,
-    Steps,
-    grammar_of_reply,
-    reader_of,
-)
+from workhorse.serve.generating import Answer, Choice, Job, Server, Steps, jobs_of_chat
 from workhorse.serve.prompts import check_model
-from workhorse.serve.responses_schema import ResponsesRequest, messages_of
-from workhorse.serve.tools import tools_of
+from workhorse.serve.responses_schema import ResponsesRequest
 from workhorse.tokenizers.chat.reply_reader import Call, Piece
 
 Fields = dict[str, Any]
@@ -132,8 +121,8 @@ class Output:
 class ResponsesAnswer(Answer[ResponsesRequest]):
     """The answer to POST /v1/responses."""
 
-    def __init__(self, server: Server, body: ResponsesRequest, job: Job, client: str) -> None:
-        super().__init__(server, body, [job], client)
+    def __init__(self, server: Server, body: ResponsesRequest, jobs: list[Job], state: Any) -> None:
+        super().__init__(server, body, jobs, state)
         self._output = Output()
         self._numbers = count()
         self._logprobs: list[Fields] = []
@@ -141,6 +130,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         self._unread = self._reasoning = 0
         """Numbers of tokens: those whose text has not been added, and those of reasoning."""
         self._status = IN_PROGRESS
+        config = jobs[0].config
         form: Fields = {"type": "text"}
         if body.text is not None and body.text.format is not None:
             form = body.text.format.model_dump(by_alias=True, exclude_unset=True)
@@ -165,12 +155,12 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
-            "temperature": job.config.temperature,
+            "temperature": config.temperature,
             "text": {"format": form},
             "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"],
             "tools": [tool.model_dump() for tool in body.tools],
             "top_logprobs": body.top_logprobs,
-            "top_p": job.config.top_p if body.top_p is None else body.top_p,
+            "top_p": config.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
         }
 
@@ -228,21 +218,15 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
                 pass
         return JSONResponse(self._response())
 
-    async def _events(
-        self, first: tuple[Choice, list[Delta]], steps: Steps
-    ) -> AsyncGenerator[bytes]:
-        async with aclosing(steps):
-            yield self._event("response.created", response=self._response())
-            yield self._event("response.in_progress", response=self._response())
-            try:
-                item: tuple[Choice, list[Delta]] | None = first
-                while item is not None:
-                    for fields in self._read(item[1]):
-                        yield self._event(**fields)
-                    item = await anext(steps, None)
-                yield self._event(f"response.{self._status}", response=self._response())
-            except ApiError as error:
-                yield self.failure(error)
+    def beginning(self) -> Iterator[bytes]:
+        yield self._event("response.created", response=self._response())
+        yield self._event("response.in_progress", response=self._response())
+
+    def events(self, choice: Choice, deltas: list[Delta]) -> Iterator[bytes]:
+        return (self._event(**fields) for fields in self._read(deltas))
+
+    def end(self) -> Iterator[bytes]:
+        yield self._event(f"response.{self._status}", response=self._response())
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last events of a stream that fails.
@@ -266,42 +250,12 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
 
 
 async def respond(server: Server, body: ResponsesRequest, state: Any) -> Response:
-    """Answer POST /v1/responses.
-
-    Args:
-        server: the objects that the routes share.
-        body: the request.
-        state: the request's state: the client, and `failure` for an error in the stream.
-    """
+    """Answer POST /v1/responses."""
     check_model(server.name, body.model, server.adapters)
-    choice = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.as_in_chats
-    given = [tool.as_in_chats for tool in body.tools]
-    tools = tools_of(given, choice, parallel=body.parallel_tool_calls)
     try:
-        variables = server.prompts.variables(body.effort, body.chat_template_kwargs)
-        chat = messages_of(body)
-        prompt = await asyncio.to_thread(server.prompts.of_chat, chat, tools, variables)
+        jobs = await jobs_of_chat(server, body.as_chat, "text.format")
     except ApiError as error:
         field = (error.param or "").partition(".")[0]
         param = {"messages": "input", "reasoning_effort": "reasoning.effort"}.get(field)
         raise bad_request(error.message, param or error.param, error.code) from None
-    server.prompts.check(prompt, "input")
-    config = server.prompts.options(body, prompt, body.max_output_tokens)
-    if body.has_logprobs:
-        config = config.replace(logprobs=body.top_logprobs)
-    form = None if body.text is None or body.text.format is None else body.text.format.as_in_chats
-    format = server.prompts.format_of_reply(variables)
-    grammar, is_structured = await grammar_of_reply(
-        server,
-        body,
-        form,
-        tools,
-        format=format,
-        ends=config.stop_tokens or (),
-        name="text.format",
-    )
-    reader = reader_of(format, tools, is_structured=is_structured)
-    job = Job(prompt, config, [Choice(0, prompt, reader=reader)], grammar)
-    answer = ResponsesAnswer(server, body, job, state.client)
-    state.failure = answer.failure
-    return await answer.response()
+    return await ResponsesAnswer(server, body, jobs, state).response()

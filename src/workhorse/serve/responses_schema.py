@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from workhorse.serve.schema import (
     AllowedTools,
     Body,
+    ChatRequest,
     Effort,
     Function,
     FunctionName,
@@ -329,6 +330,25 @@ class ResponsesRequest(Sampling):
     @property
     def has_logprobs(self) -> bool:
         return LOGPROBS in self.include
+
+    @property
+    def as_chat(self) -> ChatRequest:
+        """The same request for /v1/chat/completions. Its fields are already checked."""
+        choice = self.tool_choice
+        form = None if self.text is None else self.text.format
+        return ChatRequest.model_construct(
+            **{name: getattr(self, name) for name in Sampling.model_fields},
+            messages=messages_of(self),
+            max_tokens=self.max_output_tokens,
+            response_format=None if form is None else form.as_in_chats,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs,
+            tools=[tool.as_in_chats for tool in self.tools],
+            tool_choice=choice if isinstance(choice, str) else choice.as_in_chats,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.effort,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> "ResponsesRequest":

@@ -353,6 +353,14 @@ class ChatRequest(ChoicesRequest):
         "web_search_options": (),
     }
 
+    @property
+    def content_schema(self) -> dict[str, Any] | None:
+        """JSON schema of the reply's content; None if any text is allowed."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return (form.json_schema and form.json_schema.schema_) or {"type": "object"}
+
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:

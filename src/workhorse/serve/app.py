@@ -26,7 +26,7 @@ from workhorse.serve.generating import Server
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.page import Page
-from workhorse.serve.prompts import Prompts, check_model
+from workhorse.serve.prompts import Prompts
 from workhorse.serve.responses_schema import ResponsesRequest
 from workhorse.serve.schema import (
     FIELD,
@@ -149,7 +149,7 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
     @app.get("/v1/models/{id:path}")
     async def model_by_id(id: str) -> dict[str, Any]:
         """Describe a model."""
-        check_model(server.name, id, server.adapters)
+        server.check_model(id)
         return served[id]
 
     @app.post("/v1/chat/completions")
@@ -175,13 +175,13 @@ def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Encode a text or a chat."""
-        check_model(server.name, body.model, server.adapters)
+        server.check_model(body.model)
         return await in_turn(_tokenized, server, body, facts)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Decode token ids."""
-        check_model(server.name, body.model, server.adapters)
+        server.check_model(body.model)
         try:
             text = await in_turn(facts.tokenizer.decode, body.tokens)
         except WorkhorseError as error:

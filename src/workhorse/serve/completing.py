@@ -21,7 +21,6 @@ from workhorse.serve.generating import (
     grammar_of_form,
     jobs_of_chat,
 )
-from workhorse.serve.prompts import check_model
 from workhorse.serve.schema import ChatRequest, ChoicesRequest, CompletionRequest
 
 MOST_CHOICES = 128
@@ -193,14 +192,14 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
 
 async def chat(server: Server, body: ChatRequest, state: Any) -> Response:
     """Answer POST /v1/chat/completions."""
-    check_model(server.name, body.model, server.adapters)
+    server.check_model(body.model)
     jobs = await jobs_of_chat(server, body)
     return await ChatAnswer(server, body, jobs, state).response()
 
 
 async def complete(server: Server, body: CompletionRequest, state: Any) -> Response:
     """Answer POST /v1/completions."""
-    check_model(server.name, body.model, server.adapters)
+    server.check_model(body.model)
     given = body.prompt
     several = isinstance(given, list) and not isinstance(given[0], int)
     prompts: list[Any] = given if several else [given]  # pyright: ignore[reportAssignmentType]

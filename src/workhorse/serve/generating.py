@@ -44,6 +44,21 @@ class Server:
     adapters: tuple[str, ...] = ()
     """Names of the adapters, which are models for clients."""
 
+    def check_model(self, given: str | None) -> None:
+        """Check that a request asks for the model that is served, or one of its adapters.
+
+        Raises:
+            ApiError: it asks for another one.
+        """
+        if given is not None and given not in (self.name, *self.adapters):
+            others = " or one of its adapters" if self.adapters else ""
+            raise ApiError(
+                404,
+                f"the model {given[:80]!r} is not served; use {self.name!r}{others}",
+                param="model",
+                code="model_not_found",
+            )
+
 
 @dataclass
 class Choice:

@@ -12,7 +12,7 @@ from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
 from workhorse.generate.conversation import ChatFormat, TemplateFormat, TranscriptFormat
-from workhorse.serve.errors import CONTEXT_EXCEEDED, ApiError, bad_request
+from workhorse.serve.errors import CONTEXT_EXCEEDED, bad_request
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.schema import CompletionRequest, Message, Sampling
 from workhorse.serve.tools import Tools
@@ -295,19 +295,3 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("not an object")
     return found
-
-
-def check_model(facts_name: str, given: str | None, adapters: Sequence[str] = ()) -> None:
-    """Check that a request asks for the model that is served, or one of its adapters.
-
-    Raises:
-        ApiError: it asks for another one.
-    """
-    if given is not None and given not in (facts_name, *adapters):
-        others = " or one of its adapters" if adapters else ""
-        raise ApiError(
-            404,
-            f"the model {given[:80]!r} is not served; use {facts_name!r}{others}",
-            param="model",
-            code="model_not_found",
-        )

@@ -13,7 +13,6 @@ from workhorse.generate import Delta
 from workhorse.serve.answers import event
 from workhorse.serve.errors import SERVER_ERROR, ApiError, bad_request
 from workhorse.serve.generating import Answer, Choice, Job, Server, Steps, jobs_of_chat
-from workhorse.serve.prompts import check_model
 from workhorse.serve.responses_schema import ResponsesRequest
 from workhorse.tokenizers.chat.reply_reader import Call, Piece
 
@@ -251,7 +250,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
 
 async def respond(server: Server, body: ResponsesRequest, state: Any) -> Response:
     """Answer POST /v1/responses."""
-    check_model(server.name, body.model, server.adapters)
+    server.check_model(body.model)
     try:
         jobs = await jobs_of_chat(server, body.as_chat, "text.format")
     except ApiError as error:

@@ -38,7 +38,7 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """Implements `engine_process.Steps` with the real scheduler."""
+    """The methods of `Engine` that the server uses, with the real scheduler."""
 
     def __init__(self, settings: EngineSettings) -> None:
         import torch

@@ -12,9 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from workhorse.devices.waiting import share_cores
 
@@ -25,8 +25,6 @@ from workhorse.devices.memory import available
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, Engine, GenerationConfig
 from workhorse.generate.checks import check_exact
-from workhorse.generate.engine import Load
-from workhorse.generate.request import LogitProcessor, StopCondition
 from workhorse.model.load import load
 from workhorse.model.model import Model
 from workhorse.serve.memory import cache_tokens
@@ -49,49 +47,25 @@ MOST_FAILURES = 3
 """Number of failed steps in a row after which the process ends, to be started again."""
 
 
-class Steps(Protocol):
-    """The part of `Engine` that a `Worker` uses."""
-
-    @property
-    def is_idle(self) -> bool: ...
-
-    @property
-    def unfinished(self) -> Collection[int]: ...
-
-    @property
-    def load(self) -> Load: ...
-
-    def add(
-        self,
-        prompt: list[int],
-        config: GenerationConfig,
-        *,
-        client: str,
-        processors: Sequence[LogitProcessor] = (),
-        stop_conditions: Sequence[StopCondition] = (),
-        adapter: str | None = None,
-    ) -> range: ...
-
-    def cancel(self, index: int) -> None: ...
-
-    def step(self) -> list[Delta]: ...
-
-
 class Worker:
     """Runs the jobs that arrive on a connection.
 
     Args:
         engine: the engine.
         connection: the connection to the HTTP process.
+        received: the bytes that it receives.
         tokenizer: the model's tokenizer, for grammars.
     """
 
-    def __init__(self, engine: Steps, connection: socket.socket, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, engine: Engine, connection: socket.socket, received: BinaryIO, tokenizer: Tokenizer
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._grammars: dict[tuple[int, ...], Grammars] = {}
         """For each set of ids that end completions."""
         self._connection = connection
+        self._received = received
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._jobs: dict[int, set[int]] = {}
         """Indices of the unfinished completions of each job."""
@@ -107,7 +81,7 @@ class Worker:
                 self._step()
 
     def _receive(self) -> None:
-        while (message := read(self._connection)) is not None:
+        while (message := read(self._received)) is not None:
             self._arrived.put(message)
         self._arrived.put(None)
 
@@ -308,7 +282,7 @@ def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
     return engine, about
 
 
-def serve(connection: socket.socket, make: Callable[[EngineSettings], tuple[Steps, ModelFacts]]):
+def serve(connection: socket.socket, make: Callable[[EngineSettings], tuple[Engine, ModelFacts]]):
     """Receive the settings, load the model, report its facts and run jobs.
 
     Args:
@@ -317,7 +291,8 @@ def serve(connection: socket.socket, make: Callable[[EngineSettings], tuple[Step
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the HTTP process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    settings = read(connection)
+    received = connection.makefile("rb")
+    settings = read(received)
     if settings is None:
         return
     try:
@@ -326,7 +301,7 @@ def serve(connection: socket.socket, make: Callable[[EngineSettings], tuple[Step
         connection.sendall(packed(Failed(None, str(error), is_input=True)))
         return
     connection.sendall(packed(about))
-    Worker(engine, connection, about.tokenizer).run()
+    Worker(engine, connection, received, about.tokenizer).run()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Messages between the HTTP process and the process that runs the model, and their transport."""
 
+import contextlib
 import pickle
-import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from workhorse.data import SequenceStart
 from workhorse.generate import Delta, GenerationConfig
@@ -129,24 +128,13 @@ def packed(message: object) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def read(connection: socket.socket) -> Any:
+def read(stream: BinaryIO) -> Any:
     """Wait for a message and return it; None if the other process has closed the connection."""
-    header = _read_bytes(connection.recv_into, LENGTH.size)
-    if header is None:
-        return None
-    data = _read_bytes(connection.recv_into, LENGTH.unpack(header)[0])
-    return None if data is None else pickle.loads(data)
-
-
-def _read_bytes(receive: Callable[[memoryview], int], count: int) -> bytes | None:
-    buffer = bytearray(count)
-    view = memoryview(buffer)
-    while view:
-        try:
-            received = receive(view)
-        except OSError:
-            return None
-        if not received:
-            return None
-        view = view[received:]
-    return bytes(buffer)
+    with contextlib.suppress(OSError):
+        header = stream.read(LENGTH.size)
+        if len(header) == LENGTH.size:
+            (length,) = LENGTH.unpack(header)
+            data = stream.read(length)
+            if len(data) == length:
+                return pickle.loads(data)
+    return None

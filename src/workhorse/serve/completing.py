@@ -211,29 +211,31 @@ async def complete(server: Server, body: CompletionRequest, state: Any) -> Respo
         )
     grammar = await grammar_of_form(server, body)
     jobs: list[Job] = []
-    for number, one in enumerate(prompts):
-        prompt = one
-        if isinstance(one, str):
-            prompt = await asyncio.to_thread(server.prompts.of_text, one)
-        server.prompts.check(prompt, "prompt")
-        config = server.prompts.options(
-            body, prompt, SHORT if body.max_tokens is None else body.max_tokens, body.n
-        )
-        if body.logprobs is not None:
-            of_prompt = body.logprobs if body.echo else None
-            config = config.replace(
-                logprobs=body.logprobs,
-                prompt_logprobs=of_prompt,
-                processed_logprobs=body.processed_logprobs,
-            )
-        echo = ""
-        if body.echo:
-            echo = one if isinstance(one, str) else server.prompts.tokenizer.decode(prompt)
-        choices: list[Choice] = []
-        for index in range(number * body.n, (number + 1) * body.n):
-            choices.append(Choice(index, prompt, echo))
-            if body.logprobs is not None:
-                stream = server.prompts.tokenizer.stream(skip_special=True, after=prompt)
-                choices[-1].offsets = Offsets(stream, len(echo))
-        jobs += Job.several(prompt, config, choices, grammar)
+    for number, prompt in enumerate(prompts):
+        jobs += await _jobs_of_prompt(server, body, prompt, grammar, first=number * body.n)
     return await CompletionAnswer(server, body, jobs, state).response()
+
+
+async def _jobs_of_prompt(
+    server: Server, body: CompletionRequest, given: str | list[int], grammar: str, *, first: int
+) -> list[Job]:
+    """Return the jobs of a prompt, whose choices have indices from `first` on."""
+    prompts, tokenizer = server.prompts, server.prompts.tokenizer
+    is_text = isinstance(given, str)
+    prompt = await asyncio.to_thread(prompts.of_text, given) if is_text else given
+    prompts.check(prompt, "prompt")
+    most = SHORT if body.max_tokens is None else body.max_tokens
+    config = prompts.options(body, prompt, most, body.n)
+    if body.logprobs is not None:
+        config = config.replace(
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            processed_logprobs=body.processed_logprobs,
+        )
+    echo = "" if not body.echo else given if is_text else tokenizer.decode(prompt)
+    choices = [Choice(first + number, prompt, echo) for number in range(body.n)]
+    if body.logprobs is not None:
+        for choice in choices:
+            stream = tokenizer.stream(skip_special=True, after=prompt)
+            choice.offsets = Offsets(stream, len(echo))
+    return Job.several(prompt, config, choices, grammar)

@@ -19,7 +19,6 @@ from workhorse.serve.schema import (
     Sampling,
     SomeTools,
     Values,
-    needs_stream,
     problem,
 )
 
@@ -263,13 +262,6 @@ class TextOptions(Body):
     not_served: ClassVar[Values] = {"verbosity": ()}
 
 
-class ObfuscationOptions(Body):
-    """Options of a stream."""
-
-    include_obfuscation: bool = False
-    """Without effect: nothing is padded."""
-
-
 class ResponsesRequest(Sampling):
     """POST /v1/responses."""
 
@@ -303,7 +295,6 @@ class ResponsesRequest(Sampling):
         Field(max_length=16, default_factory=dict[str, str]),
     ]
     """Pairs that the answer repeats."""
-    stream_options: ObfuscationOptions | None = None
 
     not_served: ClassVar[Values] = {
         "access_programs": (),
@@ -358,7 +349,6 @@ class ResponsesRequest(Sampling):
         if self.top_logprobs and not self.has_logprobs:
             message = "{field} has no effect without " + LOGPROBS + "; add it to include"
             raise problem("needs_logprobs", message, "top_logprobs")
-        needs_stream(self.stream, self.stream_options)
         return self
 
 

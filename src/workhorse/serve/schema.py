@@ -78,13 +78,18 @@ REQUIRED = ("model", "messages", "prompt", "tokens", "input")
 """Fields for which null is not the same as absence."""
 
 
-class StreamOptions(Body):
+class ObfuscationOptions(Body):
     """Options of a stream."""
+
+    include_obfuscation: bool = False
+    """Without effect: nothing is padded."""
+
+
+class StreamOptions(ObfuscationOptions):
+    """Options of a stream of choices."""
 
     include_usage: bool = False
     """True to send the number of tokens in a last event."""
-    include_obfuscation: bool = False
-    """Without effect: nothing is padded."""
 
 
 class NamedSchema(Body):
@@ -157,6 +162,7 @@ class Sampling(Body):
     """Seed of the random generator. The same request with the same seed gives the same answer."""
     stream: bool = False
     """True to send the answer as server-sent events."""
+    stream_options: ObfuscationOptions | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     """Extension: sample only from the k likeliest tokens; 0: from all."""
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
@@ -172,12 +178,12 @@ class Sampling(Body):
 
     without_effect = frozenset({"user", "safety_identifier", "prompt_cache_key"})
 
-
-def needs_stream(stream: bool, options: Body | None) -> None:
-    """Raise an error if there are options of a stream without a stream."""
-    if options is not None and not stream:
-        message = "{field} has no effect without stream; set stream"
-        raise problem("needs_stream", message, "stream_options")
+    @model_validator(mode="after")
+    def _streams(self) -> "Sampling":
+        if self.stream_options is not None and not self.stream:
+            message = "{field} has no effect without stream; set stream"
+            raise problem("needs_stream", message, "stream_options")
+        return self
 
 
 class ChoicesRequest(Sampling):
@@ -191,11 +197,6 @@ class ChoicesRequest(Sampling):
     processed_logprobs: bool = False
     """Extension: True for log-probabilities of new tokens after grammar, bias, penalties,
     temperature and filters: those of the distribution of the draw. Needs `logprobs`."""
-
-    @model_validator(mode="after")
-    def _streams(self) -> "ChoicesRequest":
-        needs_stream(self.stream, self.stream_options)
-        return self
 
 
 class TextPart(Body):

@@ -89,14 +89,15 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
 
-    def of_chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Format log-probabilities as a chat completion has them."""
+    def of_chat(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Format the log-probabilities of new tokens as a chat completion has them."""
         content = [
             {
                 **self._entry(one.token, one.logprob),
                 "top_logprobs": [self._entry(token, value) for token, value in one.top],
             }
-            for one in logprobs
+            for one in (delta.logprob for delta in deltas)
+            if one is not None
         ]
         return {"content": content, "refusal": None}
 

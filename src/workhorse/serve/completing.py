@@ -22,6 +22,7 @@ from workhorse.serve.generating import (
     jobs_of_chat,
 )
 from workhorse.serve.schema import ChatRequest, ChoicesRequest, CompletionRequest
+from workhorse.tokenizers.chat.reply_reader import Piece
 
 MOST_CHOICES = 128
 """Maximum number of completions of a request."""
@@ -107,47 +108,36 @@ class ChatAnswer(ChoicesAnswer[ChatRequest]):
 
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
         finish = deltas[-1].finish_reason
-        message = self._message(choice, "".join(delta.text for delta in deltas), finish)
-        found = [delta.logprob for delta in deltas if delta.logprob is not None]
-        logprobs = self.texts.of_chat(found) if self.body.logprobs else None
+        message = self._message(choice, choice.read(deltas), whole=whole)
+        logprobs = self.texts.of_chat(deltas) if self.body.logprobs else None
         reason = None if finish is None else FINISH[finish]
         if choice.calls and reason == "stop":
             reason = "tool_calls"
-        fields = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
         role = {} if choice.sent else {"role": "assistant"}
-        if not whole:
-            return fields | {"delta": role | message}
-        for call in message.get("tool_calls", ()):
-            del call["index"]
-        if "tool_calls" in message:
-            message["content"] = message["content"] or None
-        return fields | {"message": role | message | {"refusal": None, "annotations": []}}
+        fields = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
+        return fields | {"message" if whole else "delta": role | message}
 
     @staticmethod
-    def _message(choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        """Return the new parts of a message."""
-        if choice.reader is None:
-            return {"content": text}
-        pieces = choice.reader.read(text, ended=finish is not None)
-        texts = {"text": "", "reasoning": "", "call": ""}
-        for piece in pieces:
-            texts[piece.kind] += piece.text
-        message: dict[str, Any] = {"content": texts["text"]}
-        if texts["reasoning"]:
-            message["reasoning_content"] = texts["reasoning"]
-        calls = [piece.call for piece in pieces if piece.call is not None]
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "index": choice.calls + number,
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for number, call in enumerate(calls)
-            ]
-            choice.calls += len(calls)
-        return message
+    def _message(choice: Choice, pieces: Sequence[Piece], *, whole: bool) -> dict[str, Any]:
+        """Format new parts of a message; the complete message if `whole`."""
+        message: dict[str, Any] = {"content": _text("text", pieces)}
+        if reasoning := _text("reasoning", pieces):
+            message["reasoning_content"] = reasoning
+        for call in (piece.call for piece in pieces if piece.call is not None):
+            function = {"name": call.name, "arguments": call.arguments}
+            index = {} if whole else {"index": choice.calls}
+            found = {**index, "id": call.id, "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(found)
+            choice.calls += 1
+        if not whole:
+            return message
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+        return message | {"refusal": None, "annotations": []}
+
+
+def _text(kind: str, pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
 class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
@@ -167,9 +157,9 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
         finish = deltas[-1].finish_reason
         text = "" if self.is_scored else "".join(delta.text for delta in deltas)
-        found = [delta.logprob for delta in deltas if delta.logprob is not None]
         logprobs = None
         if choice.offsets is not None:
+            found = [delta.logprob for delta in deltas if delta.logprob is not None]
             logprobs = self.texts.of_completion([] if self.is_scored else found, choice.offsets)
         if self.body.echo and not choice.sent:
             text = choice.echo + text
@@ -177,7 +167,7 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
                 before = self._of_prompt(choice, deltas[0].prompt_logprobs or ())
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
         if logprobs is not None and self.body.chat_logprobs and not self.is_scored:
-            logprobs["content"] = self.texts.of_chat(found)["content"]
+            logprobs["content"] = self.texts.of_chat(deltas)["content"]
         reason = None
         if finish is not None:
             reason = "length" if self.is_scored else FINISH[finish]

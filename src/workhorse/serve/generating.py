@@ -18,7 +18,7 @@ from workhorse.serve.prompts import Prompts
 from workhorse.serve.schema import ChatRequest, Sampling, StructuredOutputs
 from workhorse.serve.tools import Tools, grammar_of, tools_of
 from workhorse.tokenizers.chat.reply_format import ReplyFormat
-from workhorse.tokenizers.chat.reply_reader import ReplyReader
+from workhorse.tokenizers.chat.reply_reader import Piece, ReplyReader
 
 if TYPE_CHECKING:
     from workhorse.serve.grammar import GrammarChecker
@@ -76,6 +76,13 @@ class Choice:
     """Number of tool calls that have been sent."""
     offsets: Offsets | None = None
     """Counts the characters before the next new token, if log-probabilities are asked for."""
+
+    def read(self, deltas: Sequence[Delta]) -> list[Piece]:
+        """Return the parts of a chat's reply that new tokens complete."""
+        text = "".join(delta.text for delta in deltas)
+        if self.reader is None:
+            return [Piece("text", text)] if text else []
+        return self.reader.read(text, ended=deltas[-1].finish_reason is not None)
 
 
 @dataclass

@@ -145,20 +145,16 @@ class Prompts:
         if isinstance(self._format, TemplateFormat):
             source = self._format.template.source
         found: dict[str, Any] = {}
-        if effort is not None and "reasoning_effort" in source:
-            found["reasoning_effort"] = effort
-        if effort is not None and "enable_thinking" in source:
-            found["enable_thinking"] = effort != "none"
-        if (
-            effort is not None
-            and not found
-            and not (effort == "none" and not self.replies.reasoning)
-        ):
-            raise bad_request(
-                "the model's chat template has no variable for the amount of reasoning; omit it",
-                "reasoning_effort",
-                "not_served",
-            )
+        if effort is not None:
+            values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            found = {name: value for name, value in values.items() if name in source}
+            if not found and (effort != "none" or self.replies.reasoning):
+                raise bad_request(
+                    "the model's chat template has no variable for the amount of reasoning; omit "
+                    "it",
+                    "reasoning_effort",
+                    "not_served",
+                )
         for name in given:
             if name in OUR_VARIABLES or name not in source:
                 raise bad_request(
@@ -230,9 +226,11 @@ class Prompts:
                 options.pop(name, None)
         elif "top_p" in options:
             options["top_p"] = max(options["top_p"], LEAST_P)
-        draws = options.get("temperature") != 0
+        draws, is_chat = options.get("temperature") != 0, not isinstance(body, CompletionRequest)
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        ends = self._ends(body, stop)
+        ends = facts.reply_stop_tokens if is_chat else facts.stop_tokens
+        special = self.tokenizer.special_tokens
+        named = [special[text] for text in stop if text in special]
         try:
             return GenerationConfig(
                 **options,
@@ -242,22 +240,14 @@ class Prompts:
                 logit_bias=self._bias(body.logit_bias or {}),
                 seed=_seed(body.seed) if draws else None,
                 n_samples=samples if draws else 1,
-                stop=stop + (() if isinstance(body, CompletionRequest) else self._format.stop),
-                stop_tokens=ends,
-                shown_tokens=() if isinstance(body, CompletionRequest) else self._shown,
+                stop=stop + (self._format.stop if is_chat else ()),
+                stop_tokens=(*(() if body.ignore_eos else ends), *named),
+                shown_tokens=self._shown if is_chat else (),
                 exact=facts.is_exact,
                 speculate=facts.speculate,
             )
         except (ConfigError, ValidationError) as error:
             raise bad_request(str(error)) from None
-
-    def _ends(self, body: Sampling, stop: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ids that end a completion; special tokens named in `stop` are among them."""
-        facts, special = self._facts, self.tokenizer.special_tokens
-        is_chat = not isinstance(body, CompletionRequest)
-        own = facts.reply_stop_tokens if is_chat else facts.stop_tokens
-        named = [special[text] for text in stop if text in special]
-        return (*(() if body.ignore_eos else own), *named)
 
     def _bias(self, given: dict[str, float]) -> dict[int, float]:
         bias: dict[int, float] = {}

@@ -189,17 +189,13 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             "total_tokens": timings.prompt + timings.new,
         }
 
-    def _read(self, deltas: list[Delta]) -> Iterator[Fields]:
+    def _read(self, choice: Choice, deltas: list[Delta]) -> Iterator[Fields]:
         """Add new tokens to the output, and yield the events."""
-        text, finish = "".join(delta.text for delta in deltas), deltas[-1].finish_reason
+        finish = deltas[-1].finish_reason
         if self.body.has_logprobs:
-            found = [delta.logprob for delta in deltas if delta.logprob is not None]
-            self._logprobs += self.texts.of_chat(found)["content"]
+            self._logprobs += self.texts.of_chat(deltas)["content"]
         self._unread += len(deltas)
-        reader = self._jobs[0].choices[0].reader
-        pieces = [Piece("text", text)] if text else []
-        if reader is not None:
-            pieces = reader.read(text, ended=finish is not None)
+        pieces = choice.read(deltas)
         if finish is not None and not pieces and self._output.is_unfinished(self._logprobs):
             pieces = [Piece("text", "")]
         for piece in pieces:
@@ -212,8 +208,8 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             yield from self._output.end(self._status)
 
     async def _whole(self, steps: Steps) -> Response:
-        async for _, deltas in steps:
-            for _ in self._read(deltas):
+        async for item in steps:
+            for _ in self._read(*item):
                 pass
         return JSONResponse(self._response())
 
@@ -222,7 +218,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         yield self._event("response.in_progress", response=self._response())
 
     def events(self, choice: Choice, deltas: list[Delta]) -> Iterator[bytes]:
-        return (self._event(**fields) for fields in self._read(deltas))
+        return (self._event(**fields) for fields in self._read(choice, deltas))
 
     def end(self) -> Iterator[bytes]:
         yield self._event(f"response.{self._status}", response=self._response())

@@ -65,11 +65,7 @@ class Timings:
 
 
 class TokenText:
-    """Names tokens in log-probabilities.
-
-    Args:
-        tokenizer: the model's tokenizer.
-    """
+    """Formats tokens and their log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

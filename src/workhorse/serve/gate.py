@@ -7,18 +7,14 @@ import hmac
 import math
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workhorse.serve.errors import ApiError, shutting_down
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = "/health"
 """The only route that needs no key."""
@@ -100,7 +96,7 @@ class Gate:
         on_answer: called with the route and the status of each answer.
     """
 
-    def __init__(self, app: App, keys: Keys, limits: Limits, *, loopback: bool = False) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, *, loopback: bool = False) -> None:
         self.app = app
         self.running: Counter[str] = Counter()
         self.is_draining = False
@@ -141,11 +137,11 @@ class Gate:
         return counting
 
     def _client(self, scope: Scope) -> str:
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = Headers(scope=scope)
         address = (scope.get("client") or ("",))[0]
         if scope["path"] == OPEN:
             return address
-        if self._loopback and not is_loopback(_host(headers.get(b"host", ""))):
+        if self._loopback and not is_loopback(_host(headers.get("host", ""))):
             raise ApiError(
                 403,
                 "the Host header is not a loopback address; use http://localhost, or start the "
@@ -154,7 +150,7 @@ class Gate:
             )
         if not self._keys:
             return address
-        client = self._keys.client(headers.get(b"authorization", ""))
+        client = self._keys.client(headers.get("authorization", ""))
         if client is None:
             raise ApiError(
                 401,
@@ -197,20 +193,20 @@ class Gate:
             ApiError: it is too large or takes too long, or its type is not JSON.
             ClientLeft: the client has closed the connection.
         """
-        headers = {name.lower(): value for name, value in scope["headers"]}
+        headers = Headers(scope=scope)
         most = self._limits.body_bytes
-        length = headers.get(b"content-length", b"0")
+        length = headers.get("content-length", "0")
         too_large = ApiError(
             413, f"the body is larger than {most:,} bytes; shorten it", code="body_too_large"
         )
-        if not length.isdigit() or int(length) > most:
+        if not (length.isascii() and length.isdigit()) or int(length) > most:
             raise too_large
         if scope["method"] == "POST":
-            kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            if kind != b"application/json":
+            kind = headers.get("content-type", "").split(";")[0].strip().lower()
+            if kind != "application/json":
                 raise ApiError(
                     415,
-                    f"the content type is {kind.decode('latin-1')!r}; send application/json",
+                    f"the content type is {kind!r}; send application/json",
                     code="unsupported_media_type",
                 )
         body = bytearray()

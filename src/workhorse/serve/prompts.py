@@ -27,11 +27,7 @@ LEAST_P = 1e-9
 
 
 class Prompts:
-    """Encodes prompts and chats, and makes the options of the engine.
-
-    Args:
-        facts: the model.
-    """
+    """Encodes prompts and chats of a model, and makes the options of the engine."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts = facts
@@ -81,15 +77,7 @@ class Prompts:
                 why = "the model was not trained to chat"
             raise bad_request(f"tools cannot be used: {why}; omit them", "tools", "not_served")
         given = [self._plain(number, message) for number, message in enumerate(messages)]
-        called: set[str] = set()
-        for number, message in enumerate(messages):
-            called |= {call.id for call in message.tool_calls or ()}
-            if message.tool_call_id is not None and message.tool_call_id not in called:
-                raise bad_request(
-                    f"no earlier message calls a tool with the id {message.tool_call_id[:80]!r}; "
-                    "correct it",
-                    f"messages.{number}.tool_call_id",
-                )
+        _check_calls(messages)
         try:
             if isinstance(self._format, TemplateFormat):
                 described = None if tools is None else tools.described
@@ -170,7 +158,7 @@ class Prompts:
         opens = begins_in_reasoning(self._format.template, self.replies, **variables)
         return replace(self.replies, begins_in_reasoning=opens)
 
-    def check(self, prompt: list[int], param: str) -> list[int]:
+    def check(self, prompt: list[int], param: str) -> None:
         """Check a prompt's length and ids.
 
         Raises:
@@ -192,7 +180,6 @@ class Prompts:
                 f"token id {max(prompt)} is not in the vocabulary; choose 0 to {facts.vocab - 1}",
                 param,
             )
-        return prompt
 
     def options(
         self, body: Sampling, prompt: list[int], most_new: int | None, samples: int = 1
@@ -267,17 +254,30 @@ _SAMPLING = ("temperature", *_ONLY_SAMPLED, "repetition_penalty")
 """Options with a default in `generation_config.json`."""
 
 
+def _check_calls(messages: Sequence[Message]) -> None:
+    """Check that each message of a tool answers an earlier call.
+
+    Raises:
+        ApiError: it does not.
+    """
+    called: set[str] = set()
+    for number, message in enumerate(messages):
+        called |= {call.id for call in message.tool_calls or ()}
+        if message.tool_call_id is not None and message.tool_call_id not in called:
+            raise bad_request(
+                f"no earlier message calls a tool with the id {message.tool_call_id[:80]!r}; "
+                "correct it",
+                f"messages.{number}.tool_call_id",
+            )
+
+
 def _seed(given: int | None) -> int:
     """Return a seed that leaves room for the seeds of further completions."""
     return secrets.randbits(32) if given is None else given % 2**62
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raises:
-        ValueError: the text is not one.
-    """
+    """Return a JSON object. Raises ValueError if the text is not one."""
     try:
         found = json.loads(text)
     except RecursionError:

@@ -124,11 +124,7 @@ def grammar_of(
 
 
 class _Rules:
-    """The rules of a grammar.
-
-    Args:
-        tokenizer: the model's tokenizer.
-    """
+    """The rules of a grammar, and the expressions that use them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.rules: list[str] = []

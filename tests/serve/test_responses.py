@@ -332,6 +332,9 @@ def test_an_output_is_sent_back_with_results(caller):
     assert again.status == "incomplete"
 
 
+CALL_ITEM = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
@@ -359,6 +362,7 @@ def test_an_output_is_sent_back_with_results(caller):
             "input",
             "no earlier message calls",
         ),
+        ({"input": [CALL_ITEM] * 129}, "input", "129 calls in a row"),
         ({"input": "a" * 300}, "input", "maximum context length is 256"),
         ({"include": ["reasoning.encrypted_content"]}, "include", "only message.output_text"),
         ({"top_logprobs": 2}, "top_logprobs", "no effect without message.output_text.logprobs"),
@@ -373,7 +377,7 @@ def test_an_output_is_sent_back_with_results(caller):
         ({"store": True}, "store", "not served"),
         ({"extra": {"stream_options": {}}}, "stream_options", "no effect without stream"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_wrong_values(client, fields, param, text):
     with pytest.raises(openai.BadRequestError, match=text) as caught:

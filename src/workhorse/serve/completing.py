@@ -21,11 +21,9 @@ from workhorse.serve.generating import (
     grammar_of_form,
     jobs_of_chat,
 )
-from workhorse.serve.schema import ChatRequest, ChoicesRequest, CompletionRequest
+from workhorse.serve.schema import MOST_CHOICES, ChatRequest, ChoicesRequest, CompletionRequest
 from workhorse.tokenizers.chat.reply_reader import Piece
 
-MOST_CHOICES = 128
-"""Maximum number of completions of a request."""
 SHORT = 16
 """Default of `max_tokens` for completions, as in OpenAI's API."""
 

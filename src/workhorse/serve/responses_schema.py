@@ -5,7 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from workhorse.serve.errors import bad_request
 from workhorse.serve.schema import (
+    MOST_TOOLS,
     AllowedTools,
     Body,
     ChatRequest,
@@ -195,7 +197,7 @@ class ChosenTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MOST_TOOLS)]
 
     @property
     def as_in_chats(self) -> AllowedTools:
@@ -276,7 +278,9 @@ class ResponsesRequest(Sampling):
     """How much the model should reason, if the chat template reads it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Extension: variables for the chat template, such as `enable_thinking`."""
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True, default_factory=list[Tool])]
+    tools: Annotated[
+        list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True, default_factory=list[Tool])
+    ]
     """The functions that the reply may call."""
     tool_choice: AnyChoice = "auto"
     """Whether the reply may or must call tools, or which ones."""
@@ -357,7 +361,11 @@ PARTS = ("reasoning_content", "content", "tool_calls")
 
 
 def messages_of(body: ResponsesRequest) -> list[Message]:
-    """Return the chat of a request. Successive items of the assistant are parts of one message."""
+    """Return the chat of a request. Successive items of the assistant are parts of one message.
+
+    Raises:
+        ApiError: a message has too many calls.
+    """
     found: list[dict[str, Any]] = []
     if body.instructions is not None:
         found.append({"role": "system", "content": body.instructions})
@@ -370,6 +378,9 @@ def messages_of(body: ResponsesRequest) -> list[Message]:
             found[-1]["tool_calls"] += item.fields["tool_calls"]
         else:
             found[-1] |= item.fields
+    most = max(len(one.get("tool_calls", ())) for one in found)
+    if most > MOST_TOOLS:
+        raise bad_request(f"input has {most} calls in a row; give up to {MOST_TOOLS}", "input")
     no_content = [one for one in found if "content" not in one and "tool_calls" not in one]
     for one in no_content:  # a reply that ended in its reasoning
         one["content"] = ""

@@ -7,7 +7,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 MOST_STOPS = 16
-MOST_PROMPTS = 128
+MOST_CHOICES = 128
+"""Maximum number of completions of a request."""
+MOST_TOOLS = 128
+"""Maximum number of tools of a request, and of calls of a message."""
 MOST_BIASES = 10_000
 LARGEST_SEED = 2**63
 
@@ -189,7 +192,7 @@ class Sampling(Body):
 class ChoicesRequest(Sampling):
     """The fields that chat completions and completions share."""
 
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     """Number of completions of each prompt."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of new tokens."""
@@ -266,7 +269,7 @@ class SomeTools(Body):
     """Tools that a reply may call, or must call if `mode` is `required`."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
 class AllowedTools(Body):
@@ -276,7 +279,7 @@ class AllowedTools(Body):
     allowed_tools: SomeTools
 
 
-Tools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)]
+Tools = Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
@@ -289,7 +292,9 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     """Extension: the reasoning before an assistant's content, if the template reads it."""
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     """The calls in an assistant's message."""
     tool_call_id: str | None = None
     """The call that a tool's message answers."""
@@ -381,8 +386,8 @@ class CompletionRequest(ChoicesRequest):
     prompt: (
         str
         | Prompt
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_CHOICES)]
     )
     """A prompt or several, each a string or a list of token ids."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -100,7 +100,7 @@ FIELDS = [
     *("presence_penalty", "frequency_penalty", "logit_bias", "seed", "stream", "stream_options"),
     *("top_k", "min_p", "repetition_penalty", "ignore_eos", "timings", "logprobs", "top_logprobs"),
     *("best_of", "suffix", "tools", "response_format", "user", "metadata", "store", "functions"),
-    *("tokens", "content", "with_pieces", "max_completion_tokens", "nonsense"),
+    *("tokens", "content", "max_completion_tokens", "nonsense"),
 ]
 PATHS = (
     ROUTE,

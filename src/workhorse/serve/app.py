@@ -47,20 +47,13 @@ def create_app(
     *,
     name: str,
     metrics: Metrics,
-    keys: Sequence[str] = (),
-    limits: Limits | None = None,
-    loopback: bool = True,
+    keys: Sequence[str],
+    limits: Limits,
+    loopback: bool,
 ) -> Gate:
-    """Create the server's ASGI application.
+    """Create the server's ASGI application, with an engine that is ready.
 
-    Args:
-        engine: the engine, already started.
-        facts: facts about the model, reported by the engine.
-        name: name of the model for clients.
-        metrics: the figures of /metrics.
-        keys: the API keys; empty: none is needed.
-        limits: the limits of requests; None: the default ones.
-        loopback: see `Gate`.
+    For the other arguments see `run.serve`.
     """
     app = FastAPI(
         title="Workhorse",
@@ -80,12 +73,10 @@ def create_app(
         _checker(),
         facts.adapters,
     )
-    gate = Gate(app, Keys(keys), limits or Limits(), loopback=loopback and not keys)
-    gate.on_answer = metrics.answered
+    gate = Gate(app, Keys(keys), limits, on_answer=metrics.answered, loopback=loopback and not keys)
     _add_errors(app)
     _add_routes(app, server, facts, gate)
     _add_tokenizing(app, server, facts)
-
     return gate
 
 
@@ -209,14 +200,7 @@ def _tokenized(server: Server, body: TokenizeRequest, facts: ModelFacts) -> dict
             tokens = facts.tokenizer.encode(body.content or "")
     except WorkhorseError as error:
         raise bad_request(str(error), "content") from None
-    answer: dict[str, Any] = {
-        "tokens": tokens,
-        "count": len(tokens),
-        "max_model_len": facts.context,
-    }
-    if body.with_pieces:
-        answer["pieces"] = [server.texts.name(token) for token in tokens]
-    return answer
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": facts.context}
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -71,9 +71,9 @@ class EngineClient:
         self,
         settings: EngineSettings,
         *,
-        say: Callable[[str], object] = lambda line: None,
-        on_step: Callable[[Stepped], object] = lambda report: None,
-        command: Sequence[str] = COMMAND,
+        say: Callable[[str], object],
+        on_step: Callable[[Stepped], object],
+        command: Sequence[str],
     ) -> None:
         self.state: Literal["loading", "ready", "closed"] = "loading"
         self.load = QUIET
@@ -87,11 +87,6 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the engine; None if it is not running."""
-        return None if self._process is None else self._process.pid
 
     async def start(self) -> ModelFacts:
         """Start the process and wait until the model is loaded.

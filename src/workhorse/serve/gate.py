@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import math
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,8 @@ OPEN = "/health"
 """The only route that needs no key."""
 SHARE_OF_ONE = 0.75
 """Fraction of the places for requests that one client may use, so that others find one free."""
-
+RETRY = 1
+"""Seconds after which a client may send a refused request again."""
 TO_END = 1.0
 """Seconds to send the last event of a stream that took too long."""
 
@@ -37,8 +37,6 @@ class Limits:
     """Maximum number of requests that run or wait."""
     seconds: float = 600.0
     """Maximum time of a request."""
-    retry_seconds: float = 1.0
-    """`Retry-After` of a refused request."""
 
 
 class Keys:
@@ -87,20 +85,28 @@ class Gate:
         app: the application.
         keys: the API keys.
         limits: the limits.
+        on_answer: called with the route and the status of each answer.
         loopback: True if the server is bound to a loopback address without keys. The `Host` header
             must then be one too, so that no web page can reach the server by DNS rebinding.
 
     Attributes:
         running: the number of admitted requests in progress, by client.
         is_draining: True if no more requests are admitted.
-        on_answer: called with the route and the status of each answer.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, *, loopback: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        limits: Limits,
+        *,
+        on_answer: Callable[[str, int], object],
+        loopback: bool,
+    ) -> None:
         self.app = app
         self.running: Counter[str] = Counter()
         self.is_draining = False
-        self.on_answer: Callable[[str, int], object] = lambda route, status: None
+        self._on_answer = on_answer
         self._keys = keys
         self._limits = limits
         self._loopback = loopback
@@ -131,7 +137,7 @@ class Gate:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "none")
-                self.on_answer(route, message["status"])
+                self._on_answer(route, message["status"])
             await send(message)
 
         return counting
@@ -171,13 +177,12 @@ class Gate:
         places = self._limits.places
         own = max(1, int(places * SHARE_OF_ONE))
         if self.running.total() >= places or self.running[client] >= own:
-            wait = math.ceil(self._limits.retry_seconds)
             raise ApiError(
                 429,
                 f"{self.running[client]} of your requests and {self.running.total()} in all run or "
-                f"wait, and the limits are {own} and {places}; try again in {wait} s",
+                f"wait, and the limits are {own} and {places}; try again in {RETRY} s",
                 code="too_many_requests",
-                headers={"Retry-After": str(wait)},
+                headers={"Retry-After": str(RETRY)},
             )
         self.running[client] += 1
         try:

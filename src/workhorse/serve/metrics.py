@@ -12,7 +12,7 @@ class Metrics:
     """All figures of one server."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "Answered requests", ("route", "status"))
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts")
         self._cached = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
@@ -28,13 +28,13 @@ class Metrics:
         self._step = self._histogram("step_seconds", "Duration of a step of the engine")
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"workhorse_{name}", text, labels, registry=self.registry)
+        return Counter(f"workhorse_{name}", text, labels, registry=self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"workhorse_{name}", text, registry=self.registry)
+        return Gauge(f"workhorse_{name}", text, registry=self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"workhorse_{name}", text, registry=self.registry, buckets=SECONDS)
+        return Histogram(f"workhorse_{name}", text, registry=self._registry, buckets=SECONDS)
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request."""
@@ -63,4 +63,4 @@ class Metrics:
     def text(self, restarts: int) -> bytes:
         """Return all figures in Prometheus' text format."""
         self._restarts.set(restarts)
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)

@@ -16,6 +16,7 @@ from workhorse.serve.schema import (
     FunctionName,
     FunctionTool,
     Message,
+    NamedSchema,
     NamedTool,
     ResponseFormat,
     Sampling,
@@ -217,15 +218,11 @@ AnyChoice = Annotated[
 ]
 
 
-class TextFormat(Body):
+class TextFormat(NamedSchema):
     """The form of a reply."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    description: str | None = None
-    strict: bool | None = None
-    """Without effect: the schema is always enforced."""
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> "TextFormat":
@@ -238,9 +235,7 @@ class TextFormat(Body):
     @property
     def as_in_chats(self) -> ResponseFormat:
         """The form as the field `response_format` of a chat."""
-        schema = self.model_dump(exclude={"type"}, by_alias=True)
-        fields: dict[str, Any] = {"json_schema": schema} if self.type == "json_schema" else {}
-        return ResponseFormat.model_validate({"type": self.type} | fields)
+        return ResponseFormat.model_construct(type=self.type, json_schema=self)
 
 
 class ReasoningOptions(Body):

@@ -12,11 +12,13 @@ import uvicorn
 
 from workhorse.errors import WorkhorseError
 from workhorse.serve.app import create_app
-from workhorse.serve.engine_client import EngineClient
+from workhorse.serve.engine_client import COMMAND, EngineClient
 from workhorse.serve.gate import Gate, Limits, is_loopback
 from workhorse.serve.messages import EngineSettings, ModelFacts
 from workhorse.serve.metrics import Metrics
 
+GRACE = 600.0
+"""Seconds that requests in flight may take after a signal."""
 TO_TELL = 5.0
 """Seconds to answer the clients of dropped requests."""
 PROXIES = "FORWARDED_ALLOW_IPS"
@@ -126,15 +128,14 @@ async def serve(
     keys: Sequence[str] = (),
     limits: Limits,
     loopback: bool,
-    grace: float = 600.0,
     say: Callable[[str], object],
     on_ready: Callable[[ModelFacts], object] = lambda facts: None,
-    command: Sequence[str] | None = None,
+    command: Sequence[str] = COMMAND,
 ) -> int:
     """Serve a model until a signal arrives.
 
     At the first SIGTERM or SIGINT no more requests are accepted, and requests in flight end, for up
-    to `grace` seconds. At the second one they are dropped.
+    to `GRACE` seconds. At the second one they are dropped.
 
     Args:
         settings: settings of the engine.
@@ -143,7 +144,6 @@ async def serve(
         keys: the API keys.
         limits: limits of requests.
         loopback: see `Gate`.
-        grace: seconds that requests in flight may take after a signal.
         say: called with each message for the operator.
         on_ready: called when the model is loaded.
         command: command of the engine's process, for tests.
@@ -155,8 +155,7 @@ async def serve(
         WorkhorseError: the model cannot be loaded.
     """
     metrics = Metrics()
-    more = {} if command is None else {"command": command}
-    engine = EngineClient(settings, say=say, on_step=metrics.stepped, **more)
+    engine = EngineClient(settings, say=say, on_step=metrics.stepped, command=command)
     received: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -190,7 +189,7 @@ async def serve(
         if running.done():
             running.result()
         code = await stopping
-        await _drain(gate, engine, received, grace, say)
+        await _drain(gate, engine, received, say)
         server.should_exit = server.force_exit = True
         await running
         return code
@@ -204,7 +203,6 @@ async def _drain(
     gate: Gate,
     engine: EngineClient,
     received: asyncio.Queue[int],
-    grace: float,
     say: Callable[[str], object],
 ) -> None:
     """Wait until the requests in flight have ended, the time is over, or another signal arrives.
@@ -220,7 +218,7 @@ async def _drain(
             await asyncio.sleep(0.05)
 
     waiting = [asyncio.create_task(ended()), asyncio.create_task(received.get())]
-    await asyncio.wait(waiting, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(waiting, timeout=GRACE, return_when=asyncio.FIRST_COMPLETED)
     if gate.running.total():
         say(f"dropped {gate.running.total()} requests")
         await engine.close()

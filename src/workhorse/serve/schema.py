@@ -423,8 +423,6 @@ class TokenizeRequest(Body):
     add_special_tokens: bool = True
     """False to encode `prompt` without the tokens that begin a sequence, and names of special
     tokens as special tokens, as lm-eval's remote tokenizer needs."""
-    with_pieces: bool = False
-    """True to return the text of each token."""
 
     @model_validator(mode="after")
     def _one(self) -> "TokenizeRequest":

@@ -220,9 +220,9 @@ class Engine:
             The indices of the prompt's `n_samples` completions; see `Delta.index`.
 
         Raises:
-            WorkhorseError: see `check_prompts`; or this engine can never serve the request: it does
-                not have the adapter, or the config has beam search, or more guesses, samples or
-                tokens than the engine allows; or see `check_exact`.
+            WorkhorseError: see `check_prompts` and `check_exact`; or the engine does not have the
+                adapter; or the config has beam search, or more guesses, samples or tokens than the
+                engine allows.
         """
         self._repair()
         config = checked_config(config).with_seed()

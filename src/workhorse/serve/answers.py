@@ -85,7 +85,7 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
 
-    def of_chat(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def chat_logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Format the log-probabilities of new tokens as a chat completion has them."""
         content = [
             {
@@ -107,7 +107,7 @@ class TokenText:
             "bytes": list(data),
         }
 
-    def of_completion(
+    def completion_logprobs(
         self, logprobs: Sequence[TokenLogprob | int], offsets: "Offsets"
     ) -> dict[str, list[Any]]:
         """Format log-probabilities as a completion has them.

@@ -24,7 +24,7 @@ from workhorse.serve.generating import (
 from workhorse.serve.schema import MOST_CHOICES, ChatRequest, ChoicesRequest, CompletionRequest
 from workhorse.tokenizers.chat.reply_reader import Piece
 
-SHORT = 16
+DEFAULT_MAX_TOKENS = 16
 """Default of `max_tokens` for completions, as in OpenAI's API."""
 
 
@@ -107,7 +107,7 @@ class ChatAnswer(ChoicesAnswer[ChatRequest]):
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
         finish = deltas[-1].finish_reason
         message = self._message(choice, choice.read(deltas), whole=whole)
-        logprobs = self.texts.of_chat(deltas) if self.body.logprobs else None
+        logprobs = self.texts.chat_logprobs(deltas) if self.body.logprobs else None
         reason = None if finish is None else FINISH[finish]
         if choice.calls and reason == "stop":
             reason = "tool_calls"
@@ -158,14 +158,16 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         logprobs = None
         if choice.offsets is not None:
             found = [delta.logprob for delta in deltas if delta.logprob is not None]
-            logprobs = self.texts.of_completion([] if self.is_scored else found, choice.offsets)
+            logprobs = self.texts.completion_logprobs(
+                [] if self.is_scored else found, choice.offsets
+            )
         if self.body.echo and not choice.sent:
             text = choice.echo + text
             if logprobs is not None:
                 before = self._of_prompt(choice, deltas[0].prompt_logprobs or ())
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
         if logprobs is not None and self.body.chat_logprobs and not self.is_scored:
-            logprobs["content"] = self.texts.of_chat(deltas)["content"]
+            logprobs["content"] = self.texts.chat_logprobs(deltas)["content"]
         reason = None
         if finish is not None:
             reason = "length" if self.is_scored else FINISH[finish]
@@ -175,7 +177,7 @@ class CompletionAnswer(ChoicesAnswer[CompletionRequest]):
         # Ids of special tokens are echoed as names. An encoded string has none but its prefix.
         is_text = isinstance(self.body.prompt, str) or isinstance(self.body.prompt[0], str)
         offsets = Offsets(self._server.prompts.tokenizer.stream(skip_special=is_text))
-        return self.texts.of_completion([choice.prompt[0], *found], offsets)
+        return self.texts.completion_logprobs([choice.prompt[0], *found], offsets)
 
 
 async def chat(server: Server, body: ChatRequest, state: Any) -> Response:
@@ -212,7 +214,7 @@ async def _jobs_of_prompt(
     is_text = isinstance(given, str)
     prompt = await asyncio.to_thread(prompts.of_text, given) if is_text else given
     prompts.check(prompt, "prompt")
-    most = SHORT if body.max_tokens is None else body.max_tokens
+    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     config = prompts.options(body, prompt, most, body.n)
     if body.logprobs is not None:
         config = config.replace(

@@ -76,7 +76,7 @@ class Worker:
     def run(self) -> None:
         """Work until the connection is closed."""
         threading.Thread(target=self._receive, daemon=True).start()
-        while self._obey():
+        while self._process_messages():
             if not self._engine.is_idle:
                 self._step()
 
@@ -85,7 +85,7 @@ class Worker:
             self._arrived.put(message)
         self._arrived.put(None)
 
-    def _obey(self) -> bool:
+    def _process_messages(self) -> bool:
         """Process all messages that have arrived; wait for one if there is nothing else to do."""
         wait = self._engine.is_idle
         while True:

@@ -17,7 +17,7 @@ from workhorse.serve.errors import ApiError, shutting_down
 
 OPEN = "/health"
 """The only route that needs no key."""
-SHARE_OF_ONE = 0.75
+CLIENT_SHARE = 0.75
 """Fraction of the places for requests that one client may use, so that others find one free."""
 RETRY = 1
 """Seconds after which a client may send a refused request again."""
@@ -175,7 +175,7 @@ class Gate:
         if self.is_draining:
             raise shutting_down()
         places = self._limits.places
-        own = max(1, int(places * SHARE_OF_ONE))
+        own = max(1, int(places * CLIENT_SHARE))
         if self.running.total() >= places or self.running[client] >= own:
             raise ApiError(
                 429,

@@ -159,7 +159,7 @@ class Answer(ABC, Generic[Request]):
         """Return the whole answer."""
 
     def beginning(self) -> Iterable[bytes]:
-        """Return the events before those of new tokens."""
+        """Return the first events of a stream."""
         return ()
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Answer(ABC, Generic[Request]):
 
     @abstractmethod
     def end(self) -> Iterable[bytes]:
-        """Return the events after all tokens."""
+        """Return the last events of a stream that succeeds."""
 
     @abstractmethod
     def failure(self, error: ApiError) -> bytes:

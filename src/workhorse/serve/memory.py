@@ -32,7 +32,7 @@ class Fit(NamedTuple):
     context: int
     """Maximum number of tokens of a completion with its prompt."""
     weights: int
-    """Bytes of the weights, with those of adapters."""
+    """Bytes of the weights, adapters included."""
     bytes_per_token: int
     """Bytes of one token in the cache, as the mean over a full context."""
     cache_tokens: int

@@ -127,7 +127,7 @@ class Prompts:
             given: variables by name.
 
         Raises:
-            ApiError: the template does not read one of them.
+            ApiError: the template does not read a variable.
         """
         source = ""
         if isinstance(self._format, TemplateFormat):

@@ -126,8 +126,10 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         self._numbers = count()
         self._logprobs: list[Fields] = []
         """Log-probabilities of tokens whose text has not been added to the output."""
-        self._unread = self._reasoning = 0
-        """Numbers of tokens: those whose text has not been added, and those of reasoning."""
+        self._unread = 0
+        """Number of tokens whose text has not been added to the output."""
+        self._reasoning = 0
+        """Number of tokens of reasoning."""
         self._status = IN_PROGRESS
         config = jobs[0].config
         form: Fields = {"type": "text"}
@@ -193,7 +195,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         """Add new tokens to the output, and yield the events."""
         finish = deltas[-1].finish_reason
         if self.body.has_logprobs:
-            self._logprobs += self.texts.of_chat(deltas)["content"]
+            self._logprobs += self.texts.chat_logprobs(deltas)["content"]
         self._unread += len(deltas)
         pieces = choice.read(deltas)
         if finish is not None and not pieces and self._output.is_unfinished(self._logprobs):

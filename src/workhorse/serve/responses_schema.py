@@ -53,7 +53,7 @@ DIRECT = {"type": "direct"}
 class Item(Body):
     """A part of the input. Answers have items with the same fields, so they can be sent back.
 
-    `fields` are those of the message of a chat that the item is, or is a part of.
+    `fields` has the fields of the chat message that the item is, or is a part of.
     """
 
     without_effect = frozenset({"id", "status"})

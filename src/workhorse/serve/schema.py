@@ -199,7 +199,7 @@ class ChoicesRequest(Sampling):
     stream_options: StreamOptions | None = None
     processed_logprobs: bool = False
     """Extension: True for log-probabilities of new tokens after grammar, bias, penalties,
-    temperature and filters: those of the distribution of the draw. Needs `logprobs`."""
+    temperature and filters, which is the distribution of the draw. Needs `logprobs`."""
 
 
 class TextPart(Body):

@@ -31,7 +31,7 @@ class Tools:
 
     @property
     def needs_grammar(self) -> bool:
-        """True if the model alone could write a reply that is not allowed."""
+        """True if a reply that is not allowed can only be prevented by a grammar."""
         return self.must_call or self.only_one or self.is_strict
 
 

@@ -35,8 +35,8 @@ def add_adapter(
 ) -> Decoder:
     """Add an adapter to a decoder, in place, and make it the active and only trainable one.
 
-    All other parameters are frozen, except those of `also_train`. If the decoder shares its weights
-    with others, it gets its own copy of these.
+    All other parameters are frozen, except modules in `also_train`. If the decoder shares its
+    weights with others, it gets its own copies of these modules.
 
     Args:
         decoder: the decoder, which may be quantised and may have adapters with other names. On the

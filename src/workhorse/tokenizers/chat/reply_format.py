@@ -19,7 +19,7 @@ _STEPS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 @dataclass(frozen=True)
 class Tagged:
-    """The format of arguments with tags around each of them."""
+    """The format of arguments in tags: each key and each value is enclosed."""
 
     first: str
     """Text before the first key."""

@@ -67,8 +67,6 @@ class Worker:
         self._connection = connection
         self._received = received
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._jobs: dict[int, set[int]] = {}
-        """Indices of the unfinished completions of each job."""
         self._of: dict[int, tuple[int, int]] = {}
         """Job and number of each unfinished completion, by its index."""
         self._failures = 0
@@ -101,9 +99,7 @@ class Worker:
                     self._add(message)
                     wait = self._engine.is_idle
                 case Cancel(id):
-                    for index in self._jobs.pop(id, ()):
-                        del self._of[index]
-                        self._engine.cancel(index)
+                    self._drop(id)
                     if self._engine.is_idle:  # report that nothing is left
                         self._send(Stepped({}, self._engine.load, 0.0))
                         wait = True
@@ -122,7 +118,6 @@ class Worker:
         except Exception as error:  # must not end the process, and so the other jobs
             self._fail(job.id, error, is_input=isinstance(error, WorkhorseError))
             return
-        self._jobs[job.id] = set(indices)
         self._of |= {index: (job.id, number) for number, index in enumerate(indices)}
 
     def _grammar(self, job: Job) -> "Grammar":
@@ -145,7 +140,6 @@ class Worker:
                 raise
             return
         tokens: dict[int, list[Delta]] = {}
-        ended: list[int] = []
         for delta in deltas:
             if delta.index not in self._of:
                 continue  # its job was cancelled or has failed
@@ -153,21 +147,21 @@ class Worker:
             tokens.setdefault(job, []).append(_numbered(delta, number))
             if delta.finish_reason is not None:
                 del self._of[delta.index]
-                self._jobs[job].remove(delta.index)
-                if not self._jobs[job]:
-                    del self._jobs[job]
-                    ended.append(job)
-        self._send(Stepped(tokens, self._engine.load, time.perf_counter() - started, ended))
+        self._send(Stepped(tokens, self._engine.load, time.perf_counter() - started))
 
     def _drop_failed(self, error: Exception) -> bool:
         """Report the jobs that a failed step has dropped; False if there are none."""
         gone = {self._of[index][0] for index in self._of.keys() - set(self._engine.unfinished)}
         for job in gone:
-            for index in self._jobs.pop(job):
-                del self._of[index]
-                self._engine.cancel(index)
+            self._drop(job)
             self._fail(job, error, is_input=False)
         return bool(gone)
+
+    def _drop(self, job: int) -> None:
+        """Cancel the unfinished completions of a job."""
+        for index in [index for index, (one, _) in self._of.items() if one == job]:
+            del self._of[index]
+            self._engine.cancel(index)
 
     def _fail(self, job: int, error: Exception, *, is_input: bool) -> None:
         is_known = isinstance(error, WorkhorseError)

@@ -118,8 +118,6 @@ class Stepped:
     tokens: dict[int, list[Delta]]
     load: Load
     seconds: float
-    ended: list[int] = field(default_factory=list[int])
-    """Jobs that have ended."""
 
 
 def packed(message: object) -> bytes:

@@ -25,7 +25,7 @@ from workhorse.serve.gate import Gate, Keys, Limits
 from workhorse.serve.generating import Server
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
-from workhorse.serve.page import Page
+from workhorse.serve.page import page
 from workhorse.serve.prompts import Prompts
 from workhorse.serve.responses_schema import ResponsesRequest
 from workhorse.serve.schema import (
@@ -108,12 +108,12 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
     }
     of_adapters = [model | {"id": name, "parent": server.name} for name in server.adapters]
     served = {one["id"]: one for one in (model, *of_adapters)}
-    page = Page()
+    for_browsers = page()
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         """Return the page for browsers."""
-        return page.response
+        return for_browsers
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.serve.grammar_process import limits
+from workhorse.serve.grammar_process import error_of, limits
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import Tokenizer
 
@@ -109,8 +109,7 @@ class Grammars:
 
 
 def _check(matcher: LLMatcher) -> None:
-    if matcher.is_error():
-        reason = " ".join(matcher.get_error().split())[:300]
+    if reason := error_of(matcher):
         raise WorkhorseError(f"the grammar cannot be used: {reason}")
 
 

@@ -18,6 +18,11 @@ def limits() -> LLParserLimits:
     return LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
 
 
+def error_of(matcher: LLMatcher) -> str:
+    """Return the reason why a grammar cannot be used; empty if it can."""
+    return " ".join(matcher.get_error().split())[:300] if matcher.is_error() else ""
+
+
 def main() -> None:
     """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -27,8 +32,7 @@ def main() -> None:
         matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
-        reason = " ".join(matcher.get_error().split())[:300] if matcher.is_error() else ""
-        print(json.dumps(reason), flush=True)
+        print(json.dumps(error_of(matcher)), flush=True)
 
 
 if __name__ == "__main__":

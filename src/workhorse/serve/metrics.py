@@ -1,5 +1,8 @@
 """Figures for Prometheus: /metrics."""
 
+from functools import partial
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from workhorse.serve.answers import Timings
@@ -13,28 +16,22 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Answered requests", ("route", "status"))
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts")
-        self._cached = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
-        self._new = self._counter("generated_tokens", "Generated tokens")
-        self._proposed = self._counter("proposed_tokens", "Tokens guessed by speculative decoding")
-        self._accepted = self._counter("accepted_tokens", "Guessed tokens that were generated")
-        self._restarts = self._gauge("engine_restarts", "Times that the engine was restarted")
-        self._running = self._gauge("running_completions", "Completions in progress")
-        self._waiting = self._gauge("waiting_completions", "Completions in the queue")
-        self._cache = self._gauge("cache_used_ratio", "Fraction of the cache blocks in use")
-        self._first = self._histogram("time_to_first_token_seconds", "Until the first token")
-        self._between = self._histogram("time_between_tokens_seconds", "Mean time between tokens")
-        self._step = self._histogram("step_seconds", "Duration of a step of the engine")
-
-    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"workhorse_{name}", text, labels, registry=self._registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"workhorse_{name}", text, registry=self._registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"workhorse_{name}", text, registry=self._registry, buckets=SECONDS)
+        ours: dict[str, Any] = {"namespace": "workhorse", "registry": self._registry}
+        counter, gauge = partial(Counter, **ours), partial(Gauge, **ours)
+        histogram = partial(Histogram, **ours, buckets=SECONDS)
+        self._requests = counter("requests", "Answered requests", ("route", "status"))
+        self._prompt = counter("prompt_tokens", "Tokens of prompts")
+        self._cached = counter("cached_tokens", "Prompt tokens found in the prefix cache")
+        self._new = counter("generated_tokens", "Generated tokens")
+        self._proposed = counter("proposed_tokens", "Tokens guessed by speculative decoding")
+        self._accepted = counter("accepted_tokens", "Guessed tokens that were generated")
+        self._restarts = gauge("engine_restarts", "Times that the engine was restarted")
+        self._running = gauge("running_completions", "Completions in progress")
+        self._waiting = gauge("waiting_completions", "Completions in the queue")
+        self._cache = gauge("cache_used_ratio", "Fraction of the cache blocks in use")
+        self._first = histogram("time_to_first_token_seconds", "Until the first token")
+        self._between = histogram("time_between_tokens_seconds", "Mean time between tokens")
+        self._step = histogram("step_seconds", "Duration of a step of the engine")
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request."""

@@ -217,6 +217,7 @@ def test_the_engine_is_restarted_and_clients_are_told(address):
         refused = await ask(address, "POST", ROUTE, completion())
         assert (refused.status, refused.headers["retry-after"]) == (503, "5")
         await until(is_ready, seconds=60)
+        assert await is_empty(address)
         assert (await ask(address, "POST", ROUTE, completion())).status == 200
         assert await figure(address, "engine_restarts") == 1
 

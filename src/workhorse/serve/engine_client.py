@@ -32,7 +32,8 @@ FIRST_WAIT, LONGEST_WAIT = 0.1, 30.0
 """Seconds before the engine is restarted: after its first death, and after many in a row."""
 HEALTHY = 60.0
 """Seconds after which an engine that dies counts as having worked."""
-QUIET = Load(0, 0, 0.0)
+NOTHING_RUNS = Stepped({}, Load(0, 0, 0.0), 0.0)
+"""Reported when the engine has died."""
 
 
 class EngineDied(Exception):
@@ -63,7 +64,6 @@ class EngineClient:
 
     Attributes:
         state: `loading`, `ready`, or `closed`.
-        load: the engine's load after its last step.
         restarts: the number of times that the process was started again.
     """
 
@@ -76,7 +76,6 @@ class EngineClient:
         command: Sequence[str],
     ) -> None:
         self.state: Literal["loading", "ready", "closed"] = "loading"
-        self.load = QUIET
         self.restarts = 0
         self._settings = settings
         self._say = say
@@ -175,7 +174,8 @@ class EngineClient:
         while True:
             started = time.monotonic()
             await self._receive(reader)
-            self.state, self.load, writer, self._writer = "loading", QUIET, self._writer, None
+            self._on_step(NOTHING_RUNS)
+            self.state, writer, self._writer = "loading", self._writer, None
             if writer is not None:
                 writer.close()
             for queue in self._jobs.values():
@@ -200,7 +200,6 @@ class EngineClient:
         while (message := await _read(reader)) is not None:
             match message:
                 case Stepped():
-                    self.load = message.load
                     self._on_step(message)
                     for job, deltas in message.tokens.items():
                         if job in self._jobs:

@@ -8,7 +8,7 @@ import torch
 
 from tests.native.machine import decode_natively
 from workhorse.errors import WorkhorseError
-from workhorse.execute.body import beside
+from workhorse.execute.body import sharing_copy
 from workhorse.generate import Engine, GenerationConfig, generate, stream
 from workhorse.generate.beam import beam_search
 from workhorse.generate.sequence import PIECE
@@ -113,7 +113,7 @@ DORA = {"dora": LoraConfig(rank=2, targets=("down_proj",), dora=True)}
 @torch.no_grad()
 def with_adapter(base: Decoder, config: LoraConfig) -> Decoder:
     """The base with random values of an adapter; they share the other weights."""
-    decoder = add_adapter(beside(base), config)
+    decoder = add_adapter(sharing_copy(base), config)
     for parameter in adapter_parameters(decoder).values():
         parameter.add_(0.1 * torch.randn_like(parameter))
     return decoder

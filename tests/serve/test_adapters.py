@@ -15,7 +15,7 @@ from tests.serve.test_invariance import COMMON
 from workhorse.checkpoints.peft import write_peft
 from workhorse.cli.main import main
 from workhorse.errors import WorkhorseError
-from workhorse.execute.body import beside
+from workhorse.execute.body import sharing_copy
 from workhorse.generate import GenerationConfig, generate
 from workhorse.model.convert import convert
 from workhorse.model.model import Model
@@ -65,7 +65,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = Model("random", CONFIG.build(), tokenizer, trained=True)
     found = {"base": convert(base, folder / "base", "hf", notify=print).path}
     for name, config in ADAPTERS.items():
-        decoder = add_adapter(beside(base.reference), config)
+        decoder = add_adapter(sharing_copy(base.reference), config)
         with torch.no_grad():
             for parameter in adapter_parameters(decoder).values():
                 parameter.add_(0.3 * torch.randn_like(parameter))

@@ -54,7 +54,7 @@ def body_of(reference: Root) -> Root:
     return body
 
 
-def beside(reference: Decoder) -> Decoder:
+def sharing_copy(reference: Decoder) -> Decoder:
     """Copy the modules of a reference, so that the copy can get an adapter over the same weights.
 
     The copy is a reference too. It has no hooks.

@@ -22,7 +22,7 @@ from workhorse.checkpoints.stored import (
 from workhorse.data import DataConfig, SequenceStart, sequence_start
 from workhorse.devices.memory import size
 from workhorse.errors import WorkhorseError, shown
-from workhorse.execute.body import Execution, beside
+from workhorse.execute.body import Execution, sharing_copy
 from workhorse.execute.choose import DecodingBody, decoding_body
 from workhorse.files.text_formats import to_path
 from workhorse.generate import Completion, Delta, GenerationConfig, generate, stream
@@ -194,7 +194,7 @@ class Model:
             )
         if adapters_of(self.reference):
             raise WorkhorseError(f"{self.name} has an adapter; add {adapter} to its base")
-        stored, decoder = open_stored(self.name, weights=False), beside(self.reference)
+        stored, decoder = open_stored(self.name, weights=False), sharing_copy(self.reference)
         add_stored_adapter(decoder, stored, to_path(adapter, "an adapter is a path"), "default")
         return replace(self, decoder=decoder, built=None).with_execution(execution, exact=exact)
 

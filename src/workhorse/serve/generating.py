@@ -263,7 +263,7 @@ async def jobs_of_chat(
         config = config.replace(
             logprobs=body.top_logprobs or 0, processed_logprobs=body.processed_logprobs
         )
-    format = prompts.format_of_reply(variables)
+    format = await asyncio.to_thread(prompts.format_of_reply, variables)
     if tools is None:
         grammar = await grammar_of_form(server, body, form)
     else:

@@ -116,6 +116,19 @@ def listen(host: str, port: int) -> socket.socket:
 class _Uvicorn(uvicorn.Server):
     """A server whose signals are handled by `serve`."""
 
+    def __init__(self, gate: Gate) -> None:
+        config = uvicorn.Config(
+            gate,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            proxy_headers=PROXIES in os.environ,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+        super().__init__(config)
+
     def capture_signals(self):  # pyright: ignore[reportIncompatibleMethodOverride]
         return contextlib.nullcontext()
 
@@ -170,17 +183,7 @@ async def serve(
         gate = create_app(
             engine, facts, name=name, metrics=metrics, keys=keys, limits=limits, loopback=loopback
         )
-        config = uvicorn.Config(
-            gate,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            proxy_headers=PROXIES in os.environ,
-            h11_max_incomplete_event_size=64 << 10,
-        )
-        server = _Uvicorn(config)
+        server = _Uvicorn(gate)
         running = asyncio.create_task(server.serve(sockets=[bound]))
         while not (server.started or running.done()):
             await asyncio.sleep(0.01)

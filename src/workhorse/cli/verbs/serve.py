@@ -52,7 +52,8 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
 @click.option(
     "--queue",
     type=click.IntRange(0, 100_000),
-    help="Requests that may wait; further ones get status 429.  [default: --max-sequences]",
+    help="Requests that may wait; further ones get status 429.  [default: half of"
+    " --max-sequences]",
 )
 @click.option(
     "--cache-tokens",
@@ -159,7 +160,7 @@ def command(
         found = fit(settings)
         print_result(found._asdict(), as_json, text=found.sentence)
         return
-    places = max_sequences + (max_sequences if queue is None else queue)
+    places = max_sequences + (max(1, max_sequences // 2) if queue is None else queue)
     bound = listen(host, port)
     address = f"http://{_shown_host(host)}:{bound.getsockname()[1]}"
 

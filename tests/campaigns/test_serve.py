@@ -30,6 +30,7 @@ from tests.serve.raw import (
 )
 from tests.serve.schemas import random_schema
 from workhorse.serve.grammar import MARGIN, Grammars, source_of
+from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
@@ -330,7 +331,7 @@ def test_values_of_generated_schemas_are_valid(count):
     for _ in range(count):
         schema = random_schema(pick)
         source = source_of(StructuredOutputs.model_validate({"json": schema}))
-        grammar = grammars.make(source, 0, most := 400 + MARGIN)
+        grammar = grammars.make(GrammarSource(source), 0, most := 400 + MARGIN)
         tokens: list[int] = []
         while len(tokens) < most and not grammar.ends(tokens, "") and end not in tokens[-1:]:
             logits = torch.randn(tokenizer.vocab_size)

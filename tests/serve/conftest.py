@@ -31,7 +31,7 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 """Checks the events of /v1/responses against the types of OpenAI's client."""
 
 
-def write_chat_run(folder: Path, template: str | None = None) -> Path:
+def write_chat_run(folder: Path, template: str | None = None, context: int = CONTEXT) -> Path:
     """Write a run directory: a byte-level chat model with random weights.
 
     Its replies are mostly ASCII. A sampled reply ends after about ten tokens.
@@ -39,6 +39,7 @@ def write_chat_run(folder: Path, template: str | None = None) -> Path:
     Args:
         folder: the directory.
         template: source of its chat template; None: the default one.
+        context: the maximum sequence length.
     """
     tokenizer = with_template(train_tokenizer(BytesConfig(special=SpecialTokensConfig()), []))
     if template is not None:
@@ -48,7 +49,7 @@ def write_chat_run(folder: Path, template: str | None = None) -> Path:
             "vocab_size": tokenizer.vocab_size,
             "d_model": 16,
             "n_layers": 1,
-            "max_seq_len": CONTEXT,
+            "max_seq_len": context,
             "blocks": {
                 "main": {
                     "kind": "pre_norm",

@@ -15,6 +15,7 @@ from tests.serve.conftest import MODEL
 from tests.serve.schemas import random_schema
 from workhorse.serve import grammar as grammar_module
 from workhorse.serve.grammar import MARGIN, GrammarChecker, Grammars, source_of
+from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
@@ -106,7 +107,7 @@ def test_values_of_generated_schemas_end_in_time() -> None:
     for _ in range(40):
         schema = random_schema(pick)
         source = source_of(StructuredOutputs.model_validate({"json": schema}))
-        grammar = grammars.make(source, 0, most := 400 + MARGIN)
+        grammar = grammars.make(GrammarSource(source), 0, most := 400 + MARGIN)
         tokens: list[int] = []
         while len(tokens) < most and not grammar.ends(tokens, ""):
             logits = grammar(torch.randn(tokenizer.vocab_size), tokens)
@@ -118,7 +119,8 @@ def test_values_of_generated_schemas_end_in_time() -> None:
 
 def test_a_model_without_an_end_token_ends_when_nothing_can_follow() -> None:
     tokenizer = train_tokenizer(BytesConfig(), [])
-    grammar = Grammars(tokenizer, ()).make(source_of(StructuredOutputs(regex="ab?c")), 0, 9)
+    source = GrammarSource(source_of(StructuredOutputs(regex="ab?c")))
+    grammar = Grammars(tokenizer, ()).make(source, 0, 9)
     tokens: list[int] = []
     while not grammar.ends(tokens, ""):
         tokens.append(int(grammar(torch.zeros(tokenizer.vocab_size), tokens).argmax()))

@@ -20,6 +20,7 @@ from openai import OpenAI
 from tests.serve.conftest import KEY, MODEL, serving, write_chat_run
 from tests.tokenizers.test_replies import ARGUMENTS, TEMPLATES, WITH_CALLS, template, written
 from workhorse.serve.grammar import Grammars, source_of
+from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import (
     Function,
     FunctionName,
@@ -183,7 +184,7 @@ END = "<|eos|>"
 
 def accepts(grammars: Grammars, source: str, ids: list[int], end: int) -> bool:
     """True if a grammar allows these tokens, and then the end."""
-    grammar = grammars.make(source, 0, 2000)
+    grammar = grammars.make(GrammarSource(source), 0, 2000)
     for position, token in enumerate([*ids, end]):
         if grammar(torch.zeros(END_SIZE), ids[:position])[token] == -torch.inf:
             return position == len(ids) and grammar.ends(ids, "")
@@ -237,9 +238,9 @@ def test_grammars_allow_what_templates_write(name: str) -> None:
         assert allowed("Hello", parallel=False)
         assert not allowed(free[: len(free) // 2], parallel=False)
         if format.calls.is_tag:
-            assert allowed(free, content={"type": "object"})
-            assert allowed('{"a": 1}', content={"type": "object"})
-            assert not allowed("Hello", content={"type": "object"})
+            assert allowed(one, content={"type": "object"})
+            assert allowed(begun + '{"a": 1}', content={"type": "object"})
+            assert not allowed(begun + "Hello", content={"type": "object"})
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +252,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     source = source.replace(
         begin, begin + "{%- if enable_thinking is false %}{{- '\\n</think>\\n\\n' }}{%- endif %}"
     )
-    folder = write_chat_run(tmp_path_factory.mktemp("thinker") / MODEL, source)
+    folder = write_chat_run(tmp_path_factory.mktemp("thinker") / MODEL, source, context=512)
     headers = {"Authorization": f"Bearer {KEY}"}
     with serving(folder) as url, Client(base_url=url, headers=headers, timeout=60) as found:
         yield found
@@ -280,8 +281,15 @@ def test_reasoning_is_separate_and_can_be_switched_off(thinker: Client) -> None:
         assert content
     end = {str(token): 100 for token in b"</think>"}
     assert parts(logit_bias=end, max_tokens=1)[0] in "</think>"
-    forced = parts(tools=TOOLS, tool_choice="required", max_tokens=100)
-    assert forced == ("", "")
+    only_one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    thought, content = parts(tools=TOOLS, max_tokens=100, **only_one)
+    assert thought
+    assert not content
+    for more in ({}, {"tools": TOOLS}, {"reasoning_effort": "none"}):
+        form = {"response_format": {"type": "json_object"}, "max_tokens": 150}
+        thought, content = parts(**form, **more)
+        assert "tools" in more or isinstance(json.loads(content), dict)
+        assert bool(thought) is ("reasoning_effort" not in more)
 
 
 def test_variables_that_the_template_does_not_read(thinker: Client, http: Client) -> None:

@@ -21,6 +21,7 @@ from workhorse.serve.generating import (
     grammar_of_form,
     jobs_of_chat,
 )
+from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import MOST_CHOICES, ChatRequest, ChoicesRequest, CompletionRequest
 from workhorse.tokenizers.chat.reply_reader import Piece
 
@@ -207,7 +208,12 @@ async def complete(server: Server, body: CompletionRequest, state: Any) -> Respo
 
 
 async def _jobs_of_prompt(
-    server: Server, body: CompletionRequest, given: str | list[int], grammar: str, *, first: int
+    server: Server,
+    body: CompletionRequest,
+    given: str | list[int],
+    grammar: GrammarSource | None,
+    *,
+    first: int,
 ) -> list[Job]:
     """Return the jobs of a prompt, whose choices have indices from `first` on."""
     prompts, tokenizer = server.prompts, server.prompts.tokenizer

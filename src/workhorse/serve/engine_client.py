@@ -20,6 +20,7 @@ from workhorse.serve.messages import (
     Cancel,
     EngineSettings,
     Failed,
+    GrammarSource,
     Job,
     ModelFacts,
     Stepped,
@@ -113,7 +114,7 @@ class EngineClient:
         prompt: list[int],
         config: GenerationConfig,
         client: str,
-        grammar: str = "",
+        grammar: GrammarSource | None = None,
         adapter: str | None = None,
     ) -> AsyncGenerator[list[Delta]]:
         """Complete a prompt; yields the new tokens of each step. `Delta.index` counts from 0.

@@ -32,6 +32,7 @@ from workhorse.serve.messages import (
     Cancel,
     EngineSettings,
     Failed,
+    GrammarSource,
     Job,
     ModelFacts,
     Stepped,
@@ -106,7 +107,7 @@ class Worker:
 
     def _add(self, job: Job) -> None:
         try:
-            grammars = [self._grammar(job)] if job.grammar else []
+            grammars = [self._grammar(job, job.grammar)] if job.grammar else []
             indices = self._engine.add(
                 job.prompt,
                 job.config,
@@ -120,14 +121,14 @@ class Worker:
             return
         self._of |= {index: (job.id, number) for number, index in enumerate(indices)}
 
-    def _grammar(self, job: Job) -> "Grammar":
+    def _grammar(self, job: Job, source: GrammarSource) -> "Grammar":
         from workhorse.serve.grammar import Grammars
 
         ends = job.config.stop_tokens or ()
         if ends not in self._grammars:
             self._grammars[ends] = Grammars(self._tokenizer, ends)
         most_new = job.config.max_new_tokens
-        return self._grammars[ends].make(job.grammar, len(job.prompt), most_new)
+        return self._grammars[ends].make(source, len(job.prompt), most_new)
 
     def _step(self) -> None:
         started = time.perf_counter()

@@ -13,16 +13,18 @@ from workhorse.generate import Delta, GenerationConfig
 from workhorse.serve.answers import Offsets, Timings, TokenText, merged
 from workhorse.serve.engine_client import EngineClient, EngineDied, JobFailed
 from workhorse.serve.errors import ApiError, bad_request, engine_died, shutting_down
+from workhorse.serve.messages import GrammarSource
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.prompts import Prompts
 from workhorse.serve.schema import ChatRequest, Sampling, StructuredOutputs
-from workhorse.serve.tools import Tools, grammar_of, tools_of
+from workhorse.serve.tools import Tools, grammar_of, grammar_of_content, tools_of
 from workhorse.tokenizers.chat.reply_format import ReplyFormat
 from workhorse.tokenizers.chat.reply_reader import Piece, ReplyReader
 
 if TYPE_CHECKING:
     from workhorse.serve.grammar import GrammarChecker
 
+PLAIN = ReplyFormat()
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of a stream: proxies must pass events on at once."""
 
@@ -95,11 +97,15 @@ class Job:
     prompt: list[int]
     config: GenerationConfig
     choices: list[Choice]
-    grammar: str = ""
+    grammar: GrammarSource | None = None
 
     @classmethod
     def several(
-        cls, prompt: list[int], config: GenerationConfig, choices: list[Choice], grammar: str
+        cls,
+        prompt: list[int],
+        config: GenerationConfig,
+        choices: list[Choice],
+        grammar: GrammarSource | None,
     ) -> "list[Job]":
         """Return the jobs of a prompt. With a grammar, each sample is a job with its own state."""
         if not grammar or config.n_samples == 1:
@@ -265,22 +271,24 @@ async def jobs_of_chat(
         )
     format = await asyncio.to_thread(prompts.format_of_reply, variables)
     if tools is None:
-        grammar = await grammar_of_form(server, body, form)
+        grammar = await grammar_of_form(server, body, form, format)
     else:
         ends = config.stop_tokens or ()
         grammar = await _grammar_with_tools(server, body, tools, format, ends=ends, form=form)
     if begun and grammar:
         raise bad_request("reply_tokens and a grammar conflict; omit one", "reply_tokens")
     choices = [Choice(index, prompt) for index in range(body.n)]
-    if tools is not None or (format.reasoning is not None and not grammar):
+    if tools is not None or (format.reasoning is not None and body.structured_outputs is None):
         for choice in choices:
             choice.reader = ReplyReader(format, None if tools is None else tools.functions)
             choice.reader.read(prompts.tokenizer.decode(begun), ended=False)
     return Job.several(prompt, config, choices, grammar)
 
 
-async def grammar_of_form(server: Server, body: Sampling, form: str = "") -> str:
-    """Return the grammar of a completion, or of a reply without calls; empty: any text.
+async def grammar_of_form(
+    server: Server, body: Sampling, form: str = "", format: ReplyFormat = PLAIN
+) -> GrammarSource | None:
+    """Return the grammar of a completion, or of a reply without calls; None: any text.
 
     Raises:
         ApiError: the grammar cannot be used, or conflicts with another field.
@@ -290,7 +298,10 @@ async def grammar_of_form(server: Server, body: Sampling, form: str = "") -> str
         if asked is not None:
             raise bad_request(f"structured_outputs and {form} conflict; omit one", param)
         asked, param = StructuredOutputs.model_validate({"json": schema}), form
-    return "" if asked is None else await _checked(server, body, asked, param)
+        if format.reasoning is not None:
+            text = grammar_of_content(schema, format, server.prompts.tokenizer)
+            asked = StructuredOutputs(grammar=text)
+    return None if asked is None else await _checked(server, body, asked, param, format)
 
 
 async def _grammar_with_tools(
@@ -301,8 +312,8 @@ async def _grammar_with_tools(
     *,
     ends: Sequence[int],
     form: str,
-) -> str:
-    """Return the grammar of a reply that may call tools; empty: any text.
+) -> GrammarSource | None:
+    """Return the grammar of a reply that may call tools; None: any text.
 
     Raises:
         ApiError: see `grammar_of_form`.
@@ -311,17 +322,19 @@ async def _grammar_with_tools(
         raise bad_request("structured_outputs and tools conflict; omit one", "structured_outputs")
     schema = body.content_schema
     if schema is None and not tools.needs_grammar:
-        return ""
+        return None
     calls = format.calls
     if schema is not None and not tools.must_call and calls is not None and not calls.is_tag:
         raise bad_request(
             f"{form} and tools conflict, since this model writes calls as JSON; omit one", form
         )
     text = grammar_of(tools, format, server.prompts.tokenizer, ends, schema)
-    return await _checked(server, body, StructuredOutputs(grammar=text), "tools")
+    return await _checked(server, body, StructuredOutputs(grammar=text), "tools", format)
 
 
-async def _checked(server: Server, body: Sampling, asked: StructuredOutputs, param: str) -> str:
+async def _checked(
+    server: Server, body: Sampling, asked: StructuredOutputs, param: str, format: ReplyFormat
+) -> GrammarSource:
     """Return a grammar in llguidance's format.
 
     Raises:
@@ -340,4 +353,5 @@ async def _checked(server: Server, body: Sampling, asked: StructuredOutputs, par
         reason, source = str(error), ""
     if reason:
         raise bad_request(f"{param}: the grammar cannot be used: {reason}; change it", param)
-    return source
+    end = format.reasoning[1] if format.reasoning else ""
+    return GrammarSource(source, tuple(server.prompts.tokenizer.encode(end, allow_special=True)))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.serve.grammar_process import error_of, limits
+from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import Tokenizer
 
@@ -92,20 +93,21 @@ class Grammars:
         one_byte = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
         self._of_byte = {data[0]: token for data, token in one_byte.items() if len(data) == 1}
 
-    def make(self, source: str, prompt: int, most_new: int) -> "Grammar":
+    def make(self, source: GrammarSource, prompt: int, most_new: int) -> "Grammar":
         """Compile a grammar for one completion.
 
         Args:
-            source: the grammar, in llguidance's format.
+            source: the grammar.
             prompt: number of tokens of the prompt.
             most_new: maximum number of tokens of the completion.
 
         Raises:
             WorkhorseError: the grammar is not valid.
         """
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits())
+        matcher = LLMatcher(self._tokenizer, source.text, log_level=0, limits=limits())
         _check(matcher)
-        return Grammar(matcher, self._of_byte, self._special, prompt, most_new)
+        closing = _Closing(self._of_byte, self._special, source.end_of_reasoning)
+        return Grammar(matcher, closing, prompt, most_new)
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -120,17 +122,9 @@ class Grammar:
     finds any.
     """
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        of_byte: Mapping[int, int],
-        special: Collection[int],
-        prompt: int,
-        most_new: int,
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, closing: "_Closing", prompt: int, most_new: int) -> None:
         self._matcher = matcher
-        self._of_byte = of_byte
-        self._special = special
+        self._closing = closing
         self._prompt = prompt
         self._most_new = most_new
         self._consumed = 0
@@ -170,17 +164,43 @@ class Grammar:
 
     def _reserve(self, left: int) -> None:
         """Find out how many tokens end the value; if no more are left, allow only these."""
-        closing = self._shortest(min(left, LONGEST_CLOSING))
+        closing = self._closing.of(self._matcher, min(left, LONGEST_CLOSING))
         spare = 0 if closing is None else left - len(closing)
         if closing and spare <= MARGIN:
             self._plan = closing
         else:
             self._check_at = left - max(1, spare // 8)
 
-    def _shortest(self, most: int) -> list[int] | None:
+
+class _Closing:
+    """Finds tokens that end a value.
+
+    Args:
+        of_byte: the token of each byte.
+        special: ids of special tokens, except those that end completions.
+        end_of_reasoning: see `GrammarSource`.
+    """
+
+    def __init__(
+        self, of_byte: Mapping[int, int], special: Collection[int], end_of_reasoning: Sequence[int]
+    ) -> None:
+        self._of_byte = of_byte
+        self._special = special
+        self._end_of_reasoning = end_of_reasoning
+
+    def of(self, matcher: LLMatcher, most: int) -> list[int] | None:
         """Return up to `most` tokens that end the value, chosen greedily; None if they do not."""
-        trial = self._matcher.deep_copy()
-        tokens: list[int] = []
+        found = self._after(matcher, [], most)
+        if found is None and self._end_of_reasoning:
+            found = self._after(matcher, self._end_of_reasoning, most)
+        return found
+
+    def _after(self, matcher: LLMatcher, first: Sequence[int], most: int) -> list[int] | None:
+        trial, tokens = matcher.deep_copy(), [*first]
+        if trial.validate_tokens(tokens) < len(tokens):
+            return None
+        for token in first:
+            trial.consume_token(token)
         while not trial.is_accepting():
             next_token = self._ending(trial)
             if next_token is None:

@@ -4,7 +4,7 @@ import contextlib
 import pickle
 import struct
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from workhorse.data import SequenceStart
 from workhorse.generate import Delta, GenerationConfig
@@ -79,6 +79,15 @@ class ModelFacts:
     """Names of the adapters that requests may choose."""
 
 
+class GrammarSource(NamedTuple):
+    """The grammar of a completion."""
+
+    text: str
+    """The grammar in llguidance's format."""
+    end_of_reasoning: tuple[int, ...] = ()
+    """Tokens that end reasoning, if the completion may begin with it."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A prompt to complete; the completions are numbered from 0."""
@@ -88,8 +97,8 @@ class Job:
     config: GenerationConfig
     client: str
     """Name of the client; see `Engine.add`."""
-    grammar: str = ""
-    """Grammar of the completion, in llguidance's format; empty: none."""
+    grammar: "GrammarSource | None" = None
+    """Grammar of the completion."""
     adapter: str | None = None
     """Name of the adapter; None: the model itself."""
 

@@ -111,16 +111,26 @@ def grammar_of(
     rest = f"{call} {more} {rules.literal(rules.without_ends(calls.end, ends))}"
     start = f"{rules.literal(calls.begin)} {rest}"
     if tools.must_call:
-        # A forced call has no reasoning, which might not end.
-        begun = format.reasoning if format.begins_in_reasoning else None
-        start = f"{rules.literal(begun[1]) if begun else ''} {start}"
+        start = f"{rules.reasoning(format)} {start}"
     elif content is not None:
-        start += f" | {_json(content)}"
+        start = f"{rules.reasoning(format)} ({start} | {_json(content)})"
     elif calls.is_tag:
         start = f"{ANYTHING} | {rules.until(calls.begin)} {rest}"
     else:
         start += r" | /([^{\[\s](?s:.*))?/"
     return "\n".join([f"start: {start}", *rules.rules])
+
+
+def grammar_of_content(schema: dict[str, Any], format: ReplyFormat, tokenizer: Tokenizer) -> str:
+    """Return the grammar of JSON after reasoning, in llguidance's variant of Lark.
+
+    Args:
+        schema: JSON schema of the content.
+        format: how the model writes replies.
+        tokenizer: the model's tokenizer.
+    """
+    rules = _Rules(tokenizer)
+    return "\n".join([f"start: {rules.reasoning(format)} {_json(schema)}", *rules.rules])
 
 
 class _Rules:
@@ -131,6 +141,14 @@ class _Rules:
         self._special = tokenizer.special_tokens
         names = sorted((re.escape(name) for name in self._special), key=len, reverse=True)
         self._parts = re.compile(f"({'|'.join([*names, ID])})")
+
+    def reasoning(self, format: ReplyFormat) -> str:
+        """Return an expression of the reasoning; empty if there is none."""
+        if format.reasoning is None:
+            return ""
+        begin, end = format.reasoning
+        rest = f"{self.until(end)} /[ \\n]{{0,4}}/"
+        return rest if format.begins_in_reasoning else f"({self.literal(begin)} {rest})?"
 
     def without_ends(self, text: str, ends: Collection[int]) -> str:
         """Remove the tokens at the end of a string that end a reply."""

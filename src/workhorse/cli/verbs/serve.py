@@ -52,8 +52,7 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
 @click.option(
     "--queue",
     type=click.IntRange(0, 100_000),
-    help="Requests that may wait; further ones get status 429.  [default: half of"
-    " --max-sequences]",
+    help="Requests that may wait; further ones get status 429.  [default: half of --max-sequences]",
 )
 @click.option(
     "--cache-tokens",

@@ -174,9 +174,11 @@ def test_calls_are_those_of_a_chat(caller):
     options: Any = {"tools": TOOLS_OF_CHATS, "tool_choice": "required", "max_tokens": 160}
     (choice,) = chat(caller, [message("user", "Hello")], **options).choices
     called = [one.function for one in choice.message.tool_calls]
+    thought = [("reasoning", choice.message.reasoning_content)]
     rest = [("message", choice.message.content)] if choice.message.content else []
-    assert parts(found) == [("call", one.name, one.arguments) for one in called] + rest
-    assert len({item.call_id for item in found.output[: len(called)]}) == len(called) > 0
+    assert parts(found) == thought + [("call", one.name, one.arguments) for one in called] + rest
+    ids = {item.call_id for item in found.output if item.type == "function_call"}
+    assert len(ids) == len(called) > 0
     assert (found.status, found.tool_choice) == (
         "incomplete" if choice.finish_reason == "length" else "completed",
         "required",

@@ -18,7 +18,14 @@ from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 from openai import OpenAI
 
 from tests.serve.conftest import KEY, MODEL, serving, write_chat_run
-from tests.tokenizers.test_replies import ARGUMENTS, TEMPLATES, WITH_CALLS, template, written
+from tests.tokenizers.test_replies import (
+    ARGUMENTS,
+    TEMPLATES,
+    WITH_CALLS,
+    learned,
+    template,
+    written,
+)
 from workhorse.serve.grammar import Grammars, source_of
 from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import (
@@ -30,7 +37,6 @@ from workhorse.serve.schema import (
 )
 from workhorse.serve.tools import Tools, grammar_of, tools_of
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
-from workhorse.tokenizers.chat.reply_learned import reply_format
 
 SCHEMA = {
     "type": "object",
@@ -112,7 +118,9 @@ def test_a_conversation_with_results(client: OpenAI) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": "15 degrees"}
         for call in message.tool_calls or ()
     ]
-    history: list[Any] = [*ASK, message.model_dump(exclude_none=True), *results]
+    given = message.model_dump(exclude_none=True) | {"parsed": None}
+    given["tool_calls"][0]["function"]["parsed_arguments"] = {}  # as `parse` of openai-python
+    history: list[Any] = [*ASK, given, *results]
     answer = client.chat.completions.create(messages=history, tool_choice="none", **options)
     assert answer.choices[0].message.tool_calls is None
     assert answer.usage is not None
@@ -196,7 +204,7 @@ END_SIZE = 512
 
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_grammars_allow_what_templates_write(name: str) -> None:
-    format = reply_format(template(name))
+    format = learned(template(name))
     assert format.calls is not None
     tokenizer = train_tokenizer(BytesConfig(special=SpecialTokensConfig(chat=SPECIAL)), [])
     end = tokenizer.special_tokens[END]
@@ -265,6 +273,8 @@ def test_reasoning_is_separate_and_can_be_switched_off(thinker: Client) -> None:
         found = thinker.post("/chat/completions", json={**body, **fields})
         assert found.is_success, found.text
         message = found.json()["choices"][0]["message"]
+        counted = found.json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert bool(counted) is bool(message.get("reasoning_content"))
         streamed = thinker.post("/chat/completions", json={**body, **fields, "stream": True})
         events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n")[:-2]]
         deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
@@ -294,7 +304,7 @@ def test_reasoning_is_separate_and_can_be_switched_off(thinker: Client) -> None:
 
 def test_variables_that_the_template_does_not_read(thinker: Client, http: Client) -> None:
     body = {"model": MODEL, "messages": ASK}
-    for name in ("messages", "other"):
+    for name in ("messages", "content", "thinking"):
         answer = thinker.post("/chat/completions", json={**body, "chat_template_kwargs": {name: 1}})
         assert answer.json()["error"]["param"] == "chat_template_kwargs"
     answer = http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})

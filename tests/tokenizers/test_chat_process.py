@@ -43,7 +43,7 @@ def test_what_comes_back_is_what_went_in(renderer: TemplateProcess) -> None:
     for text in ("", "é🦊\0", "\ud83e", "\U000f0000" * MAX_TEXT, "x\r\n\u2028y"):
         assert say(renderer, text) == text
     assert renderer.ask("{{ strftime_now('%d %B %Y') }}", {}, NOW) == "02 January 2026"
-    assert renderer.ask("a{{ 'b' ~ c }}", None) == "a\0b"
+    assert renderer.ask("a{{ 'b' ~ c }}", None) == '[["a", "b"], ["c"]]'
 
 
 def test_nothing_is_open_to_it(renderer: TemplateProcess) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from workhorse.tokenizers import ChatTemplate
 from workhorse.tokenizers.chat.reply_format import HARMONY, ReplyFormat
-from workhorse.tokenizers.chat.reply_learned import reply_format
+from workhorse.tokenizers.chat.reply_learned import after_prompt, reply_format
 from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -43,6 +43,10 @@ ARGUMENTS: list[dict[str, Any]] = [
 def template(name: str) -> ChatTemplate:
     source = (TEMPLATES / f"{name}.jinja").read_text()
     return ChatTemplate(source, names={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def learned(source: ChatTemplate) -> ReplyFormat:
+    return after_prompt(reply_format(source), source)
 
 
 def written(
@@ -97,7 +101,7 @@ def read(format: ReplyFormat, parts: list[str]) -> tuple[str, str, list[tuple[st
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     choose = random.Random(0)
-    format = reply_format(template(name))
+    format = learned(template(name))
     assert format.calls is not None
     for _ in range(30):
         count = choose.randint(0, 3) if format.calls.between else choose.randint(0, 1)
@@ -118,7 +122,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "gemma", "llama_2", "phi", "zephyr", "functions"])
 def test_templates_without_calls_have_no_format(name: str) -> None:
-    assert reply_format(template(name)).calls is None
+    assert learned(template(name)).calls is None
 
 
 @pytest.mark.parametrize(
@@ -133,13 +137,13 @@ def test_templates_without_calls_have_no_format(name: str) -> None:
     ],
 )
 def test_what_is_not_a_call_is_text(reply: str) -> None:
-    format = ReplyFormat(reply_format(template("qwen_3")).calls)
+    format = ReplyFormat(learned(template("qwen_3")).calls)
     for seed in range(5):
         assert read(format, in_pieces(reply, random.Random(seed))) == (reply, "", [])
 
 
 def test_the_end_of_calls_may_be_missing() -> None:
-    format = reply_format(template("qwen_3"))
+    format = learned(template("qwen_3"))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": {}}'
     for end in ("", "}", "}\n</tool_"):
         assert read(format, [call + end]) == ("", "", [("f", {"a": {}})])

@@ -231,9 +231,13 @@ def _validation(error: RequestValidationError) -> ApiError:
         return bad_request(ONE_OF[where[0]], where[0])
     match problem["type"]:
         case "json_invalid":
-            return bad_request("the body is not JSON; correct it")
+            fault, place = problem["ctx"]["error"], problem["loc"][-1]
+            return bad_request(f"the body is not JSON: {fault} at character {place}; correct it")
+        case "model_attributes_type":
+            return bad_request(f"{param or 'the body'} is not a JSON object; give one", param)
         case "extra_forbidden":
-            return bad_request(f"{param} is not a field of this request; omit it", param)
+            remedy = f"use {INSTEAD[param]}" if param in INSTEAD else "omit it"
+            return bad_request(f"{param} is not a field of this request; {remedy}", param)
         case "missing":
             return bad_request(f"{param or 'the body'} is missing; add it", param)
         case kind:
@@ -242,6 +246,17 @@ def _validation(error: RequestValidationError) -> ApiError:
             return bad_request(message if named else f"{param}: {message}", param, code)
 
 
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
+INSTEAD = {
+    "enable_thinking": "chat_template_kwargs or reasoning_effort",
+    "guided_json": "response_format or structured_outputs",
+    "guided_regex": "structured_outputs",
+    "max_output_tokens": "max_completion_tokens",
+    "max_completion_tokens": "max_tokens, or max_output_tokens in /v1/responses",
+    "max_tokens": "max_output_tokens",
+    "response_format": "structured_outputs, or text.format in /v1/responses",
+}
+"""The field to use, for fields of other routes and of other servers."""
 ONE_OF = {
     "prompt": "prompt is not a string, a list of strings, a list of token ids, or a list of such "
     "lists; give one of them",
@@ -262,7 +277,9 @@ def _is_branch(part: object) -> bool:
 def _http_message(request: Request, error: HTTPException) -> str:
     match error.status_code:
         case HTTPStatus.NOT_FOUND:
-            return f"{request.url.path} does not exist; see /openapi.json"
+            path = request.url.path.rstrip("/")
+            known = next((one for one in ROUTES if path.endswith(one.removeprefix("/v1"))), None)
+            return f"{request.url.path} does not exist; use {known or '/openapi.json for a list'}"
         case HTTPStatus.METHOD_NOT_ALLOWED:
             return f"{request.url.path} does not answer {request.method}; see /openapi.json"
         case _:

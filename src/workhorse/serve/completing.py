@@ -61,7 +61,7 @@ class ChoicesAnswer(Answer[Asked]):
             collected.setdefault(choice.index, []).extend(deltas)
         choices = [choice for job in self._jobs for choice in job.choices]
         parts = [self.part(choice, collected[choice.index], whole=True) for choice in choices]
-        answer = self._envelope | {"choices": parts, "usage": self._timings.usage}
+        answer = self._envelope | {"choices": parts, "usage": self.usage}
         if self.body.timings:
             answer["timings"] = self._timings.milliseconds
         return JSONResponse(answer)
@@ -73,7 +73,7 @@ class ChoicesAnswer(Answer[Asked]):
             yield self._event([fields], {"usage": None} if self._with_usage else {})
 
     def end(self) -> Iterator[bytes]:
-        last: dict[str, Any] = {"usage": self._timings.usage} if self._with_usage else {}
+        last: dict[str, Any] = {"usage": self.usage} if self._with_usage else {}
         if self.body.timings:
             last["timings"] = self._timings.milliseconds
         if last:
@@ -85,6 +85,11 @@ class ChoicesAnswer(Answer[Asked]):
 
     def _event(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
         return event(self._envelope | {"object": self.kind_of_part, "choices": choices} | extra)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Numbers of tokens."""
+        return self._timings.usage
 
     @property
     def _with_usage(self) -> bool:
@@ -104,6 +109,11 @@ class ChatAnswer(ChoicesAnswer[ChatRequest]):
     kind = "chat.completion"
     kind_of_part = "chat.completion.chunk"
     prefix = "chatcmpl"
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        details = {"reasoning_tokens": self.reasoning}
+        return super().usage | {"completion_tokens_details": details}
 
     def part(self, choice: Choice, deltas: Sequence[Delta], *, whole: bool) -> dict[str, Any]:
         finish = deltas[-1].finish_reason

@@ -53,10 +53,10 @@ class Server:
             ApiError: it asks for another one.
         """
         if given is not None and given not in (self.name, *self.adapters):
-            others = " or one of its adapters" if self.adapters else ""
+            names = " or ".join(map(repr, (self.name, *self.adapters)))
             raise ApiError(
                 404,
-                f"the model {given[:80]!r} is not served; use {self.name!r}{others}",
+                f"the model {given[:80]!r} is not served; use {names}",
                 param="model",
                 code="model_not_found",
             )
@@ -76,15 +76,27 @@ class Choice:
     """Divides a chat's reply into its parts; None if the reply is only text."""
     calls: int = 0
     """Number of tool calls that have been sent."""
+    reasoning: int = 0
+    """Number of tokens of reasoning that have been read."""
+    unread: int = 0
+    """Number of tokens whose part is not certain yet."""
     offsets: Offsets | None = None
     """Counts the characters before the next new token, if log-probabilities are asked for."""
 
     def read(self, deltas: Sequence[Delta]) -> list[Piece]:
         """Return the parts of a chat's reply that new tokens complete."""
-        text = "".join(delta.text for delta in deltas)
         if self.reader is None:
+            text = "".join(delta.text for delta in deltas)
             return [Piece("text", text)] if text else []
-        return self.reader.read(text, ended=deltas[-1].finish_reason is not None)
+        pieces: list[Piece] = []
+        for delta in deltas:
+            found = self.reader.read(delta.text, ended=delta.finish_reason is not None)
+            self.unread += 1
+            for piece in found:
+                self.reasoning += self.unread if piece.kind == "reasoning" else 0
+                self.unread = 0
+            pieces += found
+        return pieces
 
 
 @dataclass
@@ -183,6 +195,16 @@ class Answer(ABC, Generic[Request]):
     def counted(self, deltas: list[Delta]) -> list[Delta]:
         """Return the tokens that belong to the answer."""
         return deltas
+
+    @property
+    def reasoning(self) -> int:
+        """Number of tokens of reasoning so far."""
+        different = [
+            choice
+            for job in self._jobs
+            for choice in job.choices[: None if job.config.n_samples > 1 else 1]
+        ]
+        return sum(choice.reasoning for choice in different)
 
     async def response(self) -> Response:
         """Generate, and return the answer, whole or as events."""

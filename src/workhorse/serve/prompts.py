@@ -2,8 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,10 +17,8 @@ from workhorse.serve.schema import CompletionRequest, Message, Sampling
 from workhorse.serve.tools import Tools
 from workhorse.tokenizers import ChatTemplate
 from workhorse.tokenizers.chat.reply_format import ReplyFormat
-from workhorse.tokenizers.chat.reply_learned import begins_in_reasoning, reply_format
+from workhorse.tokenizers.chat.reply_learned import after_prompt, reply_format
 
-OUR_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a chat template that a request cannot set."""
 LEAST_P = 1e-9
 """Used for `top_p: 0`, which keeps only the likeliest token."""
 
@@ -129,13 +126,13 @@ class Prompts:
         Raises:
             ApiError: the template does not read a variable.
         """
-        source = ""
+        read: Collection[str] = ()
         if isinstance(self._format, TemplateFormat):
-            source = self._format.template.source
+            read = self._format.template.variables
         found: dict[str, Any] = {}
         if effort is not None:
             values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-            found = {name: value for name, value in values.items() if name in source}
+            found = {name: value for name, value in values.items() if name in read}
             if not found and (effort != "none" or self.replies.reasoning):
                 raise bad_request(
                     "the model's chat template has no variable for the amount of reasoning; omit "
@@ -144,7 +141,7 @@ class Prompts:
                     "not_served",
                 )
         for name in given:
-            if name in OUR_VARIABLES or name not in source:
+            if name not in read:
                 raise bad_request(
                     f"the model's chat template has no variable {name[:40]!r}; omit it",
                     "chat_template_kwargs",
@@ -153,10 +150,9 @@ class Prompts:
 
     def format_of_reply(self, variables: Mapping[str, Any]) -> ReplyFormat:
         """Return the format of replies, if the chat template gets these variables."""
-        if not variables or not isinstance(self._format, TemplateFormat):
+        if not isinstance(self._format, TemplateFormat):
             return self.replies
-        opens = begins_in_reasoning(self._format.template, self.replies, **variables)
-        return replace(self.replies, begins_in_reasoning=opens)
+        return after_prompt(self.replies, self._format.template, **variables)
 
     def check(self, prompt: list[int], param: str) -> None:
         """Check a prompt's length and ids.

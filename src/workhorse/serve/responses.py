@@ -126,10 +126,6 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         self._numbers = count()
         self._logprobs: list[Fields] = []
         """Log-probabilities of tokens whose text has not been added to the output."""
-        self._unread = 0
-        """Number of tokens whose text has not been added to the output."""
-        self._reasoning = 0
-        """Number of tokens of reasoning."""
         self._status = IN_PROGRESS
         config = jobs[0].config
         form: Fields = {"type": "text"}
@@ -187,7 +183,7 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
             "input_tokens": timings.prompt,
             "input_tokens_details": {"cached_tokens": timings.cached, "cache_write_tokens": 0},
             "output_tokens": timings.new,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
             "total_tokens": timings.prompt + timings.new,
         }
 
@@ -196,14 +192,11 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         finish = deltas[-1].finish_reason
         if self.body.has_logprobs:
             self._logprobs += self.texts.chat_logprobs(deltas)["content"]
-        self._unread += len(deltas)
         pieces = choice.read(deltas)
         if finish is not None and not pieces and self._output.is_unfinished(self._logprobs):
             pieces = [Piece("text", "")]
         for piece in pieces:
             logprobs, self._logprobs = self._logprobs, []
-            self._reasoning += self._unread if piece.kind == "reasoning" else 0
-            self._unread = 0
             yield from self._output.add(piece, logprobs)
         if finish is not None:
             self._status = "incomplete" if finish == "length" else "completed"

@@ -216,6 +216,8 @@ class FunctionCall(Body):
     arguments: str
     """The arguments as JSON."""
 
+    without_effect = frozenset({"parsed_arguments"})  # added by openai-python's `parse`
+
 
 class ToolCall(Body):
     """A call of a tool in an earlier reply."""
@@ -300,6 +302,7 @@ class Message(Body):
     """The call that a tool's message answers."""
 
     not_served = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
+    without_effect = frozenset({"parsed"})  # added by openai-python's `parse`
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Message":

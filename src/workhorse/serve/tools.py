@@ -50,7 +50,9 @@ def tools_of(
     """
     given = {tool.function.name: tool.function for tool in asked}
     if len(given) < len(asked):
-        raise bad_request("two functions have the same name; rename one", "tools")
+        names = [tool.function.name for tool in asked]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise bad_request(f"two functions have the name {twice!r}; rename one", "tools")
     if not given:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools; give them, or omit it", "tool_choice")

@@ -57,7 +57,7 @@ class TemplateProcess:
         Args:
             source: source of the template.
             variables: the template's variables, as plain data. If None, the template is not
-                rendered: the literal strings in it are returned, separated by NULs.
+                rendered: the literal strings and the variables in it are returned, as JSON.
             now: current time for the template, in ISO format.
 
         Raises:

@@ -50,26 +50,27 @@ def reply_format(template: ChatTemplate) -> ReplyFormat:
     """Learn the format of replies from a template."""
     if "<|channel|>analysis<|message|>" in template.source:
         return HARMONY
-    around = _reasoning(template)
-    found = ReplyFormat(_calls(template), around)
-    return replace(found, begins_in_reasoning=begins_in_reasoning(template, found))
+    return ReplyFormat(_calls(template), _reasoning(template))
 
 
-def begins_in_reasoning(template: ChatTemplate, format: ReplyFormat, **variables: Any) -> bool:
-    """True if prompts end with the text before the reasoning.
+def after_prompt(format: ReplyFormat, template: ChatTemplate, **variables: Any) -> ReplyFormat:
+    """Return the format of replies to prompts that may begin or end the reasoning.
 
     Args:
-        template: the template.
         format: the format of replies.
+        template: the template.
         variables: other variables that the template reads.
     """
     if format.reasoning is None:
-        return False
+        return format
     begin, end = format.reasoning
     with suppress(WorkhorseError):
         before, prompt = (template.render([_ASK], add, **variables) for add in (False, True))
-        return prompt.rfind(begin, len(before)) > prompt.rfind(end, len(before))
-    return False
+        last = [prompt.rfind(mark, len(before)) for mark in (begin, end)]
+        if last[1] > last[0]:
+            return replace(format, reasoning=None)
+        return replace(format, begins_in_reasoning=last[0] >= 0)
+    return format
 
 
 def _render(template: ChatTemplate, reply: Mapping[str, Any]) -> str:
@@ -93,7 +94,8 @@ def _reasoning(template: ChatTemplate) -> tuple[str, str] | None:
             if not begin:  # every reply begins with it
                 begin = before[before.rstrip().rfind("<") :].strip()
             tag = _TAG.match(end)
-            return begin, end if tag is None else tag[0]
+            if begin:
+                return begin, end if tag is None else tag[0]
     return ("<think>", "</think>") if "</think>" in template.source else None
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, Undefined, nodes, pass_context
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -96,12 +97,13 @@ def _give_up(memory: int) -> None:
 def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
     """Render a template; return `+` and the text, or `-` and the error message.
 
-    If `variables` is None, return the literal strings in the template instead of its rendering.
+    If `variables` is None, return the literal strings and the variables in the template, as JSON,
+    instead of its rendering.
     """
     try:
-        template, literals = _compiled(source)
+        template, facts = _compiled(source)
         if variables is None:
-            return "+" + literals
+            return "+" + facts
         when = datetime.fromisoformat(now)
         return "+" + template.render({"strftime_now": when.strftime} | dict(variables))
     except MemoryError:
@@ -113,8 +115,9 @@ def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
 @lru_cache(_KEPT)
 def _compiled(source: str) -> tuple[Template, str]:
     tree = ENVIRONMENT.parse(source)
-    literals = "\0".join(_literals(tree))  # compiling changes the tree
-    return Template.from_code(ENVIRONMENT, ENVIRONMENT.compile(tree), ENVIRONMENT.globals), literals
+    # Compiling changes the tree.
+    facts = json.dumps([[*_literals(tree)], [*find_undeclared_variables(tree)]])
+    return Template.from_code(ENVIRONMENT, ENVIRONMENT.compile(tree), ENVIRONMENT.globals), facts
 
 
 def _literals(tree: nodes.Template) -> Iterator[str]:

@@ -6,6 +6,7 @@ and all control tokens in the result come from the template. Then random markers
 control tokens, typed text replaces the placeholders, and the result is encoded as one string.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -51,6 +52,8 @@ def default_template(*more_roles: str) -> str:
 
 
 DEFAULT_TEMPLATE = default_template()
+OUR_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+"""Variables that are set for every template."""
 TOOL_USE = "tool_use"
 """Name of the template for chats with tools."""
 
@@ -71,6 +74,9 @@ class ChatTemplate:
             and the special tokens in `names`.
         names: special tokens by variable name, such as `bos_token`.
         with_tools: the template for chats with tools. It is used if `tools` is not None.
+
+    Attributes:
+        variables: names of the other variables that the template reads; see `render`.
 
     Raises:
         WorkhorseError: the source is not valid jinja or too long, or `names` is not a mapping.
@@ -97,7 +103,10 @@ class ChatTemplate:
         self.source = source
         self.with_tools = with_tools
         self._names = dict(names or {})
-        self._literals = RENDERER.ask(source)
+        literals, variables = json.loads(RENDERER.ask(source))
+        self._literals = "\0".join(literals)
+        ours = {*OUR_VARIABLES, *self._names}
+        self.variables = frozenset(variables) - ours
         self._knows_parts = _PARTS.search(source) is not None
 
     @classmethod

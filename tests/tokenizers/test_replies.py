@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from workhorse.tokenizers import ChatTemplate
-from workhorse.tokenizers.chat.reply_format import HARMONY, ReplyFormat
+from workhorse.tokenizers.chat.reply_format import HARMONY, ReplyFormat, Tagged
 from workhorse.tokenizers.chat.reply_learned import after_prompt, reply_format
 from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
@@ -140,6 +140,75 @@ def test_what_is_not_a_call_is_text(reply: str) -> None:
     format = ReplyFormat(learned(template("qwen_3")).calls)
     for seed in range(5):
         assert read(format, in_pieces(reply, random.Random(seed))) == (reply, "", [])
+
+
+TAGGED = "</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=flags>\n"
+END = "\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "value", ["...", "{1}", "b'x'", "1j", "{(1, 2): 3}", "0x" + 5000 * "f", "NaN", '"\\ud800"']
+)
+def test_values_that_json_does_not_have_are_strings(value: str) -> None:
+    format = learned(template("tagged"))
+    reply = TAGGED + value + END
+    assert read(format, [reply]) == ("", "", [("get_weather", {"flags": value})])
+
+
+def test_arguments_that_are_cut_are_no_call() -> None:
+    quoted = '<|tool_call>call:rm{path:<|"|>/tmp/x'
+    assert read(learned(template("quoted")), [quoted]) == (quoted, "", [])
+    text, _, calls = read(learned(template("tagged")), [TAGGED + "{1"])
+    assert (text, calls) == (TAGGED.removeprefix("</think>\n\n") + "{1", [])
+    for number in ("NaN", "1e999"):
+        reply = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {number}}}}}\n</tool_call>'
+        assert read(learned(template("qwen_3")), [reply]) == (reply, "", [])
+
+
+def test_a_format_without_tags_has_calls_only_at_the_beginning() -> None:
+    format = learned(template("llama_3"))
+    call = '{"name": "f", "parameters": {"a": 1}}'
+    for seed in range(20):
+        parts = in_pieces(f"Sure: {call}", random.Random(seed))
+        assert read(format, parts) == (f"Sure: {call}", "", [])
+    assert read(format, [call]) == ("", "", [("f", {"a": 1})])
+
+
+def test_long_arguments_are_read_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = 0
+    original = Tagged.end_of_nested
+
+    def counted(self: Tagged, text: str, start: int) -> int:
+        nonlocal searched
+        end = original(self, text, start)
+        searched += end - start
+        return end
+
+    monkeypatch.setattr(Tagged, "end_of_nested", counted)
+    value = '["' + 2000 * r"\n" + '", ' + ", ".join(map(str, range(2000))) + "]"
+    reply = TAGGED + value + END
+    ((_, arguments),) = read(learned(template("tagged")), [*reply])[2]
+    assert arguments["flags"][-1] == 1999
+    assert searched <= 3 * len(reply)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ '{\"a\":' * 100000 }}{{ call.function.arguments | tojson }}",
+        "{{ '<x y>' * 100000 }}{{ call.function.arguments | tojson }}",
+        "{{ ('0' ~ call.id) * 12 }}{{ call.function.arguments | tojson }}",
+        "{% for k, v in call.function.arguments | items %}<{{ k }}>...</{{ k }}>{% endfor %}",
+    ],
+)
+def test_templates_of_an_enemy_have_no_format(written: str) -> None:
+    source = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<c>{{ call.function.name }}>" + written + "</c>"
+        "{% endfor %}{% endfor %}"
+    )
+    assert learned(ChatTemplate(source)).calls is None
 
 
 def test_the_end_of_calls_may_be_missing() -> None:

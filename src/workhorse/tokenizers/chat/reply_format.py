@@ -17,6 +17,16 @@ _BARE_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:")
 _STEPS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
+def check_json(value: object) -> None:
+    """Check that a value can be sent as JSON.
+
+    Raises:
+        ValueError: it has a number that is not finite, or half of a surrogate pair.
+        TypeError: it has a value that JSON does not have.
+    """
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+
+
 @dataclass(frozen=True)
 class Tagged:
     """The format of arguments in tags: each key and each value is enclosed."""
@@ -45,13 +55,19 @@ class Tagged:
         """Return the end of the list or mapping at `start`; `start` if there is another value."""
         if text[start : start + 1] not in ("{", "["):
             return start
-        quotes = [re.escape(one) for one in (self.quote, '"', "'") if one]
-        strings = [rf"{quote}(?:\\.|.)*?{quote}" for quote in quotes]
-        depth = 0
-        for match in re.compile("|".join([*strings, r"[][{}]"]), re.DOTALL).finditer(text, start):
-            depth += _STEPS.get(match[0], 0)
-            if depth == 0:
-                return match.end()
+        quotes = [one for one in (self.quote, '"', "'") if one]
+        parts = re.compile(rf"\\.|{'|'.join(map(re.escape, quotes))}|[][{{}}]", re.DOTALL)
+        depth, quote = 0, ""
+        for match in parts.finditer(text, start):
+            part = match[0]
+            if quote:
+                quote = "" if part == quote else quote
+            elif part in quotes:
+                quote = part
+            else:
+                depth += _STEPS.get(part, 0)
+                if depth == 0:
+                    return match.end()
         return len(text)
 
     def value(self, text: str) -> Any:
@@ -62,8 +78,10 @@ class Tagged:
             text = "".join(parts)
         for one in (text, _BARE_KEY.sub(r'\1"\2":', text)):
             for read in (json.loads, ast.literal_eval):
-                with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                    return read(one)
+                with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                    found = read(one)
+                    check_json(found)
+                    return found
         return text
 
 
@@ -111,6 +129,11 @@ class CallFormat:
         return re.split(rf"\s|\d|{ID}", self.begin)[0]
 
     @property
+    def after_arguments(self) -> tuple[str, ...]:
+        """Strings of which one follows arguments; none if only the end of the reply does."""
+        return tuple(one.split()[-1] for one in (self.end, self.between) if one.strip())
+
+    @property
     def is_tag(self) -> bool:
         """True if the marker can only begin a call; a bracket may also begin other text."""
         return self.marker[0] not in "{[" or self.marker[1:2].isalpha()
@@ -136,7 +159,7 @@ class CallFormat:
 
 def _pattern(literal: str) -> str:
     """Return a pattern of a string with other white space, numbers and ids of calls."""
-    parts = re.split(rf"(\s+|\d+|{'|'.join(IDS)})", literal)
+    parts = re.split(rf"(\s+|(?:\d|{'|'.join(IDS)})+)", literal)
     return "".join(_part(part) for part in parts)
 
 
@@ -145,12 +168,13 @@ def _part(part: str) -> str:
         return r"\s*"
     if part.isdigit():
         return r"\d+"
-    return r"\w+" if part in IDS else re.escape(part)
+    return r"\w+" if any(id in part for id in IDS) else re.escape(part)
 
 
 def _exact(literal: str) -> str:
     """Return a pattern of a string without other white space, which would belong to a value."""
-    return re.sub(r"\\?(\s)", r"\1?", re.escape(literal))
+    parts = re.split(r"(\s+)", literal)
+    return "".join(f"\\s{{0,{len(one)}}}" if one.isspace() else re.escape(one) for one in parts)
 
 
 @dataclass(frozen=True)

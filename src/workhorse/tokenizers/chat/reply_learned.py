@@ -23,6 +23,8 @@ NAMES = ("qzfone", "qzftwo")
 STRINGS = {"qkaone": "qvaone", "qkbtwo": "qvbtwo"}
 NUMBERS = {"qkcsix": 76001, "qkdten": 76002}
 ARGUMENTS = STRINGS | NUMBERS
+LONGEST_EXAMPLE = 4000
+"""Maximum number of characters of a rendered reply with two calls."""
 CONTENT, REASONING = "Qcontentq", "Qreasoningq"
 _ASK = {"role": "user", "content": "q"}
 _OPEN_TAG = re.compile(r"(<[^<>]*|\[[A-Z_/]*)\Z")
@@ -107,7 +109,7 @@ def _calls(template: ChatTemplate) -> CallFormat | None:
         plain = _render(template, {"content": CONTENT})
         for content in ("", None):
             for kind in ("mapping", "json"):
-                with suppress(WorkhorseError, ValueError):
+                with suppress(Exception):  # a template may write anything
                     return _Examples(template, plain, content, kind).format()
     return None
 
@@ -152,7 +154,10 @@ class _Examples:
 
     def _part(self, *arguments: Mapping[str, Any]) -> str:
         """Return the reply's part of a rendered reply, without the end of the turn."""
-        return self._reply(*arguments)[self._start :].removesuffix(self._turn_end)
+        part = self._reply(*arguments)[self._start :].removesuffix(self._turn_end)
+        if len(part) > LONGEST_EXAMPLE or part.count(IDS[0]) > 1:
+            raise ValueError("the example is too long, or has an id several times")
+        return part
 
     def format(self) -> CallFormat:
         """Learn the format.

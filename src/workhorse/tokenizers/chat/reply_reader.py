@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from workhorse.tokenizers.chat.reply_format import CallFormat, ReplyFormat
+from workhorse.tokenizers.chat.reply_format import CallFormat, ReplyFormat, check_json
 
 LONGEST_NAME = 64
 
@@ -55,6 +55,10 @@ class ReplyReader:
         self._state: Literal["start", "reasoning", "text", "first call", "next call"] = "start"
         self._strips = format.reasoning is not None
         """True if white space at the beginning of the held text is dropped."""
+        self._has_text = False
+        """True if text has been given."""
+        self._searched = 0
+        """The held text before this place has no end of tagged arguments."""
         if format.begins_in_reasoning:
             self._state = "reasoning"
 
@@ -105,16 +109,19 @@ class ReplyReader:
         return piece
 
     def _text(self, ended: bool) -> Piece | None:
-        if self._strips:
+        headers = self._format.headers if self._strips else ()
+        while headers:
             held = self._held.lstrip()
-            longer = [one for one in self._format.headers if one != held and one.startswith(held)]
-            if held and longer and not ended:
+            if held and not ended and any(one != held and one.startswith(held) for one in headers):
                 return None
-            header = next((one for one in self._format.headers if held.startswith(one)), "")
+            header = next((one for one in headers if held.startswith(one)), "")
             self._held = held.removeprefix(header)
+            if not header:
+                break
         marker = self._calls.marker if self._calls else ""
         at = self._held.find(marker) if marker else -1
-        if self._calls and at >= 0 and (self._calls.is_tag or not self._held[:at].strip()):
+        is_first = not self._has_text and not self._held[:at].strip()
+        if self._calls and at >= 0 and (self._calls.is_tag or is_first):
             before = self._held[:at].rstrip()
             self._held, self._state = self._held[at:], "first call"
             return Piece("text", before.lstrip() if self._strips else before)
@@ -128,6 +135,7 @@ class ReplyReader:
             given = text[: len(text) - _overlap(text, end)].rstrip()
         self._held = text[len(given) :]
         self._strips = self._strips and not given
+        self._has_text = self._has_text or (kind == "text" and bool(given.strip()))
         return Piece(kind, given) if given else None
 
     def _first_call(self, ended: bool) -> Piece | None:
@@ -147,15 +155,15 @@ class ReplyReader:
             call = self._call(match, ended)
             if call is not None or not ended:
                 return call
-        held = "".join(self._held.split())
+        held = _dense(self._held)
         match = end.match(self._held)
-        if not ended and (_agree("".join(self._calls.between.split()), held) or match is None):
+        if not ended and (_agree(_dense(self._calls.between), held) or match is None):
             longest = len(self._calls.literals) + LONGEST_NAME
             if len(held) <= longest:
                 return None
         if match is not None:
             self._held = self._held[match.end() :]
-        elif "".join(self._calls.end.split()).startswith(held):
+        elif _dense(self._calls.end).startswith(held):
             self._held = ""  # the end is incomplete
         self._state, self._strips = "text", True
         return NOTHING
@@ -164,27 +172,42 @@ class ReplyReader:
         """Return the call after the match of its name; None if it is incomplete."""
         assert self._calls is not None
         if self._calls.tagged is not None:
+            if not ended and not self._may_end():
+                return None
             arguments, end = self._tagged(match["name"], match.end())
-            if not ended and not self._ends(end):
+            if not self._ends(end, ended):
                 return None
             text = json.dumps(arguments, ensure_ascii=False)
         else:
             try:
                 arguments, end = json.JSONDecoder().raw_decode(self._held, match.end())
+                check_json(arguments)
             except (ValueError, RecursionError):
                 return None
             if not isinstance(arguments, dict):
                 return None
             text = self._held[match.end() : end]
-        self._held, self._state = self._held[end:], "next call"
+        self._held, self._state, self._searched = self._held[end:], "next call", 0
         return Piece("call", call=Call(match["name"], text))
 
-    def _ends(self, end: int) -> bool:
+    def _may_end(self) -> bool:
+        """True if the held text since the last search has the end of tagged arguments."""
+        assert self._calls is not None
+        searched, self._searched = self._searched, len(self._held)
+        return any(
+            self._held.find(one, max(0, searched - len(one))) >= 0
+            for one in self._calls.after_arguments
+        )
+
+    def _ends(self, end: int, ended: bool) -> bool:
         """True if the tagged arguments that end here are complete."""
         assert self._calls is not None
+        rest = _dense(self._held[end:])
+        if ended and _dense(self._calls.end).startswith(rest):
+            return True
         patterns = self._calls.patterns
         after = [one for one in (patterns.between, patterns.end) if one is not None]
-        return bool(self._held[end:].strip()) and any(one.match(self._held, end) for one in after)
+        return bool(rest) and any(one.match(self._held, end) for one in after)
 
     def _tagged(self, name: str, start: int) -> tuple[dict[str, Any], int]:
         """Read tagged arguments from `start` on, and return where they end."""
@@ -210,6 +233,11 @@ class ReplyReader:
         if not arguments and not tags.first.endswith(tags.next):
             start += len(tags.first) if self._held.startswith(tags.first, start) else 0
         return arguments, start
+
+
+def _dense(text: str) -> str:
+    """Return a string without its white space."""
+    return "".join(text.split())
 
 
 def _agree(one: str, other: str) -> bool:

@@ -186,6 +186,26 @@ def test_a_template_without_tools_refuses_them(http: Client) -> None:
     assert http.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).is_success
 
 
+def test_what_tagged_arguments_cannot_express_is_refused(thinker: Client) -> None:
+    def param(schema: dict[str, Any], strict: bool = True) -> str | None:
+        given = {"name": "f", "parameters": schema, "strict": strict}
+        tools = [{"type": "function", "function": given}]
+        body = {"model": MODEL, "messages": ASK, "tools": tools, "max_tokens": 1}
+        answer = thinker.post("/chat/completions", json={**body, "parallel_tool_calls": False})
+        return None if answer.is_success else answer.json()["error"]["param"]
+
+    text = {"type": "string"}
+    for schema in (
+        {"properties": {"a": {**text, "pattern": "x"}}},
+        {"properties": {"a": text}, "anyOf": [{"required": ["a"]}]},
+        {"properties": {}, "required": ["a"]},
+    ):
+        assert param(schema) == "tools"
+        assert param(schema, strict=False) is None
+    assert param({"properties": {"a b": text}}, strict=False) == "tools"
+    assert param({"properties": {"a": {**text, "enum": ["x"]}}, "required": ["a"]}) is None
+
+
 SPECIAL = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|calls|>", "<|call|>", "<|/call|>")
 END = "<|eos|>"
 

@@ -104,6 +104,9 @@ def grammar_of(
     """
     assert format.calls is not None
     calls, rules = format.calls, _Rules(tokenizer)
+    if calls.tagged is not None:
+        for name, schema in tools.functions.items():
+            _check_tagged(name, schema, is_strict=tools.is_strict)
     call = rules.rule(
         " | ".join(rules.call(calls, name, schema) for name, schema in tools.functions.items())
     )
@@ -133,6 +136,45 @@ def grammar_of_content(schema: dict[str, Any], format: ReplyFormat, tokenizer: T
     """
     rules = _Rules(tokenizer)
     return "\n".join([f"start: {rules.reasoning(format)} {_json(schema)}", *rules.rules])
+
+
+OF_OBJECTS = ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
+OF_STRINGS = ("type", "enum")
+NOTES = ("title", "description", "default", "examples", "$schema", "$id", "$comment")
+"""Keywords of JSON schemas that tagged arguments can have, and those that allow everything."""
+
+
+def _check_tagged(name: str, schema: Mapping[str, Any], *, is_strict: bool) -> None:
+    """Check that a grammar of tagged arguments can express a schema.
+
+    Raises:
+        ApiError: it cannot, and arguments must fit the schema; or a key could not be read back.
+    """
+    properties = schema.get("properties", {})
+    for key in properties:
+        if not re.fullmatch(r"[^\s<>]+", key):
+            raise bad_request(
+                f"the function {name!r} has a parameter {key[:40]!r}, which this model's format "
+                "cannot express; rename it without spaces and angle brackets",
+                "tools",
+            )
+    if not is_strict:
+        return
+    strings = {
+        key: one
+        for key, one in properties.items()
+        if isinstance(one, dict) and one.get("type") == "string"
+    }
+    unknown = [word for word in schema if word not in (*OF_OBJECTS, *NOTES)]
+    known = (*OF_STRINGS, *NOTES)
+    unknown += [word for one in strings.values() for word in one if word not in known]
+    unknown += [key for key in schema.get("required", ()) if key not in properties]
+    if unknown:
+        raise bad_request(
+            f"the function {name!r} is strict, and this model's format of arguments cannot enforce "
+            f"{unknown[0]!r} in its schema; remove it, or omit strict",
+            "tools",
+        )
 
 
 class _Rules:

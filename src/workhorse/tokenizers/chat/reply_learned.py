@@ -91,7 +91,7 @@ def _reasoning(template: ChatTemplate) -> tuple[str, str] | None:
         text = _render(template, {"content": CONTENT, "reasoning_content": REASONING})
         before, found, after = text.partition(REASONING)
         end = after.partition(CONTENT)[0].strip()
-        if found and CONTENT in after and end:
+        if found and CONTENT in after and end and len(text) <= LONGEST_EXAMPLE:
             begin = before[_common(plain, before) :].strip()
             if not begin:  # every reply begins with it
                 begin = before[before.rstrip().rfind("<") :].strip()

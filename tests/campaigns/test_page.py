@@ -352,3 +352,28 @@ def test_reasoning_is_shown_above_the_reply(visit, address):
     page.reload()
     expect(page.locator(".assistant .reasoning div")).to_have_text("<b>Hm</b>")
     assert page.locator("article.user .reasoning").is_hidden()
+
+
+def test_an_adapter_is_chosen_in_the_settings(visit, address):
+    asked = []
+
+    def models(route):
+        (one,) = route.fetch().json()["data"]
+        both = [one, {**one, "id": "sql", "parent": one["id"]}]
+        route.fulfill(json={"object": "list", "data": both})
+
+    page = visit(address)
+    page.click("#open-settings")
+    expect(page.get_by_label("Model")).to_be_hidden()
+    page.keyboard.press("Escape")
+    page.route("**/v1/models", models)
+    page.on("request", lambda request: asked.append(request.post_data_json or {}))
+    page.reload()
+    page.click("#open-settings")
+    page.get_by_label("Model").select_option("sql")
+    page.click("#settings button.main")
+    page.reload()
+    expect(page.locator("#model")).to_have_text("sql")
+    say(page, "hello")
+    expect(page.locator(".error")).to_contain_text("Reload the page")
+    assert asked[-1]["model"] == "sql"

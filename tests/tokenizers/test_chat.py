@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers import ChatTemplate, Tokenizer
+from workhorse.tokenizers import (
+    BytesConfig,
+    ChatTemplate,
+    SpecialTokensConfig,
+    Tokenizer,
+    train_tokenizer,
+)
 from workhorse.tokenizers.chat.process import TemplateProcess
 
 Trained = Callable[[str], Tokenizer]
@@ -160,14 +166,70 @@ def test_a_key_that_names_a_control_token_is_written_as_text(trained: Trained) -
         assert [i for i in ids if i in bpe.special_tokens.values()] == [bpe.token_id("<|end|>")]
 
 
+JOINS = (
+    "{% macro tags(x) %}{% if x is mapping %}{% for k, v in x | items %}{{ tags(k) ~ tags(v) }}"
+    "{% endfor %}{% elif x is string %}"
+    "{{ '\n<' ~ x ~ '>' ~ '</' ~ x | trim ~ '>' ~ '<|' ~ x | lower ~ '|>' }}"
+    "{% elif x is iterable %}{% for v in x %}{{ tags(v) }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}<|im_start|>{{ m.content ~ tags(m.call) ~ tags(m.id) }}<|im_end|>"
+    "{% if m.id == 'tool_call' and m.call.tool_call is defined and 'tool' in m.id and m.id in "
+    "['tool_call'] and m.id | lower | trim == 'tool_call' and m.id.startswith('tool') and "
+    "m.id.endswith('call') and m.id != 'call' and m.id | upper == 'TOOL_CALL' %}<tool_call>"
+    "{% endif %}{% endfor %}{{ tags(tools) ~ tags(documents) ~ tags(extra) }}"
+)
+"""Writes all strings between the characters that begin and end control tokens."""
+PARTS = ["tool_call", "/tool_call", "s", '"', "|im_end|", "im_end", " im_end\n", "tool_"]
+
+
+@pytest.fixture(scope="module")
+def with_tags() -> Tokenizer:
+    names = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<s>", '<|"|>')
+    return train_tokenizer(BytesConfig(special=SpecialTokensConfig(chat=names)), [])
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_part_of_a_control_token_is_text(with_tags: Tokenizer, role: str, part: str) -> None:
+    """A template adds the rest of the token, as Qwen3-Coder's does with keys of schemas."""
+    template = ChatTemplate(JOINS)
+    messages = [{"role": role, "content": part, "id": part, "call": {part: [part]}}]
+    schema = {"type": "object", part: part, "properties": {part: {"enum": [part, "b"]}}}
+    tools = [{"type": "function", "function": {"name": part, "parameters": schema}}]
+    more = {"tools": tools, "documents": [{part: part}], "extra": {part: part}}
+    ids = template.encode(with_tags, messages, **more)
+    assert with_tags.decode(ids) == template.render(messages, **more)
+    written = ["<|im_start|>", "<|im_end|>", *(["<tool_call>"] if part == "tool_call" else [])]
+    controls = with_tags.special_tokens
+    assert [i for i in ids if i in controls.values()] == [controls[name] for name in written]
+
+
+def test_a_part_of_a_control_token_is_no_way_around_other_checks(with_tags: Tokenizer) -> None:
+    """The template changes the content, so that the second rendering is used."""
+    source = "{{ messages[0].content.split('/')[-1] }}{{ '<' ~ extra ~ '>' }}"
+    with pytest.raises(WorkhorseError, match="which produced the control token '<tool_call>'"):
+        ChatTemplate(source).encode(with_tags, turns("a/b"), extra="tool_call")
+    with pytest.raises(WorkhorseError, match="which produced the control token '<s>'"):
+        ChatTemplate(source.replace("extra", "extra | lower")).encode(
+            with_tags, turns("b"), extra="S"
+        )
+    plain = _with_plain_token(with_tags, "<think>")
+    with pytest.raises(WorkhorseError, match="which produced the control token '<think>'"):
+        ChatTemplate(source + "<think>").encode(plain, turns("a/b"), extra="think")
+
+
+def _with_plain_token(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    definition = json.loads(tokenizer.definition)
+    token = {**definition["added_tokens"][0], "id": 9999, "special": False, "content": name}
+    definition["added_tokens"].append(token)
+    return Tokenizer(json.dumps(definition))
+
+
 @pytest.mark.parametrize("role", ["<think>", "x<THINK>", '<t"hink>', "x|><think"])
 def test_a_role_is_no_control_token_that_the_template_writes(trained: Trained, role: str) -> None:
-    definition = json.loads(trained("bpe").definition)
-    token = {**definition["added_tokens"][0], "id": 9999, "special": False, "content": "<think>"}
-    definition["added_tokens"].append(token)
+    tokenizer = _with_plain_token(trained("bpe"), "<think>")
     template = ChatTemplate("{{ messages[0].role | lower }}:{{ messages[0].content }}<think>")
     with pytest.raises(WorkhorseError, match=r"contains a special token, or .*; use a plain word"):
-        template.encode(Tokenizer(json.dumps(definition)), [{"role": role, "content": "x"}])
+        template.encode(tokenizer, [{"role": role, "content": "x"}])
 
 
 INSPECTING = (
@@ -191,7 +253,7 @@ def test_what_a_template_makes_of_parts_of_messages_is_no_control_token(trained:
     bpe = trained("bpe")
     with pytest.raises(
         WorkhorseError,
-        match=r"template splits messages, which produced the special token '<\|eos\|>'",
+        match=r"template splits or joins .*, which produced the control token '<\|eos\|>'",
     ):
         ChatTemplate(JOINING).encode(bpe, turns("a<|e-os|>b"))
     for typed in ("abc", "a<|eos|>bcdefghijkl"):

@@ -4,16 +4,21 @@ A placeholder is a private-use character. A chat is rendered twice:
 
 1. In the first rendering, placeholders replace the contents of messages. In all other strings,
    including keys of mappings, they replace the names of control tokens and the characters that
-   begin or end such a name. So every control token in the result was written by the template.
+   begin or end such a name. If the whole string is a part of a name (`tool_call`), a placeholder
+   replaces it, but in comparisons and look-ups the template still finds it equal to the string.
+   So every control token in the result was written by the template.
 2. In the second rendering, placeholders replace only the names of control tokens. So the result is
    also correct for templates that test or change the contents of messages.
 
 The first result is used if it is equal to the second after the contents are inserted. Otherwise the
-second is used. Then it is an error if the results have different special tokens.
+second is used. Then it is an error if the results have different special tokens. It is also an
+error if the second has other control tokens than a third rendering, in which placeholders replace
+the same as in the first, except for the contents.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +43,8 @@ class Chat:
     tools: Any = None
     documents: Any = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    equals: Mapping[str, str] = field(default_factory=dict)
+    """Placeholders for whole strings, and the string to which the template finds each equal."""
 
 
 def checked(chat: Chat) -> Chat:
@@ -152,15 +159,40 @@ class Placeholders:
         self._edges = re.compile(_any_of(e for e in edges if not e.isalnum() and e not in _QUOTES))
         plain_names = _any_of(name for name in encoder.names if name not in special)
         self._name_or_edge = re.compile(f"{plain_names}|{self._edges.pattern}")
+        self._special_names, self._control_names = (
+            "\0".join(names).lower() for names in (special, encoder.names)
+        )
+        """All names in one string: `_without_parts` searches it for parts of names."""
+        self._equals: dict[str, str] = {}
         self._stand_in_of: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._contents: dict[str, tuple[str, str]] = {}
         """The content that each placeholder replaces, in two forms: as in `without_names`, and as
         in the result of `put_back`."""
-        self.without_names = _changed(chat, self._without_names)
+        self.without_names = _changed(
+            chat, self._without_names, lambda key: self._control.sub(self._name, key)
+        )
         """The chat with the names of control tokens replaced."""
-        self.without_contents = _changed(self.without_names, self._without_content)
+        self.without_contents = self._protected(self._without_content)
         """The chat with the contents of its messages also replaced."""
+
+    def with_contents(self) -> Chat:
+        """Return the chat `without_contents` with its contents as in the chat `without_names`."""
+        return self._protected(
+            lambda text, is_assistant, is_content: (
+                text if is_content else self._without_parts(text, is_assistant)
+            )
+        )
+
+    def _protected(self, change: Change) -> Chat:
+        """Return the changed chat `without_names`, with its `equals`.
+
+        Keys of messages are never replaced as a whole, because our own code reads some of them.
+        """
+        chat = _changed(
+            self.without_names, change, lambda key: self._without_edges(key, is_assistant=False)
+        )
+        return replace(chat, equals=dict(self._equals))
 
     def missing(self, marked: str) -> list[int]:
         """Return the indices of messages with content that the template omitted.
@@ -182,20 +214,23 @@ class Placeholders:
         text = json.dumps(content, ensure_ascii=False)
         return {*_PRIVATE.findall(text)} & self._contents.keys()
 
-    def put_back(self, marked: str, plain: str) -> str:
+    def put_back(self, marked: str, plain: str, rendered: Callable[[Chat], str]) -> str:
         """Replace the placeholders in the rendered chat and mark control tokens for the encoder.
 
         Args:
             marked: the template's output for the chat `without_contents`.
             plain: the template's output for the chat `without_names`.
+            rendered: returns the template's output for a chat.
 
         Raises:
-            WorkhorseError: the template cut or joined contents, and the result contains a new
-                special token.
+            WorkhorseError: the template cut or joined strings, and the result contains a new
+                control token.
         """
         marked, plain = (_ESCAPED.sub(self._unescaped, text) for text in (marked, plain))
         if _PRIVATE.sub(self._content, marked) != plain:
-            self._check_same_tokens(marked, plain)
+            with_contents = _ESCAPED.sub(self._unescaped, rendered(self.with_contents()))
+            _check_same_tokens(self._special, marked, plain)
+            _check_same_tokens(self._control, with_contents, plain)
             marked = plain
         return self._any.sub(self._spelled, marked)
 
@@ -208,20 +243,21 @@ class Placeholders:
 
         Equal names get the same placeholder, so that a template can still compare strings.
         """
-        name = match[0]
-        if name not in self._stand_in_of:
-            self._stand_in_of[name] = self._stand_in()
-            self._names[self._stand_in_of[name]] = name
-        return self._stand_in_of[name]
+        return self._same_stand_in(match[0])
+
+    def _same_stand_in(self, text: str) -> str:
+        if text not in self._stand_in_of:
+            self._stand_in_of[text] = self._stand_in()
+            self._names[self._stand_in_of[text]] = text
+        return self._stand_in_of[text]
 
     def _without_content(self, text: str, is_assistant: bool, is_content: bool) -> str:
         """Replace a content by a placeholder. White space at its ends is kept.
 
-        In strings that are not contents, only characters that can begin or end a control token are
-        replaced.
+        In strings that are not contents, only parts of control tokens are replaced.
         """
         if not is_content:
-            return self._without_edges(text, is_assistant)
+            return self._without_parts(text, is_assistant)
         core = text.strip()
         if not core:
             return text
@@ -230,11 +266,21 @@ class Placeholders:
         self._contents[stand_in] = (core, pattern.sub(self._spelled, core))
         return text.replace(core, stand_in, 1)
 
-    def _without_edges(self, text: str, is_assistant: bool) -> str:
-        """Replace the characters that begin or end a control token by placeholders.
+    def _without_parts(self, text: str, is_assistant: bool) -> str:
+        """Replace what can be a part of a control token: the string, or characters of it.
 
         The template can then not produce a control token by joining strings or changing case.
         """
+        core = text.strip()
+        names = self._special_names if is_assistant else self._control_names
+        if not core or core.lower() not in names or _PRIVATE.search(core):
+            return self._without_edges(text, is_assistant)
+        stand_in = self._same_stand_in(core)
+        self._equals[stand_in] = core
+        return text.replace(core, stand_in, 1)
+
+    def _without_edges(self, text: str, is_assistant: bool) -> str:
+        """Replace the characters that begin or end a control token by placeholders."""
         if not is_assistant:
             return self._edges.sub(self._name, text)
         return self._name_or_edge.sub(
@@ -254,8 +300,8 @@ class Placeholders:
         token = match[0]
         if token in self._contents:
             return self._contents[token][0]
-        name = self._names.get(token, "")
-        return name if self._edges.fullmatch(name) else token
+        name = self._names.get(token, token)
+        return token if self._control.fullmatch(name) else name
 
     def _unescaped(self, match: re.Match[str]) -> str:
         character = _character(match[0])
@@ -270,22 +316,29 @@ class Placeholders:
             return self._names[token]
         return token if _PRIVATE.fullmatch(token) else self._encoder.mark(token)
 
-    def _check_same_tokens(self, marked: str, plain: str) -> None:
-        """Check that cutting or joining contents did not produce special tokens."""
-        ours, all_of_them = (self._special.findall(text) for text in (marked, plain))
-        if ours != all_of_them:
-            extra = next((name for name in all_of_them if name not in ours), all_of_them[-1:])
-            raise WorkhorseError(
-                f"the chat template splits messages, which produced the special token {extra!r}; "
-                "remove its characters from the messages"
-            )
+
+def _check_same_tokens(names: re.Pattern[str], marked: str, plain: str) -> None:
+    """Check that cutting or joining strings did not produce control tokens."""
+    ours, all_of_them = (names.findall(text) for text in (marked, plain))
+    if ours != all_of_them:
+        extra = [*(Counter(all_of_them) - Counter(ours)), *all_of_them, *ours][0]
+        raise WorkhorseError(
+            f"the chat template splits or joins strings of the chat, which produced the control "
+            f"token {extra!r}; remove its characters from the chat"
+        )
 
 
-def _changed(chat: Chat, change: Change) -> Chat:
-    """Return a chat with all strings changed, except the roles and the names of variables."""
+def _changed(chat: Chat, change: Change, change_key: Callable[[str], str]) -> Chat:
+    """Return a chat with all strings changed, except the roles and the names of variables.
+
+    Args:
+        chat: the chat.
+        change: changes a string.
+        change_key: changes a key of a message.
+    """
     messages = [
         {
-            change(key, False, False): value
+            change_key(key): value
             if key == "role"
             else _each(value, change, message["role"] == "assistant", key == "content")
             for key, value in message.items()

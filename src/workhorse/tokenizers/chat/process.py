@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Mapping
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,7 +52,13 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._running: tuple[Popen[bytes], Connection] | None = None
 
-    def ask(self, source: str, variables: dict[str, Any] | None = None, now: str = "") -> str:
+    def ask(
+        self,
+        source: str,
+        variables: dict[str, Any] | None = None,
+        now: str = "",
+        equals: Mapping[str, str] | None = None,
+    ) -> str:
         """Render a template to up to `MAX_TEXT` characters.
 
         Args:
@@ -59,12 +66,13 @@ class TemplateProcess:
             variables: the template's variables, as plain data. If None, the template is not
                 rendered: the literal strings and the variables in it are returned, as JSON.
             now: current time for the template, in ISO format.
+            equals: strings that the template finds equal to another string; see `sandbox.Equal`.
 
         Raises:
             WorkhorseError: the template is invalid, raises an error or exceeds a limit; or the
                 process cannot be started.
         """
-        request = {"source": source, "variables": variables, "now": now}
+        request = {"source": source, "variables": variables, "now": now, "equals": equals or {}}
         try:
             data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except ValueError as error:  # an integer with thousands of digits

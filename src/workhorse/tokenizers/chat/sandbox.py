@@ -72,7 +72,7 @@ def serve(seconds: float, memory: int) -> None:
     """
     connection = Connection(0)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _answer(_WARM_UP, {}, "0001-01-01")
+    _answer(_WARM_UP, {}, "0001-01-01", {})
     _give_up(memory)  # after the warm-up, which must open files
     connection.send_bytes(b"ready")
     while True:
@@ -94,7 +94,64 @@ def _give_up(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
-def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
+class Equal(str):
+    """A string that is printed as it is, but compared as another string.
+
+    It is also found as a key of a mapping, and compared after a change of case.
+    """
+
+    __slots__ = ("_other",)
+    _other: str
+
+    def __new__(cls, text: str, other: str) -> "Equal":
+        made = super().__new__(cls, text)
+        made._other = other
+        return made
+
+    def __eq__(self, value: object) -> bool:
+        return self._other == (value._other if isinstance(value, Equal) else value)
+
+    def __ne__(self, value: object) -> bool:
+        return not self == value
+
+    def __hash__(self) -> int:
+        return hash(self._other)
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._other
+
+    def startswith(self, *arguments: Any) -> bool:
+        return self._other.startswith(*arguments)
+
+    def endswith(self, *arguments: Any) -> bool:
+        return self._other.endswith(*arguments)
+
+    def lower(self) -> "Equal":
+        return Equal(str(self), self._other.lower())
+
+    def upper(self) -> "Equal":
+        return Equal(str(self), self._other.upper())
+
+    def strip(self, *arguments: Any) -> "Equal":
+        return Equal(str(self), self._other.strip(*arguments))
+
+
+def _with_equals(value: Any, equals: Mapping[str, str]) -> Any:
+    """Replace the strings that are keys of `equals`, also in keys of mappings."""
+    match value:
+        case str():
+            return Equal(value, equals[value]) if value in equals else value
+        case list():
+            return [_with_equals(item, equals) for item in value]
+        case dict():
+            return {_with_equals(k, equals): _with_equals(v, equals) for k, v in value.items()}
+        case _:
+            return value
+
+
+def _answer(
+    source: str, variables: Mapping[str, Any] | None, now: str, equals: Mapping[str, str]
+) -> str:
     """Render a template; return `+` and the text, or `-` and the error message.
 
     If `variables` is None, return the literal strings and the variables in the template, as JSON,
@@ -105,7 +162,8 @@ def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
         if variables is None:
             return "+" + facts
         when = datetime.fromisoformat(now)
-        return "+" + template.render({"strftime_now": when.strftime} | dict(variables))
+        known = _with_equals(variables, equals) if equals else variables
+        return "+" + template.render({"strftime_now": when.strftime, **known})
     except MemoryError:
         raise  # ends the process
     except Exception as error:  # a compiled template may raise any exception

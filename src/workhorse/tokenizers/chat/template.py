@@ -202,7 +202,8 @@ class ChatTemplate:
         Raises:
             WorkhorseError: the messages are malformed; the template raises an error or exceeds a
                 limit; a message's content is not in the rendered text; or the template splits
-                messages, so that its special tokens cannot be distinguished from typed text.
+                or joins strings, so that its control tokens cannot be distinguished from typed
+                text.
         """
         if not allow_special:
             encoder, spelled = self.spelling(
@@ -242,8 +243,11 @@ class ChatTemplate:
             chat = _chat(messages, tools, documents, variables)
             _check_roles(chat, [*encoder.names])
             _, typed, text = template._marked(chat, add_generation_prompt, now, tokenizer, encoder)
-            plain = template._render(typed.without_names, add_generation_prompt, now)
-            return typed.put_back(text, plain)
+
+            def rendered(chat: Chat) -> str:
+                return template._render(chat, add_generation_prompt, now)
+
+            return typed.put_back(text, rendered(typed.without_names), rendered)
 
         return encoder, spelled
 
@@ -298,7 +302,8 @@ class ChatTemplate:
             "documents": chat.documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        return RENDERER.ask(self.source, variables, (now or datetime.now()).isoformat())
+        when = (now or datetime.now()).isoformat()
+        return RENDERER.ask(self.source, variables, when, chat.equals)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:

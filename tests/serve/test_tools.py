@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import torch
 from httpx2 import Client
+from llguidance import LLMatcher
 from llm_comply.config import ComplianceConfig
 from llm_comply.http import close_client
 from llm_comply.result import TestStatus as Status
@@ -130,6 +131,7 @@ def test_a_conversation_with_results(client: OpenAI) -> None:
 
 CALL = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 WRONG = {"properties": 1}
+UNNAMED = {"required": [{}]}
 NO_SUCH = {"type": "function", "function": {"name": "x"}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type"),
@@ -156,6 +158,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": WRONG}}]},
         "tools.0.function.parameters.properties",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": UNNAMED}}]},
+        "tools.0.function.parameters.required",
     ),
 ]  # fmt: skip
 
@@ -269,6 +275,21 @@ def test_grammars_allow_what_templates_write(name: str) -> None:
             assert allowed(one, content={"type": "object"})
             assert allowed(begun + '{"a": 1}', content={"type": "object"})
             assert not allowed(begun + "Hello", content={"type": "object"})
+
+
+@pytest.mark.parametrize("name", ["quoted", "tagged"])
+def test_grammars_grow_with_the_number_of_properties(name: str) -> None:
+    tokenizer = train_tokenizer(BytesConfig(), [])
+
+    def written(count: int) -> str:
+        properties = {f"p{n}": {"type": "integer"} for n in range(count)}
+        schema = {"properties": properties, "required": [f"p{count // 2}"]}
+        return grammar_of(Tools({"f": schema}, []), learned(template(name)), tokenizer, ())
+
+    assert len(written(200)) < 2.5 * len(written(100))
+    assert LLMatcher.validate_grammar(written(200)) == ""
+    with pytest.raises(ValueError, match="more than 100,000 characters"):
+        written(10_000)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -321,7 +321,9 @@ async def grammar_of_form(
             raise bad_request(f"structured_outputs and {form} conflict; omit one", param)
         asked, param = StructuredOutputs.model_validate({"json": schema}), form
         if format.reasoning is not None:
-            text = grammar_of_content(schema, format, server.prompts.tokenizer)
+            text = await _written(
+                form, grammar_of_content, schema, format, server.prompts.tokenizer
+            )
             asked = StructuredOutputs(grammar=text)
     return None if asked is None else await _checked(server, body, asked, param, format)
 
@@ -350,8 +352,25 @@ async def _grammar_with_tools(
         raise bad_request(
             f"{form} and tools conflict, since this model writes calls as JSON; omit one", form
         )
-    text = grammar_of(tools, format, server.prompts.tokenizer, ends, schema)
+    tokenizer = server.prompts.tokenizer
+    text = await _written("tools", grammar_of, tools, format, tokenizer, ends, schema)
     return await _checked(server, body, StructuredOutputs(grammar=text), "tools", format)
+
+
+async def _written(param: str, write: Callable[..., str], *given: Any) -> str:
+    """Return the text of a grammar, written in a thread.
+
+    Raises:
+        ApiError: it is too long.
+    """
+    try:
+        return await asyncio.to_thread(write, *given)
+    except ValueError as error:
+        raise _unusable(str(error), param) from None
+
+
+def _unusable(reason: str, param: str) -> ApiError:
+    return bad_request(f"{param}: the grammar cannot be used: {reason}; change it", param)
 
 
 async def _checked(
@@ -369,11 +388,11 @@ async def _checked(
     from workhorse.serve.grammar import source_of
 
     try:
-        source = source_of(asked)
+        source = await asyncio.to_thread(source_of, asked)
         reason = await server.grammars.check(source)
     except ValueError as error:
         reason, source = str(error), ""
     if reason:
-        raise bad_request(f"{param}: the grammar cannot be used: {reason}; change it", param)
+        raise _unusable(reason, param)
     end = format.reasoning[1] if format.reasoning else ""
     return GrammarSource(source, tuple(server.prompts.tokenizer.encode(end, allow_special=True)))

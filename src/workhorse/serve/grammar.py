@@ -19,14 +19,12 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.serve.grammar_process import error_of, limits
 from workhorse.serve.messages import GrammarSource
-from workhorse.serve.schema import StructuredOutputs
+from workhorse.serve.schema import MOST_GRAMMAR, TOO_LONG, StructuredOutputs
 from workhorse.tokenizers import Tokenizer
 
 WHITESPACE = r"[ \n]{0,32}"
 """White space between the parts of a JSON value. It is bounded, because an unbounded run of spaces
 would never end."""
-MOST_GRAMMAR = 100_000
-"""Maximum number of characters of a grammar."""
 CHECK_SECONDS = 5.0
 """Time after which the compilation of a grammar is ended."""
 LONGEST_CLOSING = 256
@@ -242,7 +240,7 @@ class GrammarChecker:
     async def check(self, source: str) -> str:
         """Return the reason why a grammar cannot be used; empty if it can."""
         if len(source) > MOST_GRAMMAR:
-            return f"it has more than {MOST_GRAMMAR:,} characters"
+            return TOO_LONG
         async with self._lock:
             try:
                 process = self._process or await self._start()

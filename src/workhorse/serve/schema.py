@@ -13,6 +13,9 @@ MOST_TOOLS = 128
 """Maximum number of tools of a request, and of calls of a message."""
 MOST_BIASES = 10_000
 LARGEST_SEED = 2**63
+MOST_GRAMMAR = 100_000
+"""Maximum number of characters of a grammar."""
+TOO_LONG = f"it has more than {MOST_GRAMMAR:,} characters"
 
 FIELD = "field"
 """Key of the context of an error: the name of the wrong field."""
@@ -240,8 +243,11 @@ class Function(Body):
     @model_validator(mode="after")
     def _has_a_schema(self) -> "Function":
         schema = self.parameters or {}
-        for name, kind in (("properties", dict), ("required", list)):
-            if not isinstance(schema.get(name, kind()), kind):
+        required = schema.get("required", [])
+        names = isinstance(required, list) and all(isinstance(one, str) for one in required)
+        properties = isinstance(schema.get("properties", {}), dict)
+        for name, is_valid in (("properties", properties), ("required", names)):
+            if not is_valid:
                 message = "{field} is not a JSON schema; correct it"
                 raise problem("schema", message, f"parameters.{name}")
         return self

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from workhorse.serve.errors import bad_request
-from workhorse.serve.schema import AllowedTools, FunctionTool, NamedTool, ToolChoice
+from workhorse.serve.schema import (
+    MOST_GRAMMAR,
+    TOO_LONG,
+    AllowedTools,
+    FunctionTool,
+    NamedTool,
+    ToolChoice,
+)
 from workhorse.tokenizers import Tokenizer
 from workhorse.tokenizers.chat.reply_format import ID, CallFormat, ReplyFormat, Tagged
 
@@ -101,6 +108,9 @@ def grammar_of(
         tokenizer: the model's tokenizer.
         ends: ids that end a reply.
         content: JSON schema of the content of a reply without calls; None: any text.
+
+    Raises:
+        ValueError: it has too many characters.
     """
     assert format.calls is not None
     calls, rules = format.calls, _Rules(tokenizer)
@@ -182,6 +192,7 @@ class _Rules:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.rules: list[str] = []
+        self._size = 0
         self._special = tokenizer.special_tokens
         names = sorted((re.escape(name) for name in self._special), key=len, reverse=True)
         self._parts = re.compile(f"({'|'.join([*names, ID])})")
@@ -201,10 +212,14 @@ class _Rules:
                 return self.without_ends(text.removesuffix(name).rstrip(), ends)
         return text
 
-    def rule(self, alternatives: str) -> str:
-        """Add a rule, and return its name."""
-        self.rules.append(f"rule{len(self.rules)}: {alternatives}")
-        return f"rule{len(self.rules) - 1}"
+    def rule(self, alternatives: str, options: str = "") -> str:
+        """Add a rule, and return its name. Raises ValueError if the grammar becomes too long."""
+        name = f"rule{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {alternatives}")
+        self._size += len(self.rules[-1])
+        if self._size > MOST_GRAMMAR:  # before more are made
+            raise ValueError(TOO_LONG)
+        return name
 
     def literal(self, text: str, *, digits: bool = False) -> str:
         """Return an expression of a string; with `digits`, of other numbers in their place too."""
@@ -227,8 +242,7 @@ class _Rules:
         after = self.literal("".join(rest))
         if first in self._special:
             return f"{ANYTHING} {self.literal(first)} {after}"
-        self.rules.append(f"rule{len(self.rules)}[suffix={_text(first)}]: {ANYTHING}")
-        return f"rule{len(self.rules) - 1} {after}"
+        return f"{self.rule(ANYTHING, f'[suffix={_text(first)}]')} {after}"
 
     def call(self, calls: CallFormat, name: str, schema: dict[str, Any]) -> str:
         """Return an expression of a call, from its name to the end of its arguments."""
@@ -240,28 +254,21 @@ class _Rules:
     def _tagged(self, tags: Tagged, schema: Mapping[str, Any]) -> str:
         """Return an expression of tagged arguments, in the order of the schema."""
         properties = schema.get("properties", {})
-        required = schema.get("required", [])
+        required = {*schema.get("required", ())}
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         values = {key: self._argument(tags, key, one, shared) for key, one in properties.items()}
         if tags.first == tags.next:
             first = self.literal(tags.first)
             every = {key: f"{first} {value}" for key, value in values.items()}
             return " ".join(one if key in required else f"({one})?" for key, one in every.items())
-        alternatives: list[str] = []
-        keys = [*values]
-        for n, key in enumerate(keys):
-            more = [
-                f"{self.literal(tags.next)} {values[one]}"
-                if one in required
-                else f"({self.literal(tags.next)} {values[one]})?"
-                for one in keys[n + 1 :]
-            ]
-            alternatives.append(" ".join([self.literal(tags.first), values[key], *more]))
-            if key in required:
-                break
-        else:
-            alternatives.append(self.literal(tags.first))
-        return f"({' | '.join(alternatives)})"
+        first, following, rest = self.literal(tags.first), self.literal(tags.next), ""
+        alternatives = [first]
+        for key, value in reversed(values.items()):
+            alternatives = [] if key in required else alternatives
+            alternatives.append(f"{first} {value} {rest}")
+            one = f"{following} {value}"
+            rest = self.rule(f"{one if key in required else f'({one})?'} {rest}")
+        return f"({' | '.join(reversed(alternatives))})"
 
     def _argument(self, tags: Tagged, key: str, schema: Any, shared: Mapping[str, Any]) -> str:
         schema = schema if isinstance(schema, dict) else {}

@@ -1,6 +1,7 @@
 """Every field of a request has an effect, is refused by name, or is listed as ignored."""
 
 import json
+import math
 from collections.abc import Callable, Collection
 from functools import cache
 from importlib.resources import files
@@ -11,6 +12,7 @@ from httpx2 import Client, Response
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as responses_params
+from pydantic import ValidationError
 
 from tests.serve.conftest import END, MODEL
 from workhorse.serve.responses_schema import LOGPROBS, ResponsesRequest
@@ -273,6 +275,58 @@ def test_an_unknown_field(http, kind):
     error = post(http, kind, temprature=1).json()["error"]
     assert error["param"] == "temprature"
     assert "not a field" in error["message"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth > 1 else {}
+
+
+def responses_with(value: Any, text: str = "a") -> dict[str, dict[str, Any]]:
+    """Return a field with a value or a text for each name of a field in errors."""
+    function = {"type": "function", "name": "f"}
+    form = {"type": "json_schema", "name": "n", "schema": {}}
+    return {
+        "tools.0.parameters": {"tools": [function | {"parameters": value}]},
+        "tools.0.description": {"tools": [function | {"description": text}]},
+        "text.format.schema": {"text": {"format": form | {"schema": value}}},
+        "text.format.name": {"text": {"format": form | {"name": text}}},
+        "structured_outputs.json": {"structured_outputs": {"json": value}},
+        "chat_template_kwargs": {"chat_template_kwargs": value},
+        "metadata": {"metadata": value},
+        "instructions": {"instructions": text},
+    }
+
+
+@pytest.mark.parametrize("param", responses_with({}))
+def test_values_that_an_answer_cannot_repeat(http, param):
+    for value in ({"x": "\ud800"}, {"\ud800": "x"}, {"x": [math.nan]}, {"x": math.inf}, nested(61)):
+        fields = responses_with(value, "\ud800")[param]
+        body = json.dumps({"model": MODEL, "input": "Hello", **fields})
+        headers = {"Content-Type": "application/json"}
+        answer = http.post("/v1/responses", content=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def errors(kind: type[Sampling], fields: dict[str, Any]) -> int:
+    """Return the number of errors in a body."""
+    try:
+        kind.model_validate({**ROUTES[OUR_ROUTE[kind]], **fields})
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_many_wrong_values_are_few_errors(kind):
+    """A million errors would take seconds and gigabytes."""
+    wrong, pairs = [0.5] * 1000, dict.fromkeys(map(str, range(20_000)))
+    given = [{name: many} for name in kind.model_fields for many in (wrong, pairs)]
+    given += [pairs, {"structured_outputs": {"choice": wrong}}]
+    given += [{"input": [{"type": "reasoning", name: wrong}]} for name in ("summary", "content")]
+    given += [{"input": [{"role": "user", "content": wrong}]}]
+    given += [{"messages": [{"role": "user", name: wrong}]} for name in ("content", "tool_calls")]
+    for fields in given:
+        assert errors(kind, fields) < 300, str(fields)[:80]
 
 
 @pytest.mark.parametrize("part", ["image_url", "input_audio", "file", "refusal"])

@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from workhorse.serve.errors import bad_request
 from workhorse.serve.schema import (
+    AS_JSON,
     MOST_TOOLS,
     AllowedTools,
     Body,
@@ -15,13 +16,16 @@ from workhorse.serve.schema import (
     Function,
     FunctionName,
     FunctionTool,
+    Json,
     Message,
     NamedSchema,
     NamedTool,
     ResponseFormat,
     Sampling,
     SomeTools,
+    Text,
     Values,
+    few,
     problem,
 )
 
@@ -84,9 +88,9 @@ class ReasoningItem(Item):
     """The reasoning before a message of the assistant, if the template reads it."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningPart] = Field(default_factory=list[ReasoningPart])
+    summary: list[ReasoningPart] = Field(default_factory=list[ReasoningPart], fail_fast=True)
     """Used if there is no content."""
-    content: list[ReasoningPart] | None = None
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
 
     not_served: ClassVar[Values] = {"encrypted_content": ()}
 
@@ -222,7 +226,7 @@ class TextFormat(NamedSchema):
     """The form of a reply."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: Text | None = None
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> "TextFormat":
@@ -264,14 +268,14 @@ class ResponsesRequest(Sampling):
 
     input: str | Annotated[list[AnyItem], Field(min_length=1, max_length=20_000, fail_fast=True)]
     """A message of the user, or items: the chat so far."""
-    instructions: str | None = None
+    instructions: Text | None = None
     """A system message before the input."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of new tokens, also of reasoning and of calls."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     """How much the model should reason, if the chat template reads it."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    chat_template_kwargs: Json = Field(default_factory=dict[str, Any])
     """Extension: variables for the chat template, such as `enable_thinking`."""
     tools: Annotated[
         list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True, default_factory=list[Tool])
@@ -281,7 +285,7 @@ class ResponsesRequest(Sampling):
     """Whether the reply may or must call tools, or which ones."""
     parallel_tool_calls: bool = True
     """False to allow one call at most."""
-    include: list[str] = Field(default_factory=list[str])
+    include: list[str] = Field(default_factory=list[str], fail_fast=True)
     """`message.output_text.logprobs` adds the log-probability of each token of a message: the
     model's own, before penalties, temperature and filters."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
@@ -291,7 +295,9 @@ class ResponsesRequest(Sampling):
             Annotated[str, Field(max_length=64)],
             Annotated[str, Field(max_length=512)],
         ],
-        Field(max_length=16, default_factory=dict[str, str]),
+        AS_JSON,
+        few(16),
+        Field(default_factory=dict[str, str]),
     ]
     """Pairs that the answer repeats."""
 

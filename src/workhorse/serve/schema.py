@@ -1,6 +1,8 @@
 """The bodies of requests: fields of OpenAI's API, our extensions, and the fields not served."""
 
+import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -12,6 +14,8 @@ MOST_CHOICES = 128
 MOST_TOOLS = 128
 """Maximum number of tools of a request, and of calls of a message."""
 MOST_BIASES = 10_000
+MOST_DEPTH = 60
+"""Maximum nesting depth of a JSON value. Chat templates allow few levels more."""
 LARGEST_SEED = 2**63
 MOST_GRAMMAR = 100_000
 """Maximum number of characters of a grammar."""
@@ -40,12 +44,44 @@ def _needs_logprobs(field: str) -> PydanticCustomError:
     return problem("needs_logprobs", message, field)
 
 
-def _few(biases: Any) -> Any:
-    """Limit the number of biases, since each wrong one is an error."""
-    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
-        message = "there are {count} biases; give up to {most}"
-        raise PydanticCustomError("many", message, {"count": len(biases), "most": MOST_BIASES})
-    return biases
+def few(most: int) -> BeforeValidator:
+    """Limit the number of pairs before they are checked, since each wrong one is an error."""
+
+    def checked(pairs: Any) -> Any:
+        if isinstance(pairs, dict) and len(pairs) > most:
+            message = "there are {count} pairs; give up to {most}"
+            raise PydanticCustomError("many", message, {"count": len(pairs), "most": most})
+        return pairs
+
+    return BeforeValidator(checked)
+
+
+def _as_json(value: Any) -> Any:
+    """Check that a value can be written as JSON, and is not nested too deeply."""
+    nested = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MOST_DEPTH):
+        parts = chain.from_iterable(
+            one.values() if isinstance(one, dict) else one for one in nested
+        )
+        nested = [one for one in parts if isinstance(one, (dict, list))]
+    if nested:
+        message = "the value is nested more than {most} levels deep; flatten it"
+        raise PydanticCustomError("deep", message, {"most": MOST_DEPTH})
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        message = "a string has a lone surrogate, which is not a character; remove it"
+        raise PydanticCustomError("surrogate", message) from None
+    except ValueError:
+        raise PydanticCustomError("number", "a number is not finite; replace it") from None
+    return value
+
+
+AS_JSON = BeforeValidator(_as_json)
+Json = Annotated[dict[str, Any], AS_JSON]
+"""A JSON object with any values, which an answer may repeat."""
+Text = Annotated[str, AS_JSON]
+"""A string that an answer may repeat."""
 
 
 class Body(BaseModel):
@@ -101,9 +137,9 @@ class StreamOptions(ObfuscationOptions):
 class NamedSchema(Body):
     """A JSON schema."""
 
-    name: str
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    name: Text
+    description: Text | None = None
+    schema_: Annotated[Json | None, Field(alias="schema")] = None
     strict: bool | None = None
     """Without effect: the schema is always enforced."""
 
@@ -126,7 +162,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """The form of a completion: one of these."""
 
-    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    json_: Annotated[Json | None, Field(alias="json")] = None
     """A JSON schema."""
     regex: str | None = None
     """A regular expression, in the syntax of Rust's crate regex."""
@@ -162,7 +198,7 @@ class Sampling(Body):
     """Subtracted once from the logit of each token in the completion."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     """Subtracted from a token's logit for each occurrence in the completion."""
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[dict[str, Bias], few(MOST_BIASES)] | None = None
     """Added to the logit, by token id."""
     seed: Annotated[int, Field(ge=-LARGEST_SEED, lt=LARGEST_SEED)] | None = None
     """Seed of the random generator. The same request with the same seed gives the same answer."""
@@ -234,8 +270,8 @@ class Function(Body):
     """A function that a reply may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: Json | None = None
     """JSON schema of the arguments, an object."""
     strict: bool | None = None
     """True to make arguments always fit the schema."""
@@ -345,7 +381,7 @@ class ChatRequest(ChoicesRequest):
     reasoning_effort: Effort | None = None
     """How much the model should reason before the content, if the chat template reads it; `none`:
     not at all."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    chat_template_kwargs: Json = Field(default_factory=dict[str, Any])
     """Extension: variables for the chat template, such as `enable_thinking`."""
     tool_choice: ToolChoice | None = None
     """Whether the reply may or must call tools, or which ones; by default it may."""

@@ -37,7 +37,14 @@ from workhorse.serve.schema import (
     StructuredOutputs,
 )
 from workhorse.serve.tools import Tools, grammar_of, tools_of
-from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.tokenizers import (
+    BytesConfig,
+    ChatTemplate,
+    SpecialTokensConfig,
+    train_tokenizer,
+)
+from workhorse.tokenizers.chat.reply_format import HARMONY
+from workhorse.tokenizers.chat.reply_learned import after_prompt
 
 SCHEMA = {
     "type": "object",
@@ -341,6 +348,15 @@ def test_reasoning_is_separate_and_can_be_switched_off(thinker: Client) -> None:
         thought, content = parts(**form, **more)
         assert "tools" in more or isinstance(json.loads(content), dict)
         assert bool(thought) is ("reasoning_effort" not in more)
+
+
+def test_names_of_parameters_are_not_variables() -> None:
+    template = ChatTemplate(
+        "{{ self }}{{ tokenizer }}{{ allow_special }}{{ format }}{{ template }}"
+    )
+    names = {"format", "template"}
+    assert template.variables == names
+    assert after_prompt(HARMONY, template, **dict.fromkeys(names, "")) == HARMONY
 
 
 def test_variables_that_the_template_does_not_read(thinker: Client, http: Client) -> None:

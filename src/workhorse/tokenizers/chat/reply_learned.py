@@ -55,7 +55,7 @@ def reply_format(template: ChatTemplate) -> ReplyFormat:
     return ReplyFormat(_calls(template), _reasoning(template))
 
 
-def after_prompt(format: ReplyFormat, template: ChatTemplate, **variables: Any) -> ReplyFormat:
+def after_prompt(format: ReplyFormat, template: ChatTemplate, /, **variables: Any) -> ReplyFormat:
     """Return the format of replies to prompts that may begin or end the reasoning.
 
     Args:

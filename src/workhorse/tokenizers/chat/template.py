@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from inspect import signature
 from typing import Any
 
 from workhorse.errors import WorkhorseError, shown
@@ -105,7 +106,7 @@ class ChatTemplate:
         self._names = dict(names or {})
         literals, variables = json.loads(RENDERER.ask(source))
         self._literals = "\0".join(literals)
-        ours = {*OUR_VARIABLES, *self._names}
+        ours = {*OUR_VARIABLES, *_parameters(), *self._names}
         self.variables = frozenset(variables) - ours
         self._knows_parts = _PARTS.search(source) is not None
 
@@ -304,6 +305,12 @@ class ChatTemplate:
         }
         when = (now or datetime.now()).isoformat()
         return RENDERER.ask(self.source, variables, when, chat.equals)
+
+
+def _parameters() -> set[str]:
+    """Return the names of parameters, which cannot also be names of other variables."""
+    methods = (ChatTemplate.render, ChatTemplate.encode, ChatTemplate.spelling)
+    return {name for method in methods for name in signature(method).parameters}
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from tests.serve.conftest import MODEL
 from tests.serve.schemas import random_schema
+from workhorse.errors import WorkhorseError
 from workhorse.serve import grammar as grammar_module
 from workhorse.serve.grammar import MARGIN, GrammarChecker, Grammars, source_of
 from workhorse.serve.messages import GrammarSource
@@ -125,6 +126,18 @@ def test_a_model_without_an_end_token_ends_when_nothing_can_follow() -> None:
     while not grammar.ends(tokens, ""):
         tokens.append(int(grammar(torch.zeros(tokenizer.vocab_size), tokens).argmax()))
     assert re.fullmatch("ab?c", tokenizer.decode(tokens))
+
+
+def test_a_completion_whose_masks_take_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean also has a limit, so that a long completion may take longer in all."""
+    tokenizer = train_tokenizer(BytesConfig(), [])
+    source = GrammarSource(source_of(StructuredOutputs(grammar='start: e\ne: e e | "a"')))
+    monkeypatch.setattr(grammar_module, "MOST_SECONDS", 0.0)
+    logits = torch.zeros(tokenizer.vocab_size)
+    Grammars(tokenizer, ()).make(source, 0, 500)(logits, [])
+    monkeypatch.setattr(grammar_module, "MOST_MEAN_SECONDS", 0.0)
+    with pytest.raises(WorkhorseError, match="per token, above the limit"):
+        Grammars(tokenizer, ()).make(source, 0, 500)(logits, [])
 
 
 def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

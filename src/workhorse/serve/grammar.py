@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,9 @@ WHITESPACE = r"[ \n]{0,32}"
 would never end."""
 CHECK_SECONDS = 5.0
 """Time after which the compilation of a grammar is ended."""
+MOST_SECONDS, MOST_MEAN_SECONDS = 2.0, 0.005
+"""CPU time of a completion's masks, in all and on average. Above both, the completion ends with an
+error, since all others wait for its masks."""
 LONGEST_CLOSING = 256
 """Maximum number of tokens that are reserved to end a value."""
 MARGIN = 8
@@ -126,13 +130,30 @@ class Grammar:
         self._prompt = prompt
         self._most_new = most_new
         self._consumed = 0
+        self._seconds = 0.0
+        """CPU time of all masks, and of reading tokens."""
         self._check_at = LONGEST_CLOSING
         self._plan: list[int] = []
         """The tokens that end the value, once there is only room for these."""
 
     def __call__(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Set the logits of all tokens that the grammar does not allow next to -inf."""
-        self._advance(tokens[self._prompt :])
+        """Set the logits of all tokens that the grammar does not allow next to -inf.
+
+        Raises:
+            WorkhorseError: the grammar exceeds a limit.
+        """
+        with self._timed():
+            masked = self._masked(logits, tokens[self._prompt :])
+        mean = self._seconds / (self._consumed + 1)
+        if self._seconds > MOST_SECONDS and mean > MOST_MEAN_SECONDS:
+            raise WorkhorseError(
+                f"the grammar takes {1000 * mean:.1f} ms per token, above the limit of "
+                f"{1000 * MOST_MEAN_SECONDS:g} ms; make it less ambiguous"
+            )
+        return masked
+
+    def _masked(self, logits: Tensor, completion: Sequence[int]) -> Tensor:
+        self._advance(completion)
         left = self._most_new - self._consumed
         if not self._plan and left <= self._check_at:
             self._reserve(left)
@@ -147,8 +168,16 @@ class Grammar:
 
     def ends(self, tokens: Sequence[int], text: str) -> bool:
         """A `StopCondition`: True if nothing can follow."""
-        self._advance(tokens)
+        with self._timed():
+            self._advance(tokens)
         return self._matcher.is_stopped()
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add the CPU time of a block."""
+        started = time.thread_time()
+        yield
+        self._seconds += time.thread_time() - started
 
     def _advance(self, completion: Sequence[int]) -> None:
         """Give the matcher the tokens that it has not seen."""

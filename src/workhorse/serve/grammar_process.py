@@ -15,7 +15,7 @@ MEMORY = 2 << 30
 
 def limits() -> LLParserLimits:
     """Return llguidance's limits: a mask may take a few milliseconds, a grammar megabytes."""
-    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000, verbose_errors=False)
+    return LLParserLimits(step_lexer_fuel=50_000, step_max_items=5_000, verbose_errors=False)
 
 
 def error_of(matcher: LLMatcher) -> str:

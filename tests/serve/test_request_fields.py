@@ -349,6 +349,7 @@ def test_a_part_that_is_not_text(http, part):
         ({"messages": [{"role": "bot", "content": ""}]}, "messages.0.role", "'user'"),
         ({"stop": 17 * ["a"]}, "stop", "up to 16 strings"),
         ({"temperature": "0"}, "temperature", "valid number"),
+        ({"temperature": 1e-40}, "temperature", "too small"),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """From the body of a request to the prompt and the options of the engine."""
 
 import json
+import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -229,7 +230,11 @@ class Prompts:
                 exact=facts.is_exact,
                 speculate=facts.speculate,
             )
-        except (ConfigError, ValidationError) as error:
+        except ConfigError as error:
+            name = re.split(r"\W", str(error), maxsplit=1)[0]
+            field = name if name in type(body).model_fields else None
+            raise bad_request(str(error), field) from None
+        except ValidationError as error:
             raise bad_request(str(error)) from None
 
     def _bias(self, given: dict[str, float]) -> dict[int, float]:

@@ -30,7 +30,7 @@ def test_the_page_is_served_with_a_policy_that_allows_only_itself():
 
 
 def test_the_page_is_one_file_that_never_parses_text_as_html():
-    assert len(PAGE.splitlines()) <= 1300
+    assert len(PAGE.splitlines()) <= 1500
     assert not re.search(r"""(?:src|href|url|import|fetch)\W{1,3}(?:https?:)?//""", PAGE)
     assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval", PAGE)
     assert not re.search(r"""call\(["'`]/""", PAGE)  # behind a proxy, the page has a path prefix

@@ -236,9 +236,8 @@ def test_overload_is_refused_at_once():
                 await asyncio.sleep(pick.expovariate(10 * capacity))
         await until_empty(address, 5)
 
-    # As by default, half as many requests may wait as run. All come from one address, which may
-    # take three quarters of the places.
-    places = (slots + slots // 2) * 4 // 3
+    # All requests come from one address, which may take three quarters of the places.
+    places = 2 * slots * 4 // 3
     with fake_server(step=step, max_sequences=slots, places=places) as (address, process):
         asyncio.run(main(address))
         used = resident(process.pid)

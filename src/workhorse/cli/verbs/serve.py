@@ -159,7 +159,7 @@ def command(
         found = fit(settings)
         print_result(found._asdict(), as_json, text=found.sentence)
         return
-    places = max_sequences + (max(1, max_sequences // 2) if queue is None else queue)
+    places = max_sequences + (max_sequences if queue is None else queue)
     bound = listen(host, port)
     address = f"http://{_shown_host(host)}:{bound.getsockname()[1]}"
 

@@ -52,13 +52,13 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
 @click.option(
     "--queue",
     type=click.IntRange(0, 100_000),
-    help="Requests that may wait; further ones get status 429.  [default: half of --max-sequences]",
+    help="Requests that may wait; further ones get status 429.  [default: --max-sequences]",
 )
 @click.option(
     "--cache-tokens",
     type=click.IntRange(1),
-    help="Tokens in the cache, over all completions.  [default: as many as half of the free memory"
-    " holds]",
+    help="Tokens in the cache, over all completions.  [default: --max-sequences full contexts, or as"
+    " many as half of the free memory holds]",
 )
 @click.option(
     "--prompt-share",

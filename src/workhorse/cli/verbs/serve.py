@@ -57,8 +57,8 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
 @click.option(
     "--cache-tokens",
     type=click.IntRange(1),
-    help="Tokens in the cache, over all completions.  [default: --max-sequences full contexts, or as"
-    " many as half of the free memory holds]",
+    help="Tokens in the cache, over all completions.  [default: --max-sequences full contexts, or"
+    " as many as half of the free memory holds]",
 )
 @click.option(
     "--prompt-share",

@@ -63,7 +63,11 @@ def checked(chat: Chat) -> Chat:
         raise WorkhorseError(
             f"the chat has {size[0]:,} characters, above the limit of {MAX_TEXT:,}; shorten it"
         )
-    return Chat(messages, tools, documents, variables)
+    # As in transformers: templates treat a missing key better than None, which they would print.
+    present = [
+        {key: one for key, one in message.items() if one is not None} for message in messages
+    ]
+    return Chat(present, tools, documents, variables)
 
 
 def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

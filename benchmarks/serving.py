@@ -1,6 +1,6 @@
 """Serving over HTTP: tokens per second and latencies for 1 to 32 streams, beside llama-server.
 
-    python -m benchmarks.serving [--shape 160m] [--precision bfloat16] [--llama-server PATH]
+    python -m benchmarks.serving [--shape 160m] [--precision int8] [--llama-server PATH]
 
 Each stream sends one request after another: a prompt of 128 random tokens, 64 new tokens, greedy.
 The servers run one after another on the same weights, and each starts with a round that is not
@@ -31,6 +31,13 @@ from benchmarks.harness.shapes import DECODING, TUNING
 PROMPT, NEW = 128, 64
 STREAMS = (1, 4, 8, 16, 32)
 VOCAB = 32_000
+PRECISIONS = {
+    "bfloat16": (["--dtype", "bfloat16"], "bfloat16"),
+    "float32": (["--dtype", "float32"], "float32"),
+    "int8": (["--dtype", "bfloat16", "--quantize", "int8"], "q8_0"),
+    "int4": (["--dtype", "bfloat16", "--quantize", "int4"], "q4_0"),
+}
+"""For each precision, our options, and the type of the weights in the peer's file."""
 
 
 class Server(NamedTuple):
@@ -75,12 +82,12 @@ def folder(shape: str, root: Path) -> Path:
     return path
 
 
-def gguf(model: Path) -> Path:
+def gguf(model: Path, dtype: str) -> Path:
     """The same model as a GGUF file; made if it does not exist."""
-    path = model.with_suffix(".gguf")
+    path = model.with_suffix(f".{dtype}.gguf")
     if not path.exists():
         command = [sys.executable, "-m", "workhorse", "convert", str(model), str(path)]
-        subprocess.run([*command, "--to", "gguf", "--dtype", "bfloat16"], check=True)
+        subprocess.run([*command, "--to", "gguf", "--dtype", dtype], check=True)
     return path
 
 
@@ -223,7 +230,7 @@ def main() -> None:
     """Measure, and print a line for each row of each server."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=DECODING, default="160m")
-    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--llama-server", type=Path, help="the program llama-server of llama.cpp")
     parser.add_argument("--models", type=Path, default=Path("runs/benchmarks"))
@@ -235,11 +242,13 @@ def main() -> None:
     commands: dict[str, tuple[list[str], int, str]] = {}
     port = free_port()
     ours = [sys.executable, "-m", "workhorse", "serve", str(model), "--port", str(port)]
-    ours += ["--dtype", options.precision, "--max-sequences", str(most), "--name", "m"]
+    own, theirs = PRECISIONS[options.precision]
+    ours += [*own, "--max-sequences", str(most), "--name", "m"]
     commands["workhorse"] = ([*ours, *options.also], port, "m")
     if options.llama_server:
         port = free_port()
-        peer = [str(options.llama_server), "-m", str(gguf(model)), "--port", str(port)]
+        file = gguf(model, theirs)
+        peer = [str(options.llama_server), "-m", str(file), "--port", str(port)]
         peer += ["-np", str(most), "-c", str(most * context), "--no-webui", "-t", "2"]
         commands["llama-server"] = (peer, port, "m")
     for name, (command, port, model_name) in commands.items():

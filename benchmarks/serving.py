@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], help="further options of workhorse serve")
     options = parser.parse_args()
     model = folder(options.shape, options.models)
-    most = max(options.streams)
+    most = max(8, *options.streams)  # also for the streams beside a long prompt
     context = DECODING[options.shape].context
     commands: dict[str, tuple[list[str], int, str]] = {}
     port = free_port()

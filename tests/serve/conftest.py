@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -31,6 +32,18 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 """Checks the events of /v1/responses against the types of OpenAI's client."""
 
 
+def small_config(**more: Any) -> DecoderConfig:
+    """Return the config of a small decoder with native steps."""
+    block = {
+        "kind": "pre_norm",
+        "norm": {"kind": "rms_norm"},
+        "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
+        "feed_forward": {"kind": "gated_mlp", "d_ff": 32},
+    }
+    parts = {"d_model": 16, "blocks": {"main": block}, "final_norm": {"kind": "rms_norm"}}
+    return DecoderConfig.from_dict(parts | more)
+
+
 def write_chat_run(folder: Path, template: str | None = None, context: int = CONTEXT) -> Path:
     """Write a run directory: a byte-level chat model with random weights.
 
@@ -44,24 +57,12 @@ def write_chat_run(folder: Path, template: str | None = None, context: int = CON
     tokenizer = with_template(train_tokenizer(BytesConfig(special=SpecialTokensConfig()), []))
     if template is not None:
         tokenizer = Tokenizer(tokenizer.definition, tokenizer.roles, template)
-    config = DecoderConfig.from_dict(
-        {
-            "vocab_size": tokenizer.vocab_size,
-            "d_model": 16,
-            "n_layers": 1,
-            "max_seq_len": context,
-            "blocks": {
-                "main": {
-                    "kind": "pre_norm",
-                    "norm": {"kind": "rms_norm"},
-                    "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
-                    "feed_forward": {"kind": "gated_mlp", "d_ff": 32},
-                }
-            },
-            "final_norm": {"kind": "rms_norm"},
-            "head": {"bias": True},
-            "init": {"kind": "normal", "std": 0.5},
-        }
+    config = small_config(
+        vocab_size=tokenizer.vocab_size,
+        n_layers=1,
+        max_seq_len=context,
+        head={"bias": True},
+        init={"kind": "normal", "std": 0.5},
     )
     torch.manual_seed(0)
     weights = weights_of(config.build())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import workhorse
-from tests.serve.conftest import KEY, serving
+from tests.serve.conftest import KEY, serving, small_config
 from tests.serve.test_invariance import COMMON
 from workhorse.checkpoints.peft import write_peft
 from workhorse.cli.main import main
@@ -20,7 +20,6 @@ from workhorse.generate import GenerationConfig, generate
 from workhorse.model.convert import convert
 from workhorse.model.model import Model
 from workhorse.models.huggingface import family
-from workhorse.nn import DecoderConfig
 from workhorse.serve.engine_process import build
 from workhorse.serve.memory import fit
 from workhorse.serve.messages import EngineSettings
@@ -28,24 +27,12 @@ from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import LoraConfig
 
-CONFIG = DecoderConfig.from_dict(
-    {
-        "vocab_size": 257,
-        "d_model": 16,
-        "n_layers": 2,
-        "max_seq_len": 256,
-        "blocks": {
-            "main": {
-                "kind": "pre_norm",
-                "norm": {"kind": "rms_norm"},
-                "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
-                "feed_forward": {"kind": "gated_mlp", "d_ff": 32},
-            }
-        },
-        "final_norm": {"kind": "rms_norm"},
-        "head": {"tied": False},
-        "init": {"kind": "normal", "std": 0.3},
-    }
+CONFIG = small_config(
+    vocab_size=257,
+    n_layers=2,
+    max_seq_len=256,
+    head={"tied": False},
+    init={"kind": "normal", "std": 0.3},
 )
 ADAPTERS = {
     "team/sql": LoraConfig(rank=4),

@@ -31,15 +31,16 @@ class Prompts:
         self._facts = facts
         self.tokenizer = facts.tokenizer
         self._format: ChatFormat = TranscriptFormat(facts.tokenizer, facts.beginning.prefix)
-        self.replies = ReplyFormat()
+        self.replies = self._learned = ReplyFormat()
         if facts.trained_to_chat:
             template = ChatTemplate.of(facts.tokenizer, facts.template)
             self._format = TemplateFormat(template, facts.tokenizer)
-            self.replies = reply_format(template)
+            self._learned = reply_format(template)
+            self.replies = after_prompt(self._learned, template)
         self._shown = tuple(
             token
             for name, token in facts.tokenizer.special_tokens.items()
-            if name in self.replies.literals
+            if name in self._learned.literals
         )
 
     def of_text(self, text: str) -> list[int]:
@@ -151,9 +152,9 @@ class Prompts:
 
     def format_of_reply(self, variables: Mapping[str, Any]) -> ReplyFormat:
         """Return the format of replies, if the chat template gets these variables."""
-        if not isinstance(self._format, TemplateFormat):
+        if not variables or not isinstance(self._format, TemplateFormat):
             return self.replies
-        return after_prompt(self.replies, self._format.template, **variables)
+        return after_prompt(self._learned, self._format.template, **variables)
 
     def check(self, prompt: list[int], param: str) -> None:
         """Check a prompt's length and ids.

@@ -114,7 +114,7 @@ class CallFormat:
     arguments: Literal["mapping", "json"] = "mapping"
     """How the template reads the arguments of earlier calls."""
     content: str | None = ""
-    """Content of a message that only calls tools, as the template reads it."""
+    """Content of a message that only calls tools, as the template reads it; None: no content."""
 
     @property
     def literals(self) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.tokenizers.test_replies import ARGUMENTS, NAMES, in_pieces, learned, read, written
-from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import ChatTemplate
 from workhorse.tokenizers.chat.reply_format import HARMONY
 
@@ -21,6 +20,7 @@ pytestmark = pytest.mark.campaign
 FOLDER = os.environ.get("TEMPLATES")
 FILES = sorted(Path(FOLDER).glob("*.jinja")) if FOLDER else []
 OTHERS = {
+    "CohereForAI-c4ai-command-r-plus-tool_use": "it reads keys that the schemas of the test lack",
     "NVIDIA-Nemotron-Nano-v2": "the content of a reply is a turn of its own",
     "google-gemma-4-31B-it": "the content of a reply follows its calls",
     "google-gemma-4-31B-it-interleaved": "the content of a reply follows its calls",
@@ -36,21 +36,18 @@ def test_a_template(path: Path) -> None:
     format = learned(template)
     if format.calls is None or format.calls is HARMONY.calls:
         pytest.skip("it writes no tools and calls" if format.calls is None else "built in")
+    if path.stem in OTHERS:
+        pytest.skip(OTHERS[path.stem])
     choose = random.Random(0)
     for _ in range(20):
         count = choose.randint(1, 3) if format.calls.between else 1
         calls = [(choose.choice(NAMES), choose.choice(ARGUMENTS)) for _ in range(count)]
         content = choose.choice(["", "Let me see: 1 < 2."])
-        try:
-            reply = written(template, format, content, calls)
-        except WorkhorseError as error:
-            pytest.skip(str(error))
+        reply = written(template, format, content, calls)
         thought = ""
         if format.reasoning is not None and format.begins_in_reasoning:
             thought = "I <think> so."
             reply = f"{thought}\n{format.reasoning[1]}\n\n{reply}"
         text, reasoning, found = read(format, in_pieces(reply, choose))
-        if path.stem in OTHERS:
-            pytest.skip(OTHERS[path.stem])
         assert (reasoning, found) == (thought, calls)
         assert text.strip() in ("", content)  # some templates omit the content

@@ -1,42 +1,46 @@
-"""Hook outputs of the reference, compared with hidden states and attentions of transformers."""
+"""Traces of every model type: compared with transformers, patched with themselves, attributed."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.parity import reference
 from tests.parity.all_cases import ALL
 from tests.parity.test_families import BOUND
-from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.execute.choose import decoding_body
+from workhorse.inspect import Tracer, attribute
 
 WITHOUT_SINK = ("granite_swa", "granitemoe_swa")
 """Types whose attention weights transformers returns before it applies the sink."""
 
 
 @pytest.mark.parametrize("model_type", ALL)
-@torch.no_grad()
-def test_hidden_states_and_attentions(model_type: str, tmp_path: Path) -> None:
+def test_traces(model_type: str, tmp_path: Path) -> None:
     pair = reference.make(model_type, ALL[model_type][0], tmp_path)
-    ours = HuggingFaceDirectory(tmp_path).load_decoder(kernel="eager", dtype=torch.float32)
-    decoding_body(ours)  # must not change the reference
-    seen: dict[str, Tensor] = {}
-    for path, module in ours.named_modules():
-        module.register_forward_hook(
-            lambda _module, _inputs, output, path=path: seen.update({path: output})
+    decoding_body(pair.ours)  # must not change the reference
+    tracer = Tracer(pair.ours)
+    run = tracer(pair.tokens)
+    with torch.no_grad():
+        theirs: Any = pair.theirs(
+            pair.tokens, output_hidden_states=True, output_attentions=True, use_cache=False
         )
-    ours(pair.tokens)
-    theirs: Any = pair.theirs(
-        pair.tokens, output_hidden_states=True, output_attentions=True, use_cache=False
-    )
-    layers = [f"layers.{n}" for n in range(len(ours.layers))]
-    streams = [seen[path] for path in ("embedding", *layers[:-1], "final_norm")]
-    weights = [seen[f"{layer}.attention.kernel.weights"] for layer in layers]
+    layers = [f"layers.{n}" for n in range(len(pair.ours.layers))]
+    streams = [run[path] for path in ("embedding", *layers[:-1], "final_norm")]
+    weights = [run[f"{layer}.attention.kernel.weights"] for layer in layers]
     if model_type in WITHOUT_SINK:
         weights = [each / each.sum(-1, keepdim=True) for each in weights]
     expected = (*theirs.hidden_states, *theirs.attentions)
     for found, their in zip((*streams, *weights), expected, strict=True):
         assert reference.relative(found, their) <= BOUND
+
+    patched = tracer(pair.tokens, edits={name: tensor.clone() for name, tensor in run.items()})
+    assert list(patched) == list(run)
+    assert all(torch.equal(patched[name], run[name]) for name in run)
+
+    for parts in ("sublayers", "heads", "neurons"):
+        found = attribute(pair.ours, pair.tokens[0], (5, 9), parts=parts)
+        logits = run.logits[0, -1]
+        assert found.total == pytest.approx(found.logit, abs=1e-9)
+        assert found.logit == pytest.approx(float(logits[5] - logits[9]), abs=1e-5)

@@ -101,11 +101,13 @@ class Kernel(nn.Module, ABC):
 class Eager(Kernel):
     """The reference kernel: computes the whole attention matrix.
 
-    The submodule `weights` returns this matrix, so that a forward hook can read it.
+    The submodule `weights` returns this matrix, so that a forward hook can read it; `scores`
+    returns the matrix before the softmax, with a last column for the sinks if there are any.
     """
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__(scoring, n_heads)
+        self.scores = nn.Identity()
         self.weights = nn.Dropout(scoring.dropout)
 
     @staticmethod
@@ -126,7 +128,7 @@ class Eager(Kernel):
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = (q @ k.transpose(-2, -1)).float() * self.scoring.scale  # (batch, heads, seq, kv)
-        scores = self.shape_scores(scores, allowed, bias)
+        scores = self.scores(self.shape_scores(scores, allowed, bias))
         weights = scores.softmax(dim=-1)[..., : k.shape[2]]
         if allowed is not None:
             weights = weights.masked_fill(~allowed, 0.0)  # zeros for a query that sees no key

@@ -1,0 +1,6 @@
+"""Look inside a model: record, replace and differentiate the tensors of a forward pass."""
+
+from workhorse.inspect.attribution import Attribution, attribute
+from workhorse.inspect.trace import Edit, Edits, Trace, Tracer, trace
+
+__all__ = ["Attribution", "Edit", "Edits", "Trace", "Tracer", "attribute", "trace"]

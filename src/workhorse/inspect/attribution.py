@@ -1,0 +1,214 @@
+"""Direct logit attribution: which parts of a model a logit comes from.
+
+Every part adds its output to the residual stream, and the final norm and the head read the sum.
+With the statistics of norms held fixed, this path is linear, so a logit is the sum over parts of
+`∂logit/∂output · output`, plus the biases on the path. Other nonlinear functions on the path (a
+soft-cap, the activation of the head) are replaced by the line through zero and their value. No term
+is computed as a remainder: the terms sum to the logit because each of them is right.
+
+Paper: A Mathematical Framework for Transformer Circuits (Elhage et al., 2021).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from workhorse.errors import WorkhorseError, shown
+from workhorse.inspect.trace import Edits, Trace, Tracer
+from workhorse.nn import Decoder
+from workhorse.nn.elementwise import SoftCap
+from workhorse.nn.feedforward import GatedMlp, Mlp
+from workhorse.nn.norms import Norm, norm_facts
+from workhorse.transforms.record import transforms_of
+
+Parts = Literal["sublayers", "heads", "neurons"]
+Target = int | Sequence[int] | Tensor
+_NEURONS = "feed_forward.down_proj.input"
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The terms of one logit, or of a weighted sum of logits.
+
+    Attributes:
+        logit: the logit that the decoder computed.
+        token: the term of the token's own vector.
+        position: the term of the position vector that is added to it; 0 if there is none.
+        terms: the terms of the layers, by the name of the tensor that they come from: a scalar for
+            a sub-layer, (heads,) for attention heads, (d_ff,) for neurons.
+        biases: the terms of the biases on the path, by parameter.
+    """
+
+    logit: float
+    token: float
+    position: float
+    terms: dict[str, Tensor]
+    biases: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """The sum of all terms, which equals `logit` up to rounding."""
+        layers = sum(term.sum().item() for term in self.terms.values())
+        return self.token + self.position + layers + sum(self.biases.values())
+
+
+class LinearTracer(Tracer):
+    """A `Tracer` whose path from the parts of the model to the logits is linear.
+
+    It computes in float64, with weights of its own, unless the model is quantised: then it computes
+    in float32 and reads the model's codes.
+
+    Args:
+        decoder: see `Tracer`.
+        parts: how finely the model is divided; see `attribute`.
+    """
+
+    def __init__(self, decoder: Decoder, parts: Parts = "sublayers") -> None:
+        super().__init__(decoder)
+        quantized = any(applied.name == "quantize" for applied in transforms_of(decoder))
+        _own_parameters(self.decoder, torch.float32 if quantized else torch.float64)
+        self.leaves = ("embedding", *_leaves(self.decoder, parts))
+        for module in self.decoder.modules():
+            if isinstance(module, Norm):
+                module.register_forward_hook(_with_fixed_statistics, prepend=True)
+            elif isinstance(module, SoftCap):
+                module.register_forward_hook(_line_through_zero, prepend=True)
+        for step in self.decoder.head.transform.children():
+            if not isinstance(step, Norm | nn.Linear):
+                step.register_forward_hook(_line_through_zero, prepend=True)
+
+    def run(self, tokens: Tensor | Sequence[int], edits: Edits | None = None) -> Trace:
+        """One forward pass, with gradients from the logits to the parts and no further."""
+        inputs = {f"layers.*.{part}.x": Tensor.detach for part in ("attention", "feed_forward")}
+        cuts: Edits = {leaf: lambda x: x.detach().requires_grad_() for leaf in self.leaves}
+        return self(tokens, edits={**inputs, **cuts, **(edits or {})}, gradients=True)
+
+    def attribute(self, run: Trace, target: Target, position: int = -1) -> Attribution:
+        """Divide a logit of a pass into its terms; see `attribute`."""
+        tokens, logits = run.tokens, run.logits
+        if len(tokens) != 1 or not -tokens.shape[1] <= position < tokens.shape[1]:
+            raise WorkhorseError(
+                f"position={position} is not in tokens of shape {tuple(tokens.shape)}; "
+                "give one sequence and a position in it"
+            )
+        logit = (logits[0, position] * _weights(target, logits)).sum()
+        values = {leaf: run[leaf] for leaf in self.leaves}
+        values |= {
+            name: bias
+            for name, bias in self.decoder.named_parameters()
+            if name.endswith("bias") and bias.requires_grad
+        }
+        found = torch.autograd.grad(
+            logit, [*values.values()], retain_graph=True, materialize_grads=True
+        )
+        gradients = dict(zip(values, found, strict=True))
+        terms = {
+            leaf: _per_part(leaf, (gradients[leaf] * values[leaf])[0, ..., position, :].detach())
+            for leaf in self.leaves[1:]
+        }
+        own = run["embedding.positions.x"]
+        along = gradients["embedding"][0, position]
+        return Attribution(
+            logit=logit.item(),
+            token=(along @ own[0, position]).item(),
+            position=(along @ (values["embedding"] - own)[0, position]).item(),
+            terms=terms,
+            biases={
+                name: term
+                for name in values
+                if name not in self.leaves
+                and (term := (gradients[name] * values[name]).sum().item())
+            },
+        )
+
+
+def attribute(
+    decoder: Decoder,
+    tokens: Tensor | Sequence[int],
+    target: Target,
+    *,
+    position: int = -1,
+    parts: Parts = "sublayers",
+) -> Attribution:
+    """Divide a logit into one term per part of the model.
+
+    Args:
+        decoder: see `Tracer`.
+        tokens: token ids, (seq) or (1, seq).
+        target: a token id; two ids, for the difference of their logits; or a tensor (vocab) of one
+            weight per logit.
+        position: index of the token whose prediction is divided.
+        parts: `sublayers`: every attention and every feed-forward. `heads`: every attention head,
+            and every feed-forward. `neurons`: every head and every neuron; a mixture of experts
+            stays one part.
+
+    Raises:
+        WorkhorseError: see `trace`; or there is no such target or position.
+    """
+    linear = LinearTracer(decoder, parts)
+    return linear.attribute(linear.run(tokens), target, position)
+
+
+def _leaves(decoder: Decoder, parts: Parts) -> list[str]:
+    """Names of the outputs of the parts, before linear maps to the residual stream."""
+    found: list[str] = []
+    for number, block in enumerate(decoder.layers):
+        heads = "attention_branch" if parts == "sublayers" else "attention.kernel"
+        divided = parts == "neurons" and isinstance(block.feed_forward, Mlp | GatedMlp)
+        neurons = _NEURONS if divided else "feed_forward_branch"
+        found += [f"layers.{number}.{heads}", f"layers.{number}.{neurons}"]
+    return found
+
+
+def _per_part(leaf: str, products: Tensor) -> Tensor:
+    """One term per part: heads from (heads, width), neurons from (d_ff), else from (d_model)."""
+    return products if leaf.endswith(_NEURONS) else products.sum(-1)
+
+
+def _weights(target: Target, logits: Tensor) -> Tensor:
+    vocab = logits.shape[-1]
+    if isinstance(target, Tensor) and target.shape == (vocab,) and target.is_floating_point():
+        return target.to(logits)
+    ids = [target] if isinstance(target, int) else list(target)
+    if len(ids) not in (1, 2) or not all(isinstance(i, int) and 0 <= i < vocab for i in ids):
+        raise WorkhorseError(
+            f"target={shown(target)} is not a token id from 0 to {vocab - 1}, two ids, or "
+            "one weight per logit; give one of these"
+        )
+    weights = logits.new_zeros(vocab)
+    for token, sign in zip(ids, (1, -1), strict=False):
+        weights[token] += sign
+    return weights
+
+
+def _own_parameters(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Replace the parameters of a copy by copies of them. Only biases require gradients."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in decoder.modules():
+        for name, shared in module.named_parameters(recurse=False):
+            if shared not in made:
+                value = shared.detach().to(dtype, copy=True)
+                made[shared] = nn.Parameter(value, requires_grad=name == "bias")
+            setattr(module, name, made[shared])
+
+
+def _with_fixed_statistics(norm: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    """A norm's output, as a linear function of its input: its mean square is a constant."""
+    assert isinstance(norm, Norm)
+    x = args[0].to(args[0].dtype if output.dtype == torch.float64 else torch.float32)
+    facts = norm_facts(norm)
+    assert facts is not None
+    x = x - x.mean(-1, keepdim=True) if facts.centred else x
+    y = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt().detach()
+    y = y if norm.weight is None else y * (norm.weight + norm.offset)
+    return (y if norm.bias is None else y + norm.bias).to(output.dtype)
+
+
+def _line_through_zero(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    """A function's output, as the multiple of its input that it is here."""
+    x = args[0]
+    slope = torch.where(x == 0, 0, output / x).detach()
+    return x * slope

@@ -1,0 +1,265 @@
+"""Record, replace and differentiate every tensor of a forward pass.
+
+A tensor is called by the module that makes it or reads it, as `print(decoder)` shows them:
+`layers.0.attention` is the output of that module, and `layers.0.attention.x` its input `x`. So
+`layers.3.attention.q_proj.input` can be replaced without changing what `k_proj` reads.
+`workhorse.inspect.names` adds the names of TransformerLens.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from workhorse.errors import WorkhorseError, nearest, shown
+from workhorse.execute.body import sharing_copy
+from workhorse.inspect.names import resolve
+from workhorse.nn import Decoder
+from workhorse.nn.attention.kernels import Eager
+from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.transforms.record import is_body
+
+Edit = Tensor | Callable[[Tensor], Tensor]
+"""A new value for a tensor, or a function from the tensor to its new value."""
+Edits = Mapping[str, Edit]
+"""Edits by the names of tensors; a name with `*` applies to every name that it matches."""
+
+
+class Trace(Mapping[str, Tensor]):
+    """The tensors of one forward pass, by name, in the order in which they were computed.
+
+    Attributes:
+        tokens: the token ids, (batch, seq).
+        logits: the logits, (batch, seq, vocab).
+    """
+
+    def __init__(self, decoder: Decoder, tokens: Tensor, tensors: dict[str, Tensor]) -> None:
+        self.tokens = tokens
+        self._decoder = decoder
+        self._tensors = tensors
+
+    @property
+    def logits(self) -> Tensor:
+        return self["head"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of a name, or of TransformerLens's name for it.
+
+        Raises:
+            WorkhorseError: no tensor has this name, or it was not kept.
+        """
+        own, view = resolve(self._decoder, name)
+        if own not in self._tensors:
+            raise WorkhorseError(f"no tensor {name!r}; {nearest(own, self._tensors)}")
+        return view.read(self._tensors[own])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def gradients(self, of: Tensor, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Gradients of a scalar with respect to tensors of this pass.
+
+        The `grad` of the parameters does not change, and several scalars can be differentiated.
+
+        Args:
+            of: a scalar computed from this trace, such as `run.logits[0, -1, 42]`.
+            names: names of the tensors; None: every tensor that the scalar depends on.
+
+        Returns:
+            The gradients, each with the shape of its tensor; zeros if the scalar does not depend on
+            a tensor in `names`.
+
+        Raises:
+            WorkhorseError: the pass was traced without `gradients=True`, or `of` is not a scalar.
+        """
+        if not of.requires_grad:
+            raise WorkhorseError("the pass has no gradients; call trace with gradients=True")
+        if of.numel() != 1:
+            raise WorkhorseError(f"of has shape {tuple(of.shape)}; give a scalar, such as its sum")
+        wanted = [name for name in names or self if self._tensors_require(name)]
+        inputs = [self._tensors[resolve(self._decoder, name)[0]] for name in wanted]
+        found = torch.autograd.grad(of, inputs, retain_graph=True, allow_unused=True)
+        given = dict(zip(wanted, found, strict=True))
+        if names is None:
+            return {name: grad for name, grad in given.items() if grad is not None}
+        return {
+            name: torch.zeros_like(self[name])
+            if given.get(name) is None
+            else resolve(self._decoder, name)[1].read(cast(Tensor, given[name]))
+            for name in names
+        }
+
+    def _tensors_require(self, name: str) -> bool:
+        return self[name].requires_grad
+
+
+class Tracer:
+    """Runs a decoder and records its tensors, many times.
+
+    It runs a copy of the decoder's modules with the same parameters: the reference, with the kernel
+    `eager`, which computes the attention matrix. So the decoder itself gets no hooks, and later
+    changes of its weights are seen. Dropout is off.
+
+    Args:
+        decoder: the decoder as its config builds it (`Model.reference`), also quantised or with an
+            adapter.
+
+    Raises:
+        WorkhorseError: the decoder was prepared for execution, so its modules were replaced.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        if is_body(decoder):
+            raise WorkhorseError(
+                "the decoder is prepared for execution, so some tensors are never computed; "
+                "give model.reference"
+            )
+        self.decoder = sharing_copy(decoder).eval()
+        for module in self.decoder.modules():
+            if isinstance(module, SelfAttention):
+                module.kernel = _eager(module)
+        self._edits: Edits = {}
+        self._unused: set[str] = set()
+        self._keep: Sequence[str] = ()
+        self._cut = False
+        self._seen: dict[str, Tensor] = {}
+        for path, module in self.decoder.named_modules():
+            if path:
+                module.register_forward_pre_hook(partial(self._before, path))
+                module.register_forward_hook(partial(self._after, path))
+
+    def __call__(
+        self,
+        tokens: Tensor | Sequence[int],
+        *,
+        edits: Edits | None = None,
+        keep: Sequence[str] = ("*",),
+        gradients: bool = False,
+    ) -> Trace:
+        """Run one forward pass; see `trace` for the arguments."""
+        tokens = as_batch(tokens, self.decoder)
+        self._edits = self._resolved(edits or {})
+        self._unused = set(self._edits)
+        self._keep = ("head", *(resolve(self.decoder, name)[0] for name in keep))
+        self._cut, self._seen = gradients, {}
+        try:
+            with torch.set_grad_enabled(gradients):
+                self.decoder(tokens)
+            if self._unused:
+                name = min(self._unused)
+                raise WorkhorseError(
+                    f"edits: no tensor {name!r} in this pass; list the names with list(run)"
+                )
+            return Trace(self.decoder, tokens, self._seen)
+        finally:
+            self._edits, self._seen = {}, {}
+
+    def _resolved(self, edits: Edits) -> dict[str, Edit]:
+        found: dict[str, Edit] = {}
+        for name, edit in edits.items():
+            own, view = resolve(self.decoder, name)
+            if own in found:
+                raise WorkhorseError(f"edits: {name} and another name are the same tensor {own}")
+            found[own] = view.edit(edit)
+        return found
+
+    def _before(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        named = zip(_parameters(type(module)), args, strict=False)
+        seen = [
+            self._visit(f"{path}.{name}", arg)
+            if isinstance(arg, Tensor) and not hasattr(module, name)
+            else arg
+            for name, arg in named
+        ]
+        return (*seen, *args[len(seen) :])
+
+    def _after(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        del module, args
+        if isinstance(output, Tensor):
+            if self._cut and path == "embedding.tokens":  # so that there is something to derive by
+                output = output.detach().requires_grad_()
+            return self._visit(path, output)
+        fields: dict[str, Tensor] = output._asdict()  # all other outputs are named tuples
+        return output._replace(
+            **{name: self._visit(f"{path}.{name}", value) for name, value in fields.items()}
+        )
+
+    def _visit(self, name: str, value: Tensor) -> Tensor:
+        for pattern, edit in self._edits.items():
+            if name == pattern or fnmatchcase(name, pattern):
+                value = _edited(name, value, edit)
+                self._unused.discard(pattern)
+        if any(name == pattern or fnmatchcase(name, pattern) for pattern in self._keep):
+            self._seen[name] = value
+        return value
+
+
+def trace(
+    decoder: Decoder,
+    tokens: Tensor | Sequence[int],
+    *,
+    edits: Edits | None = None,
+    keep: Sequence[str] = ("*",),
+    gradients: bool = False,
+) -> Trace:
+    """Run one forward pass, and return its tensors by name.
+
+    Args:
+        decoder: see `Tracer`, which is faster for many passes.
+        tokens: token ids, (batch, seq) or (seq).
+        edits: new values of tensors, by name. An edit of an output changes all its readers; an edit
+            of an input changes only the module that reads it.
+        keep: names of the tensors to record; default: all. The logits are always recorded.
+        gradients: True to be able to call `Trace.gradients`.
+
+    Raises:
+        WorkhorseError: the decoder was prepared for execution, the tokens are not token ids of the
+            decoder, no tensor has the name of an edit, or an edit changes shape or dtype.
+    """
+    return Tracer(decoder)(tokens, edits=edits, keep=keep, gradients=gradients)
+
+
+def as_batch(tokens: Tensor | Sequence[int], decoder: Decoder) -> Tensor:
+    """Token ids as a tensor (batch, seq) on the decoder's device.
+
+    Raises:
+        WorkhorseError: they are not token ids.
+    """
+    try:
+        ids = torch.as_tensor(tokens, device=decoder.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise WorkhorseError(f"tokens={shown(tokens)} are not token ids; give integers") from None
+    return ids[None] if ids.ndim == 1 else ids
+
+
+def _eager(attention: SelfAttention) -> Eager:
+    """The kernel `eager` with the options and the sinks of an attention's own kernel."""
+    own = attention.kernel
+    made = Eager(own.scoring, attention.n_heads)
+    made.sinks = own.sinks
+    return made.eval()
+
+
+@cache
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the arguments of a module's `forward`."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _edited(name: str, value: Tensor, edit: Edit) -> Tensor:
+    new = edit if isinstance(edit, Tensor) else edit(value)
+    if not isinstance(new, Tensor):
+        raise WorkhorseError(f"edits: {name} became {shown(new)}; return a tensor")
+    if new.shape != value.shape or new.dtype != value.dtype:
+        raise WorkhorseError(
+            f"edits: {name} became {new.dtype} {tuple(new.shape)}; "
+            f"it is {value.dtype} {tuple(value.shape)}, so return that"
+        )
+    return new.to(value.device)

@@ -11,6 +11,7 @@ Paper: A Mathematical Framework for Transformer Circuits (Elhage et al., 2021).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,14 +20,16 @@ from torch import Tensor, nn
 from workhorse.errors import WorkhorseError, shown
 from workhorse.inspect.trace import Edits, Trace, Tracer
 from workhorse.nn import Decoder
-from workhorse.nn.elementwise import SoftCap
+from workhorse.nn.elementwise import Clip, SoftCap
 from workhorse.nn.feedforward import GatedMlp, Mlp
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.transforms.record import transforms_of
 
 Parts = Literal["sublayers", "heads", "neurons"]
 Target = int | Sequence[int] | Tensor
-_NEURONS = "feed_forward.down_proj.input"
+NEURONS = "feed_forward.down_proj.input"
+_INPUTS = ("layers.*.attention.x", "layers.*.feed_forward.x")
+"""The inputs of sub-layers: with these fixed, only direct paths to the logits remain."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +66,47 @@ class LinearTracer(Tracer):
 
     Args:
         decoder: see `Tracer`.
-        parts: how finely the model is divided; see `attribute`.
+        leaves: names of the tensors that gradients end at, besides `embedding`.
+        constants: names of the tensors that are held fixed.
     """
 
-    def __init__(self, decoder: Decoder, parts: Parts = "sublayers") -> None:
+    def __init__(
+        self, decoder: Decoder, leaves: Sequence[str], constants: Sequence[str] = _INPUTS
+    ) -> None:
         super().__init__(decoder)
         quantized = any(applied.name == "quantize" for applied in transforms_of(decoder))
         _own_parameters(self.decoder, torch.float32 if quantized else torch.float64)
-        self.leaves = ("embedding", *_leaves(self.decoder, parts))
+        self.leaves, self.constants = ("embedding", *leaves), constants
+        self.uncut: dict[str, Tensor] = {}
         for module in self.decoder.modules():
             if isinstance(module, Norm):
                 module.register_forward_hook(_with_fixed_statistics, prepend=True)
-            elif isinstance(module, SoftCap):
-                module.register_forward_hook(_line_through_zero, prepend=True)
+            elif isinstance(module, SoftCap | Clip):
+                module.register_forward_hook(line_through_zero, prepend=True)
         for step in self.decoder.head.transform.children():
             if not isinstance(step, Norm | nn.Linear):
-                step.register_forward_hook(_line_through_zero, prepend=True)
+                step.register_forward_hook(line_through_zero, prepend=True)
 
-    def run(self, tokens: Tensor | Sequence[int], edits: Edits | None = None) -> Trace:
-        """One forward pass, with gradients from the logits to the parts and no further."""
-        inputs = {f"layers.*.{part}.x": Tensor.detach for part in ("attention", "feed_forward")}
-        cuts: Edits = {leaf: lambda x: x.detach().requires_grad_() for leaf in self.leaves}
-        return self(tokens, edits={**inputs, **cuts, **(edits or {})}, gradients=True)
+    def run(self, tokens: Tensor | Sequence[int], *, cut: bool = True) -> Trace:
+        """One forward pass with gradients from the logits to the leaves.
+
+        Args:
+            tokens: see `trace`.
+            cut: False to let gradients flow on through the leaves, to the embedding. The leaves
+                before the cut are in `uncut`.
+        """
+
+        def leaf(name: str, x: Tensor) -> Tensor:
+            self.uncut[name] = x
+            return x.detach().requires_grad_()
+
+        constants: Edits = dict.fromkeys(self.constants, Tensor.detach)
+        cuts: Edits = {name: partial(leaf, name) for name in self.leaves[: None if cut else 1]}
+        return self(tokens, edits={**constants, **cuts}, gradients=True)
+
+    def biases(self) -> dict[str, Tensor]:
+        """All biases by name: the constant terms of the linear path."""
+        return {name: bias for name, bias in self.decoder.named_parameters() if bias.requires_grad}
 
     def attribute(self, run: Trace, target: Target, position: int = -1) -> Attribution:
         """Divide a logit of a pass into its terms; see `attribute`."""
@@ -95,12 +117,7 @@ class LinearTracer(Tracer):
                 "give one sequence and a position in it"
             )
         logit = (logits[0, position] * _weights(target, logits)).sum()
-        values = {leaf: run[leaf] for leaf in self.leaves}
-        values |= {
-            name: bias
-            for name, bias in self.decoder.named_parameters()
-            if name.endswith("bias") and bias.requires_grad
-        }
+        values = {leaf: run[leaf] for leaf in self.leaves} | self.biases()
         found = torch.autograd.grad(
             logit, [*values.values()], retain_graph=True, materialize_grads=True
         )
@@ -148,24 +165,24 @@ def attribute(
     Raises:
         WorkhorseError: see `trace`; or there is no such target or position.
     """
-    linear = LinearTracer(decoder, parts)
+    linear = LinearTracer(decoder, leaves_of(decoder, parts))
     return linear.attribute(linear.run(tokens), target, position)
 
 
-def _leaves(decoder: Decoder, parts: Parts) -> list[str]:
+def leaves_of(decoder: Decoder, parts: Parts) -> list[str]:
     """Names of the outputs of the parts, before linear maps to the residual stream."""
     found: list[str] = []
     for number, block in enumerate(decoder.layers):
         heads = "attention_branch" if parts == "sublayers" else "attention.kernel"
         divided = parts == "neurons" and isinstance(block.feed_forward, Mlp | GatedMlp)
-        neurons = _NEURONS if divided else "feed_forward_branch"
+        neurons = NEURONS if divided else "feed_forward_branch"
         found += [f"layers.{number}.{heads}", f"layers.{number}.{neurons}"]
     return found
 
 
 def _per_part(leaf: str, products: Tensor) -> Tensor:
     """One term per part: heads from (heads, width), neurons from (d_ff), else from (d_model)."""
-    return products if leaf.endswith(_NEURONS) else products.sum(-1)
+    return products if leaf.endswith(NEURONS) else products.sum(-1)
 
 
 def _weights(target: Target, logits: Tensor) -> Tensor:
@@ -207,8 +224,8 @@ def _with_fixed_statistics(norm: nn.Module, args: tuple[Tensor], output: Tensor)
     return (y if norm.bias is None else y + norm.bias).to(output.dtype)
 
 
-def _line_through_zero(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+def line_through_zero(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """A function's output, as the multiple of its input that it is here."""
+    del module
     x = args[0]
-    slope = torch.where(x == 0, 0, output / x).detach()
-    return x * slope
+    return x * torch.where(x == 0, 0, output / x).detach()

@@ -126,6 +126,7 @@ class Tracer:
             if isinstance(module, SelfAttention):
                 module.kernel = _eager(module)
         self._edits: Edits = {}
+        self._patterns: list[str] = []
         self._unused: set[str] = set()
         self._keep: Sequence[str] = ()
         self._cut = False
@@ -146,6 +147,7 @@ class Tracer:
         """Run one forward pass; see `trace` for the arguments."""
         tokens = as_batch(tokens, self.decoder)
         self._edits = self._resolved(edits or {})
+        self._patterns = [name for name in self._edits if "*" in name]
         self._unused = set(self._edits)
         self._keep = ("head", *(resolve(self.decoder, name)[0] for name in keep))
         self._cut, self._seen = gradients, {}
@@ -192,9 +194,9 @@ class Tracer:
         )
 
     def _visit(self, name: str, value: Tensor) -> Tensor:
-        for pattern, edit in self._edits.items():
-            if name == pattern or fnmatchcase(name, pattern):
-                value = _edited(name, value, edit)
+        for pattern in [name, *self._patterns]:
+            if pattern in self._edits and (pattern == name or fnmatchcase(name, pattern)):
+                value = _edited(name, value, self._edits[pattern])
                 self._unused.discard(pattern)
         if any(name == pattern or fnmatchcase(name, pattern) for pattern in self._keep):
             self._seen[name] = value

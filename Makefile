@@ -70,6 +70,7 @@ demo: $(INSTALLED)
 	$(WORKHORSE) evaluate $(DEMO) --compare-gzip
 	$(WORKHORSE) generate $(DEMO) --prompt "def " --prompt "class " --prompt "import " --seed 1
 	@echo "The whole run in one page: $(DEMO)/report.html"
+	@echo "next: make chat"
 
 # A finished stage is not repeated, and an interrupted one is resumed.
 chat: $(INSTALLED)

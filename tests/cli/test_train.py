@@ -12,6 +12,7 @@ import pytest
 from tests.cli.tiny import RECIPE
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
+from workhorse.cli.output import next_command
 from workhorse.cli.train_progress import duration, show_training
 from workhorse.train import read_metrics
 
@@ -23,7 +24,8 @@ def test_trains_and_tells(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr()
     assert "runs/tiny: step 6 of 6" in said.out
     assert "bits per byte" in said.out
-    last = "report runs/tiny/report.html; next: workhorse generate runs/tiny --prompt TEXT"
+    following = next_command("generate", "runs/tiny", "--prompt", "TEXT")
+    last = f"report runs/tiny/report.html; {following}"
     assert said.out.splitlines()[-1] == last
     lines = said.err.splitlines()
     assert any(line.startswith("step 2/6: loss 5.") for line in lines)
@@ -37,7 +39,7 @@ def test_a_run_of_conversations_can_chat(recipe: str, capsys: pytest.CaptureFixt
     corpus = "{kind: conversations, path: chats.jsonl, validation_fraction: 0}"
     settings = [f"data={{corpus: {corpus}}}", "tokenizer.chat=true"]
     assert main(["train", recipe, *settings]) == 0
-    assert capsys.readouterr().out.endswith("; next: workhorse chat runs/tiny\n")
+    assert capsys.readouterr().out.endswith(f"; {next_command('chat', 'runs/tiny')}\n")
 
 
 def test_unknown_characters_are_told_where_they_flatter(

@@ -5,11 +5,14 @@ import enum
 import io
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 PLAIN_INTERVAL = 10.0
@@ -101,6 +104,20 @@ def one_line(text: str) -> str:
 LONGEST = 600
 """Maximum number of characters of a message. Longer messages lose their middle, because their end
 has the remedy."""
+
+
+def next_command(*words: str) -> str:
+    """The line that suggests a next command, with the command as the reader can type it here.
+
+    It names the file of `workhorse` if that is not on PATH, as in an environment that is not
+    activated.
+    """
+    program = Path("workhorse")
+    beside = Path(sys.executable).with_name(program.name)
+    if not shutil.which(program) and beside.exists():
+        here = Path.cwd()
+        program = beside.relative_to(here) if beside.is_relative_to(here) else beside
+    return f"next: {shlex.join([str(program), *words])}"
 
 
 def counted(number: int, noun: str) -> str:

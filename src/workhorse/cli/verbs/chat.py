@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.loading import Running, announce, json_option, model_options, open_model
-from workhorse.cli.output import for_terminal, print_result, warn
+from workhorse.cli.output import for_terminal, next_command, print_result, warn
 from workhorse.cli.sampling import (
     draft_options,
     generation_config,
@@ -81,6 +81,9 @@ def command(
             print(HELP, file=sys.stderr)
         elif line:
             _answer(conversation, line, as_json)
+    if sys.stdin.isatty():
+        words = ("inspect", model, "--prompt", "TEXT", "--out", "page.html")
+        print(next_command(*words), file=sys.stderr)
 
 
 def _lines(as_json: bool) -> Iterator[str]:

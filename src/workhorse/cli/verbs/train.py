@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from workhorse.cli.loading import PATH, json_option, recipe_of_run, runtime_options, train_settings
-from workhorse.cli.output import ExitCode, counted, print_result
+from workhorse.cli.output import ExitCode, counted, next_command, print_result
 from workhorse.parallel.processes import environment
 
 MOST_WORKERS = 4096
@@ -254,7 +254,7 @@ def _summary(result: Any) -> str:
     stored = RunDirectory(result.run_directory)
     chats = is_trained_to_chat(stored, stored.tokenizer())
     words = ["chat", run] if chats else ["generate", run, "--prompt", "TEXT"]
-    following = f"next: workhorse {shlex.join(words)}"
+    following = next_command(*words)
     lines = [f"{run}: step {result.step:,} of {result.steps:,}"]
     if result.stopped_by is not None:
         lines[0] += f", stopped by {result.stopped_by} and saved"

@@ -39,7 +39,7 @@ def test_an_edit_changes_what_its_readers_see(decoder: Decoder) -> None:
     assert torch.equal(without["layers.0"], plain["layers.0"])
     assert not torch.equal(without.logits, plain.logits)
 
-    name = "layers.0.attention.k_proj.input"  # an input: q and v are computed from the original
+    name = "layers.0.attention.k_proj.x"  # an input: q and v are computed from the original
     keys = trace(decoder, TOKENS, edits={name: torch.zeros_like})
     assert torch.equal(keys["layers.0.attention.q_proj"], plain["layers.0.attention.q_proj"])
     assert torch.equal(keys["layers.0.attention.v_proj"], plain["layers.0.attention.v_proj"])

@@ -27,7 +27,7 @@ from workhorse.transforms.record import transforms_of
 
 Parts = Literal["sublayers", "heads", "neurons"]
 Target = int | Sequence[int] | Tensor
-NEURONS = "feed_forward.down_proj.input"
+NEURONS = "feed_forward.down_proj.x"
 _INPUTS = ("layers.*.attention.x", "layers.*.feed_forward.x")
 """The inputs of sub-layers: with these fixed, only direct paths to the logits remain."""
 

@@ -65,7 +65,7 @@ _LAYER: dict[str, tuple[str, View]] = {
     "attn.hook_pattern": ("attention.kernel.weights", AS_IS),
     "attn.hook_z": ("attention.kernel", PER_HEAD),
     "mlp.hook_pre_linear": ("feed_forward.up_proj", AS_IS),
-    "mlp.hook_post": ("feed_forward.down_proj.input", AS_IS),
+    "mlp.hook_post": ("feed_forward.down_proj.x", AS_IS),
 }
 
 

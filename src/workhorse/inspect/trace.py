@@ -2,7 +2,7 @@
 
 A tensor is called by the module that makes it or reads it, as `print(decoder)` shows them:
 `layers.0.attention` is the output of that module, and `layers.0.attention.x` its input `x`. So
-`layers.3.attention.q_proj.input` can be replaced without changing what `k_proj` reads.
+`layers.3.attention.q_proj.x` can be replaced without changing what `k_proj` reads.
 `workhorse.inspect.names` adds the names of TransformerLens.
 """
 
@@ -251,8 +251,9 @@ def _eager(attention: SelfAttention) -> Eager:
 
 @cache
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the arguments of a module's `forward`."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    """Names of the arguments of a module's `forward`. PyTorch's `input` is called `x`, as ours."""
+    names = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return tuple("x" if name == "input" else name for name in names)
 
 
 def _edited(name: str, value: Tensor, edit: Edit) -> Tensor:

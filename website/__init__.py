@@ -1,0 +1,1 @@
+"""The documentation site: `python -m website.build` writes it (see ARCHITECTURE.md)."""

@@ -1,0 +1,201 @@
+"""The walk: pages that explain the forward pass statement by statement, made from the source.
+
+The files in `website/walk/` name functions of `src/workhorse/nn` and explain their statements. An
+explanation holds the code that it belongs to. If the code changes, or a statement of a named
+function has no explanation, `problems` reports it and the pages are not built.
+"""
+
+import ast
+import functools
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+SOURCE = Path(__file__).parent.parent / "src" / "workhorse"
+FOLDER = Path(__file__).parent / "walk"
+WALKS: dict[str, dict[str, Any]] = {
+    path.stem: yaml.safe_load(path.read_text("utf-8"))
+    for path in sorted(FOLDER.glob("[0-9]*.yaml"))
+}
+"""Content of each page: `title`, `text` and `parts`; a part has a `title`, `text` and `source`."""
+EXCLUDED: dict[str, str] = yaml.safe_load((FOLDER / "excluded.yaml").read_text("utf-8"))
+"""Functions that a forward pass calls and the walk does not explain, each with the reason."""
+
+
+class Statement(NamedTuple):
+    """A statement of a function; of an `if` or a loop, only its first line."""
+
+    first: int
+    """Number of its first line, from 1. Comments and `else:` above it belong to it."""
+    last: int
+    """Number of its last line."""
+    text: str
+    """These lines of the file."""
+
+
+class Function(NamedTuple):
+    """A function of the source."""
+
+    signature: str
+    """The lines from `def` to the docstring."""
+    summary: str
+    """The first paragraph of its docstring."""
+    statements: list[Statement]
+    """All statements in it, also those of functions inside it."""
+
+
+class Explained(NamedTuple):
+    """Consecutive statements of a function with their explanation."""
+
+    code: str
+    said: dict[str, str]
+    """`text`, and possibly `math`, `shape` and `paper`."""
+
+
+@functools.cache
+def functions(file: str) -> dict[str, Function]:
+    """All functions of a file, by qualified name, such as `Decoder.forward`."""
+    text = (SOURCE / file).read_text("utf-8")
+    lines = text.splitlines()
+    found: dict[str, Function] = {}
+
+    def visit(node: ast.AST, names: list[str]) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                visit(child, [*names, child.name])
+            elif isinstance(child, ast.FunctionDef):
+                found[".".join([*names, child.name])] = _function(child, lines)
+
+    visit(ast.parse(text), [])
+    return found
+
+
+def _function(node: ast.FunctionDef, lines: list[str]) -> Function:
+    summary = (ast.get_docstring(node) or "").split("\n\n")[0]
+    body = node.body[1:] if summary else node.body
+    nested = [child for part in body for child in ast.walk(part) if isinstance(child, ast.stmt)]
+    starts = sorted(nested, key=lambda statement: statement.lineno)
+    statements: list[Statement] = []
+    above = node.body[0].end_lineno or 0 if summary else body[0].lineno - 1
+    for statement, after in zip(starts, [*starts[1:], None], strict=False):
+        last = statement.end_lineno or 0
+        if after is not None and after.lineno <= last:  # a header: it ends where its block begins
+            last = next(n for n in range(after.lineno - 1, 0, -1) if code_of(lines[n - 1]))
+        statements.append(Statement(above + 1, last, "\n".join(lines[above:last])))
+        above = last
+    first = node.body[0].lineno - 1
+    return Function("\n".join(lines[node.lineno - 1 : first]), summary, statements)
+
+
+def code_of(text: str) -> str:
+    """The tokens of a piece of Python, without comments and white space."""
+    flat = "\n".join(line.lstrip() for line in text.splitlines())
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(flat).readline))
+    except tokenize.TokenError:  # a part of an expression
+        return flat
+    return " ".join(token.string for token in tokens if token.type not in layout)
+
+
+def walked() -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+    """File, function and explanations of each function of the walk."""
+    for walk in WALKS.values():
+        for part in walk["parts"]:
+            for name, steps in part["source"].items():
+                yield *name.split(), steps
+
+
+def explained(file: str, name: str, steps: list[dict[str, str]]) -> list[Explained]:
+    """The statements of a function beside their explanations.
+
+    Raises:
+        ValueError: a statement has no explanation, or an explanation has other code.
+    """
+    found = functions(file).get(name)
+    if found is None:
+        raise ValueError(f"{file} has no function {name}; remove it from website/walk")
+    waiting = list(found.statements)
+    together: list[Explained] = []
+    for step in steps:
+        wanted = code_of(step["code"])
+        taken: list[Statement] = []
+        code = ""
+        while waiting and code != wanted and wanted.startswith(code):
+            taken.append(waiting.pop(0))
+            code = code_of("\n".join(statement.text for statement in taken))
+        if not taken or code != wanted:
+            here = taken[-1].text.strip() if taken else "the end of the function"
+            raise ValueError(
+                f"{file} {name}: `{wanted}` is explained, but the source has `{here}`; "
+                "change the explanation in website/walk"
+            )
+        text = textwrap.dedent("\n".join(statement.text for statement in taken))
+        together.append(Explained(text.strip("\n"), step))
+    if waiting:
+        raise ValueError(
+            f"{file} {name}: `{waiting[0].text.strip()}` is not explained; add it to website/walk"
+        )
+    return together
+
+
+def problems() -> list[str]:
+    """Where explanations and source do not agree; empty if they do."""
+    found: list[str] = []
+    for file, name, steps in walked():
+        try:
+            explained(file, name, steps)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def pages() -> dict[str, str]:
+    """The pages of the walk, by path.
+
+    Raises:
+        ValueError: explanations and source do not agree.
+    """
+    return {f"walk/{name}.md": page(walk) for name, walk in WALKS.items()}
+
+
+def page(walk: dict[str, Any]) -> str:
+    """A page of the walk."""
+    lines = [f"# {walk['title']}", walk["text"]]
+    for part in walk["parts"]:
+        lines += [f"## {part['title']}", part.get("text", "")]
+        for name, steps in part["source"].items():
+            lines += function(*name.split(), steps)
+    return "\n\n".join(line.strip("\n") for line in lines if line) + "\n"
+
+
+def function(file: str, name: str, steps: list[dict[str, str]]) -> Iterator[str]:
+    """A function: its signature beside its summary, then its statements."""
+    rows = explained(file, name, steps)
+    found = functions(file)[name]
+    yield f"### {name}"
+    yield fenced(textwrap.dedent(found.signature))
+    where = f"[{file}](../../src/workhorse/{file})"
+    yield quoted(f"{found.summary}\n\n{where}" if found.summary else where)
+    for code, said in rows:
+        yield fenced(code)
+        math = f"`{said['math']}`" if "math" in said else ""
+        number, _, section = said.get("paper", "").partition(" ")
+        paper = f"[arXiv {number}](https://arxiv.org/abs/{number}) {section}" if number else ""
+        facts = " · ".join(filter(None, (said.get("shape"), paper.strip())))
+        yield quoted("\n\n".join(filter(None, (math, facts, said["text"]))))
+
+
+def fenced(code: str) -> str:
+    """A block of Python."""
+    return f"```python\n{code}\n```"
+
+
+def quoted(text: str) -> str:
+    """A block quote, which the style sheet places beside the code above it."""
+    return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())

@@ -3,6 +3,7 @@
 #   make chat    pretrain, fine-tune and align a small model, compare the three, and chat with it
 #   make test    lint and the default tests
 #   make test-all   every test: the slow ones, each C++ compiler, the campaigns (hours)
+#   make docs    build the documentation as a site that works without a network
 # Variables:
 #   PYTHON=python3.12        the interpreter that makes .venv
 #   TORCH_INDEX=ADDRESS      an index of PyTorch builds, asked beside the default one. PyTorch's own
@@ -18,6 +19,7 @@ VENV := .venv/.made
 TORCH := .venv/.torch
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
+FOR_DOCS := .venv/.installed-for-docs
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-compile \
     --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 WORKHORSE := .venv/bin/workhorse
@@ -30,11 +32,11 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 COMPILERS := $(foreach name,g++ clang++ clang++-19 clang++-16,$(shell command -v $(name) > /dev/null && echo $(name)))
 
-CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting serve page templates clients traces)
+CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting serve page site templates clients traces)
 
 # One pip at a time.
 .NOTPARALLEL:
-.PHONY: help install demo chat test test-all test-compilers lint format bench reference families clean campaigns $(CAMPAIGNS)
+.PHONY: help install demo chat docs test test-all test-compilers lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
@@ -75,6 +77,15 @@ demo: $(INSTALLED)
 # A finished stage is not repeated, and an interrupted one is resumed.
 chat: $(INSTALLED)
 	@.venv/bin/python recipes/chat.py
+
+# Reads the source without importing it, so PyTorch is not installed.
+$(FOR_DOCS): $(VENV) pyproject.toml
+	$(PIP) --quiet --group docs
+	@touch $@
+
+docs: $(FOR_DOCS)
+	.venv/bin/python -m website.build
+	@echo "Open build/site/index.html in a browser"
 
 test: $(FOR_TESTS)
 	@# While the checks take one core: the test processes would each compile all they import.
@@ -122,6 +133,7 @@ families: $(FOR_TESTS)
 # CPUs, hostile model directories, wrong inputs, what llama.cpp and lm-eval make of our models, what
 # `plan` predicts.
 campaigns: $(CAMPAIGNS)
+campaign-site: $(FOR_DOCS)
 $(CAMPAIGNS): campaign-%: $(FOR_TESTS)
 	$(PYTEST) -m campaign -s tests/campaigns/test_$**.py
 

@@ -230,7 +230,10 @@ def test_verbs_and_options_in_sentences_exist(page: str):
         assert options <= known | {"--help"}, f"{page}: workhorse {line}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md"])
+LINKING = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in LINKING))
 def test_links_lead_somewhere(page: str):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text("utf-8")):
         file, _, anchor = target.partition("#")

@@ -1,0 +1,63 @@
+"""Campaign: build the documentation site without a warning, and open every page in a browser.
+
+    make campaign-site
+
+The second test needs playwright (`pip install playwright`) and Chromium, as `chromium` in PATH or
+in the environment variable `CHROMIUM`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from website.build import ROOT, SITE
+
+pytestmark = pytest.mark.campaign
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+LONGEST = 60
+"""Seconds that a build may take."""
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What a strict build prints."""
+    pytest.importorskip("zensical")
+    began = time.monotonic()
+    command = [sys.executable, "-m", "website.build"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < LONGEST
+    return done.stdout + done.stderr
+
+
+def test_a_strict_build_has_no_warnings(output: str) -> None:
+    assert "No issues found" in output
+    assert "warning" not in output.lower()
+
+
+@pytest.mark.usefixtures("output")
+def test_no_page_loads_anything_from_a_network() -> None:
+    """Each page is opened as a file; the first one also answers a search."""
+    api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("needs chromium in PATH, or its path in CHROMIUM")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        page = browser.new_context(offline=True).new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("requestfailed", lambda one: problems.append(one.url))
+        page.on("request", lambda one: one.url.startswith("file:") or problems.append(one.url))
+        for path in sorted(SITE.rglob("*.html")):
+            if path.name != "404.html":  # for servers: its addresses begin at their root
+                page.goto(path.as_uri())
+        page.goto((SITE / "index.html").as_uri())
+        page.keyboard.press("Control+k")
+        page.keyboard.type("attention sink", delay=100)
+        api.expect(page.get_by_text("Eager.shape_scores")).to_be_visible()
+        browser.close()
+    assert problems == []

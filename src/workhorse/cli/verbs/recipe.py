@@ -128,7 +128,7 @@ def _table(keys: "tuple[Key, ...]") -> str:
     rows = [heading, ["---"] * len(heading)]
     for key in keys:
         holds = REFERENCE.sub(_link, key.type)
-        default = "required" if key.default is None else f"`{key.default}`"
+        default = "required" if key.default is None else f"`{_cell(key.default)}`"
         cells = [f"`{key.name}`", holds, default, _cell(key.meaning)]
         rows.append([*cells, *([key.on_resume] if telling else [])])
     return "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)

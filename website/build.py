@@ -21,8 +21,8 @@ from website import walk
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "pages"
 SITE = ROOT / "build" / "site"
-LINK = re.compile(r"^```.*?^```|\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)", re.MULTILINE | re.DOTALL)
-"""A link to a file, with its path and its anchor; or a block of code, without a path."""
+LINK = re.compile(r"^```.*?^```|`[^`\n]+`|\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)", re.M | re.S)
+"""A link to a file, with its path and its anchor; or a piece of code, without a path."""
 NAVIGATION: list[Any] = yaml.safe_load((ROOT / "website" / "nav.yaml").read_text("utf-8"))
 
 
@@ -131,8 +131,8 @@ def for_site(text: str, source: str) -> tuple[str, list[str]]:
 
     def link(found: re.Match[str]) -> str:
         path, anchor = found[1], found[2] or ""
-        if path is None:
-            return found[0]
+        if path is None:  # GitHub needs `\|` in tables; Zensical would show the backslash
+            return found[0] if found[0].startswith("```") else found[0].replace("\\|", "|")
         target = Path(os.path.relpath(folder / path, ROOT)).as_posix()
         targets.append(target)
         return f"]({Path(os.path.relpath(place(target), here)).as_posix()}{anchor})"

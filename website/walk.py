@@ -170,7 +170,8 @@ def page(walk: dict[str, Any]) -> str:
     for part in walk["parts"]:
         lines += [f"## {part['title']}", part.get("text", "")]
         for name, steps in part["source"].items():
-            lines += function(*name.split(), steps)
+            file, function_name = name.split()
+            lines += function(file, function_name, steps)
     return "\n\n".join(line.strip("\n") for line in lines if line) + "\n"
 
 

@@ -20,7 +20,8 @@ NN = walk.SOURCE / "nn"
 def pages_in(items: list[Any]) -> Iterator[str]:
     for item in items:
         if isinstance(item, dict):
-            yield from pages_in(next(iter(item.values())))
+            inner = next(iter(item.values()))
+            yield from [inner] if isinstance(inner, str) else pages_in(inner)
         else:
             yield item
 

@@ -70,29 +70,28 @@ def public(modules: list[griffe.Module]) -> Iterator[Public]:
 
 def described(one: Public, places: dict[str, str]) -> Iterator[str]:
     """A class or function: its signature, its docstring, its fields and methods."""
-    yield f"## {one.name}"
+    yield f"## `{one.name}`"
     code = signature(one)
     yield f"```python\n{code}\n```"
     yield from sections(one.docstring)
     fields = [
-        f"- `{member.name}: {member.annotation}"
-        + ("`" if member.value is None else f" = {member.value}`")
-        + f": {flat(member.docstring.value)}"
+        member
         for member in one.all_members.values()
         if isinstance(member, griffe.Attribute) and member.docstring and member.is_public
     ]
     if fields:
         yield "**Fields**"
-        yield "\n".join(fields)
+        yield "\n".join(f"- `{field(one)}`: {flat(one.docstring.value)}" for one in fields)
     names = {path.rpartition(".")[2]: place for path, place in places.items()}
-    used = names.keys() & set(re.findall(r"\w+", code + "".join(fields))) - {one.name}
+    types = " ".join([code, *(str(one.annotation) for one in fields)])
+    used = names.keys() & set(re.findall(r"\w+", types)) - {one.name}
     if used:
         yield "See " + ", ".join(f"[`{name}`]({names[name]})" for name in sorted(used)) + "."
     path = one.filepath.relative_to(SOURCE)
     yield f"Source: [{path}](../../src/workhorse/{path})"
     for member in one.members.values():
         if isinstance(member, griffe.Function) and member.is_public and member.name not in HIDDEN:
-            yield f"### {one.name}.{member.name}"
+            yield f"### `{one.name}.{member.name}`"
             yield f"```python\n{signature(member)}\n```"
             yield from sections(member.docstring)
 
@@ -107,6 +106,11 @@ def signature(one: Public) -> str:
     code = f"class {one.name}({bases})" if bases else f"class {one.name}"
     own = functions(file).get(f"{path}.__init__")
     return f"{code}:\n{own.signature.removesuffix(':')}" if own else code
+
+
+def field(one: griffe.Attribute) -> str:
+    """The declaration of a field."""
+    return f"{one.name}: {one.annotation}" + ("" if one.value is None else f" = {one.value}")
 
 
 def sections(docstring: griffe.Docstring | None) -> Iterator[str]:

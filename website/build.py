@@ -72,7 +72,7 @@ def navigation(folder: Path, items: list[Any] | None = None) -> list[Any]:
     for item in NAVIGATION if items is None else items:
         if isinstance(item, dict):
             (title, inner), *_ = item.items()
-            pages = navigation(folder, inner)
+            pages = inner if isinstance(inner, str) else navigation(folder, inner)
             found += [{title: pages}] if pages else []
         elif "*" in item:
             pages = sorted(folder.glob(item), key=lambda path: path.stem)
@@ -105,7 +105,7 @@ def stage() -> None:
 def place(source: str) -> str:
     """The path on the site of a file of the repository."""
     if source.startswith("docs/"):
-        return source.removeprefix("docs/").replace("README.md", "index.md")
+        return source.removeprefix("docs/")
     is_shown = source.endswith((".md", ".svg", ".png"))
     return f"repository/{source}" if is_shown else f"repository/{source}.md"
 

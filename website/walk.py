@@ -179,7 +179,7 @@ def function(file: str, name: str, steps: list[dict[str, str]]) -> Iterator[str]
     """A function: its signature beside its summary, then its statements."""
     rows = explained(file, name, steps)
     found = functions(file)[name]
-    yield f"### {name}"
+    yield f"### `{name}`"
     yield fenced(textwrap.dedent(found.signature))
     where = f"[{file}](../../src/workhorse/{file})"
     yield quoted(f"{found.summary}\n\n{where}" if found.summary else where)

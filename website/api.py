@@ -97,7 +97,7 @@ def described(one: Public, places: dict[str, str]) -> Iterator[str]:
 
 
 def signature(one: Public) -> str:
-    """The lines of a function up to its docstring; of a class, also those of its constructor."""
+    """The lines of a function up to its docstring, or of a class with its constructor."""
     path = one.path.removeprefix(f"{one.module.path}.")
     file = one.filepath.relative_to(SOURCE).as_posix()
     if isinstance(one, griffe.Function):

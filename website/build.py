@@ -124,7 +124,7 @@ def text_of(source: str) -> str:
 
 
 def for_site(text: str, source: str) -> tuple[str, list[str]]:
-    """A page with the links of the site in place of those of the repository, and their targets."""
+    """Change the links of a page to addresses on the site; also return their targets."""
     folder = ROOT / source if (ROOT / source).is_dir() else (ROOT / source).parent
     here = Path(place(source)).parent
     targets: list[str] = []

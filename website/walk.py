@@ -46,7 +46,7 @@ class Function(NamedTuple):
     summary: str
     """The first paragraph of its docstring."""
     statements: list[Statement]
-    """All statements in it, also those of functions inside it."""
+    """All its statements, including the statements of functions inside it."""
 
 
 class Explained(NamedTuple):
@@ -145,7 +145,7 @@ def explained(file: str, name: str, steps: list[dict[str, str]]) -> list[Explain
 
 
 def problems() -> list[str]:
-    """Where explanations and source do not agree; empty if they do."""
+    """Differences between explanations and source, as messages."""
     found: list[str] = []
     for file, name, steps in walked():
         try:

@@ -24,7 +24,7 @@ LONGEST = 60
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    """What a strict build prints."""
+    """The output of a strict build."""
     pytest.importorskip("zensical")
     began = time.monotonic()
     command = [sys.executable, "-m", "website.build"]

@@ -28,6 +28,9 @@ NAVIGATION: list[Any] = yaml.safe_load((ROOT / "website" / "nav.yaml").read_text
 
 def main() -> int:
     """Build the site; 0 if there was neither an error nor a warning."""
+    if problems := walk.problems():
+        print(*problems, sep="\n", file=sys.stderr)
+        return 1
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
     stage()

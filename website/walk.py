@@ -18,6 +18,8 @@ import yaml
 
 SOURCE = Path(__file__).parent.parent / "src" / "workhorse"
 FOLDER = Path(__file__).parent / "walk"
+Step = dict[str, str]
+"""An explanation: `code`, `text`, and possibly `math`, `shape` and `paper`."""
 WALKS: dict[str, dict[str, Any]] = {
     path.stem: yaml.safe_load(path.read_text("utf-8"))
     for path in sorted(FOLDER.glob("[0-9]*.yaml"))
@@ -47,14 +49,6 @@ class Function(NamedTuple):
     """The first paragraph of its docstring."""
     statements: list[Statement]
     """All its statements, including the statements of functions inside it."""
-
-
-class Explained(NamedTuple):
-    """Consecutive statements of a function with their explanation."""
-
-    code: str
-    said: dict[str, str]
-    """`text`, and possibly `math`, `shape` and `paper`."""
 
 
 @functools.cache
@@ -103,7 +97,7 @@ def code_of(text: str) -> str:
     return " ".join(token.string for token in tokens if token.type not in layout)
 
 
-def walked() -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+def walked() -> Iterator[tuple[str, str, list[Step]]]:
     """File, function and explanations of each function of the walk."""
     for walk in WALKS.values():
         for part in walk["parts"]:
@@ -111,8 +105,8 @@ def walked() -> Iterator[tuple[str, str, list[dict[str, str]]]]:
                 yield *name.split(), steps
 
 
-def explained(file: str, name: str, steps: list[dict[str, str]]) -> list[Explained]:
-    """The statements of a function beside their explanations.
+def explained(file: str, name: str, steps: list[Step]) -> list[tuple[str, Step]]:
+    """The source of a function in pieces of one or more statements, each with its explanation.
 
     Raises:
         ValueError: a statement has no explanation, or an explanation has other code.
@@ -121,7 +115,7 @@ def explained(file: str, name: str, steps: list[dict[str, str]]) -> list[Explain
     if found is None:
         raise ValueError(f"{file} has no function {name}; remove it from website/walk")
     waiting = list(found.statements)
-    together: list[Explained] = []
+    together: list[tuple[str, Step]] = []
     for step in steps:
         wanted = code_of(step["code"])
         taken: list[Statement] = []
@@ -132,11 +126,11 @@ def explained(file: str, name: str, steps: list[dict[str, str]]) -> list[Explain
         if not taken or code != wanted:
             here = taken[-1].text.strip() if taken else "the end of the function"
             raise ValueError(
-                f"{file} {name}: `{wanted}` is explained, but the source has `{here}`; "
+                f"{file} {name}: `{step['code'].strip()}` is explained, but the source has `{here}`; "
                 "change the explanation in website/walk"
             )
         text = textwrap.dedent("\n".join(statement.text for statement in taken))
-        together.append(Explained(text.strip("\n"), step))
+        together.append((text.strip("\n"), step))
     if waiting:
         raise ValueError(
             f"{file} {name}: `{waiting[0].text.strip()}` is not explained; add it to website/walk"
@@ -156,11 +150,7 @@ def problems() -> list[str]:
 
 
 def pages() -> dict[str, str]:
-    """The pages of the walk, by path.
-
-    Raises:
-        ValueError: explanations and source do not agree.
-    """
+    """The pages of the walk, by path; raises the errors of `explained`."""
     return {f"walk/{name}.md": page(walk) for name, walk in WALKS.items()}
 
 
@@ -175,15 +165,14 @@ def page(walk: dict[str, Any]) -> str:
     return "\n\n".join(line.strip("\n") for line in lines if line) + "\n"
 
 
-def function(file: str, name: str, steps: list[dict[str, str]]) -> Iterator[str]:
+def function(file: str, name: str, steps: list[Step]) -> Iterator[str]:
     """A function: its signature beside its summary, then its statements."""
-    rows = explained(file, name, steps)
     found = functions(file)[name]
     yield f"### `{name}`"
     yield fenced(textwrap.dedent(found.signature))
     where = f"[{file}](../../src/workhorse/{file})"
     yield quoted(f"{found.summary}\n\n{where}" if found.summary else where)
-    for code, said in rows:
+    for code, said in explained(file, name, steps):
         yield fenced(code)
         math = f"`{said['math']}`" if "math" in said else ""
         number, _, section = said.get("paper", "").partition(" ")

@@ -124,9 +124,10 @@ def explained(file: str, name: str, steps: list[Step]) -> list[tuple[str, Step]]
             taken.append(waiting.pop(0))
             code = code_of("\n".join(statement.text for statement in taken))
         if not taken or code != wanted:
+            said = step["code"].strip()
             here = taken[-1].text.strip() if taken else "the end of the function"
             raise ValueError(
-                f"{file} {name}: `{step['code'].strip()}` is explained, but the source has `{here}`; "
+                f"{file} {name}: `{said}` is explained, but the source has `{here}`; "
                 "change the explanation in website/walk"
             )
         text = textwrap.dedent("\n".join(statement.text for statement in taken))

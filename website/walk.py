@@ -46,7 +46,7 @@ class Function(NamedTuple):
     signature: str
     """The lines from `def` to the docstring."""
     summary: str
-    """The first paragraph of its docstring."""
+    """The first paragraph of its docstring, or of the docstring of its class."""
     statements: list[Statement]
     """All its statements, including the statements of functions inside it."""
 
@@ -63,19 +63,21 @@ def functions(file: str) -> dict[str, Function]:
             if isinstance(child, ast.ClassDef):
                 visit(child, [*names, child.name])
             elif isinstance(child, ast.FunctionDef):
-                found[".".join([*names, child.name])] = _function(child, lines)
+                of_class = ast.get_docstring(node) if isinstance(node, ast.ClassDef) else None
+                found[".".join([*names, child.name])] = _function(child, lines, of_class or "")
 
     visit(ast.parse(text), [])
     return found
 
 
-def _function(node: ast.FunctionDef, lines: list[str]) -> Function:
-    summary = (ast.get_docstring(node) or "").split("\n\n")[0]
-    body = node.body[1:] if summary else node.body
+def _function(node: ast.FunctionDef, lines: list[str], of_class: str) -> Function:
+    docstring = ast.get_docstring(node)
+    summary = (docstring or of_class).split("\n\n")[0]
+    body = node.body[1:] if docstring else node.body
     nested = [child for part in body for child in ast.walk(part) if isinstance(child, ast.stmt)]
     starts = sorted(nested, key=lambda statement: statement.lineno)
     statements: list[Statement] = []
-    above = node.body[0].end_lineno or 0 if summary else body[0].lineno - 1
+    above = node.body[0].end_lineno or 0 if docstring else body[0].lineno - 1
     for statement, after in zip(starts, [*starts[1:], None], strict=False):
         last = statement.end_lineno or 0
         if after is not None and after.lineno <= last:  # a header: it ends where its block begins

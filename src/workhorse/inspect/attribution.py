@@ -28,6 +28,8 @@ from workhorse.transforms.record import transforms_of
 Parts = Literal["sublayers", "heads", "neurons"]
 Target = int | Sequence[int] | Tensor
 NEURONS = "feed_forward.down_proj.x"
+LARGE = 500_000_000
+"""Number of parameters up to which attributions are computed in float64: 4 GB of weights."""
 _INPUTS = ("layers.*.attention.x", "layers.*.feed_forward.x")
 """The inputs of sub-layers: with these fixed, only direct paths to the logits remain."""
 
@@ -37,7 +39,7 @@ class Attribution:
     """The terms of one logit, or of a weighted sum of logits.
 
     Attributes:
-        logit: the logit that the decoder computed.
+        logit: the logit, computed as `LinearTracer` says.
         token: the term of the token's own vector.
         position: the term of the position vector that is added to it; 0 if there is none.
         terms: the terms of the layers, by the name of the tensor that they come from: a scalar for
@@ -61,8 +63,8 @@ class Attribution:
 class LinearTracer(Tracer):
     """A `Tracer` whose path from the parts of the model to the logits is linear.
 
-    It computes in float64, with weights of its own, unless the model is quantised: then it computes
-    in float32 and reads the model's codes.
+    It computes in float64, with weights of its own. It computes in float32 if the decoder has more
+    than `LARGE` parameters, or is quantised: then it reads the decoder's codes.
 
     Args:
         decoder: see `Tracer`.
@@ -74,8 +76,7 @@ class LinearTracer(Tracer):
         self, decoder: Decoder, leaves: Sequence[str], constants: Sequence[str] = _INPUTS
     ) -> None:
         super().__init__(decoder)
-        quantized = any(applied.name == "quantize" for applied in transforms_of(decoder))
-        _own_parameters(self.decoder, torch.float32 if quantized else torch.float64)
+        _own_parameters(self.decoder, _precision(decoder))
         self.leaves, self.constants = ("embedding", *leaves), constants
         self.uncut: dict[str, Tensor] = {}
         for module in self.decoder.modules():
@@ -199,6 +200,12 @@ def _weights(target: Target, logits: Tensor) -> Tensor:
     for token, sign in zip(ids, (1, -1), strict=False):
         weights[token] += sign
     return weights
+
+
+def _precision(decoder: Decoder) -> torch.dtype:
+    quantized = any(applied.name == "quantize" for applied in transforms_of(decoder))
+    large = sum(weight.numel() for weight in decoder.parameters()) > LARGE
+    return torch.float32 if quantized or large else torch.float64
 
 
 def _own_parameters(decoder: Decoder, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ is computed as a remainder: the terms sum to the logit because each of them is r
 Paper: A Mathematical Framework for Transformer Circuits (Elhage et al., 2021).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from workhorse.errors import WorkhorseError, shown
 from workhorse.inspect.trace import Edits, Trace, Tracer
 from workhorse.nn import Decoder
-from workhorse.nn.elementwise import Clip, SoftCap
-from workhorse.nn.feedforward import GatedMlp, Mlp
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.transforms.record import transforms_of
 
@@ -80,13 +78,10 @@ class LinearTracer(Tracer):
         self.leaves, self.constants = ("embedding", *leaves), constants
         self.uncut: dict[str, Tensor] = {}
         for module in self.decoder.modules():
-            if isinstance(module, Norm):
+            if norm_facts(module) is not None:
                 module.register_forward_hook(_with_fixed_statistics, prepend=True)
-            elif isinstance(module, SoftCap | Clip):
-                module.register_forward_hook(line_through_zero, prepend=True)
-        for step in self.decoder.head.transform.children():
-            if not isinstance(step, Norm | nn.Linear):
-                step.register_forward_hook(line_through_zero, prepend=True)
+        for module in _nonlinear(self.decoder):
+            module.register_forward_hook(line_through_zero, prepend=True)
 
     def run(self, tokens: Tensor | Sequence[int], *, cut: bool = True) -> Trace:
         """One forward pass with gradients from the logits to the leaves.
@@ -175,10 +170,26 @@ def leaves_of(decoder: Decoder, parts: Parts) -> list[str]:
     found: list[str] = []
     for number, block in enumerate(decoder.layers):
         heads = "attention_branch" if parts == "sublayers" else "attention.kernel"
-        divided = parts == "neurons" and isinstance(block.feed_forward, Mlp | GatedMlp)
+        divided = parts == "neurons" and has_neurons(block)
         neurons = NEURONS if divided else "feed_forward_branch"
         found += [f"layers.{number}.{heads}", f"layers.{number}.{neurons}"]
     return found
+
+
+def has_neurons(block: nn.Module) -> bool:
+    """True if the feed-forward of a block is not a mixture of experts."""
+    return hasattr(block.feed_forward, "down_proj")
+
+
+def _nonlinear(decoder: Decoder) -> Iterator[nn.Module]:
+    """The nonlinear modules on the path, besides norms and sub-layers."""
+    yield decoder.head.cap
+    for step in decoder.head.transform.children():
+        if norm_facts(step) is None and not isinstance(step, nn.Linear):
+            yield step
+    for block in decoder.layers:
+        if clip := getattr(block.attention, "v_clip", None):
+            yield clip
 
 
 def _per_part(leaf: str, products: Tensor) -> Tensor:
@@ -219,9 +230,8 @@ def _own_parameters(decoder: Decoder, dtype: torch.dtype) -> None:
             setattr(module, name, made[shared])
 
 
-def _with_fixed_statistics(norm: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+def _with_fixed_statistics(norm: Norm, args: tuple[Tensor], output: Tensor) -> Tensor:
     """A norm's output, as a linear function of its input: its mean square is a constant."""
-    assert isinstance(norm, Norm)
     x = args[0].to(args[0].dtype if output.dtype == torch.float64 else torch.float32)
     facts = norm_facts(norm)
     assert facts is not None

@@ -11,17 +11,21 @@ transcoders; ours are the model's own neurons. Method: Circuit Tracing (Ameisen 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
-from workhorse.inspect.attribution import NEURONS, LinearTracer, leaves_of, line_through_zero
+from workhorse.inspect.attribution import (
+    NEURONS,
+    LinearTracer,
+    has_neurons,
+    leaves_of,
+    line_through_zero,
+)
 from workhorse.inspect.trace import Trace
 from workhorse.nn import Decoder
-from workhorse.nn.attention.grouped import OutputGate
-from workhorse.nn.feedforward import GatedMlp, Mlp
 from workhorse.tokenizers import Tokenizer
 
 _FEATURE = "cross layer transcoder"
@@ -192,8 +196,8 @@ def attribution_graph(
     """
     sources = [name for name in leaves_of(decoder, "neurons") if "feed_forward" in name]
     linear = LinearTracer(decoder, sources, _constants(decoder))
-    for block in linear.decoder.layers:
-        if isinstance(block.feed_forward, Mlp | GatedMlp):
+    for block in cast(list[Any], list(linear.decoder.layers)):
+        if has_neurons(block):
             block.feed_forward.activation.register_forward_hook(_with_fixed_slope, prepend=True)
 
     run = linear.run(tokens, cut=False)
@@ -230,7 +234,7 @@ def _constants(decoder: Decoder) -> list[str]:
     gates = [
         f"layers.{number}.attention.gate.proj"
         for number, block in enumerate(decoder.layers)
-        if isinstance(getattr(block.attention, "gate", None), OutputGate)
+        if hasattr(getattr(block.attention, "gate", None), "proj")
     ]
     return ["layers.*.attention.kernel.weights", *gates]
 

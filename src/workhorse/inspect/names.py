@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from workhorse.nn import Decoder
-from workhorse.nn.blocks import Parallel
 
 
 def _same(x: Tensor) -> Tensor:
@@ -96,6 +95,6 @@ def _in_layer(block: Any, rest: str) -> tuple[str, View]:
     if rest == "mlp.hook_pre":
         gated = hasattr(block.feed_forward, "gate_proj")
         return f"feed_forward.{'gate' if gated else 'up'}_proj", AS_IS
-    if isinstance(block, Parallel) and rest in ("ln1.hook_normalized", "ln2.hook_normalized"):
+    if hasattr(block, "norm") and rest in ("ln1.hook_normalized", "ln2.hook_normalized"):
         return "norm", AS_IS
     return _LAYER.get(rest, (rest, AS_IS))

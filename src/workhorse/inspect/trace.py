@@ -122,9 +122,8 @@ class Tracer:
                 "give model.reference"
             )
         self.decoder = sharing_copy(decoder).eval()
-        for module in self.decoder.modules():
-            if isinstance(module, SelfAttention):
-                module.kernel = _eager(module)
+        for block in cast(list[Any], list(self.decoder.layers)):
+            block.attention.kernel = _eager(block.attention)
         self._edits: Edits = {}
         self._patterns: list[str] = []
         self._unused: set[str] = set()

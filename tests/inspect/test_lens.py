@@ -82,7 +82,7 @@ def test_the_lens_ends_with_the_decoders_own_prediction() -> None:
 def test_statistics_and_neighbours() -> None:
     decoder = small_decoder()
     with torch.no_grad():
-        decoder.layers[0].feed_forward.up_proj.weight[:3] = 0  # three neurons are never active
+        decoder.get_parameter("layers.0.feed_forward.up_proj.weight")[:3] = 0
         decoder.embedding.tokens.weight[7] = 2 * decoder.embedding.tokens.weight[4]
     found = statistics(trace(decoder, [1, 2, 3]))
     assert found["layers.0.feed_forward.down_proj.x"].dead >= 3 / 12

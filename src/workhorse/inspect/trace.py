@@ -174,7 +174,8 @@ class Tracer:
     def _before(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         named = zip(_parameters(type(module)), args, strict=False)
         seen = [
-            self._visit(f"{path}.{name}", arg)
+            # A view, so that the gradient of an input excludes the other readers of the tensor.
+            self._visit(f"{path}.{name}", arg.view_as(arg) if self._cut else arg)
             if isinstance(arg, Tensor) and not hasattr(module, name)
             else arg
             for name, arg in named

@@ -2,6 +2,14 @@
 
 from workhorse.inspect.attribution import Attribution, attribute
 from workhorse.inspect.graph import Graph, attribution_graph
+from workhorse.inspect.heads import (
+    KINDS,
+    head_labels,
+    head_scores,
+    patterns,
+    repeated_tokens,
+    scores_of,
+)
 from workhorse.inspect.interventions import (
     Edges,
     Patching,
@@ -20,13 +28,7 @@ from workhorse.inspect.lens import (
     stream_norms,
     streams,
 )
-from workhorse.inspect.trace import (
-    Edit,
-    Edits,
-    Trace,
-    Tracer,
-    trace,
-)
+from workhorse.inspect.trace import Edit, Edits, Trace, Tracer, trace
 
 __all__ = [
     "KINDS",

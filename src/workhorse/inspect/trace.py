@@ -57,6 +57,9 @@ class Trace(Mapping[str, Tensor]):
             raise WorkhorseError(f"no tensor {name!r}; {nearest(own, self._tensors)}")
         return view.read(self._tensors[own])
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and resolve(self._decoder, name)[0] in self._tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
@@ -92,7 +95,7 @@ class Trace(Mapping[str, Tensor]):
         return {
             name: torch.zeros_like(self[name])
             if given.get(name) is None
-            else resolve(self._decoder, name)[1].read(cast(Tensor, given[name]))
+            else resolve(self._decoder, name)[1].gradient(cast(Tensor, given[name]))
             for name in names
         }
 

@@ -32,7 +32,7 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 COMPILERS := $(foreach name,g++ clang++ clang++-19 clang++-16,$(shell command -v $(name) > /dev/null && echo $(name)))
 
-CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting serve page site templates clients traces)
+CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting serve page site templates clients traces lens circuits)
 
 # One pip at a time.
 .NOTPARALLEL:
@@ -130,8 +130,8 @@ families: $(FOR_TESTS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.parity.table --out docs/families.md
 
 # The slow ones: kills and damaged checkpoints, errors put into the code, compiled kernels, lesser
-# CPUs, hostile model directories, wrong inputs, what llama.cpp and lm-eval make of our models, what
-# `plan` predicts.
+# CPUs, hostile model directories, wrong inputs, what llama.cpp, lm-eval and TransformerLens make of
+# our models, what `plan` predicts, circuits with known edges.
 campaigns: $(CAMPAIGNS)
 campaign-site: $(FOR_DOCS)
 $(CAMPAIGNS): campaign-%: $(FOR_TESTS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.inspect.circuits import CIRCUITS, auroc
 from workhorse.errors import WorkhorseError
 from workhorse.inspect import Place, ablate, edge_scores, patch, patch_path, trace
 from workhorse.inspect.interventions import Edges, Replacement
@@ -138,6 +139,17 @@ def test_a_path_is_one_edge_and_excludes_all_others() -> None:
     patched = trace(decoder, CLEAN, edits={VALUES: new})
     assert effect == pytest.approx(float(metric(patched.logits) - metric(good.logits)))
     assert abs(edges.strongest(1)[0][2]) == edges.scores.abs().nan_to_num().max()
+
+
+@pytest.mark.parametrize(
+    "name", ["induction (by keys)", "two hops by queries", "AND of two heads", "indirect object"]
+)
+def test_exact_patching_finds_the_edges_of_a_known_circuit(name: str) -> None:
+    made = CIRCUITS[name](0)
+    edges = edge_scores(made.decoder, made.clean, made.corrupt, made.metric)
+    strongest = {(source, receiver) for source, receiver, _ in edges.strongest(len(made.edges))}
+    assert strongest == made.edges
+    assert auroc(edges, made.edges) == 1
 
 
 def test_a_quantised_decoder() -> None:

@@ -70,7 +70,7 @@ def test_transformerlens_names_are_views(decoder: Decoder) -> None:
 
     run = trace(decoder, TOKENS, edits={"blocks.1.attn.hook_z": first_head_only})
     assert run["blocks.1.attn.hook_z"].shape == (2, 10, 4, 8)  # (batch, seq, heads, width)
-    assert not run["layers.1.attention.kernel"][:, 1:].any()
+    assert not run["layers.1.attention.out_proj.x"][..., 8:].any()
     assert run["blocks.0.attn.hook_k"].shape == (2, 10, 2, 8)
     assert torch.equal(run["blocks.0.hook_resid_post"], run["layers.0"])
 

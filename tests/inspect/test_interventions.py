@@ -167,6 +167,10 @@ def test_mistakes() -> None:
         patch(decoder, CLEAN, [1, 2], metric)
     with pytest.raises(WorkhorseError, match="metric did not return a scalar"):
         ablate(decoder, CLEAN, lambda logits: logits)
+    with pytest.raises(WorkhorseError, match=r"kernel\[4\]: 4 is not one of 4; count from 0"):
+        edge_scores(
+            decoder, CLEAN, CORRUPT, metric, sources=[Place("layers.0.attention.kernel", 4)]
+        )
     with pytest.raises(WorkhorseError, match="give others"):
         ablate(decoder, CLEAN, metric, by="resample")
     with pytest.raises(WorkhorseError, match=r"'layers\.9' is not one of"):

@@ -19,8 +19,8 @@ from workhorse.nn import Decoder
 Metric = Callable[[Tensor], Tensor]
 Tokens = Tensor | Sequence[int]
 Replacement = Literal["zero", "mean", "resample"]
-ROWS = 64
-"""Number of sequences that one pass processes."""
+TOKENS = 2048
+"""Number of tokens of one pass, if several changes of the decoder share it."""
 _BRANCHES = ("attention_branch", "feed_forward_branch")
 
 
@@ -41,11 +41,15 @@ class Place:
 
     def part(self, x: Tensor) -> Tensor:
         """This part of the tensor, as a view."""
-        if self.position is not None:
-            x = x.narrow(-2, self.position, 1)
-        if self.index is None:
-            return x
-        return x.narrow(1 if x.ndim == 4 else -1, self.index, 1)  # noqa: PLR2004
+        features = 1 if x.ndim == 4 else -1  # noqa: PLR2004
+        for axis, at in ((-2, self.position), (features, self.index)):
+            if at is not None:
+                if not -x.shape[axis] <= at < x.shape[axis]:
+                    raise WorkhorseError(
+                        f"{self}: {at} is not one of {x.shape[axis]}; count from 0"
+                    )
+                x = x.narrow(axis, at, 1)
+        return x
 
     def replaced(self, x: Tensor, by: Tensor) -> Tensor:
         """A copy of the tensor with this part of another."""
@@ -60,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Patching:
-    """Result of activation patching.
+    """Result of `patch`.
 
     Attributes:
         clean: the metric of the clean tokens.
@@ -300,7 +304,7 @@ def _effects(
 ) -> Tensor:
     """The metric after each variant's replacements, (variants); several share a pass."""
     size = len(tokens)
-    many = max(1, ROWS // size)
+    many = max(1, TOKENS // tokens.numel())
     found: list[float] = []
     for first in range(0, len(variants), many):
         chunk = variants[first : first + many]

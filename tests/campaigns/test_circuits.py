@@ -1,12 +1,24 @@
 """Known circuits are found: trained induction heads, and edges of circuits set by hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.inspect.circuits import CIRCUITS, auroc
-from workhorse.inspect import Tracer, edge_scores, head_labels, head_scores, repeated_tokens
+from tests.parity import reference
+from tests.parity.all_cases import ALL
+from workhorse.inspect import (
+    Tracer,
+    ablate,
+    edge_scores,
+    head_labels,
+    head_scores,
+    patch,
+    repeated_tokens,
+)
 from workhorse.nn import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.campaign
@@ -128,3 +140,24 @@ def _losses(decoder: Decoder, ablated: Heads) -> tuple[float, float]:
     losses = _loss(Tracer(decoder)(tokens, edits=edits, keep=()).logits[:, :-1], tokens)
     half = SEQ // 2
     return losses[:, : half - 1].mean().item(), losses[:, half:].mean().item()
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_every_model_type(model_type: str, tmp_path: Path) -> None:
+    """The gradient approximates the exact effect of a small change of one token."""
+    made = reference.make(model_type, ALL[model_type][0], tmp_path).ours
+    clean, corrupt = torch.tensor([[5, 9, 23, 44, 8, 31]]), torch.tensor([[5, 9, 24, 44, 8, 31]])
+    table = made.embedding.tokens.weight
+    with torch.no_grad():
+        table[24] = table[23] + 2e-3 * table.std() * torch.randn(table.shape[1])
+    exact, gradient = (
+        edge_scores(made, clean, corrupt, lambda logits: logits[0, -1, 5], method=method).scores
+        for method in ("exact", "gradient")
+    )
+    assert torch.equal(exact.isnan(), gradient.isnan())
+    edges = exact.isfinite()
+    assert F.cosine_similarity(exact[edges], gradient[edges], dim=0) > 0.98
+    ablated = ablate(made, clean, lambda logits: logits[0, -1, 5], parts="neurons")
+    assert all(effect.any() for effect in ablated.values())
+    restored = patch(made, clean, corrupt, lambda logits: logits[0, -1, 5]).restored["x"][0]
+    assert restored[2] == pytest.approx(1, abs=0.05)  # only that token differs

@@ -11,6 +11,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.inspect import Place, ablate, edge_scores, patch, patch_path, trace
 from workhorse.inspect.interventions import Edges, Replacement
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.adapters import add_adapter, adapter_parameters
+from workhorse.transforms.lora import LoraConfig
 from workhorse.transforms.quantization import quantize
 
 NORM = {"kind": "rms_norm"}
@@ -152,9 +154,12 @@ def test_exact_patching_finds_the_edges_of_a_known_circuit(name: str) -> None:
     assert auroc(edges, made.edges) == 1
 
 
-def test_a_quantised_decoder() -> None:
+def test_a_quantised_decoder_with_an_adapter() -> None:
     decoder = make().float()
     quantize(decoder, "int8")
+    add_adapter(decoder, LoraConfig(rank=2))
+    for weight in adapter_parameters(decoder).values():
+        weight.data += 0.1 * torch.randn_like(weight)
     exact = edge_scores(decoder, CLEAN, CORRUPT, metric, receivers=[LOGITS])
     linear = edge_scores(decoder, CLEAN, CORRUPT, metric, method="gradient", receivers=[LOGITS])
     assert exact.scores.shape == (11, 1)

@@ -79,7 +79,7 @@ class Patching:
 
     @property
     def restored(self) -> dict[str, Tensor]:
-        """`values` as fractions: 0 is the metric of the corrupt tokens, 1 that of the clean."""
+        """`values` as fractions: 0 is the metric of the corrupt tokens, 1 of the clean tokens."""
         whole = self.clean - self.corrupt
         return {kind: (each - self.corrupt) / whole for kind, each in self.values.items()}
 
@@ -184,8 +184,8 @@ def patch(
         clean: token ids, (batch, seq) or (seq).
         corrupt: token ids of the same shape.
         metric: function of the logits.
-        kinds: tensors of a layer. The default is its input, and what its attention and its
-            feed-forward add.
+        kinds: tensors of a layer. The default is its input, and the outputs of its attention and
+            its feed-forward.
 
     Raises:
         WorkhorseError: see `trace`; or the shapes of `clean` and `corrupt` differ.
@@ -214,9 +214,9 @@ def patch_path(
 ) -> float:
     """Change of the metric if only the paths from a source to receivers carry the corrupt value.
 
-    The value of the source is the one of the corrupt pass. What all other attentions and
-    feed-forwards add to the residual stream stays as in the clean pass, so only direct paths count.
-    The receivers get their values of this pass, in a clean pass.
+    One pass has the corrupt value of the source. The outputs of all other attentions and
+    feed-forwards stay as in the clean pass, so only direct paths count. In a second, clean pass,
+    the receivers get their values of the first.
 
     Paper: Interpretability in the Wild, 2211.00593 §3.1; Localizing Model Behavior with Path
     Patching, 2304.05969.

@@ -1,8 +1,8 @@
 """TransformerLens's names of tensors, for readers and code that know them.
 
 A name such as `blocks.0.attn.hook_z` is the tensor of one of our modules in TransformerLens's
-layout, (batch, seq, heads, width). Names and layouts: TransformerLens 4.3, whose values
-`make campaign-lens` compares.
+layout, (batch, seq, heads, width). Names and layouts: TransformerLens 4.3. `make campaign-lens`
+compares the values.
 """
 
 import re
@@ -78,9 +78,9 @@ _LAYER = {
     "hook_resid_pre": "x",
     "hook_resid_mid": "attention_sum",
     "hook_resid_post": "",
-    "hook_attn_in": "attention.x",
+    "attn.hook_in": "attention.x",
     "hook_attn_out": "attention_branch",
-    "hook_mlp_in": "feed_forward.x",
+    "mlp.hook_in": "feed_forward.x",
     "hook_mlp_out": "feed_forward_branch",
     "attn.hook_pattern": "attention.kernel.weights",
     "mlp.hook_pre_linear": "feed_forward.up_proj",

@@ -11,7 +11,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.inspect import Place, ablate, edge_scores, patch, patch_path, trace
 from workhorse.inspect.interventions import Edges, Replacement
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.adapters import add_adapter, adapter_parameters
+from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import LoraConfig
 from workhorse.transforms.quantization import quantize
 

@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.parity import reference
 from tests.parity.all_cases import ALL
-from workhorse.inspect import Attribution, Trace, attribute, trace
+from workhorse.inspect import Attribution, Trace, attribute, patch, trace
 
 pytestmark = pytest.mark.campaign
 with reference.quiet():
     bridges = pytest.importorskip(
         "transformer_lens.model_bridge", reason="needs pip install transformer_lens==4.3.0"
     )
+    patching: Any = pytest.importorskip("transformer_lens.patching")
 BOUND = 1e-5
 TARGET = (5, 9)
 OTHERS = {
@@ -30,6 +31,7 @@ OTHERS = {
     ("modernbert-decoder", "mlp.hook_pre"),  # theirs is the gate and the up projection together
 }
 """Tensors that have another meaning in TransformerLens."""
+PATCHES = {"x": "resid_pre", "attention_branch": "attn_out", "feed_forward_branch": "mlp_out"}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,22 @@ def test_names_and_attributions(
         worst["logit_attrs"].append(apart)
     else:
         worst["logit_attrs that do not sum"].append(apart)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gpt_neox", "qwen3"])
+def test_activation_patching(model_type: str, tmp_path: Path, tokenizer: Any) -> None:
+    def metric(logits: Tensor) -> Tensor:
+        return (logits[:, -1, TARGET[0]] - logits[:, -1, TARGET[1]]).mean()
+
+    pair = reference.make(model_type, ALL[model_type][0], tmp_path)
+    clean, corrupt = pair.tokens[:1], pair.tokens[1:2]
+    ours = patch(pair.ours, clean, corrupt, metric).values
+    with reference.quiet(), torch.no_grad():
+        bridge = _bridge(pair, tokenizer)
+        _, cache = bridge.run_with_cache(clean)
+        for kind, name in PATCHES.items():
+            theirs = getattr(patching, f"get_act_patch_{name}")(bridge, corrupt, cache, metric)
+            assert (ours[kind] - theirs).abs().max() <= BOUND
 
 
 def _bridge(pair: reference.Pair, tokenizer: Any) -> Any:

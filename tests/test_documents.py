@@ -3,9 +3,11 @@
 Each page is followed from top to bottom in a separate folder with recipes, documents and a Hugging
 Face model. For all pages except docs/commands.md the folder also has a finished run.
 `documents.yaml` lists the replacements that make commands fast, and the blocks that are not run,
-with the reason. A block in an unknown language fails.
+with the reason. A block in an unknown language fails. A block of `text` that is not listed is what
+the block before it prints: decimals may differ by one in their last place.
 """
 
+import contextlib
 import io
 import re
 import shlex
@@ -73,25 +75,36 @@ class Reader:
         self.page = page
         self.monkeypatch = monkeypatch
         self.names: dict[str, object] = {"__name__": "page"}
+        self.printed = io.StringIO()
 
     def follow(self, block: Block) -> None:
         if (file := entry("files", block.text)) is not None:
             self.write(file, block.text)
         elif entry("shown", block.text) is not None:
             return
+        elif block.language == "text":
+            printed = self.printed.getvalue()
+            assert same_output(block.text, printed), f"{block.where}: it prints\n{printed}"
         elif block.language == "python":
             if entry("not_run", block.text) is not None:
                 return
-            exec(compile(block.text, block.where, "exec"), self.names)
+            with self.recorded():
+                exec(compile(block.text, block.where, "exec"), self.names)
         elif block.language == "yaml":
             self.read_yaml(block)
         elif not block.language:
-            for line in block.text.replace("\\\n", " ").splitlines():
-                self.run(line.strip(), block.where)
+            with self.recorded():
+                for line in block.text.replace("\\\n", " ").splitlines():
+                    self.run(line.strip(), block.where)
         else:
             pytest.fail(
                 f"{block.where}: unknown block language {block.language}; add it to Reader.follow"
             )
+
+    def recorded(self) -> contextlib.redirect_stdout[io.StringIO]:
+        """Context manager that records what one block prints."""
+        self.printed = io.StringIO()
+        return contextlib.redirect_stdout(self.printed)
 
     def run(self, line: str, where: str) -> None:
         if not line or line.startswith("#") or entry("not_run", line) is not None:
@@ -120,6 +133,20 @@ class Reader:
     def write(self, file: str, text: str) -> None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(text, "utf-8")
+
+
+DECIMAL = re.compile(r"(-?\d+\.\d+)")
+
+
+def same_output(shown: str, printed: str) -> bool:
+    """True if outputs agree, but for one in the last place of decimals and spaces at line ends."""
+    mine, theirs = (
+        DECIMAL.split(re.sub(r" +$", "", text, flags=re.M).strip()) for text in (shown, printed)
+    )
+    if len(mine) != len(theirs) or mine[::2] != theirs[::2]:
+        return False
+    pairs = zip(mine[1::2], theirs[1::2], strict=True)
+    return all(abs(float(a) - float(b)) < 1.1 * 10 ** -len(a.partition(".")[2]) for a, b in pairs)
 
 
 def config_at(place: str, kind: str | None) -> Any:
@@ -190,14 +217,16 @@ def test_a_page_does_what_it_says(
     shutil.copytree(start, folder)
     monkeypatch.chdir(folder)
     torch.manual_seed(0)
+    torch.set_printoptions(profile="default")  # a page may change it
     reader = Reader(page, monkeypatch)
     for block in blocks(page):
         reader.follow(block)
 
 
 def test_every_page_is_gone_through():
-    there = {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
-    assert set(PAGES) == there
+    folders = ("docs", "docs/course")
+    there = {f"{folder}/{path.name}" for folder in folders for path in (ROOT / folder).glob("*.md")}
+    assert set(PAGES) == {"README.md", *there}
 
 
 def test_the_plan_has_nothing_that_no_page_needs():
@@ -241,6 +270,18 @@ def test_links_lead_somewhere(page: str):
         assert there.exists(), f"{page}: {target}"
         if anchor:
             assert anchor in anchors(there), f"{page}: {target}"
+
+
+def test_names_are_in_the_source_files_that_pages_link():
+    in_file = re.compile(r"((?:`\w+`,? (?:and )?)+)[^`\[]*in \[`[^`]+`\]\(([^)]+\.py)\)")
+    for page in PAGES:
+        text = " ".join((ROOT / page).read_text("utf-8").split())
+        for names, file in in_file.findall(text):
+            source = ((ROOT / page).parent / file).read_text("utf-8")
+            for name in re.findall(r"\w{3,}", names.replace("and ", "")):
+                assert re.search(rf"^(class|def) {name}\b", source, re.M), (
+                    f"{page}: {name} in {file}"
+                )
 
 
 def anchors(file: Path) -> set[str]:

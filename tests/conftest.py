@@ -20,10 +20,6 @@ from workhorse.native.operators import LOADERS, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
-# Hypothesis draws the same examples in every run, so that a failure can be reproduced.
-hypothesis.settings.register_profile("workhorse", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("workhorse")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the native operators before any test runs, unless they are already compiled.
@@ -31,7 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
     Otherwise they would be compiled in the background and become available during some test. Also
     restore Python's SIGINT handler: a shell starts background jobs with SIGINT ignored, and some
     tests interrupt themselves.
+
+    Hypothesis draws the same examples in every run, so that a failure can be reproduced. The
+    default suite draws 30.
     """
+    examples = 30 if "not slow" in config.option.markexpr else 100
+    hypothesis.settings.register_profile(
+        "workhorse", deadline=None, derandomize=True, max_examples=examples
+    )
+    hypothesis.settings.load_profile("workhorse")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # By default, a twentieth of the time is spent in garbage collection of imported modules.
     gc.set_threshold(10_000, 20, 20)

@@ -8,8 +8,10 @@ import torch
 import yaml
 
 from tests.parallel import forked
-from tests.parallel.runs import GATED, MIXTURE, fields, run, state_of, steps_of
+from tests.parallel.runs import MIXTURE, fields, state_of, steps_of
 from workhorse.checkpoints import RunDirectory
+from workhorse.errors import WorkhorseError
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.train import Recipe, read_metrics, train
 
 
@@ -76,10 +78,7 @@ def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
         torch.testing.assert_close(weights[1][name], weight, atol=1e-4, rtol=0)
 
 
-def test_workers_that_the_division_does_not_divide_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "tiny.yaml"
-    file.write_text(yaml.safe_dump(divisible(tmp_path, GATED)))
-    found = run([str(file), "parallel.shard=2", "--workers", "3"])
-    assert found.returncode == 2
-    (line,) = found.stderr.splitlines()
-    assert "shard=2 does not divide 3 processes; choose divisors of 3" in line
+def test_workers_that_the_division_does_not_divide_are_refused() -> None:
+    said = "shard=2 does not divide 3 processes; choose divisors of 3"
+    with pytest.raises(WorkhorseError, match=said):
+        ParallelismConfig(shard=2).on(3)

@@ -130,15 +130,15 @@ def test_a_chat_whose_last_message_goes_on(folder, last):
     assert text.endswith(last)
 
 
-def test_a_limit_above_all_numbers_of_documents_means_all(folder, tasks):
-    assert_same(results(ours(folder), tasks, limit=2**63), results(ours(folder), tasks))
+def test_a_limit_above_all_numbers_of_documents_means_all(llama, tasks):
+    assert_same(results(ours(llama), tasks, limit=2**63), results(ours(llama), tasks))
 
 
-def test_without_a_batch_size_the_scores_are_the_same(folder, tasks):
+def test_without_a_batch_size_the_scores_are_the_same(llama, tasks):
     """The batch size is chosen for the device; `max_length` shortens the context."""
     some = {"limit": 8}
-    shorter = HFLM(str(folder), device="cpu", batch_size=8, max_length=20)
-    model = ours(folder, max_length=20)
+    shorter = HFLM(str(llama), device="cpu", batch_size=8, max_length=20)
+    model = ours(llama, max_length=20)
     assert_same(results(model, tasks, **some), references(shorter, tasks, **some))
 
 

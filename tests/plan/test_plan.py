@@ -18,7 +18,7 @@ from workhorse.models import preset
 from workhorse.models.describe import count_parameters
 from workhorse.parallel.config import UNDIVIDED
 from workhorse.plan import known_devices, plan
-from workhorse.plan.page import COLORS, Bar, stacked, write_page
+from workhorse.plan.page import COLORS, Bar, lines, stacked, write_page
 from workhorse.plan.subject import find_subject
 
 SMALL = ("gpt2", "model.n_layers=2", "model.d_model=96", "model.vocab_size=512", "train.seq_len=64")
@@ -167,7 +167,7 @@ def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> N
     for rows, fits in ((8, True), (16, False)):
         settings = [*SMALL[1:], batch, f"train.micro_batch_size={rows}"]
         assert plan(SMALL[0], settings, device="h100", memory=0.05)["memory"]["fits"] is fits
-    out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.05")
+    out = "\n".join(lines(found))
     assert "does not fit: NVIDIA H100 SXM has 51.2 MiB" in out
     assert "train.micro_batch_size=8: saves" in out
     out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.0005")

@@ -151,13 +151,19 @@ def model_options(
 
 
 def open_model(
-    model: str, running: Running, *, with_text: bool = True, exact: bool = False
+    model: str,
+    running: Running,
+    *,
+    with_text: bool = True,
+    with_ids: bool = False,
+    exact: bool = False,
 ) -> "Model":
     """Load the model for a verb, and print the loader's warnings on stderr.
 
     An adapter is merged into weights that are not quantised, so it does not slow decoding down.
-    `with_text` is False for draft models, which need no tokenizer and get no adapter. `exact` is
-    True to compute logits that are bitwise independent of the batch, if possible.
+    `with_text` is False for draft models, which need no tokenizer and get no adapter. `with_ids` is
+    True if the verb got token ids, so that the model needs no tokenizer. `exact` is True to compute
+    logits that are bitwise independent of the batch, if possible.
     """
     from workhorse.devices.names import use_threads
     from workhorse.model.load import NO_TOKENIZER, load
@@ -181,8 +187,8 @@ def open_model(
         )
         if adapters_of(loaded.reference) and not why_not_merged(loaded.reference):
             loaded = loaded.merged(running.kernel).with_execution(running.execution, exact=exact)
-    if with_text:
-        _ = loaded.text  # raises an error without a tokenizer: verbs cannot pass token ids
+    if with_text and not with_ids:
+        _ = loaded.text  # raises an error without a tokenizer
     for remark in remarks:
         if not remark.endswith(NO_TOKENIZER):  # a draft model does not need a tokenizer
             warn(remark)

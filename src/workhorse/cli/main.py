@@ -56,6 +56,7 @@ VERBS = {
     "chat": "Chat with a model in the terminal.",
     "serve": "Serve a model over HTTP with OpenAI's API.",
     "evaluate": "Measure a model's loss on text, or score it on tasks.",
+    "inspect": "Write a page that explains a model's forward pass over a prompt.",
     "plan": "Estimate a model's memory, FLOPs, time and cost.",
     "report": "Write the report page of a run, or of several runs side by side.",
     "compare": "Compare designs by training them, with confidence intervals.",

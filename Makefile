@@ -32,7 +32,7 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 COMPILERS := $(foreach name,g++ clang++ clang++-19 clang++-16,$(shell command -v $(name) > /dev/null && echo $(name)))
 
-CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting serve page site templates clients traces lens circuits)
+CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting serve page inspect site templates clients traces lens circuits)
 
 # One pip at a time.
 .NOTPARALLEL:

@@ -103,6 +103,13 @@ def test_a_tracer_sees_new_weights(decoder: Decoder) -> None:
         ({"layers.0": lambda x: x[:1]}, r"layers.0 became torch.float32 \(1, 10, 32\)"),
         ({"layers.0": torch.Tensor.double}, "layers.0 became torch.float64"),
         ({"layers.0": lambda x: None}, "layers.0 became None"),
+        ({"layers.0": 0}, "layers.0=0; give a tensor or a function"),
+        ({"blocks.0.attn.hook_z": lambda x: None}, "out_proj.x became None"),
+        (
+            {"blocks.0.attn.hook_z": lambda x: x[0]},
+            r"\(10, 4, 8\); it is .* \(2, 10, 4, 8\)",
+        ),
+        ({"layers.0": torch.zeros(2, 10, 32, device="meta")}, r"without values \(meta\); it is"),
         (
             {"layers.0": torch.zeros_like, "blocks.0.hook_resid_post": torch.zeros_like},
             "are the same tensor layers.0",
@@ -128,3 +135,10 @@ def test_other_errors(decoder: Decoder) -> None:
         trace(body_of(decoder), TOKENS)
     model = workhorse.Model("m", decoder, None, trained=True)
     assert torch.equal(model.trace([1, 2]).logits, trace(decoder, [1, 2]).logits)
+
+
+def test_an_edit_may_change_its_argument(decoder: Decoder) -> None:
+    for name in ("layers.0.attention.q_proj.x", "blocks.0.attn.hook_z"):
+        by_value = trace(decoder, TOKENS, edits={name: torch.zeros_like})
+        in_place = trace(decoder, TOKENS, edits={name: torch.Tensor.zero_}, gradients=True)
+        assert all(torch.equal(in_place[key], tensor) for key, tensor in by_value.items())

@@ -321,7 +321,6 @@ def _writer(
     """An edit that writes each variant's replacements into its rows."""
 
     def write(x: Tensor) -> Tensor:
-        x = x.clone()
         for rows, variant in zip(x.split(size), chunk, strict=True):
             for place, value in variant.items():
                 if place.name == name:

@@ -34,14 +34,6 @@ class View:
     write: Callable[[Tensor, Tensor], Tensor] = lambda new, old: new
     gradient: Callable[[Tensor], Tensor] = _same
 
-    def edit(self, edit: Any) -> Any:
-        """An edit of the tensor itself, from an edit of this view of it."""
-        if self.read is _same:
-            return edit
-        if isinstance(edit, Tensor):
-            return lambda x: self.write(edit, x)
-        return lambda x: self.write(edit(self.read(x)), x)
-
 
 AS_IS = View()
 

@@ -242,7 +242,7 @@ class _Ablator(Tracer):
     @torch.no_grad()
     def from_layer(self, layer: int, x: Tensor, edits: Mapping[str, Any]) -> Tensor:
         """Logits of the last position, from the residual stream before a layer."""
-        self._edits, self._keep, self._seen = edits, (), {}
+        self._edits, self._keep, self._seen = self._resolved(edits), (), {}
         most = self.decoder.max_positions
         context = Context(x.shape[0], x.shape[1], x.device, max_positions=most)
         for block in [*self.decoder.layers][layer:]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.execute.body import sharing_copy
-from workhorse.inspect.names import resolve
+from workhorse.inspect.names import View, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Eager
 from workhorse.nn.attention.self_attention import SelfAttention
@@ -127,7 +127,7 @@ class Tracer:
         self.decoder = sharing_copy(decoder).eval()
         for block in cast(list[Any], list(self.decoder.layers)):
             block.attention.kernel = _eager(block.attention)
-        self._edits: Edits = {}
+        self._edits: dict[str, tuple[Edit, View]] = {}
         self._patterns: list[str] = []
         self._unused: set[str] = set()
         self._keep: Sequence[str] = ()
@@ -165,13 +165,15 @@ class Tracer:
         finally:
             self._edits, self._seen = {}, {}
 
-    def _resolved(self, edits: Edits) -> dict[str, Edit]:
-        found: dict[str, Edit] = {}
+    def _resolved(self, edits: Edits) -> dict[str, tuple[Edit, View]]:
+        found: dict[str, tuple[Edit, View]] = {}
         for name, edit in edits.items():
             own, view = resolve(self.decoder, name)
             if own in found:
                 raise WorkhorseError(f"edits: {name} and another name are the same tensor {own}")
-            found[own] = view.edit(edit)
+            if not isinstance(edit, Tensor) and not callable(edit):
+                raise WorkhorseError(f"edits: {name}={shown(edit)}; give a tensor or a function")
+            found[own] = edit, view
         return found
 
     def _before(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -199,7 +201,7 @@ class Tracer:
     def _visit(self, name: str, value: Tensor) -> Tensor:
         for pattern in [name, *self._patterns]:
             if pattern in self._edits and (pattern == name or fnmatchcase(name, pattern)):
-                value = _edited(name, value, self._edits[pattern])
+                value = _edited(name, value, *self._edits[pattern])
                 self._unused.discard(pattern)
         if any(name == pattern or fnmatchcase(name, pattern) for pattern in self._keep):
             self._seen[name] = value
@@ -220,7 +222,7 @@ def trace(
         decoder: see `Tracer`, which is faster for many passes.
         tokens: token ids, (batch, seq) or (seq).
         edits: new values of tensors, by name. An edit of an output changes all its readers; an edit
-            of an input changes only the module that reads it.
+            of an input changes only the module that reads it. A function gets a copy of the tensor.
         keep: names of the tensors to record; default: all. The logits are always recorded.
         gradients: True to be able to call `Trace.gradients`.
 
@@ -259,13 +261,18 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple("x" if name == "input" else name for name in names)
 
 
-def _edited(name: str, value: Tensor, edit: Edit) -> Tensor:
-    new = edit if isinstance(edit, Tensor) else edit(value)
+def _edited(name: str, value: Tensor, edit: Edit, view: View) -> Tensor:
+    old = view.read(value)
+    # A copy, because a function may change its argument, and other tensors share the memory.
+    new = edit if isinstance(edit, Tensor) else edit(old.clone())
     if not isinstance(new, Tensor):
         raise WorkhorseError(f"edits: {name} became {shown(new)}; return a tensor")
-    if new.shape != value.shape or new.dtype != value.dtype:
+    if new.shape != old.shape or new.dtype != old.dtype or new.is_meta != old.is_meta:
         raise WorkhorseError(
-            f"edits: {name} became {new.dtype} {tuple(new.shape)}; "
-            f"it is {value.dtype} {tuple(value.shape)}, so return that"
+            f"edits: {name} became {_described(new)}; it is {_described(old)}, so return that"
         )
-    return new.to(value.device)
+    return view.write(new.to(old.device), value)
+
+
+def _described(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" + (" without values (meta)" if x.is_meta else "")

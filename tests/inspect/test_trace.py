@@ -1,5 +1,9 @@
 """Edits, gradients, names and errors of traces. All model types: `tests/parity/test_taps.py`."""
 
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 
@@ -142,3 +146,21 @@ def test_an_edit_may_change_its_argument(decoder: Decoder) -> None:
         by_value = trace(decoder, TOKENS, edits={name: torch.zeros_like})
         in_place = trace(decoder, TOKENS, edits={name: torch.Tensor.zero_}, gradients=True)
         assert all(torch.equal(in_place[key], tensor) for key, tensor in by_value.items())
+
+
+def test_a_tracer_runs_one_pass_at_a_time(decoder: Decoder) -> None:
+    tracer = Tracer(decoder)
+    expected = tracer(TOKENS)
+    with pytest.raises(WorkhorseError, match="make another for a pass in an edit or a thread"):
+        tracer(TOKENS, edits={"layers.0": lambda x: tracer(TOKENS)["layers.0"]})
+    assert torch.equal(tracer(TOKENS).logits, expected.logits)
+
+
+def test_a_tracer_is_released_at_once(decoder: Decoder) -> None:
+    tracer = Tracer(decoder)
+    run, copy = tracer(TOKENS), weakref.ref(tracer.decoder)
+    gc.disable()
+    del tracer
+    gc.enable()
+    assert copy() is None
+    assert pickle.loads(pickle.dumps(run))["blocks.0.attn.hook_z"].any()

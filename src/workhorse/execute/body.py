@@ -97,22 +97,19 @@ def with_parameters_of(reference: Root, other: nn.Module) -> Root:
     return made
 
 
-def _copy(root: Root) -> Root:
-    copies: dict[nn.Module, nn.Module] = {}
-
-    def copy(module: nn.Module) -> nn.Module:
-        if module not in copies:
-            made = copies[module] = type(module).__new__(type(module))
-            vars(made).update(vars(module))
-            for name in _HOOKS:
-                vars(made)[name] = OrderedDict()
-            made._parameters = module._parameters.copy()
-            made._buffers = module._buffers.copy()
-            children = module._modules.items()
-            # An empty container is falsy, so the test is for None.
-            made._modules = {
-                name: None if child is None else copy(child) for name, child in children
-            }
-        return copies[module]
-
-    return cast(Root, copy(root))
+def _copy(root: Root, copies: dict[nn.Module, nn.Module] | None = None) -> Root:
+    """Copy a module tree; `copies` holds the modules that were copied already."""
+    copies = {} if copies is None else copies
+    if root not in copies:
+        made = copies[root] = type(root).__new__(type(root))
+        vars(made).update(vars(root))
+        for name in _HOOKS:
+            vars(made)[name] = OrderedDict()
+        made._parameters = root._parameters.copy()
+        made._buffers = root._buffers.copy()
+        # An empty container is falsy, so the test is for None.
+        made._modules = {
+            name: None if child is None else _copy(child, copies)
+            for name, child in root._modules.items()
+        }
+    return cast(Root, copies[root])

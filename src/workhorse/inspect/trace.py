@@ -10,7 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from threading import Lock
 from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +110,7 @@ class Tracer:
 
     It runs a copy of the decoder's modules with the same parameters: the reference, with the kernel
     `eager`, which computes the attention matrix. So the decoder itself gets no hooks, and later
-    changes of its weights are seen. Dropout is off.
+    changes of its weights are seen, but no later switch of its adapter. Dropout is off.
 
     Args:
         decoder: the decoder as its config builds it (`Model.reference`), also quantised or with an
@@ -124,6 +126,7 @@ class Tracer:
                 "the decoder is prepared for execution, so some tensors are never computed; "
                 "give model.reference"
             )
+        self._traced = decoder
         self.decoder = sharing_copy(decoder).eval()
         for block in cast(list[Any], list(self.decoder.layers)):
             block.attention.kernel = _eager(block.attention)
@@ -133,10 +136,13 @@ class Tracer:
         self._keep: Sequence[str] = ()
         self._cut = False
         self._seen: dict[str, Tensor] = {}
+        self._running = Lock()
+        # Weak, so that no cycle of references delays the release of weights until a collection.
+        tracer = cast(Tracer, proxy(self))
         for path, module in self.decoder.named_modules():
             if path:
-                module.register_forward_pre_hook(partial(self._before, path))
-                module.register_forward_hook(partial(self._after, path))
+                module.register_forward_pre_hook(partial(Tracer._before, tracer, path))
+                module.register_forward_hook(partial(Tracer._after, tracer, path))
 
     def __call__(
         self,
@@ -147,13 +153,17 @@ class Tracer:
         gradients: bool = False,
     ) -> Trace:
         """Run one forward pass; see `trace` for the arguments."""
-        tokens = as_batch(tokens, self.decoder)
-        self._edits = self._resolved(edits or {})
-        self._patterns = [name for name in self._edits if "*" in name]
-        self._unused = set(self._edits)
-        self._keep = ("head", *(resolve(self.decoder, name)[0] for name in keep))
-        self._cut, self._seen = gradients, {}
+        if not self._running.acquire(blocking=False):
+            raise WorkhorseError(
+                "this Tracer runs a pass already; make another for a pass in an edit or a thread"
+            )
         try:
+            tokens = as_batch(tokens, self.decoder)
+            self._edits = self._resolved(edits or {})
+            self._patterns = [name for name in self._edits if "*" in name]
+            self._unused = set(self._edits)
+            self._keep = ("head", *(resolve(self.decoder, name)[0] for name in keep))
+            self._cut, self._seen = gradients, {}
             with torch.set_grad_enabled(gradients):
                 self.decoder(tokens)
             if self._unused:
@@ -161,9 +171,10 @@ class Tracer:
                 raise WorkhorseError(
                     f"edits: no tensor {name!r} in this pass; list the names with list(run)"
                 )
-            return Trace(self.decoder, tokens, self._seen)
+            return Trace(self._traced, tokens, self._seen)
         finally:
             self._edits, self._seen = {}, {}
+            self._running.release()
 
     def _resolved(self, edits: Edits) -> dict[str, tuple[Edit, View]]:
         found: dict[str, tuple[Edit, View]] = {}

@@ -10,7 +10,7 @@ import torch
 import workhorse
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import body_of
-from workhorse.inspect import Tracer, trace
+from workhorse.inspect import Tracer, attribute, attribution_graph, edge_scores, trace
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.quantization import quantize
 
@@ -164,3 +164,16 @@ def test_a_tracer_is_released_at_once(decoder: Decoder) -> None:
     gc.enable()
     assert copy() is None
     assert pickle.loads(pickle.dumps(run))["blocks.0.attn.hook_z"].any()
+
+
+def test_gradients_inside_no_grad(decoder: Decoder) -> None:
+    expected = attribute(decoder, TOKENS[0], 3)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert attribute(decoder, TOKENS[0], 3).terms == expected.terms
+            assert attribution_graph(decoder, TOKENS[0, :3], n_features=2).edges.any()
+            edges = edge_scores(decoder, TOKENS, TOKENS + 1, torch.mean, method="gradient")
+            assert edges.strongest(1)
+            run = trace(decoder, TOKENS, gradients=True)
+            with pytest.raises(WorkhorseError, match=r"compute it .* outside no_grad"):
+                run.gradients(run.logits.sum())

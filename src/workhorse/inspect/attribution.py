@@ -70,6 +70,7 @@ class LinearTracer(Tracer):
         constants: names of the tensors that are held fixed.
     """
 
+    @torch.inference_mode(False)  # and gradients, even inside `no_grad`
     def __init__(
         self, decoder: Decoder, leaves: Sequence[str], constants: Sequence[str] = _INPUTS
     ) -> None:
@@ -104,6 +105,7 @@ class LinearTracer(Tracer):
         """All biases by name: the constant terms of the linear path."""
         return {name: bias for name, bias in self.decoder.named_parameters() if bias.requires_grad}
 
+    @torch.inference_mode(False)  # and gradients, even inside `no_grad`
     def attribute(self, run: Trace, target: Target, position: int = -1) -> Attribution:
         """Divide a logit of a pass into its terms; see `attribute`."""
         tokens, logits = run.tokens, run.logits

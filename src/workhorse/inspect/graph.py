@@ -173,6 +173,7 @@ class Graph:
             yield node("logit", last, token, seq - 1, clerp=label, influence=None, **chosen)
 
 
+@torch.inference_mode(False)  # and gradients, even inside `no_grad`
 def attribution_graph(
     decoder: Decoder,
     tokens: Tensor | Sequence[int],

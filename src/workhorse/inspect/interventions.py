@@ -239,6 +239,7 @@ def patch_path(
     return after.item() - _metric(metric, good.logits)
 
 
+@torch.inference_mode(False)  # and gradients, even inside `no_grad`
 def edge_scores(
     decoder: Decoder,
     clean: Tokens,

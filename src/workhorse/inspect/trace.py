@@ -84,8 +84,10 @@ class Trace(Mapping[str, Tensor]):
         Raises:
             WorkhorseError: the pass was traced without `gradients=True`, or `of` is not a scalar.
         """
-        if not of.requires_grad:
-            raise WorkhorseError("the pass has no gradients; call trace with gradients=True")
+        if not isinstance(of, Tensor) or of.grad_fn is None:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise WorkhorseError(
+                "of has no gradients; compute it from a trace with gradients=True, outside no_grad"
+            )
         if of.numel() != 1:
             raise WorkhorseError(f"of has shape {tuple(of.shape)}; give a scalar, such as its sum")
         wanted = [name for name in names or self if self._tensors_require(name)]
@@ -158,13 +160,13 @@ class Tracer:
                 "this Tracer runs a pass already; make another for a pass in an edit or a thread"
             )
         try:
-            tokens = as_batch(tokens, self.decoder)
             self._edits = self._resolved(edits or {})
             self._patterns = [name for name in self._edits if "*" in name]
             self._unused = set(self._edits)
             self._keep = ("head", *(resolve(self.decoder, name)[0] for name in keep))
             self._cut, self._seen = gradients, {}
-            with torch.set_grad_enabled(gradients):
+            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+                tokens = as_batch(tokens, self.decoder)
                 self.decoder(tokens)
             if self._unused:
                 name = min(self._unused)
@@ -254,6 +256,7 @@ def as_batch(tokens: Tensor | Sequence[int], decoder: Decoder) -> Tensor:
         ids = torch.as_tensor(tokens, device=decoder.device)
     except (TypeError, ValueError, RuntimeError):
         raise WorkhorseError(f"tokens={shown(tokens)} are not token ids; give integers") from None
+    ids = ids.clone() if ids.is_inference() else ids
     return ids[None] if ids.ndim == 1 else ids
 
 

@@ -32,9 +32,16 @@ def test_the_edges_into_a_node_sum_to_its_value(model_type: str, tmp_path) -> No
     assert abs(strongest["weight"]) == pytest.approx(graph.edges.abs().max().item())
 
 
-def test_a_graph_has_one_sequence(tmp_path) -> None:
+def test_limits_of_a_graph(tmp_path) -> None:
     pair = reference.make("gpt2", ALL["gpt2"][0], tmp_path)
     with pytest.raises(WorkhorseError, match="3 sequences have no common graph"):
         attribution_graph(pair.ours, pair.tokens)
     alone = attribution_graph(pair.ours, pair.tokens[0, :1], n_features=0, n_logits=10**6)
     assert alone.features.shape == (0, 3)
+    with pytest.raises(WorkhorseError, match=r"threshold=1\.5 is not a share"):
+        alone.to_dict(edge_threshold=1.5)
+    with pytest.raises(WorkhorseError, match="n_logits=0 is out of range"):
+        attribution_graph(pair.ours, [1], n_logits=0)
+    pair.ours.get_parameter("final_norm.weight").data[0] = torch.nan
+    with pytest.raises(WorkhorseError, match="a logit is infinite or NaN"):
+        attribution_graph(pair.ours, [1])

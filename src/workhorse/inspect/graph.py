@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
+from workhorse.generate.checks import whole
 from workhorse.inspect.attribution import (
     NEURONS,
     LinearTracer,
@@ -35,6 +36,8 @@ _FEATURE = "cross layer transcoder"
 @dataclass(frozen=True)
 class Graph:
     """An attribution graph. Nodes are in this order: features, errors, tokens, logits.
+
+    All tensors are on the CPU.
 
     Attributes:
         tokens: the token ids, (seq).
@@ -91,7 +94,15 @@ class Graph:
             name: name of the model.
             node_threshold: share of the total influence that the nodes in the file have.
             edge_threshold: share of the weight of all edges that the edges in the file have.
+
+        Raises:
+            WorkhorseError: a threshold is not from 0 to 1.
         """
+        for threshold in (node_threshold, edge_threshold):
+            if not 0 <= threshold <= 1:
+                raise WorkhorseError(
+                    f"threshold={threshold} is not a share; choose one from 0 to 1"
+                )
         reached = _reached(self.influence())
         nodes = list(self._nodes(reached.tolist(), tokenizer))
         always = torch.tensor([node["feature_type"] in ("embedding", "logit") for node in nodes])
@@ -193,8 +204,10 @@ def attribution_graph(
         probability: stop adding predicted tokens when they have this probability together.
 
     Raises:
-        WorkhorseError: see `trace`; or there is more than one sequence.
+        WorkhorseError: see `trace`; a logit is infinite or NaN; there is more than one sequence; or
+            an argument is out of range.
     """
+    n_features, n_logits = whole("n_features", n_features, 0), whole("n_logits", n_logits, 1)
     sources = [name for name in leaves_of(decoder, "neurons") if "feed_forward" in name]
     linear = LinearTracer(decoder, sources, _constants(decoder))
     for block in cast(list[Any], list(linear.decoder.layers)):
@@ -204,6 +217,8 @@ def attribution_graph(
     run = linear.run(tokens, cut=False)
     if len(run.tokens) != 1:
         raise WorkhorseError(f"{len(run.tokens)} sequences have no common graph; give one")
+    if not run.logits.isfinite().all():
+        raise WorkhorseError("a logit is infinite or NaN; check the weights with statistics(run)")
     shares, ids = run.logits[0, -1].detach().softmax(-1).topk(min(n_logits, run.logits.shape[-1]))
     count = int((shares.cumsum(0) < probability).sum()) + 1
     shares, ids = shares[:count], ids[:count]
@@ -218,15 +233,15 @@ def attribution_graph(
     for row, value in zip((*range(len(features)), *range(first, len(edges))), values, strict=True):
         edges[row, :first], constants[row] = _into(value, linear, run, features)
     return Graph(
-        tokens=run.tokens[0],
+        tokens=run.tokens[0].cpu(),
         layers=len(sources),
-        features=features,
-        activations=values[: len(features)].detach(),
-        logits=ids,
-        probabilities=shares,
-        edges=edges.detach(),
-        constants=constants.detach(),
-        values=values.detach(),
+        features=features.cpu(),
+        activations=values[: len(features)].detach().cpu(),
+        logits=ids.cpu(),
+        probabilities=shares.cpu(),
+        edges=edges.detach().cpu(),
+        constants=constants.detach().cpu(),
+        values=values.detach().cpu(),
     )
 
 
@@ -252,15 +267,16 @@ def _most_influential(run: Trace, names: Sequence[str], of: Tensor, count: int) 
     found = run.gradients(of, [names[layer] for layer in layers])
     effects = [(run[name] * slope)[0].detach().abs() for name, slope in found.items()]
     if not effects or count == 0:
-        return torch.zeros(0, 3, dtype=torch.long)
+        return torch.zeros(0, 3, dtype=torch.long, device=of.device)
     best = torch.cat([effect.flatten() for effect in effects]).topk(
         min(count, sum(effect.numel() for effect in effects))
     )
-    starts = torch.tensor([0, *(effect.numel() for effect in effects)]).cumsum(0)
+    sizes = best.indices.new_tensor([0, *(effect.numel() for effect in effects)])
+    starts = sizes.cumsum(0)
     which = torch.searchsorted(starts, best.indices, right=True) - 1
-    widths = torch.tensor([effect.shape[-1] for effect in effects])[which]
+    widths = sizes.new_tensor([effect.shape[-1] for effect in effects])[which]
     rest = best.indices - starts[which]
-    return torch.stack([torch.tensor(layers)[which], rest // widths, rest % widths], dim=1)
+    return torch.stack([sizes.new_tensor(layers)[which], rest // widths, rest % widths], dim=1)
 
 
 def _into(

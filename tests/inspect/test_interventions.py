@@ -180,6 +180,37 @@ def test_mistakes() -> None:
         ablate(decoder, CLEAN, metric, by="resample")
     with pytest.raises(WorkhorseError, match=r"'layers\.9' is not one of"):
         ablate(decoder, CLEAN, metric, names=["layers.9"])
+    wrong: Any = "something"
+    with pytest.raises(WorkhorseError, match="by='something'; choose one of zero, mean, resample"):
+        ablate(decoder, CLEAN, metric, by=wrong)
+    with pytest.raises(WorkhorseError, match="parts='something'; choose one of sublayers, heads"):
+        ablate(decoder, CLEAN, metric, parts=wrong)
+    with pytest.raises(WorkhorseError, match="method='something'; choose one of exact, gradient"):
+        edge_scores(decoder, CLEAN, CORRUPT, metric, method=wrong)
+    with pytest.raises(WorkhorseError, match="kinds='x' is not a list"):
+        patch(decoder, CLEAN, CORRUPT, metric, kinds="x")
+    with pytest.raises(WorkhorseError, match="receivers='something'; give a list of Place"):
+        patch_path(decoder, CLEAN, CORRUPT, metric, source=LOGITS, receivers=wrong)
+    with pytest.raises(WorkhorseError, match="hook_z is TransformerLens's name; give ours"):
+        Place("blocks.0.attn.hook_z", 1)
+    with pytest.raises(WorkhorseError, match="is not an index"):
+        Place("head.x", 1.5)  # pyright: ignore[reportArgumentType]
+
+
+def test_tensors_that_are_not_of_one_sequence() -> None:
+    mixture = {"kind": "moe", "n_experts": 2, "top_k": 1, "d_ff": 4}
+    decoder = make(feed_forward=mixture)
+    with pytest.raises(WorkhorseError, match=r"router\.x has 50 rows for 10 sequences"):
+        patch(decoder, CLEAN, CORRUPT, metric, kinds=["feed_forward.router.x"])
+
+
+def test_the_residual_stream_as_source() -> None:
+    decoder = make()
+    effects = [
+        patch_path(decoder, CLEAN, CORRUPT, metric, source=Place(name), receivers=[LOGITS])
+        for name in ("layers.0", "layers.1.x")
+    ]
+    assert effects[0] == effects[1] != 0
 
 
 def _score(edges: Edges, source: Place, receiver: Place) -> float:

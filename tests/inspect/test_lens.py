@@ -8,6 +8,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.inspect import (
     KINDS,
     Tracer,
+    attribute,
     head_labels,
     head_scores,
     logit_lens,
@@ -94,3 +95,16 @@ def test_statistics_and_neighbours() -> None:
     assert cosines[0] == pytest.approx(1)
     with pytest.raises(WorkhorseError, match="token=20 is not a token id"):
         neighbours(decoder, 20)
+
+
+def test_a_target_is_one_token_or_two() -> None:
+    decoder = small_decoder()
+    logits = trace(decoder, [1, 2, 3]).logits[0, -1]
+    best = logits.argmax()
+    for target in (best, int(best), [best], best.numpy()[()]):
+        assert attribute(decoder, [1, 2, 3], target).logit == pytest.approx(float(logits[best]))
+    for wrong in (True, 20, -1, None, 1.5, [1, 2, 3]):
+        with pytest.raises(WorkhorseError, match="a target is a token id from 0 to 19"):
+            attribute(decoder, [1, 2, 3], wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorkhorseError, match="position=True is not in tokens of shape"):
+        attribute(decoder, [1, 2, 3], 4, position=True)

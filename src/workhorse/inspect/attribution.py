@@ -12,12 +12,13 @@ Paper: A Mathematical Framework for Transformer Circuits (Elhage et al., 2021).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError, shown
+from workhorse.generate.checks import token_ids
 from workhorse.inspect.trace import Edits, Trace, Tracer
 from workhorse.nn import Decoder
 from workhorse.nn.norms import Norm, norm_facts
@@ -109,7 +110,8 @@ class LinearTracer(Tracer):
     def attribute(self, run: Trace, target: Target, position: int = -1) -> Attribution:
         """Divide a logit of a pass into its terms; see `attribute`."""
         tokens, logits = run.tokens, run.logits
-        if len(tokens) != 1 or not -tokens.shape[1] <= position < tokens.shape[1]:
+        positions = range(-tokens.shape[1], tokens.shape[1])
+        if len(tokens) != 1 or isinstance(position, bool | float) or position not in positions:
             raise WorkhorseError(
                 f"position={position} is not in tokens of shape {tuple(tokens.shape)}; "
                 "give one sequence and a position in it"
@@ -169,6 +171,8 @@ def attribute(
 
 def leaves_of(decoder: Decoder, parts: Parts) -> list[str]:
     """Names of the outputs of the parts, before linear maps to the residual stream."""
+    if parts not in get_args(Parts):
+        raise WorkhorseError(f"parts={shown(parts)}; choose one of {', '.join(get_args(Parts))}")
     found: list[str] = []
     for number, block in enumerate(decoder.layers):
         heads = "attention_branch" if parts == "sublayers" else "attention.kernel"
@@ -203,12 +207,11 @@ def _weights(target: Target, logits: Tensor) -> Tensor:
     vocab = logits.shape[-1]
     if isinstance(target, Tensor) and target.shape == (vocab,) and target.is_floating_point():
         return target.to(logits)
-    ids = [target] if isinstance(target, int) else list(target)
-    if len(ids) not in (1, 2) or not all(isinstance(i, int) and 0 <= i < vocab for i in ids):
-        raise WorkhorseError(
-            f"target={shown(target)} is not a token id from 0 to {vocab - 1}, two ids, or "
-            "one weight per logit; give one of these"
-        )
+    rule = f"a target is a token id from 0 to {vocab - 1}, two ids, or one weight per logit"
+    several = isinstance(target, Sequence) or getattr(target, "ndim", 0)
+    ids = token_ids(target if several else [target], rule, "give one of these")
+    if len(ids) not in (1, 2) or min(ids) < 0 or max(ids) >= vocab:
+        raise WorkhorseError(f"{rule}, not {shown(target)}; give one of these")
     weights = logits.new_zeros(vocab)
     for token, sign in zip(ids, (1, -1), strict=False):
         weights[token] += sign

@@ -6,12 +6,14 @@ decoder many times with some tensors replaced, and returns how the metric change
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
+from workhorse.generate.checks import whole
 from workhorse.inspect.attribution import Parts, leaves_of
 from workhorse.inspect.trace import Edits, Trace, Tracer, as_batch
 from workhorse.nn import Decoder
@@ -19,6 +21,7 @@ from workhorse.nn import Decoder
 Metric = Callable[[Tensor], Tensor]
 Tokens = Tensor | Sequence[int]
 Replacement = Literal["zero", "mean", "resample"]
+Method = Literal["exact", "gradient"]
 TOKENS = 2048
 """Number of tokens of one pass, if several changes of the decoder share it."""
 _BRANCHES = ("attention_branch", "feed_forward_branch")
@@ -33,11 +36,24 @@ class Place:
         index: a head of a tensor (batch, heads, seq, width), a feature of a tensor (batch, seq,
             width), or None for all.
         position: a position in the sequence, or None for all.
+
+    Raises:
+        WorkhorseError: the name is TransformerLens's, whose axes have another order; or an index is
+            not an integer.
     """
 
     name: str
     index: int | None = None
     position: int | None = None
+
+    def __post_init__(self) -> None:
+        if "hook_" in str(self.name):
+            raise WorkhorseError(
+                f"{self.name} is TransformerLens's name; give ours, such as those of list(run)"
+            )
+        for at in (self.index, self.position):
+            if isinstance(at, bool) or not isinstance(at, Integral | None):
+                raise WorkhorseError(f"{self}: {shown(at)} is not an index; give an integer")
 
     def part(self, x: Tensor) -> Tensor:
         """This part of the tensor, as a view."""
@@ -101,7 +117,8 @@ class Edges:
 
     def strongest(self, top: int) -> list[tuple[Place, Place, float]]:
         """The edges with the largest absolute scores, the largest first."""
-        order = self.scores.abs().nan_to_num(-1).flatten().argsort(descending=True)[:top]
+        order = self.scores.abs().nan_to_num(-1).flatten().argsort(descending=True)
+        order = order[: whole("top", top, 0)]
         pairs = [divmod(int(place), len(self.receivers)) for place in order]
         return [
             (self.sources[s], self.receivers[r], self.scores[s, r].item())
@@ -139,6 +156,7 @@ def ablate(
             there is no such name.
     """
     tracer = Tracer(decoder)
+    _check_choice("by", by, get_args(Replacement))
     tokens = as_batch(tokens, decoder)
     known = leaves_of(tracer.decoder, parts)
     for name in names or ():
@@ -191,6 +209,8 @@ def patch(
         WorkhorseError: see `trace`; or the shapes of `clean` and `corrupt` differ.
     """
     tracer = Tracer(decoder)
+    if isinstance(kinds, str):
+        raise WorkhorseError(f"kinds={kinds!r} is not a list; give [{kinds!r}]")
     good, bad = _pair(tracer, clean, corrupt, [f"layers.*.{kind}" for kind in kinds])
     layers, seq = range(len(decoder.layers)), range(bad.tokens.shape[1])
     values: dict[str, Tensor] = {}
@@ -232,6 +252,8 @@ def patch_path(
             and `.v`), `Place("layers.1.feed_forward.x")` or `Place("head.x")` (the logits).
     """
     tracer = Tracer(decoder)
+    _check_places("source", [source])
+    _check_places("receivers", receivers)
     good, bad = _pair(tracer, clean, corrupt, ["*"])
     run = _direct(tracer, good, bad, source, [place.name for place in receivers])
     variant = {place: run[place.name] for place in receivers}
@@ -246,7 +268,7 @@ def edge_scores(
     corrupt: Tokens,
     metric: Metric,
     *,
-    method: Literal["exact", "gradient"] = "exact",
+    method: Method = "exact",
     sources: Sequence[Place] | None = None,
     receivers: Sequence[Place] | None = None,
 ) -> Edges:
@@ -270,13 +292,18 @@ def edge_scores(
         WorkhorseError: see `trace`; or the shapes of `clean` and `corrupt` differ.
     """
     tracer = Tracer(decoder)
+    _check_choice("method", method, get_args(Method))
+    _check_places("sources", sources or ())
+    _check_places("receivers", receivers or ())
     good, bad = _pair(tracer, clean, corrupt, ["*"])
     outputs = list(sources or _sources(tracer.decoder, good))
     inputs = list(receivers or _receivers(tracer.decoder, good))
     linear = _linearised(tracer, good, [place.name for place in outputs])
     if method == "gradient":
         whole = tracer(good.tokens, gradients=True)
-        slopes = whole.gradients(metric(whole.logits), [place.name for place in inputs])
+        value = metric(whole.logits)
+        _as_float(value)
+        slopes = whole.gradients(value, [place.name for place in inputs])
         changes = {place.name: bad[place.name] - good[place.name] for place in outputs}
         return Edges(outputs, inputs, _approximate(linear, slopes, changes, outputs, inputs))
     scores = torch.full((len(outputs), len(inputs)), torch.nan, dtype=torch.float64)
@@ -293,11 +320,25 @@ def edge_scores(
     return Edges(outputs, inputs, scores)
 
 
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise WorkhorseError(f"{name}={shown(value)}; choose one of {', '.join(choices)}")
+
+
+def _check_places(name: str, places: Sequence[Place]) -> None:
+    for place in places if isinstance(places, Sequence) else [places]:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(place, Place) or place is places:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise WorkhorseError(f"{name}={shown(places)}; give a list of Place")
+
+
 def _metric(metric: Metric, logits: Tensor) -> float:
-    value = metric(logits)
+    return _as_float(metric(logits))
+
+
+def _as_float(value: Tensor) -> float:
     if not isinstance(value, Tensor) or value.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise WorkhorseError("metric did not return a scalar tensor; return one, such as a mean")
-    return value.item()
+    return float(value.item())
 
 
 def _effects(
@@ -322,6 +363,11 @@ def _writer(
     """An edit that writes each variant's replacements into its rows."""
 
     def write(x: Tensor) -> Tensor:
+        if len(x) != size * len(chunk):
+            raise WorkhorseError(
+                f"{name} has {len(x)} rows for {size * len(chunk)} sequences, so they cannot be "
+                "changed separately; choose another tensor"
+            )
         for rows, variant in zip(x.split(size), chunk, strict=True):
             for place, value in variant.items():
                 if place.name == name:
@@ -368,7 +414,7 @@ def _receivers(decoder: Decoder, run: Trace) -> list[Place]:
 
 def _direct(tracer: Tracer, good: Trace, bad: Trace, source: Place, keep: Sequence[str]) -> Trace:
     """A clean pass with a corrupt source, in which no other part reacts to it."""
-    own = source.name.split(".")[:3]  # layers, its number, the part
+    own = [*source.name.split("."), ""]  # layers, its number, the part
     edits: dict[str, Tensor] = {
         name: good[name]
         for layer in range(len(tracer.decoder.layers))

@@ -191,7 +191,7 @@ def test_mistakes() -> None:
         patch(decoder, CLEAN, CORRUPT, metric, kinds="x")
     with pytest.raises(WorkhorseError, match="receivers='something'; give a list of Place"):
         patch_path(decoder, CLEAN, CORRUPT, metric, source=LOGITS, receivers=wrong)
-    with pytest.raises(WorkhorseError, match="hook_z is TransformerLens's name; give ours"):
+    with pytest.raises(WorkhorseError, match="hook_z is a name of TransformerLens; give ours"):
         Place("blocks.0.attn.hook_z", 1)
     with pytest.raises(WorkhorseError, match="is not an index"):
         Place("head.x", 1.5)  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,7 @@
 """Labels of attention heads, the logit lens, and figures of the residual stream."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,13 +97,18 @@ def test_statistics_and_neighbours() -> None:
     assert cosines[0] == pytest.approx(1)
     with pytest.raises(WorkhorseError, match="token=20 is not a token id"):
         neighbours(decoder, 20)
+    with pytest.raises(WorkhorseError, match="top=-1 is out of range"):
+        logit_lens(decoder, trace(decoder, [1]), top=-1)
+    with pytest.raises(WorkhorseError, match="kept no attention weights"):
+        scores_of(trace(decoder, [1], keep=()))
 
 
 def test_a_target_is_one_token_or_two() -> None:
     decoder = small_decoder()
     logits = trace(decoder, [1, 2, 3]).logits[0, -1]
     best = logits.argmax()
-    for target in (best, int(best), [best], best.numpy()[()]):
+    targets: list[Any] = [best, int(best), [best], best.numpy()[()]]
+    for target in targets:
         assert attribute(decoder, [1, 2, 3], target).logit == pytest.approx(float(logits[best]))
     for wrong in (True, 20, -1, None, 1.5, [1, 2, 3]):
         with pytest.raises(WorkhorseError, match="a target is a token id from 0 to 19"):

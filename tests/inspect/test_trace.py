@@ -129,6 +129,15 @@ def test_other_errors(decoder: Decoder) -> None:
     run = trace(decoder, TOKENS)
     with pytest.raises(WorkhorseError, match=r"no tensor 'layer.0'; .*layers.0"):
         run["layer.0"]
+    assert run.get("layer.0") is None
+    with pytest.raises(WorkhorseError, match="3 is not the name of a tensor"):
+        run[3]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorkhorseError, match="keep='head' is not a list"):
+        trace(decoder, TOKENS, keep="head")
+    with pytest.raises(WorkhorseError, match="give a dictionary"):
+        trace(decoder, TOKENS, edits=["head"])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorkhorseError, match="there are no tokens"):
+        trace(decoder, [])
     with pytest.raises(WorkhorseError, match="gradients=True"):
         run.gradients(run.logits.sum())
     with pytest.raises(WorkhorseError, match="not token ids"):
@@ -138,6 +147,8 @@ def test_other_errors(decoder: Decoder) -> None:
     with pytest.raises(WorkhorseError, match=r"model\.reference"):
         trace(body_of(decoder), TOKENS)
     model = workhorse.Model("m", decoder, None, trained=True)
+    with pytest.raises(WorkhorseError, match=r"Model is not a decoder; give model\.reference"):
+        attribute(model, TOKENS[0], 3)  # pyright: ignore[reportArgumentType]
     assert torch.equal(model.trace([1, 2]).logits, trace(decoder, [1, 2]).logits)
 
 

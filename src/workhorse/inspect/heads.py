@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.generate.checks import whole
 from workhorse.inspect.trace import Trace, Tracer
 from workhorse.nn import Decoder
 
@@ -30,6 +31,8 @@ WEIGHTS = "layers.*.attention.kernel.weights"
 def patterns(run: Trace) -> list[Tensor]:
     """The attention weights of every layer, each (batch, heads, queries, keys)."""
     layers = sum(name.endswith(".kernel.weights") for name in run)
+    if not layers:
+        raise WorkhorseError(f"the pass kept no attention weights; keep {WEIGHTS!r}")
     return [run[WEIGHTS.replace("*", str(number))] for number in range(layers)]
 
 
@@ -47,6 +50,8 @@ def repeated_tokens(
         seed: seed of the random tokens.
         start: a token to put before every sequence, or None.
     """
+    vocab_size, length = whole("vocab_size", vocab_size, 1), whole("length", length, 1)
+    batch = whole("batch", batch, 1)
     random = torch.Generator().manual_seed(seed)
     order = torch.rand(batch, vocab_size, generator=random).argsort(-1)
     if length > vocab_size:
@@ -74,10 +79,11 @@ def head_scores(
     Raises:
         WorkhorseError: see `trace`.
     """
+    tracer = Tracer(decoder)
     if tokens is None:
-        length = min(50, decoder.max_seq_len // 2)
+        length = max(1, min(50, decoder.max_seq_len // 2))
         tokens = repeated_tokens(decoder.config.vocab_size, length, 8, seed=seed)
-    return scores_of(Tracer(decoder)(tokens, keep=(WEIGHTS,)))
+    return scores_of(tracer(tokens, keep=(WEIGHTS,)))
 
 
 def scores_of(run: Trace) -> dict[str, Tensor]:

@@ -38,8 +38,8 @@ class Place:
         position: a position in the sequence, or None for all.
 
     Raises:
-        WorkhorseError: the name is TransformerLens's, whose axes have another order; or an index is
-            not an integer.
+        WorkhorseError: the name is from TransformerLens, with its order of axes; or an index is not
+            an integer.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Place:
     def __post_init__(self) -> None:
         if "hook_" in str(self.name):
             raise WorkhorseError(
-                f"{self.name} is TransformerLens's name; give ours, such as those of list(run)"
+                f"{self.name} is a name of TransformerLens; give ours, as in list(run)"
             )
         for at in (self.index, self.position):
             if isinstance(at, bool) or not isinstance(at, Integral | None):

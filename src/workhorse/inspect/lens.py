@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.generate.checks import token_ids, whole
 from workhorse.inspect.trace import Trace
 from workhorse.nn import Decoder
 
@@ -66,15 +67,18 @@ def logit_lens(decoder: Decoder, run: Trace, top: int = 5) -> Lens:
         decoder: the traced decoder.
         run: a pass that kept the tensors of `streams(decoder)`.
         top: number of tokens to return per position, at most the vocabulary size.
+
+    Raises:
+        WorkhorseError: a stream was not kept; or `top` is negative.
     """
-    names = streams(decoder)
+    names, top = streams(decoder), whole("top", top, 0)
     own = run.logits.argmax(-1, keepdim=True)
     rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for name in names:  # one at a time: all logits together may not fit into memory
         logprobs = decoder.head(decoder.final_norm(run[name])).float().log_softmax(-1)
         best = logprobs.topk(min(top, logprobs.shape[-1]))
         rank = (logprobs > logprobs.gather(-1, own)).sum(-1)
-        entropy = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)
         rows.append((best.indices, best.values, rank, entropy))
     ids, logprobs, ranks, entropies = (torch.stack(each) for each in zip(*rows, strict=True))
     return Lens(names, ids, logprobs, ranks, entropies)
@@ -116,13 +120,14 @@ def neighbours(decoder: Decoder, token: int, top: int = 10) -> tuple[Tensor, Ten
         The token itself is omitted.
 
     Raises:
-        WorkhorseError: `token` is not a token id of the decoder.
+        WorkhorseError: `token` is not a token id of the decoder; or `top` is negative.
     """
     vocab = decoder.config.vocab_size
+    (token,) = token_ids([token], "token is an integer", f"choose one from 0 to {vocab - 1}")
     if not 0 <= token < vocab:
         raise WorkhorseError(f"token={token} is not a token id; choose one from 0 to {vocab - 1}")
     table = torch.nn.functional.normalize(decoder.embedding.tokens.weight.float(), dim=-1)
     cosines = table @ table[token]
     cosines[token] = -torch.inf
-    best = cosines.topk(min(top, vocab - 1))
+    best = cosines.topk(min(whole("top", top, 0), vocab - 1))
     return best.indices, best.values

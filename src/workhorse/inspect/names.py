@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workhorse.errors import WorkhorseError, shown
 from workhorse.nn import Decoder
 
 
@@ -84,7 +85,12 @@ def resolve(decoder: Decoder, name: str) -> tuple[str, View]:
     """Our name of a tensor, and the layout in which `name` shows it.
 
     Names that are not TransformerLens's are returned unchanged.
+
+    Raises:
+        WorkhorseError: `name` is not a string.
     """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise WorkhorseError(f"{shown(name)} is not the name of a tensor; give a string")
     if "hook_" not in name:
         return name, AS_IS
     if name in _WHOLE:
@@ -118,7 +124,7 @@ def _in_layer(block: Any, rest: str) -> tuple[str, View]:
 
 def _in_attention(attention: Any, rest: str) -> tuple[str, View]:
     kind = rest.removeprefix("attn.hook_")
-    letter = kind[-1]
+    letter = kind[-1:]
     grouped = hasattr(attention, "k_proj")  # latent attention has no projection to keys
     if kind == "z":
         return "attention.out_proj.x", _by_head(attention.n_heads)

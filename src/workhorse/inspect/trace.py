@@ -7,7 +7,7 @@ A tensor is called by the module that makes it or reads it, as `print(decoder)` 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from threading import Lock
@@ -61,6 +61,10 @@ class Trace(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and resolve(self._decoder, name)[0] in self._tensors
+
+    def get(self, key: str, default: Any = None) -> Any:
+        # `Mapping.get` expects a `KeyError`.
+        return self[key] if key in self else default  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -123,11 +127,7 @@ class Tracer:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        if is_body(decoder):
-            raise WorkhorseError(
-                "the decoder is prepared for execution, so some tensors are never computed; "
-                "give model.reference"
-            )
+        check_reference(decoder)
         self._traced = decoder
         self.decoder = sharing_copy(decoder).eval()
         for block in cast(list[Any], list(self.decoder.layers)):
@@ -155,6 +155,10 @@ class Tracer:
         gradients: bool = False,
     ) -> Trace:
         """Run one forward pass; see `trace` for the arguments."""
+        if isinstance(keep, str) or not isinstance(keep, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise WorkhorseError(f"keep={shown(keep)} is not a list; give a list of names")
+        if not isinstance(edits, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise WorkhorseError(f"edits={shown(edits)}; give a dictionary of edits by name")
         if not self._running.acquire(blocking=False):
             raise WorkhorseError(
                 "this Tracer runs a pass already; make another for a pass in an edit or a thread"
@@ -246,6 +250,17 @@ def trace(
     return Tracer(decoder)(tokens, edits=edits, keep=keep, gradients=gradients)
 
 
+def check_reference(decoder: Decoder) -> None:
+    """Raise an error if a decoder cannot be traced."""
+    if not isinstance(decoder, Decoder):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise WorkhorseError(f"{type(decoder).__name__} is not a decoder; give model.reference")
+    if is_body(decoder):
+        raise WorkhorseError(
+            "the decoder is prepared for execution, so some tensors are never computed; "
+            "give model.reference"
+        )
+
+
 def as_batch(tokens: Tensor | Sequence[int], decoder: Decoder) -> Tensor:
     """Token ids as a tensor (batch, seq) on the decoder's device.
 
@@ -256,6 +271,7 @@ def as_batch(tokens: Tensor | Sequence[int], decoder: Decoder) -> Tensor:
         ids = torch.as_tensor(tokens, device=decoder.device)
     except (TypeError, ValueError, RuntimeError):
         raise WorkhorseError(f"tokens={shown(tokens)} are not token ids; give integers") from None
+    ids = ids if ids.numel() else ids.long()  # an empty list became a tensor of floats
     ids = ids.clone() if ids.is_inference() else ids
     return ids[None] if ids.ndim == 1 else ids
 

@@ -1,6 +1,8 @@
 # Works on a machine that has Python 3.11 or newer and nothing else:
 #   make demo    train a small model on real text, evaluate it and generate with it
 #   make chat    pretrain, fine-tune and align a small model, compare the three, and chat with it
+#   make inspect    write a page that explains how this model answers PROMPT
+#   make serve   serve this model with OpenAI's API, and a page to chat in
 #   make test    lint and the default tests
 #   make test-all   every test: the slow ones, each C++ compiler, the campaigns (hours)
 #   make docs    build the documentation as a site that works without a network
@@ -19,6 +21,7 @@ VENV := .venv/.made
 TORCH := .venv/.torch
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
+FOR_SERVING := .venv/.installed-for-serving
 FOR_DOCS := .venv/.installed-for-docs
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-compile \
     --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -36,7 +39,7 @@ CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus 
 
 # One pip at a time.
 .NOTPARALLEL:
-.PHONY: help install demo chat docs test test-all test-compilers lint format bench reference families clean campaigns $(CAMPAIGNS)
+.PHONY: help install demo chat inspect serve docs test test-all test-compilers lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
@@ -77,6 +80,22 @@ demo: $(INSTALLED)
 # A finished stage is not repeated, and an interrupted one is resumed.
 chat: $(INSTALLED)
 	@.venv/bin/python recipes/chat.py
+
+CHAT := runs/stdlib-preferences
+PROMPT ?= What is threading.Thread?
+$(CHAT):
+	@echo "there is no $(CHAT); run make chat first" >&2; exit 2
+
+inspect: $(INSTALLED) $(CHAT)
+	$(WORKHORSE) inspect $(CHAT) --chat --prompt "$(PROMPT)" --out runs/inspect.html
+	@echo "next: make serve"
+
+$(FOR_SERVING): $(INSTALLED)
+	$(PIP) --quiet --editable '.[serve]'
+	@touch $@
+
+serve: $(FOR_SERVING) $(CHAT)
+	$(WORKHORSE) serve $(CHAT)
 
 # Reads the source without importing it, so PyTorch is not installed.
 $(FOR_DOCS): $(VENV) pyproject.toml

@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from workhorse.cli.output import next_command
-
 RUNS = Path("runs")
 BASE, CHAT, PREFERENCES = (RUNS / f"stdlib-{name}" for name in ("small", "chat", "preferences"))
 PAIRS = RUNS / "stdlib-pairs"
@@ -39,7 +37,7 @@ def main(settings: list[str]) -> None:
     if sys.stdin.isatty():
         print(f"\nchat with {PREFERENCES}; /quit ends it", flush=True)
         sys.exit(subprocess.call(chat))
-    print(f"\n> {EXAMPLE}\n{output(chat, EXAMPLE)}\n{next_command(*chat[3:])}")
+    print(f"\n> {EXAMPLE}\n{output(chat, EXAMPLE)}\nnext: make inspect")
 
 
 def train(stage: str, run: Path, settings: list[str]) -> None:

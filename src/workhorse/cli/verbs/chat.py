@@ -82,7 +82,7 @@ def command(
         elif line:
             _answer(conversation, line, as_json)
     if sys.stdin.isatty():
-        words = ("inspect", model, "--prompt", "TEXT", "--out", "page.html")
+        words = ("inspect", model, "--chat", "--prompt", "TEXT", "--out", "page.html")
         print(next_command(*words), file=sys.stderr)
 
 

@@ -77,6 +77,7 @@ def page_data(
     model: Model,
     prompt: str | Sequence[int],
     *,
+    chat: bool = False,
     ablations: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
@@ -85,6 +86,7 @@ def page_data(
     Args:
         model: the model; its reference is run.
         prompt: a string, or token ids.
+        chat: True if the prompt is a message of a user, to be formatted as in a chat.
         ablations: False to skip the passes without a part of the model. A model that is in the page
             needs none.
         progress: called with the number of layers whose parts were ablated, and of all layers.
@@ -92,7 +94,7 @@ def page_data(
     Raises:
         WorkhorseError: the prompt is empty or too long, or has ids that the model does not have.
     """
-    ids = model.encode(prompt) if isinstance(prompt, str) else [*prompt]
+    before, ids, after = _encoded(model, prompt, chat)
     decoder, limit = model.reference, token_limit(model.reference)
     if not 1 <= len(ids) <= limit:
         fact = f"the prompt has {len(ids)} tokens, and the page of this model explains 1 to {limit}"
@@ -138,7 +140,7 @@ def page_data(
         "cost": cost(decoder),
         "labels": head_labels(head_scores(decoder)),
         "ablations": removed,
-        "live": {"reason": reason} if reason else _live(model),
+        "live": {"reason": reason} if reason else _live(model, before, after),
     }
 
 
@@ -374,7 +376,22 @@ def why_not_live(model: Model) -> str:
     return ", ".join(f"the page does not compute {name}" for name in unknown if unknown[name])
 
 
-def _live(model: Model) -> dict[str, Any]:
+def _encoded(
+    model: Model, prompt: str | Sequence[int], chat: bool
+) -> tuple[list[int], list[int], list[int]]:
+    """The ids before the prompt's own text, all ids, and the ids after the text."""
+    if not isinstance(prompt, str):
+        return [], [*prompt], []
+    if not chat:
+        return [*model.prefix], model.encode(prompt), []
+    ids = model.chat_format().encode([{"role": "user", "content": prompt}])
+    text = model.text.encode(prompt)
+    ends = range(len(text), len(ids) + 1)
+    end = next((end for end in ends if ids[end - len(text) : end] == text), 0)
+    return ids[: max(end - len(text), 0)], ids, ids[end:]
+
+
+def _live(model: Model, before: list[int], after: list[int]) -> dict[str, Any]:
     """The weights and the tokenizer for the page's own forward pass."""
     decoder, names, weights = model.reference, dict[int, str](), dict[str, Any]()
     for name, tensor in tensors_of(decoder).items():
@@ -387,6 +404,7 @@ def _live(model: Model) -> dict[str, Any]:
         "scales": [attention.kernel.scoring.scale for attention in attentions(decoder)],
         "limit": token_limit(decoder),
         "tokenizer": tokenizer and json.loads(tokenizer.definition),
-        "prefix": [*model.prefix],
+        "before": before,
+        "after": after,
         "start": tokenizer and model.start,
     }

@@ -14,7 +14,7 @@ from workhorse.cli.loading import (
     open_model,
     runtime_options,
 )
-from workhorse.cli.output import print_result, progress
+from workhorse.cli.output import next_command, print_result, progress
 from workhorse.cli.sampling import read_prompts
 from workhorse.files.writing import check_place
 
@@ -31,6 +31,9 @@ from workhorse.files.writing import check_place
     help="Store the weights of linear layers in 8 or 4 bits.",
 )
 @click.option("--prompt", metavar="TEXT", help="Prompt to explain; - reads it from stdin.")
+@click.option(
+    "--chat", is_flag=True, help="The prompt is a message of a user: format it as in `chat`."
+)
 @click.option("--tokens", metavar="IDS", help="Token ids instead of a prompt, such as 5,17,3.")
 @click.option("--out", type=PATH, metavar="FILE", help="Write the page to this HTML file.")
 @click.option(
@@ -44,6 +47,7 @@ def command(
     *,
     model: str,
     prompt: str | None,
+    chat: bool,
     tokens: str | None,
     out: Path | None,
     ablations: bool,
@@ -58,6 +62,8 @@ def command(
     """
     if (prompt is None) == (tokens is None):
         raise click.UsageError("give either --prompt TEXT or --tokens IDS")
+    if chat and prompt is None:
+        raise click.UsageError("--chat needs a message; give --prompt TEXT")
     if out is None and not as_json:
         raise click.UsageError("no output is given; use --out FILE, or --json")
     if tokens is not None and not re.fullmatch(r"[0-9]{1,9}([, ]+[0-9]{1,9})*", tokens):
@@ -65,15 +71,22 @@ def command(
     if out is not None:
         check_place(out)  # fails before the model is loaded
     text = "" if prompt is None else read_prompts((prompt,), None)[0]
-    given = text if tokens is None else [*map(int, re.findall("[0-9]+", tokens))]
+    given: str | list[int] = text
+    if tokens is not None:
+        given = [*map(int, re.findall("[0-9]+", tokens))]
     settings = Running(**running, kernel="auto", execution="reference")
     loaded = open_model(model, settings, with_ids=tokens is not None)
     from workhorse.inspect.page import page_data, write_page
 
     with progress("ablating layers", unit="layers") as report:
-        data = page_data(loaded, given, ablations=ablations, progress=report)
+        data = page_data(loaded, given, chat=chat, ablations=ablations, progress=report)
     if out is not None:
         size = write_page(out, data)
-        click.echo(f"{out}: {size / 1e6:.1f} MB, {len(data['ids'])} tokens", err=True)
+        following = next_command("serve", model)
+        click.echo(
+            f"{out}: {size / 1e6:.1f} MB, {len(data['ids'])} tokens; open it in a browser\n"
+            f"{following}",
+            err=True,
+        )
     if as_json:
         print_result(data, as_json, text="")

@@ -188,8 +188,8 @@ def find_subject(
     mesh = _mesh(of_mesh, UNDIVIDED, devices)
     recipe, assumed = _assumed(config, others, notify, rows=mesh.parts)
     config = _config_of(recipe)
-    packed = recipe.data.packed
-    return Subject(str(source), kind, config, recipe.train, mesh, packed, tuple(assumed))
+    like = {"packed": recipe.data.packed, "adapter": recipe.adapter}
+    return Subject(str(source), kind, config, recipe.train, mesh, assumed=tuple(assumed), **like)
 
 
 def _mesh(
@@ -242,6 +242,8 @@ def _assumed(
         "train": train,
     }
     said = {setting.partition("=")[0] for setting in settings}
+    if any(f"{name}.".startswith("adapter.") for name in said):
+        fields["init"] = "the model itself"  # an adapter needs one
     if "train.minutes" in said:
         del train["steps"]
     endless = Recipe.from_dict(override_recipe(fields, settings, lambda line: None))

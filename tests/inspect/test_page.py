@@ -14,6 +14,7 @@ from tests.inspect.test_trace import SMALL
 from workhorse.cli.main import main
 from workhorse.inspect import page, trace
 from workhorse.inspect.page import page_data, token_limit, why_not_live, write_page
+from workhorse.model.load import load
 from workhorse.model.model import Model
 from workhorse.models import preset
 
@@ -90,9 +91,15 @@ def test_the_command(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert data["prompt"] == "</script>é"
     assert data["live"]["tokenizer"]["model"]["type"]
     assert target.read_text().count("</script>") == 2
+    assert main(["inspect", run, "--prompt", "a b", "--chat", "--json"]) == 0
+    chat, model = json.loads(capsys.readouterr().out), load(run)
+    assert chat["prompt"] == "a b"
+    message = {"role": "user", "content": "a b"}
+    assert chat["ids"] == model.chat_format().encode([message]) != model.encode("a b")
     for arguments, message in {
         ("--prompt", "a"): "no output is given; use --out FILE",
         ("--json",): "give either --prompt TEXT or --tokens IDS",
+        ("--json", "--tokens", "5", "--chat"): "--chat needs a message",
         ("--json", "--tokens", "5;6"): "'5;6' is not a list of token ids",
         ("--json", "--tokens", "99999"): "token ids range from 99999",
         ("--json", "--prompt", "a" * 40): "tokens, and the page of this model explains 1 to",

@@ -303,3 +303,11 @@ def test_devices_shard_the_weights_or_fill_up_the_mesh() -> None:
     assert find_subject("gpt2", ["parallel.shard=4"]).train.batch_size == 4
     with pytest.raises(WorkhorseError, match="tensor=2 does not divide 3 processes"):
         find_subject("gpt2", ["parallel.tensor=2"], devices=3)
+
+
+def test_an_adapter_of_a_preset_is_counted() -> None:
+    found = find_subject("gpt2", ["adapter.rank=4"])
+    assert found.adapter is not None
+    assert found.adapter.rank == 4
+    assert found.train.optimizer.kind == "adamw"
+    assert find_subject("gpt2").adapter is None

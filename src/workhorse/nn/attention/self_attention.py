@@ -19,7 +19,7 @@ from workhorse.nn.shapes import Hidden, Queries
 
 
 class QKNormConfig(Config):
-    """Norms on queries and keys (2302.05442 §2.2), which keep the scores bounded."""
+    """Norms on queries and keys (2302.05442 §2), which keep the scores bounded."""
 
     norm: PresentNormConfig
     """The kind of norm; queries and keys have separate weights."""

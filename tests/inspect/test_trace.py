@@ -51,7 +51,6 @@ def test_an_edit_changes_what_its_readers_see(decoder: Decoder) -> None:
 
     frozen = trace(decoder, TOKENS, edits={"layers.*.feed_forward_branch": torch.zeros_like})
     assert torch.equal(frozen["layers.1"], frozen["layers.1.attention_sum"])
-    assert torch.equal(decoder(TOKENS), decoder(TOKENS))  # and the decoder itself has no hooks
     assert not any(module._forward_hooks for module in decoder.modules())
 
 

@@ -94,21 +94,18 @@ class Trace(Mapping[str, Tensor]):
             )
         if of.numel() != 1:
             raise WorkhorseError(f"of has shape {tuple(of.shape)}; give a scalar, such as its sum")
-        wanted = [name for name in names or self if self._tensors_require(name)]
-        inputs = [self._tensors[resolve(self._decoder, name)[0]] for name in wanted]
-        found = torch.autograd.grad(of, inputs, retain_graph=True, allow_unused=True)
-        given = dict(zip(wanted, found, strict=True))
-        if names is None:
-            return {name: grad for name, grad in given.items() if grad is not None}
-        return {
-            name: torch.zeros_like(self[name])
-            if given.get(name) is None
-            else resolve(self._decoder, name)[1].gradient(cast(Tensor, given[name]))
-            for name in names
+        wanted = [name for name in names or self if self[name].requires_grad]
+        views = {name: resolve(self._decoder, name) for name in wanted}
+        inputs = [self._tensors[own] for own, _ in views.values()]
+        slopes = torch.autograd.grad(of, inputs, retain_graph=True, allow_unused=True)
+        found = {
+            name: view.gradient(slope)
+            for (name, (_, view)), slope in zip(views.items(), slopes, strict=True)
+            if slope is not None
         }
-
-    def _tensors_require(self, name: str) -> bool:
-        return self[name].requires_grad
+        return (
+            found if names is None else {n: found.get(n, torch.zeros_like(self[n])) for n in names}
+        )
 
 
 class Tracer:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.inspect.circuits import CIRCUITS, auroc
 from workhorse.errors import WorkhorseError
-from workhorse.inspect import Place, ablate, edge_scores, patch, patch_path, trace
-from workhorse.inspect.interventions import Edges, Replacement
+from workhorse.inspect import Edges, Place, ablate, edge_scores, patch, patch_path, trace
+from workhorse.inspect.interventions import Replacement
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import LoraConfig

@@ -16,11 +16,11 @@ from workhorse.inspect import (
     logit_lens,
     neighbours,
     repeated_tokens,
-    scores_of,
     statistics,
     stream_norms,
     trace,
 )
+from workhorse.inspect.heads import scores_of
 from workhorse.nn import Decoder, DecoderConfig
 
 LENGTH = 7

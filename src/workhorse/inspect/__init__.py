@@ -1,24 +1,16 @@
 """Look inside a model: record, replace and differentiate the tensors of a forward pass."""
 
 from workhorse.inspect.attribution import Attribution, attribute
+from workhorse.inspect.circuits import Edges, edge_scores, patch_path
 from workhorse.inspect.graph import Graph, attribution_graph
 from workhorse.inspect.heads import (
     KINDS,
+    attention_patterns,
     head_labels,
     head_scores,
-    patterns,
     repeated_tokens,
-    scores_of,
 )
-from workhorse.inspect.interventions import (
-    Edges,
-    Patching,
-    Place,
-    ablate,
-    edge_scores,
-    patch,
-    patch_path,
-)
+from workhorse.inspect.interventions import Patching, Place, ablate, patch
 from workhorse.inspect.lens import (
     Lens,
     Statistics,
@@ -44,6 +36,7 @@ __all__ = [
     "Trace",
     "Tracer",
     "ablate",
+    "attention_patterns",
     "attribute",
     "attribution_graph",
     "edge_scores",
@@ -53,9 +46,7 @@ __all__ = [
     "neighbours",
     "patch",
     "patch_path",
-    "patterns",
     "repeated_tokens",
-    "scores_of",
     "statistics",
     "stream_norms",
     "streams",

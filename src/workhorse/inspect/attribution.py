@@ -188,6 +188,15 @@ def has_neurons(block: nn.Module) -> bool:
     return hasattr(block.feed_forward, "down_proj")
 
 
+def gates_of(decoder: Decoder) -> list[str]:
+    """Names of the gates that multiply the outputs of heads."""
+    return [
+        f"layers.{number}.attention.gate.proj"
+        for number, block in enumerate(decoder.layers)
+        if hasattr(getattr(block.attention, "gate", None), "proj")
+    ]
+
+
 def _nonlinear(decoder: Decoder) -> Iterator[nn.Module]:
     """The nonlinear modules on the path, besides norms and sub-layers."""
     yield decoder.head.cap

@@ -21,6 +21,7 @@ from workhorse.generate.checks import whole
 from workhorse.inspect.attribution import (
     NEURONS,
     LinearTracer,
+    gates_of,
     has_neurons,
     leaves_of,
     line_through_zero,
@@ -209,7 +210,8 @@ def attribution_graph(
     """
     n_features, n_logits = whole("n_features", n_features, 0), whole("n_logits", n_logits, 1)
     sources = [name for name in leaves_of(decoder, "neurons") if "feed_forward" in name]
-    linear = LinearTracer(decoder, sources, _constants(decoder))
+    fixed = ["layers.*.attention.kernel.weights", *gates_of(decoder)]
+    linear = LinearTracer(decoder, sources, fixed)
     for block in cast(list[Any], list(linear.decoder.layers)):
         if has_neurons(block):
             block.feed_forward.activation.register_forward_hook(_with_fixed_slope, prepend=True)
@@ -243,16 +245,6 @@ def attribution_graph(
         constants=constants.detach().cpu(),
         values=values.detach().cpu(),
     )
-
-
-def _constants(decoder: Decoder) -> list[str]:
-    """Names of the tensors that are held fixed: attention weights and the gates of heads."""
-    gates = [
-        f"layers.{number}.attention.gate.proj"
-        for number, block in enumerate(decoder.layers)
-        if hasattr(getattr(block.attention, "gate", None), "proj")
-    ]
-    return ["layers.*.attention.kernel.weights", *gates]
 
 
 def _demeaned(run: Trace, ids: Tensor) -> Tensor:

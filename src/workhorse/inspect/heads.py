@@ -28,7 +28,7 @@ KINDS = ("previous token", "first token", "current token", "duplicate token", "i
 WEIGHTS = "layers.*.attention.kernel.weights"
 
 
-def patterns(run: Trace) -> list[Tensor]:
+def attention_patterns(run: Trace) -> list[Tensor]:
     """The attention weights of every layer, each (batch, heads, queries, keys)."""
     layers = sum(name.endswith(".kernel.weights") for name in run)
     if not layers:
@@ -89,7 +89,7 @@ def head_scores(
 def scores_of(run: Trace) -> dict[str, Tensor]:
     """The scores of the heads in one pass; see `head_scores`."""
     keys = _keys(run.tokens)
-    weights = patterns(run)
+    weights = attention_patterns(run)
     heads = max(each.shape[1] for each in weights)
     found = {kind: torch.full((len(weights), heads), torch.nan) for kind in KINDS}
     for layer, each in enumerate(weights):

@@ -20,7 +20,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import write_atomically
 from workhorse.inspect.attribution import LinearTracer, leaves_of
-from workhorse.inspect.heads import WEIGHTS, head_labels, head_scores, patterns
+from workhorse.inspect.heads import WEIGHTS, attention_patterns, head_labels, head_scores
 from workhorse.inspect.lens import logit_lens, stream_norms, streams
 from workhorse.inspect.trace import Trace, Tracer
 from workhorse.memory.capacity import cache_of_layers
@@ -132,7 +132,7 @@ def page_data(
             "logprob": [round(value, 6) for value in own[:, 0].tolist()],
         },
         "logits": _array((last - last.max()).half() if reason else last),
-        "attention": [_array(_triangle(weights[0])) for weights in patterns(run)],
+        "attention": [_array(_triangle(weights[0])) for weights in attention_patterns(run)],
         "norms": {"stream": _rounded(stream_norms(decoder, run)[:, 0])}
         | {name: _rounded(_norms(run, name)) for name in ADDED},
         "attribution": terms,
@@ -180,7 +180,7 @@ def _rounded(values: Tensor) -> Any:
 
 
 def _norms(run: Trace, name: str) -> Tensor:
-    layers = range(len(patterns(run)))
+    layers = range(len(attention_patterns(run)))
     return torch.stack([run[f"layers.{n}.{name}"][0].float().norm(dim=-1) for n in layers])
 
 

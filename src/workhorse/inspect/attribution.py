@@ -38,7 +38,7 @@ class Attribution:
     """The terms of one logit, or of a weighted sum of logits.
 
     Attributes:
-        logit: the logit, computed as `LinearTracer` says.
+        logit: the logit, in the precision of `LinearTracer`.
         token: the term of the token's own vector.
         position: the term of the position vector that is added to it; 0 if there is none.
         terms: the terms of the layers, by the name of the tensor that they come from: a scalar for
@@ -62,12 +62,12 @@ class Attribution:
 class LinearTracer(Tracer):
     """A `Tracer` whose path from the parts of the model to the logits is linear.
 
-    It computes in float64, with weights of its own. It computes in float32 if the decoder has more
-    than `LARGE` parameters, or is quantised: then it reads the decoder's codes.
+    It computes with a copy of the weights in float64, or in float32 if the decoder is quantised or
+    has more than `LARGE` parameters. The codes of quantised weights are not copied.
 
     Args:
         decoder: see `Tracer`.
-        leaves: names of the tensors that gradients end at, besides `embedding`.
+        leaves: names of the tensors that gradients end at, in addition to `embedding`.
         constants: names of the tensors that are held fixed.
     """
 
@@ -198,7 +198,7 @@ def gates_of(decoder: Decoder) -> list[str]:
 
 
 def _nonlinear(decoder: Decoder) -> Iterator[nn.Module]:
-    """The nonlinear modules on the path, besides norms and sub-layers."""
+    """The nonlinear modules on the path, except norms and sub-layers."""
     yield decoder.head.cap
     for step in decoder.head.transform.children():
         if norm_facts(step) is None and not isinstance(step, nn.Linear):
@@ -235,7 +235,7 @@ def _precision(decoder: Decoder) -> torch.dtype:
 
 
 def _own_parameters(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Replace the parameters of a copy by copies of them. Only biases require gradients."""
+    """Copy all parameters of a decoder. Only biases require gradients."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in decoder.modules():
         for name, shared in module.named_parameters(recurse=False):
@@ -257,7 +257,7 @@ def _with_fixed_statistics(norm: Norm, args: tuple[Tensor], output: Tensor) -> T
 
 
 def line_through_zero(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """A function's output, as the multiple of its input that it is here."""
+    """Replace a function by a line through zero: its output as a fixed multiple of its input."""
     del module
     x = args[0]
     return x * torch.where(x == 0, 0, output / x).detach()

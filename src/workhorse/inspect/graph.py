@@ -6,7 +6,7 @@ it, so each edge is exact, and the edges into a node sum to its value. Attention
 edges: a neuron affects later positions through the heads.
 
 The file format is circuit-tracer's, whose viewer shows the graph. Its features are those of
-transcoders; ours are the model's own neurons. Method: Circuit Tracing (Ameisen et al., 2025).
+transcoders; ours are the neurons of the model. Method: Circuit Tracing (Ameisen et al., 2025).
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,8 +47,8 @@ class Graph:
         activations: (features): their activations.
         logits: ids of the predicted tokens at the last position, most probable first.
         probabilities: their probabilities.
-        edges: (nodes, nodes): the effect on a node (row) of another (column), their product of
-            slope and activation. Rows of errors and tokens are zero. An error is the sum of a
+        edges: (nodes, nodes): the effect of the column's node on the row's node, which is slope
+            times activation. Rows of errors and tokens are zero. An error is the sum of a
             layer's neurons at one position that are not features, or of a mixture of experts.
         constants: (nodes): the part of a node's value that comes from biases.
         values: (nodes): the value of each feature, and of each logit minus the mean of all logits.
@@ -294,7 +294,7 @@ def _into(
 
 
 def _with_fixed_slope(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """An activation as the multiple of its last input that it is here; a gate is held fixed."""
+    """An activation's output as a fixed multiple of its last input; a gate is held fixed."""
     return line_through_zero(module, args[-1:], output)
 
 

@@ -26,7 +26,7 @@ class View:
     """The layout in which a name shows a tensor.
 
     Attributes:
-        read: function from the tensor to this view of it.
+        read: function from the tensor to this view.
         write: function from a new view and the old tensor to the new tensor.
         gradient: function from the gradient of the tensor to the gradient of the view.
     """

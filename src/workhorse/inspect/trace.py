@@ -1,6 +1,6 @@
 """Record, replace and differentiate every tensor of a forward pass.
 
-A tensor is called by the module that makes it or reads it, as `print(decoder)` shows them:
+A tensor is named after the module that makes it or reads it, as `print(decoder)` shows them:
 `layers.0.attention` is the output of that module, and `layers.0.attention.x` its input `x`. So
 `layers.3.attention.q_proj.x` can be replaced without changing what `k_proj` reads.
 `workhorse.inspect.names` adds the names of TransformerLens.

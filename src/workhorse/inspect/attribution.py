@@ -106,6 +106,12 @@ class LinearTracer(Tracer):
         """All biases by name: the constant terms of the linear path."""
         return {name: bias for name, bias in self.decoder.named_parameters() if bias.requires_grad}
 
+    def slopes(self, of: Tensor, run: Trace) -> dict[str, Tensor]:
+        """Gradients of a scalar with respect to the leaves and the biases, by name."""
+        ends = {leaf: run[leaf] for leaf in self.leaves} | self.biases()
+        found = torch.autograd.grad(of, [*ends.values()], retain_graph=True, materialize_grads=True)
+        return dict(zip(ends, found, strict=True))
+
     @torch.inference_mode(False)  # and gradients, even inside `no_grad`
     def attribute(self, run: Trace, target: Target, position: int = -1) -> Attribution:
         """Divide a logit of a pass into its terms; see `attribute`."""
@@ -117,28 +123,18 @@ class LinearTracer(Tracer):
                 "give one sequence and a position in it"
             )
         logit = (logits[0, position] * _weights(target, logits)).sum()
-        values = {leaf: run[leaf] for leaf in self.leaves} | self.biases()
-        found = torch.autograd.grad(
-            logit, [*values.values()], retain_graph=True, materialize_grads=True
-        )
-        gradients = dict(zip(values, found, strict=True))
-        terms = {
-            leaf: _per_part(leaf, (gradients[leaf] * values[leaf])[0, ..., position, :].detach())
-            for leaf in self.leaves[1:]
-        }
-        own = run["embedding.positions.x"]
-        along = gradients["embedding"][0, position]
+        slopes = self.slopes(logit, run)
+        token, along = run["embedding.positions.x"][0, position], slopes["embedding"][0, position]
+        biases = {name: (slopes[name] * bias).sum().item() for name, bias in self.biases().items()}
         return Attribution(
             logit=logit.item(),
-            token=(along @ own[0, position]).item(),
-            position=(along @ (values["embedding"] - own)[0, position]).item(),
-            terms=terms,
-            biases={
-                name: term
-                for name in values
-                if name not in self.leaves
-                and (term := (gradients[name] * values[name]).sum().item())
+            token=(along @ token).item(),
+            position=(along @ (run["embedding"][0, position] - token)).item(),
+            terms={
+                leaf: _per_part(leaf, (slopes[leaf] * run[leaf])[0, ..., position, :].detach())
+                for leaf in self.leaves[1:]
             },
+            biases={name: term for name, term in biases.items() if term},
         )
 
 

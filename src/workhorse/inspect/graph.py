@@ -275,13 +275,8 @@ def _into(
     value: Tensor, linear: LinearTracer, run: Trace, features: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Effects of the features, errors and tokens on a value, and the constant part of the value."""
-    biases = list(linear.biases().values())
-    leaves = [run[name] for name in linear.leaves]
-    slopes = torch.autograd.grad(
-        value, [*leaves, *biases], retain_graph=True, materialize_grads=True
-    )
-    products = [slope * leaf for slope, leaf in zip(slopes, (*leaves, *biases), strict=True)]
-    tokens, *layers = (product[0] for product in products[: len(leaves)])
+    slopes, biases = linear.slopes(value, run), linear.biases()
+    tokens, *layers = ((slopes[leaf] * run[leaf])[0] for leaf in linear.leaves)
     of_features = value.new_zeros(len(features))
     errors = []
     for layer, effect in enumerate(layers):
@@ -289,8 +284,8 @@ def _into(
         at, neuron = features[own, 1], features[own, 2]
         of_features[own] = effect[at, neuron]
         errors.append(effect.sum(-1).index_add(0, at, -effect[at, neuron]))
-    constant = sum((product.sum() for product in products[len(leaves) :]), value.new_zeros(()))
-    return torch.cat([of_features, *errors, tokens.sum(-1)]), constant
+    constants = [(slopes[name] * bias).sum() for name, bias in biases.items()]
+    return torch.cat([of_features, *errors, tokens.sum(-1)]), sum(constants, value.new_zeros(()))
 
 
 def _with_fixed_slope(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

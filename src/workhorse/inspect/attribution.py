@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.checks import token_ids
-from workhorse.inspect.trace import Edits, Trace, Tracer, check_reference
+from workhorse.inspect.trace import Edits, Trace, Tracer, check_choice, check_reference
 from workhorse.nn import Decoder
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.transforms.record import transforms_of
@@ -168,8 +168,7 @@ def attribute(
 def leaves_of(decoder: Decoder, parts: Parts) -> list[str]:
     """Names of the outputs of the parts, before linear maps to the residual stream."""
     check_reference(decoder)
-    if parts not in get_args(Parts):
-        raise WorkhorseError(f"parts={shown(parts)}; choose one of {', '.join(get_args(Parts))}")
+    check_choice("parts", parts, get_args(Parts))
     found: list[str] = []
     for number, block in enumerate(decoder.layers):
         heads = "attention_branch" if parts == "sublayers" else "attention.kernel"

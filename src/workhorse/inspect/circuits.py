@@ -14,14 +14,13 @@ from workhorse.inspect.interventions import (
     Metric,
     Place,
     Tokens,
-    check_choice,
     clean_and_corrupt,
     effects_of,
     places_in,
     value_of,
     writer,
 )
-from workhorse.inspect.trace import Trace, Tracer
+from workhorse.inspect.trace import Trace, Tracer, check_choice
 from workhorse.nn import Decoder
 
 Method = Literal["exact", "gradient"]

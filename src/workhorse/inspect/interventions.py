@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.inspect.attribution import Parts, leaves_of
-from workhorse.inspect.trace import Edits, Trace, Tracer, as_batch
+from workhorse.inspect.trace import Edits, Trace, Tracer, as_batch, check_choice
 from workhorse.nn import Decoder
 
 Metric = Callable[[Tensor], Tensor]
@@ -185,12 +185,6 @@ def patch(
         values[kind] = effects.view(len(layers), len(seq))
     before, after = (float(value_of(metric, run.logits).item()) for run in (good, bad))
     return Patching(before, after, values)
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise an error if the value of an argument is not one of its choices."""
-    if value not in choices:
-        raise WorkhorseError(f"{name}={shown(value)}; choose one of {', '.join(choices)}")
 
 
 def value_of(metric: Metric, logits: Tensor) -> Tensor:

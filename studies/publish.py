@@ -10,6 +10,7 @@ from pathlib import Path
 
 from studies.command import errors_in_one_line, parser
 from workhorse.compare.report import as_markdown
+from workhorse.compare.results import ONE_SEED
 from workhorse.files.text_formats import read_json
 from workhorse.files.writing import write_atomically
 
@@ -51,6 +52,8 @@ def publish(study: Path, pages: Path = PAGES) -> Path:
     results = read_json(study / "results.json")
     name = results["study"]
     title, _, rest = as_markdown(results).partition("\n\n")
+    rest = re.sub(r"^(C\d+(?:, C\d+)*)\. ", r"Claim [\1](../claims.md). ", rest)
+    rest = rest.replace(f"- {ONE_SEED}", "- one seed: no confidence intervals")
     command = f"```\nworkhorse compare studies/{name}.yaml\n```"
     curves = f"![Held-out loss while training]({name}.svg)"
     pages.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,8 @@ Each page is followed from top to bottom in a separate folder with recipes, docu
 Face model. For all pages except docs/commands.md the folder also has a finished run.
 `documents.yaml` lists the replacements that make commands fast, and the blocks that are not run,
 with the reason. A block in an unknown language fails. A block of `text` that is not listed is what
-the block before it prints: decimals may differ by one in their last place.
+the block before it prints: decimals may differ by one in their last place. Of blocks listed as
+`printed`, only the words are compared.
 """
 
 import contextlib
@@ -76,12 +77,17 @@ class Reader:
         self.monkeypatch = monkeypatch
         self.names: dict[str, object] = {"__name__": "page"}
         self.printed = io.StringIO()
+        self.errors = io.StringIO()
 
     def follow(self, block: Block) -> None:
         if (file := entry("files", block.text)) is not None:
             self.write(file, block.text)
         elif entry("shown", block.text) is not None:
             return
+        elif (other := entry("printed", block.text)) is not None:
+            printed = self.printed.getvalue() + self.errors.getvalue()
+            unknown = words(block.text) - words(printed) - words(other)
+            assert not unknown, f"{block.where}: {sorted(unknown)} are not in\n{printed}"
         elif block.language == "text":
             printed = self.printed.getvalue()
             assert same_output(block.text, printed), f"{block.where}: it prints\n{printed}"
@@ -103,18 +109,17 @@ class Reader:
 
     def recorded(self) -> contextlib.redirect_stdout[io.StringIO]:
         """Context manager that records what one block prints."""
-        self.printed = io.StringIO()
+        self.printed, self.errors = io.StringIO(), io.StringIO()
         return contextlib.redirect_stdout(self.printed)
 
     def run(self, line: str, where: str) -> None:
         if not line or line.startswith("#") or entry("not_run", line) is not None:
             return
-        words = shlex.split(line, comments=True)
-        assert words[0] == "workhorse", f"{where}: {line!r} is not a workhorse command"
+        arguments = shlex.split(line, comments=True)
+        assert arguments[0] == "workhorse", f"{where}: {line!r} is not a workhorse command"
         self.monkeypatch.setattr("sys.stdin", io.StringIO(MESSAGES))
-        errors = io.StringIO()
-        self.monkeypatch.setattr("sys.stderr", errors)
-        assert main(words[1:]) == 0, f"{where}: {line}\n{errors.getvalue()}"
+        self.monkeypatch.setattr("sys.stderr", self.errors)
+        assert main(arguments[1:]) == 0, f"{where}: {line}\n{self.errors.getvalue()}"
 
     def read_yaml(self, block: Block) -> None:
         """Read a block: a file, a recipe, one section with its place, or several sections."""
@@ -133,6 +138,11 @@ class Reader:
     def write(self, file: str, text: str) -> None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(text, "utf-8")
+
+
+def words(text: str) -> set[str]:
+    """The words of an output, in lower case, without numbers and units of memory."""
+    return set(re.findall(r"\b[a-z]{2,}\b", text.lower())) - {"kib", "mib", "gib"}
 
 
 DECIMAL = re.compile(r"(-?\d+\.\d+)")
@@ -235,7 +245,7 @@ def test_the_plan_has_nothing_that_no_page_needs():
     everything += in_small(everything, "everywhere")  # some strings result from another replacement
     for page, table in PLAN["instead"].items():
         assert [old for old in table if old not in texts.get(page, everything)] == [], page
-    for table in ("files", "shown", "not_run"):
+    for table in ("files", "shown", "printed", "not_run"):
         assert [start for start in PLAN[table] if start not in everything] == [], table
 
 

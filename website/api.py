@@ -1,7 +1,7 @@
 """Pages about the public names of the library, made from signatures and docstrings with griffe.
 
-Public are the names in `__all__` of the packages of `workhorse`, and the modules that
-`docs/python.md` imports from. The source is read and not imported, so PyTorch is not needed.
+Public are the names in `__all__` of the packages of `workhorse`, and the modules that the pages of
+`docs/` name. The source is read and not imported, so PyTorch is not needed.
 """
 
 import re
@@ -12,7 +12,9 @@ import griffe
 
 from website.walk import SOURCE, functions
 
-GUIDE = (SOURCE.parent.parent / "docs" / "python.md").read_text("utf-8")
+GUIDES = "".join(
+    path.read_text("utf-8") for path in sorted((SOURCE.parent.parent / "docs").glob("*.md"))
+)
 HIDDEN = {"__init__", "model_post_init", "reset_parameters", "extra_repr"}
 """Methods that are not listed: the signature of a class contains its constructor."""
 Public = griffe.Class | griffe.Function
@@ -29,7 +31,7 @@ def pages() -> dict[str, str]:
     )
     packages = [root, *root.modules.values()]
     modules = {package.path: [package] for package in packages if package.exports}
-    for path in sorted(set(re.findall(r"^from workhorse\.([\w.]+) import", GUIDE, re.M))):
+    for path in sorted(set(re.findall(r"\bworkhorse\.([\w.]+)(?: import|\.\w)", GUIDES))):
         of_package = modules.setdefault(f"workhorse.{path.partition('.')[0]}", [])
         of_package += [root[path]] if root[path] not in of_package else []
     shown = {package: list(public(found)) for package, found in modules.items()}
@@ -74,21 +76,19 @@ def described(one: Public, places: dict[str, str]) -> Iterator[str]:
     code = signature(one)
     yield f"```python\n{code}\n```"
     yield from sections(one.docstring)
-    fields = [
-        member
-        for member in one.all_members.values()
-        if isinstance(member, griffe.Attribute) and member.docstring and member.is_public
-    ]
-    if fields:
+    if fields := list(fields_of(one)):
         yield "**Fields**"
-        yield "\n".join(f"- `{field(one)}`: {flat(one.docstring.value)}" for one in fields)
+        yield "\n".join(
+            f"- `{declaration}`" + (f": {text}" if text else "") for declaration, text in fields
+        )
     names = {path.rpartition(".")[2]: place for path, place in places.items()}
-    types = " ".join([code, *(str(one.annotation) for one in fields)])
+    names = {name: place for name, place in names.items() if name[0].isupper()}
+    types = " ".join([code, *(declaration for declaration, _ in fields)])
     used = names.keys() & set(re.findall(r"\w+", types)) - {one.name}
     if used:
         yield "See " + ", ".join(f"[`{name}`]({names[name]})" for name in sorted(used)) + "."
     path = one.filepath.relative_to(SOURCE)
-    yield f"Source: [{path}](../../src/workhorse/{path})"
+    yield f"Source: [{path}](../../src/workhorse/{path}#L{one.lineno})"
     for member in one.members.values():
         if isinstance(member, griffe.Function) and member.is_public and member.name not in HIDDEN:
             yield f"### `{one.name}.{member.name}`"
@@ -97,25 +97,75 @@ def described(one: Public, places: dict[str, str]) -> Iterator[str]:
 
 
 def signature(one: Public) -> str:
-    """The lines of a function up to its docstring, or of a class with its constructor."""
+    """The lines of a function up to its docstring, or of a class with its constructor.
+
+    Dataclasses and NamedTuples have no constructor in the source; theirs is made from their fields.
+    """
     path = one.path.removeprefix(f"{one.module.path}.")
     file = one.filepath.relative_to(SOURCE).as_posix()
     if isinstance(one, griffe.Function):
         return dedent(functions(file)[path].signature).removesuffix(":")
     bases = ", ".join(str(base) for base in one.bases)
     code = f"class {one.name}({bases})" if bases else f"class {one.name}"
-    own = functions(file).get(f"{path}.__init__")
-    return f"{code}:\n{own.signature.removesuffix(':')}" if own else code
+    if own := functions(file).get(f"{path}.__init__"):
+        return f"{code}:\n{own.signature.removesuffix(':')}"
+    if "dataclass" in one.labels:
+        parameters = list(one.all_members["__init__"].parameters)[1:]
+    elif bases == "NamedTuple":
+        fields = (each for each in one.attributes.values() if "property" not in each.labels)
+        parameters = list(fields)
+    else:
+        return code
+    lines = [f"        {field(parameter)},\n" for parameter in parameters]
+    keyword = [
+        getattr(one, "kind", None) is griffe.ParameterKind.keyword_only for one in parameters
+    ]
+    if any(keyword):
+        lines.insert(keyword.index(True), "        *,\n")
+    return f"{code}:\n    def __init__(\n        self,\n{''.join(lines)}    )"
 
 
-def field(one: griffe.Attribute) -> str:
-    """The declaration of a field."""
-    return f"{one.name}: {one.annotation}" + ("" if one.value is None else f" = {one.value}")
+def fields_of(one: Public) -> Iterator[tuple[str, str]]:
+    """The declaration and the description of each public field of a class.
+
+    Attributes that only methods assign are fields if they have a description.
+    """
+    if not isinstance(one, griffe.Class):
+        return
+    described = {
+        item.name: flat(item.description)
+        for owner in [*reversed(one.mro()), one]
+        for section in (owner.docstring.parsed if owner.docstring else ())
+        if section.kind is griffe.DocstringSectionKind.attributes
+        for item in section.value
+    }
+    for member in one.all_members.values():
+        if isinstance(member, griffe.Attribute) and member.is_public:
+            text = flat(member.docstring.value) if member.docstring else ""
+            text = text or described.get(member.name, "")
+            in_method = member.lines[0].lstrip().startswith("self.")
+            if text or (member.annotation and not in_method):
+                yield member.name if in_method else field(member), text
+
+
+def field(one: griffe.Attribute | griffe.Parameter) -> str:
+    """The declaration of a field or parameter, with the default that `field` or `Field` gives."""
+    value = one.value if isinstance(one, griffe.Attribute) else one.default
+    if isinstance(value, griffe.ExprCall) and str(value.function) in ("field", "Field"):
+        given = {
+            one.name: one.value for one in value.arguments if isinstance(one, griffe.ExprKeyword)
+        }
+        factory = given.get("default_factory")
+        value = f"{factory}()" if factory else given.get("default")
+    declaration = f"{one.name}: {one.annotation}" if one.annotation else one.name
+    return declaration if value in (None, "...") else f"{declaration} = {value}"
 
 
 def sections(docstring: griffe.Docstring | None) -> Iterator[str]:
     """A docstring as Markdown: its text, and lists of arguments, results and errors."""
     for section in docstring.parsed if docstring else ():
+        if section.kind is griffe.DocstringSectionKind.attributes:
+            continue  # the fields have their text
         if section.kind.value == "text":
             yield section.value
             continue

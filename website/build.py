@@ -5,12 +5,14 @@ The pages of docs/ are plain Markdown that also reads well without this site. Th
 a file outside docs/ leads to a copy of the file in `repository/`.
 """
 
+import ast
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ PAGES = ROOT / "build" / "pages"
 SITE = ROOT / "build" / "site"
 LINK = re.compile(r"^```.*?^```|`[^`\n]+`|\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)", re.M | re.S)
 """A link to a file, with its path and its anchor; or a piece of code, without a path."""
+GENERATED = ("walk/", "api/", "repository/")
+"""Folders of the site with pages that are made from the source, or are not for users."""
+RECIPE = re.compile(r"\b(?:recipes|studies)/[\w-]+\.(?:yaml|py)\b")
+"""A file that pages name in code, and that becomes a link."""
 NAVIGATION: list[Any] = yaml.safe_load((ROOT / "website" / "nav.yaml").read_text("utf-8"))
 
 
@@ -37,7 +43,11 @@ def main() -> int:
     config = PAGES.with_suffix(".yml")
     config.write_text(json.dumps(settings(), indent=1), "utf-8")  # JSON is YAML
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "-f", str(config)]
-    return subprocess.run(command, cwd=config.parent, check=False).returncode
+    code = subprocess.run(command, cwd=config.parent, check=False).returncode
+    if code == 0:
+        shutil.copy(ROOT / "website" / "404.html", SITE)
+        order_search()
+    return code
 
 
 def settings() -> dict[str, Any]:
@@ -64,7 +74,7 @@ def settings() -> dict[str, Any]:
             "sane_lists",
             {"toc": {"slugify": github_anchors, "permalink": True, "toc_depth": 3}},
             "pymdownx.superfences",
-            "pymdownx.highlight",
+            {"pymdownx.highlight": {"anchor_linenums": True, "linenums_style": "pymdownx-inline"}},
         ],
     }
 
@@ -78,11 +88,25 @@ def navigation(folder: Path, items: list[Any] | None = None) -> list[Any]:
             pages = inner if isinstance(inner, str) else navigation(folder, inner)
             found += [{title: pages}] if pages else []
         elif "*" in item:
-            pages = sorted(folder.glob(item), key=lambda path: path.stem)
-            found += [page.relative_to(folder).as_posix() for page in pages]
+            for path in sorted(folder.glob(item), key=lambda path: path.stem):
+                page = path.relative_to(folder).as_posix()
+                said = summary(ROOT / "studies" / f"{path.stem}.yaml") if "studies" in item else ""
+                title = textwrap.shorten(f"{path.stem}: {said}", 70, placeholder=" …")
+                found.append({title: page} if said else page)
         else:
             found.append(item)
     return found
+
+
+def summary(path: Path) -> str:
+    """One sentence about a file, from the file: of a study, its question. '' if it has none."""
+    text = path.read_text("utf-8") if path.is_file() else ""
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    content = (yaml.safe_load(text) if path.suffix == ".yaml" else None) or {}
+    said = " ".join(content.get("question", content.get("description", "")).split())
+    found = re.match(r"(?:C\d+[.,] )*([^?]*\?|.*?\.(?= |$))", said)
+    return found[1] if found else said
 
 
 def stage() -> None:
@@ -91,7 +115,7 @@ def stage() -> None:
 
     generated = {f"docs/{page}": text for page, text in {**walk.pages(), **api.pages()}.items()}
     docs = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
-    waiting = [*docs, *generated, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    waiting = [*docs, *generated, "recipes", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
     for source in waiting:  # grows by the files that pages link to
         target = PAGES / place(source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,13 +141,16 @@ def text_of(source: str) -> str:
     """The Markdown of a page; for a folder or a file in another language, a page that shows it."""
     path = ROOT / source
     if path.is_dir():
-        files = sorted(file.name for file in path.iterdir() if file.is_file())
-        return f"# {source}/\n\n" + "\n".join(f"- [{name}]({name})" for name in files)
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        lines = [f"- [`{file.name}`]({file.name}): {summary(file)}" for file in files]
+        return f"# {source}/\n\n" + "\n".join(line.removesuffix(": ") for line in lines)
     text = path.read_text("utf-8")
     if path.suffix == ".md":
         return text
     language = {".py": "python", ".yaml": "yaml"}.get(path.suffix, "text")
-    return f"# {path.name}\n\n`{source}`\n\n````{language}\n{text}````\n"
+    title = path.name.replace("_", "\\_")
+    numbered = f'````{{.{language} linenums="1"}}'
+    return f"# {title}\n\n`{source}`\n\n{numbered}\n{text}````\n"
 
 
 def for_site(text: str, source: str) -> tuple[str, list[str]]:
@@ -134,13 +161,55 @@ def for_site(text: str, source: str) -> tuple[str, list[str]]:
 
     def link(found: re.Match[str]) -> str:
         path, anchor = found[1], found[2] or ""
-        if path is None:  # GitHub needs `\|` in tables; Zensical would show the backslash
-            return found[0] if found[0].startswith("```") else found[0].replace("\\|", "|")
-        target = Path(os.path.relpath(folder / path, ROOT)).as_posix()
+        code = "" if path or found[0].startswith("```") else found[0].replace("\\|", "|")
+        recipe = RECIPE.search(code)
+        is_linked = text[found.start() - 1] == "[" or (recipe and recipe[0] == source)
+        if recipe and (ROOT / recipe[0]).is_file() and not is_linked:
+            target, start = recipe[0], f"[{code}"
+        elif path is None:  # GitHub needs `\|` in tables; Zensical would show the backslash
+            return code or found[0]
+        else:
+            target, start = Path(os.path.relpath(folder / path, ROOT)).as_posix(), ""
         targets.append(target)
-        return f"]({Path(os.path.relpath(place(target), here)).as_posix()}{anchor})"
+        if target.endswith(".py"):
+            before = text[max(0, found.start() - 120) : found.start()]
+            anchor = (anchor or line_of(target, before)).replace("#L", "#__codelineno-0-")
+        return f"{start}]({Path(os.path.relpath(place(target), here)).as_posix()}{anchor})"
 
     return LINK.sub(link, text), targets
+
+
+def order_search() -> None:
+    """Let a search show guides first, and neither source files nor the changelog.
+
+    The search puts matches in titles first. A title that is a name from the source would match too
+    often, so it gets an invisible character (U+2060) unless a guide has this name.
+    """
+    from website.api import GUIDES
+
+    names = set(re.findall(r"\w+", GUIDES))
+    before = (SITE / "search.json").read_text("utf-8")
+    index = json.loads(before)
+    hidden = ("repository/src/", "repository/CHANGELOG")
+    items = [item for item in index["items"] if not item["location"].startswith(hidden)]
+    index["items"] = sorted(items, key=lambda item: item["location"].startswith(GENERATED))
+    for item in index["items"]:
+        title = re.sub(r"<.*?>", "", item["title"])
+        if item["location"].startswith(GENERATED) and title not in names:
+            item["title"] = re.sub(r"(?<![<\w/&#])(?=\w)", "\u2060", item["title"])
+    after = json.dumps(index)
+    for name in ("search.json", "search.js"):  # the same, for servers and for files
+        path = SITE / name
+        path.write_text(path.read_text("utf-8").replace(before, after), "utf-8")
+
+
+def line_of(source: str, before: str) -> str:
+    """The anchor of the definition that a link means: of the last name before it in the file."""
+    code = (ROOT / source).read_text("utf-8")
+    for name in reversed(re.findall(r"`(?:\w+\.)*(\w+)`", before)):
+        if found := re.search(rf"^ *(?:class|def) {name}\b", code, re.M):
+            return f"#L{code.count(chr(10), 0, found.start()) + 1}"
+    return ""
 
 
 if __name__ == "__main__":

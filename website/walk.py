@@ -43,10 +43,12 @@ class Statement(NamedTuple):
 class Function(NamedTuple):
     """A function of the source."""
 
+    line: int
+    """Number of the line with `def`."""
     signature: str
     """The lines from `def` to the docstring."""
     summary: str
-    """The first paragraph of its docstring, or of the docstring of its class."""
+    """The first paragraph of its docstring; for `__init__` and `forward`, possibly of the class."""
     statements: list[Statement]
     """All its statements, including the statements of functions inside it."""
 
@@ -64,7 +66,8 @@ def functions(file: str) -> dict[str, Function]:
                 visit(child, [*names, child.name])
             elif isinstance(child, ast.FunctionDef):
                 of_class = ast.get_docstring(node) if isinstance(node, ast.ClassDef) else None
-                found[".".join([*names, child.name])] = _function(child, lines, of_class or "")
+                inherited = of_class if child.name in ("__init__", "forward") else None
+                found[".".join([*names, child.name])] = _function(child, lines, inherited or "")
 
     visit(ast.parse(text), [])
     return found
@@ -85,7 +88,8 @@ def _function(node: ast.FunctionDef, lines: list[str], of_class: str) -> Functio
         statements.append(Statement(above + 1, last, "\n".join(lines[above:last])))
         above = last
     first = node.body[0].lineno - 1
-    return Function("\n".join(lines[node.lineno - 1 : first]), summary, statements)
+    signature = "\n".join(lines[node.lineno - 1 : first])
+    return Function(node.lineno, signature, summary, statements)
 
 
 def code_of(text: str) -> str:
@@ -173,7 +177,7 @@ def function(file: str, name: str, steps: list[Step]) -> Iterator[str]:
     found = functions(file)[name]
     yield f"### `{name}`"
     yield fenced(textwrap.dedent(found.signature))
-    where = f"[{file}](../../src/workhorse/{file})"
+    where = f"[{file}](../../src/workhorse/{file}#L{found.line})"
     yield quoted(f"{found.summary}\n\n{where}" if found.summary else where)
     for code, said in explained(file, name, steps):
         yield fenced(code)

@@ -35,6 +35,7 @@ def output() -> str:
 def test_a_strict_build_has_no_warnings(output: str) -> None:
     assert "No issues found" in output
     assert "warning" not in output.lower()
+    assert '"location": "repository/src/' not in (SITE / "search.json").read_text("utf-8")
 
 
 @pytest.mark.usefixtures("output")
@@ -56,7 +57,7 @@ def test_no_page_loads_anything_from_a_network() -> None:
                 page.goto(path.as_uri())
         page.goto((SITE / "index.html").as_uri())
         page.keyboard.press("Control+k")
-        page.keyboard.type("attention sink", delay=100)
-        api.expect(page.get_by_text("Eager.shape_scores")).to_be_visible()
+        page.keyboard.type("top-p", delay=100)
+        api.expect(page.get_by_text("Choosing tokens")).to_be_visible()
         browser.close()
     assert problems == []

@@ -249,7 +249,7 @@ def trace(
 
 def check_reference(decoder: Decoder) -> None:
     """Raise an error if a decoder cannot be traced."""
-    if not isinstance(decoder, Decoder):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not hasattr(decoder, "unembed"):  # such as a Model
         raise WorkhorseError(f"{type(decoder).__name__} is not a decoder; give model.reference")
     if is_body(decoder):
         raise WorkhorseError(

@@ -180,23 +180,12 @@ def for_site(text: str, source: str) -> tuple[str, list[str]]:
 
 
 def order_search() -> None:
-    """Let a search show guides first, and neither source files nor the changelog.
-
-    The search puts matches in titles first. A title that is a name from the source would match too
-    often, so it gets an invisible character (U+2060) unless a guide has this name.
-    """
-    from website.api import GUIDES
-
-    names = set(re.findall(r"\w+", GUIDES))
+    """Let a search show guides before equal matches, and neither source files nor the changelog."""
     before = (SITE / "search.json").read_text("utf-8")
     index = json.loads(before)
     hidden = ("repository/src/", "repository/CHANGELOG")
     items = [item for item in index["items"] if not item["location"].startswith(hidden)]
     index["items"] = sorted(items, key=lambda item: item["location"].startswith(GENERATED))
-    for item in index["items"]:
-        title = re.sub(r"<.*?>", "", item["title"])
-        if item["location"].startswith(GENERATED) and title not in names:
-            item["title"] = re.sub(r"(?<![<\w/&#])(?=\w)", "\u2060", item["title"])
     after = json.dumps(index)
     for name in ("search.json", "search.js"):  # the same, for servers and for files
         path = SITE / name

@@ -97,6 +97,10 @@ def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(WorkhorseError, match=r"device: it is a device.*; give a file"):
         write_atomically(device, "new")
     assert device.is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/workhorse-test")):  # also any new file in /dev
+        with pytest.raises(WorkhorseError, match="it is a device or a pipe"):
+            check_place(path)
 
 
 def test_the_outermost_place_is_named(tmp_path: Path) -> None:

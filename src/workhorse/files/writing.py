@@ -197,7 +197,7 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file atomically: on failure, an existing file stays unchanged.
 
     Raises:
-        CannotWriteError: the write fails, or the path is a device.
+        CannotWriteError: the write fails, or the path is a device or a pipe.
     """
     with writing(path):
         _refuse_device(path)
@@ -206,19 +206,21 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 
 def _refuse_device(path: Path) -> None:
-    if path.is_char_device() or path.is_block_device():
-        raise CannotWriteError(path, "it is a device, which would be replaced; give a file")
+    special = path.exists() and not (path.is_file() or path.is_dir())
+    if special or path.parent.resolve() == Path("/dev"):  # such as /dev/stdout, a link
+        reason = "it is a device or a pipe, which would be replaced; give a file"
+        raise CannotWriteError(path, reason)
 
 
 def check_place(path: Path) -> None:
     """Check that a file can be written at a path, before its content is computed.
 
     Raises:
-        CannotWriteError: the path is a folder or a device, its parent folder is missing, or files
-            cannot be created there.
+        CannotWriteError: the path is a folder, a device or a pipe, its parent folder is missing, or
+            files cannot be created there.
     """
-    _refuse_device(path)
     with writing(path):
+        _refuse_device(path)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with tempfile.TemporaryFile(dir=path.parent):

@@ -84,6 +84,16 @@ def test_a_page_keeps_its_limits_and_loads_nothing(
     assert why_not_live(model).startswith("it has")
 
 
+def test_numbers_that_are_not_finite(model: Model, tmp_path: Path) -> None:
+    with torch.no_grad():
+        model.decoder.get_parameter("embedding.tokens.weight")[11] = float("nan")  # not in IDS
+    data = page_data(model, IDS)
+    assert data["live"] == {"reason": "some of its weights are not finite"}
+    write_page(tmp_path / "page.html", data)
+    with pytest.raises(ValueError, match="some of its numbers are not finite; use --dtype float32"):
+        write_page(tmp_path / "page.html", {**data, "norms": float("inf")})
+
+
 def test_the_command(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, run = tmp_path / "page.html", str(run_folder)
     assert main(["inspect", run, "--prompt", "</script>é", "--out", str(target), "--json"]) == 0

@@ -154,7 +154,12 @@ def write_page(path: Path, data: Mapping[str, Any]) -> int:
     for tag in ("script", "style"):
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
         policy += f"; {tag}-src 'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    try:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        fact = "the page cannot show this pass: some of its numbers are not finite"
+        raise WorkhorseError(f"{fact}; use --dtype float32, or --no-ablations") from None
+    text = text.replace("<", "\\u003c")
     title = escape(f"Inside {Path(data['name']).name}")
     # From the last place to the first, so that no value is read as a place.
     for name, value in (("data", text), ("title", title), ("policy", policy)):
@@ -366,6 +371,8 @@ def why_not_live(model: Model) -> str:
     if applied := [one.name for one in transforms_of(decoder)]:
         return f"its weights are changed ({', '.join(applied)})"
     parts = attentions(decoder)
+    if not all(bool(weight.isfinite().all()) for weight in decoder.parameters()):
+        return "some of its weights are not finite"
     unknown = {
         "a mixture of experts": any(block.mixture for block in config.blocks.values()),
         "latent attention": not all(block.grouped for block in config.blocks.values()),

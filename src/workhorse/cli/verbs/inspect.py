@@ -14,7 +14,7 @@ from workhorse.cli.loading import (
     open_model,
     runtime_options,
 )
-from workhorse.cli.output import next_command, print_result, progress
+from workhorse.cli.output import counted, next_command, print_result, progress
 from workhorse.cli.sampling import read_prompts
 from workhorse.files.writing import check_place
 
@@ -82,10 +82,10 @@ def command(
         data = page_data(loaded, given, chat=chat, ablations=ablations, progress=report)
     if out is not None:
         size = write_page(out, data)
+        tokens = counted(len(data["ids"]), "token")
         following = next_command("serve", model)
         click.echo(
-            f"{out}: {size / 1e6:.1f} MB, {len(data['ids'])} tokens; open it in a browser\n"
-            f"{following}",
+            f"{out}: {size / 1e6:.1f} MB, {tokens}; open it in a browser\n{following}",
             err=True,
         )
     if as_json:

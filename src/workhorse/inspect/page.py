@@ -37,6 +37,7 @@ from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.blocks import Block
 from workhorse.nn.context import Context
 from workhorse.nn.positions.rope import RopeConfig, inverse_powers
+from workhorse.tokenizers.control import reachable
 from workhorse.transforms.record import transforms_of
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -405,13 +406,14 @@ def _live(model: Model, before: list[int], after: list[int]) -> dict[str, Any]:
         first = names.setdefault(tensor.data_ptr(), name)
         stored = tensor if tensor.dtype == torch.bfloat16 else tensor.float()
         weights[name] = _array(stored) if first == name else first
-    tokenizer = model.tokenizer
+    definition = None if model.tokenizer is None else json.loads(model.tokenizer.definition)
     return {
         "weights": weights,
         "scales": [attention.kernel.scoring.scale for attention in attentions(decoder)],
         "limit": token_limit(decoder),
-        "tokenizer": tokenizer and json.loads(tokenizer.definition),
+        "tokenizer": definition,
         "before": before,
         "after": after,
-        "start": tokenizer and model.start,
+        "start": definition and model.start,
+        "guarded": [name for name in reachable(definition) if len(name) > 1] if definition else [],
     }

@@ -11,7 +11,11 @@ import re
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import normalizers, pre_tokenizers
+from tokenizers.models import BPE, WordPiece
+from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 import workhorse.inspect.page as pages
 from tests.campaigns.test_page import CHROMIUM, SIZES, Checks, api, expect
@@ -25,6 +29,7 @@ from workhorse.tokenizers import (
     ByteFallbackBpeConfig,
     BytesConfig,
     CharactersConfig,
+    Tokenizer,
     UnigramConfig,
     WordPieceConfig,
     train_tokenizer,
@@ -233,6 +238,49 @@ TOKENIZERS = {
 }
 
 
+def library(model: Any, trainer: Any, **rules: Any) -> Tokenizer:
+    made = tokenizers.Tokenizer(model)
+    for name, rule in rules.items():
+        setattr(made, name, rule)
+    made.train_from_iterator([*CORPUS, "<!-- <b> --> <!-- </b> --> " * 20], trainer)
+    return Tokenizer(made.to_str())
+
+
+def byte_level(special: str, *before: Any, dropout: float | None = None) -> Tokenizer:
+    trainer = BpeTrainer(vocab_size=400, special_tokens=[special], show_progress=False)
+    cut = pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return library(BPE(dropout=dropout), trainer, pre_tokenizer=cut)
+
+
+def bert(strip_accents: bool | None) -> Tokenizer:
+    trainer = WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]"], show_progress=False)
+    rule = normalizers.BertNormalizer(strip_accents=strip_accents)
+    pieces = pre_tokenizers.BertPreTokenizer()
+    return library(WordPiece(unk_token="[UNK]"), trainer, normalizer=rule, pre_tokenizer=pieces)
+
+
+def digits_beside_bytes() -> Tokenizer:  # the ids of the bytes of é are 196 and 170
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"0179", "17", "170", "1701"]
+    vocab = {name: number for number, name in enumerate(names)}
+    merges = [("1", "7"), ("17", "0"), ("170", "1")]
+    made = BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>")
+    return Tokenizer(tokenizers.Tokenizer(made).to_str())
+
+
+FOREIGN = {
+    "a special token that merges reach": lambda: byte_level("<!--"),
+    "accents by default": lambda: bert(None),
+    "accents": lambda: bert(strip_accents=True),
+    "digits beside bytes": digits_beside_bytes,
+}
+UNKNOWN = {
+    "BPE with dropout": lambda: byte_level("<s>", dropout=0.5),
+    "a regular expression with another meaning in JavaScript": lambda: byte_level(
+        "<s>", pre_tokenizers.Split(tokenizers.Regex(r"\w+"), "isolated")
+    ),
+}
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_the_page_encodes_what_the_tokenizer_does(visit, kind):
     tokenizer = train_tokenizer(TOKENIZERS[kind], CORPUS)
@@ -241,6 +289,58 @@ def test_the_page_encodes_what_the_tokenizer_does(visit, kind):
     assert page.evaluate("tokenizerFails") == ""
     for text in [*TEXTS, "unseen: żółć Ω ⟦⟧ 7", "x" * 30]:
         assert page.evaluate("text => tokenizer.encode(text)", text) == made.encode(text), text
+
+
+ODD = [
+    "<!--</b>é1701",
+    "ΑΣ ΑΣ.",
+    "\uffff\u0378",
+    "    \n\U0001d49c\U0001f9ff",
+    "\x00\x01\ufeff",
+    "e\u0301\u0327",
+    "",
+]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_page_encodes_with_other_tokenizers(visit, kind):
+    tokenizer = FOREIGN[kind]()
+    page = visit(page_data(model("llama", tokenizer, tokenizer.vocab_size), "1"))
+    assert page.evaluate("tokenizerFails") == ""
+    for text in [*TEXTS, *ODD, "x" * 200]:
+        found = page.evaluate("text => tokenizer.encode(text)", text)
+        assert found == tokenizer.encode(text), text
+
+
+@pytest.mark.parametrize("reason", UNKNOWN)
+def test_the_page_does_not_encode_with_unknown_rules(visit, reason):
+    tokenizer = UNKNOWN[reason]()
+    page = visit(page_data(model("llama", tokenizer, tokenizer.vocab_size), [1]))
+    assert page.evaluate("tokenizerFails") == reason
+
+
+def test_large_logits_and_long_prompts(visit):
+    made = model("llama")
+    with torch.no_grad():
+        made.decoder.get_parameter("embedding.tokens.weight").mul_(1e4)  # tied: large logits
+    page = visit(page_data(made, IDS), viewport={"width": 320, "height": 700})
+    logprobs = trace(made.reference, IDS).logits[0].log_softmax(-1)
+    found = page.evaluate("[...Array(13).keys()].map((t) => state.run.score(t).logprob)")
+    expected = logprobs[range(13), IDS[1:]].tolist()
+    assert min(expected) < -1000
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert "Infinity" not in page.inner_text("body")
+    page.fill("#text", "return" * 4000)
+    expect(page.locator("#status")).to_contain_text("24,000 characters")
+    page.evaluate("data.pieces[65] = 'long'.repeat(1000)")
+    page.fill("#text", "AAAA")
+    expect(page.locator(".pick").first).to_have_text("long" * 10 + "…")
+    assert page.evaluate("document.documentElement.scrollWidth") == 320
+
+
+def test_without_javascript(visit):
+    page = visit(page_data(model("llama"), IDS), java_script_enabled=False)
+    assert "This page needs JavaScript" in page.inner_text("header")
 
 
 looks = pytest.mark.parametrize("look", [(s, size) for s in ("light", "dark") for size in SIZES])
@@ -315,6 +415,10 @@ def test_the_controls_of_a_live_page(visit, look):
     page.get_by_role("button", name="Replace layer 1, attention").click()
     expect(page.locator("#change")).to_contain_text("3 parts are replaced")
     expect(page.locator("[data-part='2.l']")).to_have_attribute("aria-label", re.compile("nats"))
+    page.get_by_role("button", name="Zero").click()
+    page.evaluate("compute(state.run.ids)")
+    page.get_by_role("button", name="Patch").click()  # the other prompt is read again
+    expect(page.locator("#change")).to_contain_text("3 parts are replaced")
     check("switches")
     page.get_by_role("button", name="Everything on").click()
     expect(page.locator("#change")).to_contain_text("Everything is on")

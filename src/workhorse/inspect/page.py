@@ -371,9 +371,9 @@ def why_not_live(model: Model) -> str:
         return f"its weights and its tokenizer do not fit into {LIVE_PAGE_BYTES:,} bytes"
     if applied := [one.name for one in transforms_of(decoder)]:
         return f"its weights are changed ({', '.join(applied)})"
-    parts = attentions(decoder)
     if not all(bool(weight.isfinite().all()) for weight in decoder.parameters()):
         return "some of its weights are not finite"
+    parts = attentions(decoder)
     unknown = {
         "a mixture of experts": any(block.mixture for block in config.blocks.values()),
         "latent attention": not all(block.grouped for block in config.blocks.values()),

@@ -197,7 +197,7 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file atomically: on failure, an existing file stays unchanged.
 
     Raises:
-        CannotWriteError: the write fails, or the path is a device or a pipe.
+        CannotWriteError: the write fails, or the path is a device.
     """
     with writing(path):
         _refuse_device(path)
@@ -206,10 +206,9 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 
 def _refuse_device(path: Path) -> None:
-    special = path.exists() and not (path.is_file() or path.is_dir())
-    if special or path.parent.resolve() == Path("/dev"):  # such as /dev/stdout, a link
-        reason = "it is a device or a pipe, which would be replaced; give a file"
-        raise CannotWriteError(path, reason)
+    in_dev = path.parent.resolve() == Path("/dev")  # such as /dev/stdout, a link
+    if in_dev or path.is_char_device() or path.is_block_device():
+        raise CannotWriteError(path, "it is a device, which would be replaced; give a file")
 
 
 def check_place(path: Path) -> None:
@@ -221,6 +220,8 @@ def check_place(path: Path) -> None:
     """
     with writing(path):
         _refuse_device(path)
+        if path.is_fifo():
+            raise CannotWriteError(path, "it is a pipe, which would be replaced; give a file")
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with tempfile.TemporaryFile(dir=path.parent):

@@ -10,6 +10,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.generate.checks import token_ids, whole
 from workhorse.inspect.trace import Trace
 from workhorse.nn import Decoder
+from workhorse.nn.logprobs import log_probabilities
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def logit_lens(decoder: Decoder, run: Trace, top: int = 5) -> Lens:
     own = run.logits.argmax(-1, keepdim=True)
     rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for name in names:  # one at a time: all logits together may not fit into memory
-        logprobs = decoder.head(decoder.final_norm(run[name])).float().log_softmax(-1)
+        logprobs = log_probabilities(decoder.head(decoder.final_norm(run[name])).float())
         best = logprobs.topk(min(top, logprobs.shape[-1]))
         rank = (logprobs > logprobs.gather(-1, own)).sum(-1)
         entropy = torch.special.entr(logprobs.exp()).sum(-1)

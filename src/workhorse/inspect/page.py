@@ -36,6 +36,7 @@ from workhorse.nn import Decoder
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.blocks import Block
 from workhorse.nn.context import Context
+from workhorse.nn.logprobs import log_probabilities
 from workhorse.nn.positions.rope import RopeConfig, inverse_powers
 from workhorse.tokenizers.control import reachable
 from workhorse.transforms.record import transforms_of
@@ -114,7 +115,7 @@ def page_data(
         tops = [*lens["ids"], *(removed["ids"] if removed else ()), terms["targets"]]
         likely = last.topk(min(60, len(last))).indices.tolist()
         vocab = {*ids, *likely, *(token for rows in tops for row in rows for token in row)}
-    logprobs = run.logits[0, :-1].float().log_softmax(-1)
+    logprobs = log_probabilities(run.logits[0, :-1].float())
     own = logprobs.gather(1, torch.tensor(ids[1:], device=last.device, dtype=torch.int64)[:, None])
     return {
         "name": model.name,
@@ -264,7 +265,7 @@ def _ablations(decoder: Decoder, run: Trace, progress: Progress) -> dict[str, An
     Each layer has a row per head, and one for the attention, the feed-forward and both. `kl` is the
     divergence from the prediction of the whole model, in nats.
     """
-    ablator, own = _Ablator(decoder), run.logits[0, -1].float().log_softmax(-1)
+    ablator, own = _Ablator(decoder), log_probabilities(run.logits[0, -1].float())
     found: dict[str, Any] = {"kl": [], "ids": [], "p": []}
 
     def zero(rows: Any) -> Callable[[Tensor], Tensor]:
@@ -279,7 +280,7 @@ def _ablations(decoder: Decoder, run: Trace, progress: Progress) -> dict[str, An
             f"{name}.{ADDED[1]}": zero((both.clamp(min=heads + 1),)),
         }
         logits = ablator.from_layer(number, x.expand(heads + 3, -1, -1), edits)
-        logprobs = logits.float().log_softmax(-1)
+        logprobs = log_probabilities(logits.float())
         best = logprobs.exp().topk(min(TOP, logprobs.shape[-1]))
         kl = (own.exp() * (own - logprobs)).sum(-1).clamp(min=0)
         found["kl"].append(_rounded(kl))

@@ -99,7 +99,7 @@ def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     assert device.is_symlink()
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/workhorse-test")):  # also any new file in /dev
-        with pytest.raises(WorkhorseError, match="it is a (device|pipe), which would"):
+        with pytest.raises(WorkhorseError, match=r"it is a (device|pipe), which would"):
             check_place(path)
 
 

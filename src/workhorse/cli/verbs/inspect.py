@@ -14,7 +14,7 @@ from workhorse.cli.loading import (
     open_model,
     runtime_options,
 )
-from workhorse.cli.output import counted, next_command, print_result, progress
+from workhorse.cli.output import counted, print_result, progress
 from workhorse.cli.sampling import read_prompts
 from workhorse.files.writing import check_place
 
@@ -83,10 +83,6 @@ def command(
     if out is not None:
         size = write_page(out, data)
         tokens = counted(len(data["ids"]), "token")
-        following = next_command("serve", model)
-        click.echo(
-            f"{out}: {size / 1e6:.1f} MB, {tokens}; open it in a browser\n{following}",
-            err=True,
-        )
+        click.echo(f"{out}: {size / 1e6:.1f} MB, {tokens}; open it in a browser", err=True)
     if as_json:
         print_result(data, as_json, text="")

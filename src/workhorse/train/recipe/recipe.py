@@ -81,9 +81,10 @@ class Recipe(Config):
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it. By
     default, `vocab_size` is the tokenizer's, and `max_seq_len` is the preset's, or without a preset
-    `train.seq_len`."""
+    `train.seq_len`. With `init`, it is optional: the model is the one of `init`."""
     tokenizer: TokenizerConfig
-    """The tokenizer: trained on the recipe's own corpus, or read from a folder."""
+    """The tokenizer: trained on the recipe's own corpus, or read from a folder. With `init`, it is
+    optional: the tokenizer is the one of `init`."""
     data: DataConfig
     """The corpus, and how it is packed into sequences."""
     train: TrainConfig

@@ -18,7 +18,7 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 import workhorse.inspect.page as pages
-from tests.campaigns.test_page import CHROMIUM, SIZES, Checks, api, expect
+from tests.campaigns.test_page import SIZES, Checks, expect
 from workhorse.generate.sampling import temperature, top_k, top_p
 from workhorse.inspect import attribute, trace
 from workhorse.inspect.page import page_data, write_page
@@ -151,16 +151,6 @@ def model(name: str, tokenizer: Any = None, vocab_size: int = 257) -> Model:
             parameter.add_(torch.randn_like(parameter) * spread)
     text = tokenizer or train_tokenizer(BytesConfig(), [])
     return Model(name, decoder.eval(), text, trained=False)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs chromium in PATH, or its path in CHROMIUM")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

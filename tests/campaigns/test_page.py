@@ -9,7 +9,6 @@ environment variable `CHROMIUM`. If axe-core-python is installed, it also checks
 import json
 import os
 import re
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,19 +18,8 @@ from tests.serve.raw import fake_server
 
 pytestmark = pytest.mark.campaign
 api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 SIZES = {"wide": {"width": 1200, "height": 800}, "narrow": {"width": 360, "height": 700}}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs chromium in PATH, or its path in CHROMIUM")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,16 @@ The second test needs playwright (`pip install playwright`) and Chromium, as `ch
 in the environment variable `CHROMIUM`.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from website.build import ROOT, SITE
 
 pytestmark = pytest.mark.campaign
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +37,19 @@ def test_a_strict_build_has_no_warnings(output: str) -> None:
 
 
 @pytest.mark.usefixtures("output")
-def test_no_page_loads_anything_from_a_network() -> None:
+def test_no_page_loads_anything_from_a_network(browser: Any) -> None:
     """Each page is opened as a file; the first one also answers a search."""
-    api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("needs chromium in PATH, or its path in CHROMIUM")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        page = browser.new_context(offline=True).new_page()
-        problems: list[str] = []
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        aborted = "net::ERR_ABORTED"  # by opening the next page
-        page.on("requestfailed", lambda one: one.failure == aborted or problems.append(one.url))
-        page.on("request", lambda one: one.url.startswith("file:") or problems.append(one.url))
-        for path in sorted(SITE.rglob("*.html")):
-            if path.name != "404.html":  # for servers: its addresses begin at their root
-                page.goto(path.as_uri())
-        page.goto((SITE / "index.html").as_uri())
-        page.keyboard.press("Control+k")
-        page.keyboard.type("choosing tokens", delay=100)
-        api.expect(page.get_by_text("Choosing tokens").first).to_be_visible()
-        browser.close()
+    page = browser.new_context(offline=True).new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    aborted = "net::ERR_ABORTED"  # by opening the next page
+    page.on("requestfailed", lambda one: one.failure == aborted or problems.append(one.url))
+    page.on("request", lambda one: one.url.startswith("file:") or problems.append(one.url))
+    for path in sorted(SITE.rglob("*.html")):
+        if path.name != "404.html":  # for servers: its addresses begin at their root
+            page.goto(path.as_uri())
+    page.goto((SITE / "index.html").as_uri())
+    page.keyboard.press("Control+k")
+    page.keyboard.type("choosing tokens", delay=100)
+    page.get_by_text("Choosing tokens").first.wait_for()
     assert problems == []

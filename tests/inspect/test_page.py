@@ -79,7 +79,7 @@ def test_a_page_keeps_its_limits_and_loads_nothing(
     large = preset("llama-2-7b").build(device="meta")
     assert 30 < token_limit(large) < 60
     monkeypatch.setattr(page, "PAGE_BYTES", 1000)
-    with pytest.raises(ValueError, match="bytes of 1,000; shorten the prompt"):
+    with pytest.raises(ValueError, match="bytes, above 1,000; shorten the prompt"):
         write_page(tmp_path / "page.html", data)
     assert why_not_live(model).startswith("it has")
 

@@ -169,7 +169,9 @@ def write_page(path: Path, data: Mapping[str, Any]) -> int:
     page = html.encode("utf-8", "replace")
     most = PAGE_BYTES if "reason" in data["live"] else LIVE_PAGE_BYTES
     if len(page) > most:
-        raise WorkhorseError(f"the page has {len(page):,} bytes of {most:,}; shorten the prompt")
+        raise WorkhorseError(
+            f"the page has {len(page):,} bytes, above {most:,}; shorten the prompt"
+        )
     write_atomically(path, page)
     return len(page)
 

@@ -43,6 +43,9 @@ def test_a_task_with_few_prompts_ends() -> None:
         ("(3+4*5", 0),
         ("3 4 5", 0),
         ("4/(3-3)*5", 0),
+        ("-" * 3000 + "3+4+5", 0),
+        ("+" * 10**6 + "3+4+5", 0),
+        ("(" * 10**5 + "3+4+5" + ")" * 10**5, 0),
         ("", 0),
         ("__import__('os')", 0),
         ("3**4+5", 0),
@@ -54,6 +57,7 @@ def test_an_expression_is_checked_without_evaluating_it_as_python(
     expression: str, score: float
 ) -> None:
     assert reaches("3 4 5 make 35=", expression) == score
+    assert reaches("3 4 5 make thirty=", expression) == 0
 
 
 def test_similarity_is_one_only_for_the_answer() -> None:

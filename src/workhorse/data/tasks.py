@@ -111,14 +111,18 @@ def reaches(prompt: str, expression: str) -> float:
     if sorted(re.findall(r"\d+", expression)) != sorted(numbers.split()):
         return 0.0
     try:
-        value = _value(expression)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+        return 1.0 if _value(expression) == Fraction(target) else 0.1
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
-    return 1.0 if value == Fraction(target) else 0.1
 
 
 def _value(expression: str) -> Fraction:
-    """Evaluate an expression; raises SyntaxError or ValueError if it is malformed."""
+    """Evaluate an expression.
+
+    Raises:
+        SyntaxError or ValueError if it is malformed, RecursionError or MemoryError if it is nested
+        too deeply.
+    """
     if re.search(r"[^\d\s+*/()-]", expression):
         raise ValueError(expression)
 

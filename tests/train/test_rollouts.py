@@ -194,11 +194,14 @@ def test_special_tokens_are_visible_except_the_end(tmp_path: Path) -> None:
 
 
 def test_each_token_can_have_its_own_advantage(tmp_path: Path) -> None:
-    """It is the change of the reward by the token, less the mean at this position of the group."""
+    """It is the change of the reward by the token, less the mean at this position of the group.
+
+    The rewards are large, so that float32 would not represent their differences.
+    """
     made, _ = rollouts(tmp_path, credit="token")
 
     def score(text: str) -> float:
-        return sum(ord(letter) % 5 for letter in text) / 4
+        return 1e9 + sum(ord(letter) % 5 for letter in text) / 4
 
     made.reward = lambda prompts, completions, answers: [*map(score, completions)]
     batch = made[0]
@@ -210,7 +213,7 @@ def test_each_token_can_have_its_own_advantage(tmp_path: Path) -> None:
         ids = batch.targets[row, learned[row]].tolist()
         shown = ids[:-1] if ids[-1] in made.stop_tokens else ids
         scores = [score(made.tokenizer.decode(shown[:end])) for end in range(len(shown) + 1)]
-        gains[row, : len(scores) - 1] = torch.tensor(scores).diff()
+        gains[row, : len(scores) - 1] = torch.tensor(scores, dtype=torch.float64).diff()
     expected = (gains.view(2, 4, 5) - gains.view(2, 4, 5).mean(dim=1, keepdim=True)).view(8, 5)
     for row in range(8):
         of_row = batch.advantages[row, learned[row]]

@@ -368,18 +368,18 @@ class Rollouts:
                 targets[row, first : first + count] = whole[first + 1 :]
                 old[row, first : first + count] = torch.tensor(one.logprobs)
         group = torch.arange(len(rolled)) // self._each
-        values = torch.tensor(rewards, dtype=torch.float32)
+        values = torch.tensor(rewards, dtype=torch.float64)
         return PolicyBatch(
             tokens,
             targets,
             None,
             read.sources.repeat_interleave(self._each),
             group=group,
-            values=values,
+            values=values.float(),
             old_logprobs=old,
             advantages=advantages_of(
                 values, group, self.config.baseline if self.reward else "none"
-            ),
+            ).float(),
         )
 
     def _token_advantages(
@@ -393,10 +393,12 @@ class Rollouts:
             for end in range(len(_seen(one.tokens, one.finished)) + 1)
         ]
         rewards = iter(self.score(*zip(*prefixes, strict=True)))
-        gains = torch.zeros(len(rolled), max(len(one.tokens) for one in rolled))
+        shape = len(rolled), max(len(one.tokens) for one in rolled)
+        gains = torch.zeros(shape, dtype=torch.float64)
         for row, one in enumerate(rolled):  # 0 for the token that ends it, and after it
             count = len(_seen(one.tokens, one.finished))
-            gains[row, :count] = torch.tensor([*islice(rewards, count + 1)]).diff()
+            of_prefixes = torch.tensor([*islice(rewards, count + 1)], dtype=torch.float64)
+            gains[row, :count] = of_prefixes.diff()
         columns = [advantages_of(one, batch.group, self.config.baseline) for one in gains.T]
         advantages = torch.zeros(batch.tokens.shape)
         for row, (prompt, values) in enumerate(zip(asked, torch.stack(columns, 1), strict=True)):

@@ -296,6 +296,9 @@ Baseline = Literal["none", "batch", "group", "group_std", "leave_one_out"]
 def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float = 1e-4) -> Tensor:
     """Compute the advantages of completions from their rewards, (batch).
 
+    Advantages of completions with equal rewards are exactly 0, also if the mean of these rewards
+    would be rounded.
+
     Args:
         rewards: (batch) rewards.
         group: (batch) group ids; the completions of a prompt are adjacent and have the same id.
@@ -311,18 +314,25 @@ def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float
     if baseline == "none":
         return rewards
     if baseline == "batch":
-        return rewards - rewards.mean()
+        return _centred(rewards)
     _, index, sizes = group.unique_consecutive(return_inverse=True, return_counts=True)
     if sizes.min() < 2:  # noqa: PLR2004 - two completions can be compared
         raise WorkhorseError(f"a group has 1 completion; baseline={baseline} needs at least 2")
     zeros = rewards.new_zeros(len(sizes))
-    centred = rewards - (zeros.index_add(0, index, rewards) / sizes)[index]
+    above_first = rewards - rewards[sizes.cumsum(0) - sizes][index]
+    centred = above_first - (zeros.index_add(0, index, above_first) / sizes)[index]
     if baseline == "leave_one_out":
         return centred * (sizes / (sizes - 1))[index]
     if baseline == "group_std":
         variances = zeros.index_add(0, index, centred.square()) / (sizes - 1)
         return centred / (variances.sqrt()[index] + eps)
     return centred
+
+
+def _centred(values: Tensor) -> Tensor:
+    """Subtract the mean of some values; equal values become exactly 0."""
+    above_first = values - values[0]
+    return above_first - above_first.mean()
 
 
 def with_advantages(batch: PolicyBatch, values: Tensor, config: ValuesConfig) -> PolicyBatch:
@@ -343,8 +353,8 @@ def with_advantages(batch: PolicyBatch, values: Tensor, config: ValuesConfig) ->
     advantages = gae(rewards, values, config.gamma, config.gae_lambda).where(learned, 0)
     returns = advantages + values
     if config.whiten and learned.any():
-        of_targets = advantages[learned]
+        of_targets = _centred(advantages[learned].double())
         variance = of_targets.var(correction=int(len(of_targets) > 1))  # 0 for one target
-        scaled = (advantages - of_targets.mean()) / (variance + 1e-8).sqrt()
-        advantages = scaled.where(learned, 0)
+        scaled = of_targets / (variance + 1e-8).sqrt()
+        advantages = advantages.masked_scatter(learned, scaled.to(advantages.dtype))
     return replace(batch, advantages=advantages, old_values=values, returns=returns)

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 
 import jsonschema
 import pytest
@@ -15,7 +17,8 @@ from tests.serve.conftest import MODEL
 from tests.serve.schemas import random_schema
 from workhorse.errors import WorkhorseError
 from workhorse.serve import grammar as grammar_module
-from workhorse.serve.grammar import MARGIN, GrammarChecker, Grammars, source_of
+from workhorse.serve.grammar import MARGIN, Grammars, source_of
+from workhorse.serve.grammar_checker import GrammarChecker
 from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
@@ -140,16 +143,18 @@ def test_a_completion_whose_masks_take_too_long_ends(monkeypatch: pytest.MonkeyP
         Grammars(tokenizer, ()).make(source, 0, 500)(logits, [])
 
 
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_takes_too_long_is_refused() -> None:
     """Its process is killed, and the next grammar is checked by another one."""
 
     async def main() -> None:
-        checker = GrammarChecker()
-        monkeypatch.setattr(grammar_module, "CHECK_SECONDS", 1e-9)
-        assert "takes more than" in await checker.check(source)
-        monkeypatch.setattr(grammar_module, "CHECK_SECONDS", 60.0)
+        checker = GrammarChecker(1.0)
         assert await checker.check(source) == ""
-        await checker.close()
+        os.kill(checker._process.pid, signal.SIGSTOP)
+        assert "takes more than 1 seconds" in await checker.check(source)
+        cancelled = asyncio.create_task(checker.check(source))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert await checker.check(source) == ""
 
     source = source_of(StructuredOutputs(regex="[ab]+"))
     asyncio.run(main())

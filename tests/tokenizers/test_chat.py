@@ -378,7 +378,7 @@ def strict() -> Iterator[TemplateProcess]:
     """A process with lower limits than the default, which are reached sooner."""
     process = TemplateProcess(seconds=0.1, memory=200 * 2**20)
     yield process
-    process.stop()
+    process.process.close()
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -1,11 +1,10 @@
-"""The process of `GrammarChecker`: reads grammars as lines of JSON, and answers with their errors.
+"""The process of `GrammarChecker`, which answers a grammar with its error; see `child_process`.
 
 It imports only llguidance and the standard library.
 """
 
-import json
 import resource
-import sys
+from collections.abc import Callable
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -23,17 +22,16 @@ def error_of(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().split())[:300] if matcher.is_error() else ""
 
 
-def main() -> None:
-    """Answer until the input ends."""
+def start() -> Callable[[str], str]:
+    """Return the function that compiles a grammar and returns its error, within limits."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer("byte")
-    for line in sys.stdin:
-        matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits())
+
+    def answer(source: str) -> str:
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
-        print(json.dumps(error_of(matcher)), flush=True)
+        return error_of(matcher)
 
-
-if __name__ == "__main__":
-    main()
+    return answer

@@ -4,21 +4,14 @@ A function is called with three lists of strings, the prompts, completions and a
 and returns one number for each completion. It runs in another process with a time limit.
 """
 
-import contextlib
 import hashlib
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
+from workhorse.child_process import ChildProcess, NoAnswerError, NotStartedError
 from workhorse.config.base import Config, ConfigError
 from workhorse.data.tasks import reaches, similarity
 from workhorse.errors import LARGEST, WorkhorseError, is_usable, shown
@@ -104,7 +97,8 @@ class PythonReward:
 
     def __init__(self, config: PythonRewardConfig) -> None:
         self.config = config
-        self._process: subprocess.Popen[bytes] | None = None
+        program = Path(__file__).with_name("reward_process.py")
+        self._process = ChildProcess(program, config.path, config.function, seconds=config.seconds)
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
@@ -143,12 +137,17 @@ class PythonReward:
 
     def _rewards(self, columns: list[list[str]]) -> list[Any]:
         """Return what the function returns for these arguments, `[]` without arguments."""
-        reply = self._ask(json.dumps(columns).encode() + b"\n")
-        if reply is None:
+        try:
+            reply = self._process.ask(columns)
+        except NotStartedError as error:
             raise WorkhorseError(
-                f"{self._name} did not return within {self.config.seconds:g} seconds, or ended its "
-                "process; correct it, or raise train.rollouts.reward.seconds"
-            )
+                f"the process of {self._name} {error}; allow this program to start processes"
+            ) from None
+        except NoAnswerError as error:
+            raise WorkhorseError(
+                f"{self._name} did not return: its process {error}; correct it, or raise "
+                "train.rollouts.reward.seconds"
+            ) from None
         if "error" in reply:
             raise WorkhorseError(f"{self._name} raised {reply['error']}; correct it")
         if "type" in reply:
@@ -160,75 +159,4 @@ class PythonReward:
 
     def close(self) -> None:
         """End the process. It also ends when this object is deleted."""
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
-
-    def _ask(self, request: bytes) -> dict[str, Any] | None:
-        """Send a request and return the reply; None if there is none in time."""
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            if select.select([process.stdout], [], [], self.config.seconds)[0]:
-                line = process.stdout.readline()
-                if line:
-                    return json.loads(line)
-        except (OSError, ValueError):
-            pass
-        except BaseException:
-            self.close()  # else the next call would read this reply
-            raise
-        self.close()
-        return None
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _WORKER, str(self.config.path), self.config.function],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                process_group=0,  # Ctrl-C stops the run after a step, not the function in it
-            )
-            weakref.finalize(self, _end, self._process)
-        return self._process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, which can keep its pipes open."""
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # a request that was not read
-                pipe.close()
-
-
-_WORKER = """
-import contextlib, importlib.util, json, os, sys
-replies = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what the function prints goes to stderr
-def one_line(error):
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-function = None
-for line in sys.stdin:  # before the import, so that a request is always read
-    try:
-        if function is None:
-            spec = importlib.util.spec_from_file_location("reward", sys.argv[1])
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            function = getattr(module, sys.argv[2])
-        columns = json.loads(line)
-        rewards = function(*columns) if columns else []
-        if isinstance(rewards, (str, bytes, dict, set, frozenset)):  # iterable, but not in order
-            reply = {"type": type(rewards).__name__}
-        else:
-            reply = {"rewards": list(rewards)}
-        text = json.dumps(reply)
-    except BaseException as error:
-        text = json.dumps({"error": one_line(error)})
-    print(text, file=replies, flush=True)
-"""
+        self._process.close()

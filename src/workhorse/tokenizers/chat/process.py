@@ -6,32 +6,19 @@ they run in a small process with limits (`sandbox.py`). If a template exceeds a 
 dies, and the next rendering starts another.
 """
 
-import atexit
-import json
 import os
-import socket
-import struct
-import sys
-import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
-from subprocess import DEVNULL, Popen
+from subprocess import DEVNULL
 from typing import Any
 
+from workhorse.child_process import ChildProcess, NoAnswerError, NotStartedError
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.chat.limits import MAX_MEMORY, MAX_SECONDS, MAX_TEXT, MAX_WAIT
 
-_BOOT = """import sys
-sys.path += sys.argv[3:]
-import sandbox
-sandbox.serve(float(sys.argv[1]), int(sys.argv[2]))"""
-_MAX_ANSWER = 1 + 4 * MAX_TEXT
-"""Maximum size of an answer in bytes: a status, and up to four bytes per character."""
 _VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """Environment variables that the process inherits. Some builds of Python need them to start."""
-READY = b"ready"
 
 
 class TemplateProcess:
@@ -46,11 +33,21 @@ class TemplateProcess:
     def __init__(
         self, seconds: float = MAX_SECONDS, memory: int = MAX_MEMORY, wait: float = MAX_WAIT
     ) -> None:
-        self._seconds = seconds
-        self._wait = struct.pack("ll", int(wait), int(wait % 1 * 1e6))  # a C timeval
-        self._memory = memory
-        self._lock = threading.Lock()
-        self._running: tuple[Popen[bytes], Connection] | None = None
+        self._limits = (
+            f"{seconds:g} seconds of CPU time, {memory / 2**20:.0f} MB of memory, or "
+            f"{MAX_TEXT:,} characters of output"
+        )
+        self.process = ChildProcess(
+            Path(__file__).with_name("sandbox.py"),
+            seconds,
+            memory,
+            seconds=wait,
+            flags=("-I", "-S"),
+            path=_folders(),
+            stderr=DEVNULL,
+            cwd="/",
+            env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        )
 
     def ask(
         self,
@@ -74,78 +71,23 @@ class TemplateProcess:
         """
         request = {"source": source, "variables": variables, "now": now, "equals": equals or {}}
         try:
-            data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            answer = self.process.ask(request)
         except ValueError as error:  # an integer with thousands of digits
             raise refusal(str(error)) from None
-        with self._lock:
-            answer = self._answer(data)
-        status, text = answer[:1], answer[1:]
+        except NotStartedError as error:
+            raise WorkhorseError(
+                f"the process that renders chat templates {error}; allow this program to start "
+                "processes"
+            ) from None
+        except NoAnswerError:
+            answer = ""
+        # The process is not trusted.
+        status, text = (answer[:1], answer[1:]) if isinstance(answer, str) else ("", "")
         if status == "-":
             raise refusal(" ".join(text.split())[:500])
         if status != "+" or len(text) > MAX_TEXT:
-            raise refusal(
-                f"it exceeds {self._seconds:g} seconds of CPU time, "
-                f"{self._memory / 2**20:.0f} MB of memory, or {MAX_TEXT:,} characters of output"
-            )
+            raise refusal(f"it exceeds {self._limits}")
         return text
-
-    def stop(self) -> None:
-        """Kill the process; the next request starts another."""
-        if self._running is not None:
-            process, connection = self._running
-            self._running = None
-            connection.close()
-            process.kill()
-            process.wait()
-
-    def _answer(self, request: bytes) -> str:
-        """Send a request and return the answer: a status and text.
-
-        The answer is empty if the process died, timed out or sent invalid data.
-        """
-        try:
-            _, connection = self._running_process()
-            connection.send_bytes(request)
-            return connection.recv_bytes(_MAX_ANSWER).decode("utf-8", "surrogatepass")
-        except (OSError, EOFError, UnicodeDecodeError):
-            self.stop()
-            return ""
-        except BaseException:
-            self.stop()  # else the next request would read this answer
-            raise
-
-    def _running_process(self) -> tuple[Popen[bytes], Connection]:
-        # In a fork of the process that started it, `poll` returns 0.
-        if self._running is not None and self._running[0].poll() is None:
-            return self._running
-        self.stop()
-        limits = (str(self._seconds), str(self._memory))
-        command = [sys.executable or "", "-I", "-S", "-c", _BOOT, *limits, *_folders()]
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, self._wait)
-        connection = Connection(ours.detach())
-        try:
-            with theirs:
-                process = Popen(
-                    command,
-                    stdin=theirs.fileno(),
-                    stdout=DEVNULL,
-                    stderr=DEVNULL,
-                    cwd="/",
-                    env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
-                    start_new_session=True,  # Ctrl-C in the terminal must not reach it
-                )
-            self._running = process, connection
-            if not connection.poll(MAX_WAIT) or connection.recv_bytes() != READY:
-                raise EOFError
-        except (OSError, EOFError) as error:
-            connection.close()
-            raise WorkhorseError(
-                f"the process that renders chat templates does not start ({sys.executable}: "
-                f"{error or 'it exits'}); allow this program to start processes"
-            ) from None
-        return process, connection
 
 
 def refusal(line: str) -> WorkhorseError:
@@ -156,12 +98,10 @@ def refusal(line: str) -> WorkhorseError:
 
 
 def _folders() -> list[str]:
-    """Return the folders of `sandbox.py` and of the packages that it imports."""
+    """Return the folders of the packages that `sandbox.py` imports."""
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name))]
-    packages = [Path(origin).absolute().parents[1] for origin in origins if origin]
-    return [str(Path(__file__).parent), *map(str, packages)]
+    return [str(Path(origin).absolute().parents[1]) for origin in origins if origin]
 
 
 RENDERER = TemplateProcess()
 """The process that all templates share."""
-atexit.register(RENDERER.stop)

@@ -1,19 +1,18 @@
 """Renders chat templates in jinja's sandbox, in a process that cannot do anything else.
 
-`process.py` starts a Python process that can import the standard library, jinja2 and this file. It
-reads JSON requests from its standard input, a socket, and answers each one there with a status and
-text. The operating system enforces its limits: the process cannot open files or connections or
-start processes, and it dies if it exceeds its memory or CPU time.
+`process.py` starts a Python process that can import the standard library and jinja2, and runs this
+file. The answer to a request is a status and text. The operating system enforces its limits: the
+process cannot open files or connections or start processes, and it dies if it exceeds its memory or
+CPU time.
 """
 
 import json
 import resource
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, Undefined, nodes, pass_context
@@ -63,26 +62,24 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return isinstance(obj, _HAS_ATTRIBUTES) and super().is_safe_attribute(obj, attr, value)
 
 
-def serve(seconds: float, memory: int) -> None:
-    """Answer requests until the other end closes the socket.
+def start(seconds: str, memory: str) -> Callable[[dict[str, Any]], str]:
+    """Return the function that answers requests, after all rights have been dropped.
 
     Args:
         seconds: CPU time limit of each request; a signal kills the process if it is exceeded.
         memory: limit of the address space, in bytes.
     """
-    connection = Connection(0)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _answer(_WARM_UP, {}, "0001-01-01", {})
-    _give_up(memory)  # after the warm-up, which must open files
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            request = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            return
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        connection.send_bytes(_answer(**request).encode("utf-8", "surrogatepass"))
+    _give_up(int(memory))  # after the warm-up, which must open files
+
+    def answer(request: dict[str, Any]) -> str:
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))
+        text = _answer(**request)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        return text
+
+    return answer
 
 
 def _give_up(memory: int) -> None:

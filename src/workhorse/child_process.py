@@ -1,0 +1,220 @@
+"""Child processes that answer requests, for code that can hang, crash or be hostile.
+
+Requests and answers are lines of JSON: `[number, content]`. The child runs this file as a program.
+It loads another Python file and calls `start` there, which returns the function that answers. So
+the child needs only the standard library and the imports of that file.
+"""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 60.0
+"""Number of seconds after which a process that does not start is ended."""
+MOST_BYTES = 1 << 26
+"""Maximum size of an answer."""
+
+
+class NoAnswerError(Exception):
+    """A child process did not answer, and was ended. The message continues "the process …"."""
+
+
+class NotStartedError(NoAnswerError):
+    """A child process does not start."""
+
+
+class ChildProcess:
+    """A process that answers requests, one at a time. The first request starts it.
+
+    It is the leader of a process group. The whole group is ended if an answer is late or invalid,
+    by `close`, with this object, and with the program that started it, also if that is killed.
+
+    Args:
+        program: the Python file to load; its function `start` gets the arguments as strings.
+        arguments: see `program`.
+        seconds: time limit of a request, from its first byte to the last byte of the answer.
+        flags: options of Python.
+        path: folders that the child can import from, in addition to those of Python.
+        options: options of `subprocess.Popen`.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        *arguments: object,
+        seconds: float,
+        flags: Sequence[str] = ("-P",),
+        path: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        files = (os.path.abspath(__file__), os.path.abspath(program))
+        self._command = [*flags, *files, os.pathsep.join(path), *map(str, arguments)]
+        self._seconds = seconds
+        self._options = options
+        self._lock = threading.Lock()
+        self._number = 0
+        self._running: tuple[socket.socket, int] | None = None
+        self._end: Callable[[], object] = lambda: None
+        self.pid = 0
+        """Id of the last process that was started."""
+
+    def ask(self, request: Any) -> Any:
+        """Return the answer to a request, both as plain data. Any thread may call this.
+
+        Raises:
+            NoAnswerError: the process did not answer in time, or ended, or does not start. The next
+                request starts another.
+            ValueError: the request has an integer with thousands of digits.
+        """
+        content = json.dumps(request, ensure_ascii=False)
+        with self._lock:
+            try:
+                connection = self._connection()
+                self._number += 1
+                line = _line(self._number, content)
+                return _exchange(connection, self._number, line, self._seconds)
+            except BaseException:
+                self.close()  # else it would continue to compute this answer
+                raise
+
+    def close(self) -> None:
+        """End the process group. Any thread may call this, also during a request."""
+        self._running = None
+        self._end()
+
+    def _connection(self) -> socket.socket:
+        if self._running is not None:
+            connection, owner = self._running
+            if owner == os.getpid() and _is_idle(connection):  # a fork starts its own process
+                return connection
+        self.close()
+        ours, theirs = socket.socketpair()
+        python = sys.executable or ""
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [python, *self._command],
+                    stdin=subprocess.PIPE,  # see `_end_with_parent`
+                    stdout=theirs.fileno(),
+                    start_new_session=True,  # Ctrl-C in the terminal must not reach it
+                    **self._options,
+                )
+            owner, self.pid = os.getpid(), process.pid
+            self._end = weakref.finalize(self, _end, process, ours, owner)
+            _exchange(ours, 0, b"", START_SECONDS)
+        except (OSError, NoAnswerError) as error:
+            ours.close()
+            raise NotStartedError(f"does not start ({python}: {error})") from None
+        self._running = ours, owner
+        return ours
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Kill the process group of its leader, if the leader is still running, and wait for it."""
+    if process.returncode is None:  # else its id can belong to another process
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    if owner == os.getpid():
+        end_group(process)
+    else:  # the process belongs to another one, of which this is a fork
+        process.poll()
+    connection.close()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def _is_idle(connection: socket.socket) -> bool:
+    """Return True if the other end is open and has sent nothing."""
+    connection.settimeout(0)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _exchange(connection: socket.socket, number: int, request: bytes, seconds: float) -> Any:
+    """Send a request and return the answer with its number; other answers are ignored."""
+    end = time.monotonic() + seconds
+    received = bytearray()
+    try:
+        connection.settimeout(seconds)
+        connection.sendall(request)
+        while len(received) <= MOST_BYTES:
+            connection.settimeout(max(end - time.monotonic(), 1e-6))
+            received += (chunk := connection.recv(1 << 16))
+            if not chunk:
+                raise NoAnswerError("ended")
+            if chunk.endswith(b"\n"):
+                for of_request, answer in map(json.loads, received.splitlines()):
+                    if of_request == number:
+                        return answer
+                received.clear()
+    except TimeoutError:
+        raise NoAnswerError(f"did not answer within {seconds:g} seconds") from None
+    except OSError:
+        raise NoAnswerError("ended") from None
+    except (ValueError, TypeError, RecursionError):
+        raise NoAnswerError("sent an invalid answer") from None
+    raise NoAnswerError(f"sent an answer of more than {MOST_BYTES:,} bytes")
+
+
+def _line(number: int, content: str) -> bytes:
+    return f"[{number}, {content}]\n".encode("utf-8", "surrogatepass")
+
+
+def _answer_requests(program: str, path: str, *arguments: str) -> None:
+    """Answer requests until the other end is closed: the main function of the child."""
+    _end_with_parent()
+    connection = socket.socket(fileno=os.dup(1))
+    os.dup2(2, 1)  # what the program prints goes to stderr
+    sys.path += filter(None, path.split(os.pathsep))
+    answer, own = runpy.run_path(program)["start"](*arguments), os.getpid()
+    connection.sendall(_line(0, "null"))
+    for line in connection.makefile("rb"):
+        number, request = json.loads(line)
+        reply = _line(number, json.dumps(answer(request), ensure_ascii=False))
+        if os.getpid() != own:  # the program has forked, and both processes return
+            os._exit(0)
+        connection.sendall(reply)
+
+
+def _end_with_parent() -> None:
+    """Arrange that the parent's end also ends this process group.
+
+    The parent holds the other end of standard input and writes nothing.
+    """
+    import fcntl  # not on Windows
+
+    if hasattr(fcntl, "F_SETSIG"):  # Linux: also while a function holds the interpreter's lock
+        fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)
+    else:
+
+        def wait() -> None:
+            os.read(0, 1)
+            os.killpg(0, signal.SIGKILL)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
+if __name__ == "__main__":
+    _answer_requests(*sys.argv[1:])

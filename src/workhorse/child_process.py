@@ -66,8 +66,7 @@ class ChildProcess:
         self._number = 0
         self._running: tuple[socket.socket, int] | None = None
         self._end: Callable[[], object] = lambda: None
-        self.pid = 0
-        """Id of the last process that was started."""
+        self.pid = 0  # of the last process that was started
 
     def ask(self, request: Any) -> Any:
         """Return the answer to a request, both as plain data. Any thread may call this.
@@ -77,13 +76,11 @@ class ChildProcess:
                 request starts another.
             ValueError: the request has an integer with thousands of digits.
         """
-        content = json.dumps(request, ensure_ascii=False)
         with self._lock:
+            self._number += 1
+            line = _line(self._number, request)
             try:
-                connection = self._connection()
-                self._number += 1
-                line = _line(self._number, content)
-                return _exchange(connection, self._number, line, self._seconds)
+                return _exchange(self._connection(), self._number, line, self._seconds)
             except BaseException:
                 self.close()  # else it would continue to compute this answer
                 raise
@@ -100,22 +97,21 @@ class ChildProcess:
                 return connection
         self.close()
         ours, theirs = socket.socketpair()
-        python = sys.executable or ""
         try:
             with theirs:
                 process = subprocess.Popen(
-                    [python, *self._command],
+                    [sys.executable or "", *self._command],
                     stdin=subprocess.PIPE,  # see `_end_with_parent`
                     stdout=theirs.fileno(),
                     start_new_session=True,  # Ctrl-C in the terminal must not reach it
                     **self._options,
                 )
-            owner, self.pid = os.getpid(), process.pid
+            self.pid, owner = process.pid, os.getpid()
             self._end = weakref.finalize(self, _end, process, ours, owner)
             _exchange(ours, 0, b"", START_SECONDS)
         except (OSError, NoAnswerError) as error:
             ours.close()
-            raise NotStartedError(f"does not start ({python}: {error})") from None
+            raise NotStartedError(f"does not start ({sys.executable}: {error})") from None
         self._running = ours, owner
         return ours
 
@@ -128,14 +124,14 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         process.wait()
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+def _end(process: subprocess.Popen[Any], connection: socket.socket, owner: int) -> None:
     if owner == os.getpid():
         end_group(process)
     else:  # the process belongs to another one, of which this is a fork
         process.poll()
     connection.close()
-    assert process.stdin is not None
-    process.stdin.close()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _is_idle(connection: socket.socket) -> bool:
@@ -176,8 +172,9 @@ def _exchange(connection: socket.socket, number: int, request: bytes, seconds: f
     raise NoAnswerError(f"sent an answer of more than {MOST_BYTES:,} bytes")
 
 
-def _line(number: int, content: str) -> bytes:
-    return f"[{number}, {content}]\n".encode("utf-8", "surrogatepass")
+def _line(number: int, content: Any) -> bytes:
+    line = json.dumps([number, content], ensure_ascii=False)
+    return f"{line}\n".encode("utf-8", "surrogatepass")
 
 
 def _answer_requests(program: str, path: str, *arguments: str) -> None:
@@ -187,10 +184,10 @@ def _answer_requests(program: str, path: str, *arguments: str) -> None:
     os.dup2(2, 1)  # what the program prints goes to stderr
     sys.path += filter(None, path.split(os.pathsep))
     answer, own = runpy.run_path(program)["start"](*arguments), os.getpid()
-    connection.sendall(_line(0, "null"))
+    connection.sendall(_line(0, None))
     for line in connection.makefile("rb"):
         number, request = json.loads(line)
-        reply = _line(number, json.dumps(answer(request), ensure_ascii=False))
+        reply = _line(number, answer(request))
         if os.getpid() != own:  # the program has forked, and both processes return
             os._exit(0)
         connection.sendall(reply)

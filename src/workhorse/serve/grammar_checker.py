@@ -7,7 +7,8 @@ import asyncio
 from pathlib import Path
 from subprocess import DEVNULL
 
-from workhorse.child_process import ChildProcess, NoAnswerError, NotStartedError
+from workhorse.child_process import ChildProcess, NoAnswerError
+from workhorse.serve.grammar_process import MEMORY
 from workhorse.serve.schema import MOST_GRAMMAR, TOO_LONG
 
 CHECK_SECONDS = 5.0
@@ -18,7 +19,7 @@ class GrammarChecker:
     """Compiles grammars in a process with limits of memory and time."""
 
     def __init__(self, seconds: float = CHECK_SECONDS) -> None:
-        self._seconds = seconds
+        self._limits = f"; its limits are {seconds:g} seconds and {MEMORY / 2**30:g} GiB of memory"
         self._lock = asyncio.Lock()
         program = Path(__file__).with_name("grammar_process.py")
         self._process = ChildProcess(program, seconds=seconds, stderr=DEVNULL)
@@ -30,10 +31,8 @@ class GrammarChecker:
         async with self._lock:
             try:
                 return await asyncio.to_thread(self._process.ask, source)
-            except NotStartedError as error:
-                return f"the process that compiles it {error}"
-            except NoAnswerError:
-                return f"it takes more than {self._seconds:g} seconds or too much memory to compile"
+            except NoAnswerError as error:
+                return f"the process that compiles it {error}{self._limits}"
             except BaseException:
                 self._process.close()  # else the next check would wait for this one
                 raise

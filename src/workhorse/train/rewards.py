@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from workhorse.child_process import ChildProcess, NoAnswerError, NotStartedError
+from workhorse.child_process import ChildProcess, NoAnswerError
 from workhorse.config.base import Config, ConfigError
 from workhorse.data.tasks import reaches, similarity
 from workhorse.errors import LARGEST, WorkhorseError, is_usable, shown
@@ -139,10 +139,6 @@ class PythonReward:
         """Return what the function returns for these arguments, `[]` without arguments."""
         try:
             reply = self._process.ask(columns)
-        except NotStartedError as error:
-            raise WorkhorseError(
-                f"the process of {self._name} {error}; allow this program to start processes"
-            ) from None
         except NoAnswerError as error:
             raise WorkhorseError(
                 f"{self._name} did not return: its process {error}; correct it, or raise "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.train.chats import chat, chat_tokenizer, sums, write_lines
 from tests.train.conftest import MODEL
-from tests.train.runs import assert_same_run, notices
+from tests.train.runs import assert_reference_is_checked, assert_same_run, notices
 from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE, DecoderConfig
@@ -238,6 +238,4 @@ def test_a_run_of_dpo_starts_at_the_reference_and_resumes_bit_for_bit(
     assert before["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert (before["margin"], before["accuracy"]) == pytest.approx((0, 0), abs=1e-5)
     assert after["margin"] == pytest.approx(after["reward_chosen"] - after["reward_rejected"])
-    shutil.rmtree(tmp_path / "resumed" / "reference")
-    with pytest.raises(WorkhorseError, match="reference is missing, the log-probabilities of"):
-        train(recipe, tmp_path / "resumed", resume=True)
+    assert_reference_is_checked(recipe, tmp_path / "whole", "train-corpus.npy", "log-probabilities")

@@ -10,7 +10,7 @@ import torch
 
 import workhorse
 from tests.train.conftest import MODEL
-from tests.train.runs import assert_same_run
+from tests.train.runs import assert_reference_is_checked, assert_same_run
 from workhorse.checkpoints import CheckpointStore
 from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batch, Batches, prepare, prepare_tokenizer
@@ -286,10 +286,8 @@ def test_the_divergence_from_the_initial_model(tmp_path: Path) -> None:
     shutil.rmtree(max((run / "checkpoints").glob("*4")))
     train(settings, run, resume=True)
     assert_same_run(tmp_path / "whole", run, step=4)
-    shutil.rmtree(run / "reference")
     shutil.rmtree(max((run / "checkpoints").glob("*4")))
-    with pytest.raises(WorkhorseError, match="reference is missing, the model that this run"):
-        train(settings, run, resume=True)
+    assert_reference_is_checked(settings, run, "model.safetensors", "model that this run")
 
 
 def test_the_divergence_from_the_model_without_the_adapter(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from workhorse.train.minutes import settle
 from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
+from workhorse.train.reference import reference_digest
 from workhorse.train.report.metrics import Event, Listener, MetricsFile, notice, open_tracker
 from workhorse.train.resume import Resumption, check_same_run, seed_everything
 from workhorse.train.rewards import PythonRewardConfig
@@ -89,6 +90,7 @@ def assemble(
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
     constants = _constants(config, decoder_config, tokenizer, dataset)
     if checkpoint is not None:
+        constants["reference"] = reference_digest(config, run.reference_folder)
         check_same_run(run, recipe, at, constants)
     fitted = fitted_to_memory(recipe, decoder_config, device, at, world)
     start = Start(
@@ -111,7 +113,11 @@ def assemble(
     model = start.build()
     reference, step, teams = model.reference, model.step, model.teams
     rollouts = rollouts_of(start, run, model, batches)
-    constants |= {"micro_batch_size": step.micro_batch_size, **model.constants}
+    constants |= {
+        "reference": constants.get("reference") or reference_digest(config, run.reference_folder),
+        "micro_batch_size": step.micro_batch_size,
+        **model.constants,
+    }
     gathered = partial(with_whole_weights, step, world)
     loop = Loop(
         config=config,

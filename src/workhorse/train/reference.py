@@ -6,6 +6,7 @@ new sequences in every step. So their reference model is kept in memory, and the
 copy of the initial weights.
 """
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,25 @@ from workhorse.train.objectives.objective import (
     UncountedObjective,
     Wrapped,
 )
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.step import TrainingStep
 
 Progress = Callable[[int, int], None]
 """Called with the number of batches done and in total."""
+
+
+def reference_digest(train: TrainConfig, folder: Path) -> str | None:
+    """Return the SHA-256 of the files in the folder of a run's reference; None if it has none."""
+    needed = "reference" in train.objective.needs or train.needs_initial_model
+    if not needed or not folder.is_dir():
+        return None
+    whole = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".npy", ".json", ".safetensors"):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256")
+            whole.update(f"{path.name} {digest.hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 def load_references(dataset: Dataset, folder: Path) -> bool:
@@ -40,17 +56,22 @@ def load_references(dataset: Dataset, folder: Path) -> bool:
         False if a file is missing.
 
     Raises:
-        WorkhorseError: a file does not fit the data.
+        WorkhorseError: a file is damaged, or does not fit the data.
     """
     for path, split, index in _files_of(dataset, folder):
         if not path.exists():
             return False
-        values = np.load(path, allow_pickle=False)
+        try:
+            values = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise WorkhorseError(
+                f"{path} is damaged ({error}); restore it, or start a new run"
+            ) from None
         stream = split.streams[index]
         if values.shape != (stream.n_documents,):
             raise WorkhorseError(
-                f"{path} has {len(values)} values for {stream.n_documents} documents; delete "
-                f"{folder} and start a new run"
+                f"{path} has the shape {values.shape} for {stream.n_documents} documents; restore "
+                "it, or start a new run"
             )
         stream.reference = values
     return True

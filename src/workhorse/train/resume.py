@@ -271,14 +271,17 @@ def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
 
 
 def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[str, Any]) -> None:
-    """Check that model, tokenizer, teacher and data are the same as in the checkpoint.
+    """Check that model, tokenizer, teacher, reference and data are the same as in the checkpoint.
 
     Raises:
-        WorkhorseError: the model's config, the tokenizer, the teacher's weights or the data differ.
+        WorkhorseError: the model's config, the tokenizer, the teacher's weights, the files of the
+            reference or the data differ.
     """
-    for what in ("config", "tokenizer", "teacher"):
-        if at.state.get(what, now[what]) != now[what]:  # older checkpoints do not have all
-            thing = {"config": "model's config"}.get(what, what)
+    for what in ("config", "tokenizer", "teacher", "reference"):
+        both = at.state.get(what), now[what]
+        if None not in both and both[0] != both[1]:  # older checkpoints do not have all
+            names = {"config": "model's config", "reference": f"content of {run.reference_folder}"}
+            thing = names.get(what, what)
             raise WorkhorseError(
                 f"the {thing} differs from the one that the checkpoint of step {at.step} was "
                 "trained with; restore it, or start a new run with another --out"

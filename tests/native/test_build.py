@@ -365,10 +365,52 @@ def test_the_sources_of_every_library_are_there() -> None:
                 assert (build._sources() / name).is_file(), f"{source}: {name}"
 
 
+SLOW = """#!/bin/sh
+sleep 60 &
+echo $! > "$0.part"
+wait
+"""
+
+
+def pid_of(part: Path) -> int:
+    """Return the id of the part of a compiler that does the work, as `cc1plus` does."""
+    end = time.monotonic() + 20
+    while not (part.exists() and part.read_text().strip()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return int(part.read_text())
+
+
+def assert_ends(pid: int) -> None:
+    state, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
+    while state.exists() and not re.search(r"\) [ZX] ", state.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_compiler_that_takes_too_long_is_tried_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler(tmp_path, monkeypatch, WORKS.replace("\n", "\nexec sleep 60\n", 1))
-    monkeypatch.setattr(build, "_SECONDS", 0.1)
+    runs = compiler(tmp_path, monkeypatch, SLOW)
+    monkeypatch.setattr(build, "_SECONDS", 1)
     assert "the next start tries again" in (why_not(wait=True) or "")
     assert not list(cache.rglob("*-failure.txt"))
+    assert_ends(pid_of(runs.with_suffix(".part")))
+
+
+def test_an_interrupt_ends_all_parts_of_a_compiler(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line says what is waited for."""
+    runs = compiler(tmp_path, monkeypatch, SLOW)
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from workhorse.native.operators import resolve\n"
+        "resolve('decoding', wait=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as other:
+        assert other.stderr.readline().startswith("compiling native operators for this CPU, once")
+        pid = pid_of(runs.with_suffix(".part"))
+        other.send_signal(signal.SIGINT)
+        other.communicate(timeout=60)
+    assert_ends(pid)

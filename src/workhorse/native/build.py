@@ -6,6 +6,7 @@ can share a home directory. DIGEST is the digest of the library's contents. A li
 contents is incomplete and would crash the process, so it is compiled again.
 """
 
+import atexit
 import functools
 import hashlib
 import importlib.resources
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from workhorse.child_process import end_group
 from workhorse.devices.instructions import SWITCH, compiler_flags, cpuinfo_field, switched_off
 from workhorse.devices.names import cache_folder
 from workhorse.errors import WorkhorseError
@@ -88,6 +90,7 @@ def ensure(name: str, *, wait: bool) -> Path:
             _scratch(folder).cleanup()  # check that the folder is writable
             _build_in_background(name)
             raise Unavailable("being compiled for the next start")
+        _announce()
         with ExitStack() as stack:
             with suppress(OSError):  # without locks, two processes may compile the same
                 lock = folder / f"{name}.lock"
@@ -280,23 +283,48 @@ def _run(command: list[str]) -> str | None:
         Unavailable: a signal such as Ctrl-C ended the command, or it took too long, for example on
             a busy machine. Neither is a fault of the sources.
     """
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(
-            f"still compiling after {_SECONDS} seconds; the next start tries again"
-        ) from None
-    if done.returncode < 0 or "signal terminated program" in done.stderr:  # itself, or its parts
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C"},
+        start_new_session=True,
+    ) as compiler:
+        _COMPILERS.add(compiler)
+        try:
+            _, errors = compiler.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(
+                f"still compiling after {_SECONDS} seconds; the next start tries again"
+            ) from None
+        finally:
+            end_group(compiler)
+            _COMPILERS.remove(compiler)
+    if compiler.returncode < 0 or "signal terminated program" in errors:  # itself, or its parts
         raise Unavailable("the compiler was ended by a signal; the next start tries again")
-    return done.stderr or f"exit status {done.returncode}" if done.returncode else None
+    return errors or f"exit status {compiler.returncode}" if compiler.returncode else None
+
+
+_COMPILERS = set[subprocess.Popen[str]]()
+"""The compilers that run now."""
+
+
+@atexit.register
+def _end_compilers() -> None:
+    """End the compilers of this process, which Ctrl-C in the terminal does not reach.
+
+    They run in daemon threads and are leaders of process groups: `g++` leaves the work to others.
+    """
+    for compiler in [*_COMPILERS]:
+        end_group(compiler)
+
+
+@functools.cache
+def _announce() -> None:
+    line = "compiling native operators for this CPU, once; this can take a minute or two"
+    print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache

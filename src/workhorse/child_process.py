@@ -154,7 +154,9 @@ def _exchange(connection: socket.socket, number: int, request: bytes, seconds: f
         connection.settimeout(seconds)
         connection.sendall(request)
         while len(received) <= MOST_BYTES:
-            connection.settimeout(max(end - time.monotonic(), 1e-6))
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
             received += (chunk := connection.recv(1 << 16))
             if not chunk:
                 raise NoAnswerError("ended")
@@ -194,23 +196,17 @@ def _answer_requests(program: str, path: str, *arguments: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Arrange that the parent's end also ends this process group.
+    """Let the kernel kill this process group when the parent ends (only on Linux).
 
-    The parent holds the other end of standard input and writes nothing.
+    The parent holds the other end of standard input and writes nothing. A thread could not replace
+    this, because a function can hold the interpreter's lock.
     """
     import fcntl  # not on Windows
 
-    if hasattr(fcntl, "F_SETSIG"):  # Linux: also while a function holds the interpreter's lock
+    if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)
-    else:
-
-        def wait() -> None:
-            os.read(0, 1)
-            os.killpg(0, signal.SIGKILL)
-
-        threading.Thread(target=wait, daemon=True).start()
 
 
 if __name__ == "__main__":

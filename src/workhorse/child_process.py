@@ -45,7 +45,7 @@ class ChildProcess:
         arguments: see `program`.
         seconds: time limit of a request, from its first byte to the last byte of the answer.
         flags: options of Python.
-        path: folders that the child can import from, in addition to those of Python.
+        path: further folders that the child can import from.
         options: options of `subprocess.Popen`.
     """
 
@@ -127,7 +127,7 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 def _end(process: subprocess.Popen[Any], connection: socket.socket, owner: int) -> None:
     if owner == os.getpid():
         end_group(process)
-    else:  # the process belongs to another one, of which this is a fork
+    else:  # this process is a fork, and the child is not its own
         process.poll()
     connection.close()
     if process.stdin is not None:
@@ -183,7 +183,7 @@ def _answer_requests(program: str, path: str, *arguments: str) -> None:
     """Answer requests until the other end is closed: the main function of the child."""
     _end_with_parent()
     connection = socket.socket(fileno=os.dup(1))
-    os.dup2(2, 1)  # what the program prints goes to stderr
+    os.dup2(2, 1)  # the output of the program goes to stderr
     sys.path += filter(None, path.split(os.pathsep))
     answer, own = runpy.run_path(program)["start"](*arguments), os.getpid()
     connection.sendall(_line(0, None))

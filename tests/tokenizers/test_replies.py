@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from workhorse.tokenizers import ChatTemplate
-from workhorse.tokenizers.chat.reply_format import HARMONY, ReplyFormat, Tagged
+from workhorse.tokenizers.chat.reply_format import HARMONY, CallFormat, ReplyFormat, Tagged
 from workhorse.tokenizers.chat.reply_learned import after_prompt, reply_format
 from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
@@ -231,3 +231,13 @@ def test_the_format_of_gpt_oss() -> None:
         assert cut(f"{thought}{start}{final}Hello") == ("Hello", "Hm.", [])
         assert cut(thought + start + call) == ("", "Hm.", [("f", {"a": 1})])
         assert cut(call) == ("", "", [("f", {"a": 1})])
+
+
+def test_a_template_with_many_numbers_is_read_without_backtracking() -> None:
+    """A pattern that tries each way to divide the digits would take years."""
+    numbers = " 1 0" * 20
+    format = CallFormat(begin=f"<call>{numbers} of ", after_name=" ", between="", end="")
+    assert not format.patterns.begin.match("<call>" + "1" * 200)
+    found = format.patterns.begin.match(f"<call>{numbers.replace('1', '23')}  of f ")
+    assert found is not None
+    assert found["name"] == "f"

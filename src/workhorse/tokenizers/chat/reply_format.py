@@ -158,17 +158,20 @@ class CallFormat:
 
 
 def _pattern(literal: str) -> str:
-    """Return a pattern of a string with other white space, numbers and ids of calls."""
+    """Return a pattern of a string with other white space, numbers and ids of calls.
+
+    Its repetitions are possessive: a template may repeat them until backtracking takes years.
+    """
     parts = re.split(rf"(\s+|(?:\d|{'|'.join(IDS)})+)", literal)
     return "".join(_part(part) for part in parts)
 
 
 def _part(part: str) -> str:
     if part.isspace():
-        return r"\s*"
+        return r"\s*+"
     if part.isdigit():
-        return r"\d+"
-    return r"\w+" if any(id in part for id in IDS) else re.escape(part)
+        return r"\d++"
+    return r"\w++" if any(id in part for id in IDS) else re.escape(part)
 
 
 def _exact(literal: str) -> str:

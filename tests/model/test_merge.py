@@ -1,5 +1,6 @@
 """Merging models: the formulas in float64, what is written, and what is refused."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,11 @@ def test_a_base_without_a_template_keeps_that_of_the_models(tmp_path: Path) -> N
             "models": [{"model": str(tmp_path / name)} for name in "ab"],
         }
     )
-    merge(recipe, tmp_path / "out", "workhorse")
+    lines: list[str] = []
+    merge(recipe, tmp_path / "out", "workhorse", notify=lines.append)
+    assert [one.replace(f"{tmp_path}/", "") for one in lines] == [
+        "a has another set of stop tokens; the merged model has b's"
+    ]
     found = load(tmp_path / "out", execution="reference")
     assert found.tokenizer is not None
     assert found.tokenizer.chat_template == roles.chat_template
@@ -171,8 +176,11 @@ def test_the_checkpoints_of_a_run_are_averaged(tmp_path: Path) -> None:
             {
                 "name": "run",
                 "model": MODEL,
-                "tokenizer": {"kind": "bytes"},
-                "data": {"corpus": {"kind": "text", "path": str(tmp_path / "text.txt")}},
+                "tokenizer": {"kind": "bytes", "special": {"bos": "<|bos|>"}},
+                "data": {
+                    "corpus": {"kind": "text", "path": str(tmp_path / "text.txt")},
+                    "bos": True,
+                },
                 "train": {
                     "steps": 6,
                     "batch_size": 2,
@@ -186,6 +194,8 @@ def test_the_checkpoints_of_a_run_are_averaged(tmp_path: Path) -> None:
     )
     part = {"model": str(tmp_path / "run"), "checkpoints": 3}
     merge(MergeRecipe.from_dict({"models": [part]}), tmp_path / "out", "workhorse")
+    run, out = (load(tmp_path / one, execution="reference") for one in ("run", "out"))
+    assert out.prefix == run.prefix == (run.text.bos_id,)
     steps = [
         load(path, execution="reference").decoder
         for path in sorted((tmp_path / "run" / "checkpoints").iterdir())
@@ -236,7 +246,7 @@ def test_models_that_do_not_fit(folders: list[str], tmp_path: Path) -> None:
 
     tokenizer = train_tokenizer(BytesConfig(), ())
     save(SMALL.replace(d_model=32).build(), tmp_path / "wide", tokenizer=tokenizer)
-    refused([folders[0], str(tmp_path / "wide")], "embedding.tokens.weight is of shape (300, 32)")
+    refused([folders[0], str(tmp_path / "wide")], "d_model is 32, not 16; merge models that differ")
     refused(folders, "slerp merges two models, not 3", method={"kind": "slerp"})
     refused([str(tmp_path / "none")], "does not exist")
     refused([], "is not a run", models=[{"model": folders[0], "checkpoints": 2}])
@@ -245,3 +255,80 @@ def test_models_that_do_not_fit(folders: list[str], tmp_path: Path) -> None:
     recipe = MergeRecipe.from_dict({"models": [{"model": folders[0]}]})
     with pytest.raises(WorkhorseError, match="exists and is not empty"):
         merge(recipe, tmp_path / "out")
+
+
+BLOCK = MODEL["blocks"]["main"]
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "attention.n_heads is 4": {"attention": {"n_heads": 4}},
+    "attention.position.theta is 500.0": {
+        "attention": {"position": {"kind": "rope", "theta": 500}}
+    },
+    "attention.window is 4": {"attention": {"window": 4}},
+    "feed_forward.activation is 'gelu'": {"feed_forward": {"activation": "gelu"}},
+    "norm.eps is 0.1": {"norm": {"kind": "rms_norm", "eps": 0.1}},
+}
+"""Blocks with weights of equal shapes that compute other functions."""
+
+
+@pytest.mark.parametrize("difference", FUNCTIONS)
+def test_models_that_compute_different_functions(
+    difference: str, folders: list[str], tmp_path: Path
+) -> None:
+    changes = {
+        key: {**BLOCK[key], **change} if isinstance(BLOCK[key], dict) else change
+        for key, change in FUNCTIONS[difference].items()
+    }
+    config = {**MODEL, "vocab_size": 300, "max_seq_len": 32, "blocks": {"main": BLOCK | changes}}
+    save(DecoderConfig.from_dict(config).build(), tmp_path / "other")
+    recipe = MergeRecipe.from_dict(
+        {"models": [{"model": folders[0]}, {"model": str(tmp_path / "other")}]}
+    )
+    with pytest.raises(
+        WorkhorseError, match=re.escape(f"different functions: layers.0.{difference}")
+    ):
+        merge(recipe, tmp_path / "out", notify=print)
+
+
+MERGES = [["a", "b"], ["b", "c"]]
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "model": {"merges": MERGES[::-1]},
+    "pre_tokenizer": {"pre_tokenizer": {"type": "Digits", "individual_digits": True}},
+    "normalizer": {"normalizer": {"type": "Lowercase"}},
+}
+
+
+@pytest.mark.parametrize("part", TOKENIZERS)
+def test_tokenizers_with_one_vocabulary(part: str, tmp_path: Path) -> None:
+    for name, changes in {"one": {}, "other": TOKENIZERS[part]}.items():
+        tokens = {token: index for index, token in enumerate(["a", "b", "c", "ab", "bc"])}
+        bpe = {"type": "BPE", "vocab": tokens, "merges": changes.get("merges", MERGES)}
+        parts = {"pre_tokenizer": None, "normalizer": None, "post_processor": None} | changes
+        parts.pop("merges", None)
+        definition = {"version": "1.0", "added_tokens": [], "decoder": None, "model": bpe, **parts}
+        save(SMALL.build(), tmp_path / name, tokenizer=Tokenizer(json.dumps(definition)))
+    recipe = MergeRecipe.from_dict(
+        {"models": [{"model": str(tmp_path / name)} for name in ("one", "other")]}
+    )
+    with pytest.raises(WorkhorseError, match=f"differ in {part}; merge models with one tokenizer"):
+        merge(recipe, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (("bfloat16", "float32"), "float32"),
+        (("bfloat16", "float16"), "float32"),
+        (("bfloat16", "bfloat16"), "bfloat16"),
+    ],
+)
+def test_auto_is_a_dtype_that_rounds_no_model(
+    dtypes: tuple[str, str], expected: str, tmp_path: Path
+) -> None:
+    """Differences that the weights do not depend on are named."""
+    for name, dtype in zip("ab", dtypes, strict=True):
+        longer = SMALL.replace(max_seq_len=32 if name == "a" else 64)
+        save(longer.build().to(getattr(torch, dtype)), tmp_path / name)
+    recipe = MergeRecipe.from_dict({"models": [{"model": str(tmp_path / one)} for one in "ab"]})
+    lines: list[str] = []
+    assert merge(recipe, tmp_path / "out", notify=lines.append).dtype == expected
+    assert f"{tmp_path}/b has another max_seq_len; the merged model has {tmp_path}/a's" in lines

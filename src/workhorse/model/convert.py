@@ -120,7 +120,7 @@ def convert(
         write(
             target,
             decoder,
-            tokenizer=_whole_tokenizer(model),
+            tokenizer=whole_tokenizer(model),
             dtype=getattr(torch, name),
             stop_tokens=model.stop_tokens,
         )
@@ -166,7 +166,7 @@ def save(
             on the device `meta`, or the tokenizer has more tokens than the decoder.
     """
     if isinstance(decoder, Model):
-        tokenizer = tokenizer or _whole_tokenizer(decoder)
+        tokenizer = tokenizer or whole_tokenizer(decoder)
         stop_tokens, decoder = stop_tokens or decoder.stop_tokens, decoder.decoder
     if not isinstance(decoder, Decoder):
         raise WorkhorseError(
@@ -244,7 +244,7 @@ def _write_gguf(
         target,
         model.decoder,
         model_type=family.model_type,
-        tokenizer=_whole_tokenizer(model),
+        tokenizer=whole_tokenizer(model),
         dtype=cast("GgufType", GGUF_TYPES.get(dtype, dtype)),
         name=Path(model.name).name,
         stop_tokens=model.stop_tokens,
@@ -337,7 +337,7 @@ def _convert_adapter(
     if stored.family is None:
         notify(f"other programs cannot load the base {base}; convert it too, with --to hf or gguf")
     if to == "peft":
-        tokenizer = _whole_tokenizer(model)
+        tokenizer = whole_tokenizer(model)
         count = write_peft(target, decoder, family, base, name=name, tokenizer=tokenizer)
     else:
         from workhorse.checkpoints.gguf import write_gguf_adapter
@@ -346,7 +346,7 @@ def _convert_adapter(
     return Converted(target, to, family.architecture, "float32", count)
 
 
-def _whole_tokenizer(model: Model) -> Tokenizer | None:
+def whole_tokenizer(model: Model) -> Tokenizer | None:
     """The tokenizer, with the token that preceded documents in training as bos.
 
     Other programs put bos before a prompt.

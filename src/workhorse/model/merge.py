@@ -4,10 +4,11 @@ The weights of the models stay memory-mapped, and each merged tensor is written 
 is computed. All arithmetic is in float32.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,11 +23,13 @@ from workhorse.checkpoints.tensors import weights_of
 from workhorse.config.base import Config, ConfigError
 from workhorse.data.sampling import derive
 from workhorse.devices.names import dtype_name
-from workhorse.errors import WorkhorseError, shown, warn_caller
+from workhorse.errors import WorkhorseError, warn_caller
+from workhorse.model.convert import whole_tokenizer
 from workhorse.model.load import load
 from workhorse.model.model import Model
 from workhorse.models.describe import count_parameters
-from workhorse.nn import Decoder
+from workhorse.models.huggingface.family import compare_plain, plain
+from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.adapters import adapters_of
 
 Density = Annotated[float, Field(gt=0, le=1)]
@@ -191,7 +194,7 @@ class MergeRecipe(Config):
     base: str | None = None
     """The model that the others were trained from, for methods that add changes to it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the written weights; `auto`: that of the first model."""
+    """Dtype of the written weights; `auto`: one that holds the values of all models and `base`."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "MergeRecipe":
@@ -250,11 +253,13 @@ def merge(
         recipe: the models and the method.
         target: a new or empty folder.
         to: format of the result; see `convert`.
-        notify: called with each warning of loading.
+        notify: called with each warning of loading, and each difference of the models that the
+            merged weights do not depend on.
 
     Raises:
-        WorkhorseError: a model cannot be read, the models have different shapes or tokenizers, the
-            format cannot represent them, or the target exists.
+        WorkhorseError: a model cannot be read, the models compute different functions of their
+            weights or have different tokenizers, the format cannot represent them, or the target
+            exists.
     """
     target = Path(target)
     check_new(target)
@@ -267,16 +272,19 @@ def merge(
         if adapters_of(model.decoder):
             raise WorkhorseError(
                 f"{model.name} is an adapter; write it with its base: "
-                f"workhorse convert {model.name} FOLDER --to hf"
+                f"workhorse convert {model.name} FOLDER --to workhorse"
             )
     base = None if recipe.base is None else read(recipe.base)
     first = base or models[0]
-    for model in models:
-        _check_alike(first, model)
     # A base that cannot chat must not take the template and the stop tokens from chat models.
     speaker = next((one for one in (first, *models) if _has_template(one)), first)
+    for model in models:
+        _check_alike(first, model)
+        for name, owner in _differences(first, speaker, model):
+            notify(f"{model.name} has another {name}; the merged model has {owner.name}'s")
     merged = _MergedWeights(recipe.method, models, [part.weight for part in parts], base)
-    dtype = models[0].decoder.embedding.tokens.weight.dtype
+    dtypes = [one.decoder.embedding.tokens.weight.dtype for one in (first, *models)]
+    dtype = reduce(torch.promote_types, dtypes)
     if recipe.dtype != "auto":
         dtype = getattr(torch, recipe.dtype)
     family = None
@@ -286,7 +294,7 @@ def merge(
     write(
         target,
         first.decoder,
-        tokenizer=speaker.tokenizer,
+        tokenizer=whole_tokenizer(speaker),
         dtype=dtype,
         stop_tokens=speaker.stop_tokens,
         weights=merged,
@@ -352,27 +360,40 @@ def _has_template(model: Model) -> bool:
 
 
 def _check_alike(first: Model, other: Model) -> None:
-    """Check that two models have weights of the same names and shapes, and the same vocabulary."""
-    ours, theirs = (_shapes(model.decoder) for model in (first, other))
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        own, found = ours.get(name), theirs.get(name)
-        if own != found:
+    """Check that two models compute the same function of their weights, and of strings."""
+    own, found = ([tuple(w.shape) for w in one.decoder.parameters()] for one in (first, other))
+    for difference in compare_plain(plain(other.config), plain(first.config)):
+        if difference.path != "max_seq_len" or own != found:
             raise WorkhorseError(
-                f"{name} is {_shown(found)} in {other.name} and {_shown(own)} in {first.name}; "
-                "merge models of one architecture"
+                f"{other.name} and {first.name} compute different functions: {difference}; merge "
+                "models that differ only in their weights"
             )
     if first.tokenizer is None or other.tokenizer is None:
         return
-    if first.tokenizer.vocabulary != other.tokenizer.vocabulary:
+    own, found = map(_encoding, (first.tokenizer, other.tokenizer))
+    if parts := [part for part in own if own[part] != found[part]]:
         raise WorkhorseError(
-            f"the tokenizers of {first.name} and {other.name} differ; merge models with one "
-            "tokenizer"
+            f"the tokenizers of {first.name} and {other.name} differ in {' and '.join(parts)}; "
+            "merge models with one tokenizer"
         )
 
 
-def _shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(weight.shape) for name, weight in weights_of(decoder).items()}
+def _encoding(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The parts of a tokenizer that determine the ids of a string."""
+    definition = json.loads(tokenizer.definition)
+    parts = {part: definition[part] for part in ("normalizer", "pre_tokenizer", "model")}
+    return {"vocabulary": tokenizer.vocabulary, **parts}
 
 
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else f"of shape {shown(shape)}"
+def _differences(first: Model, speaker: Model, other: Model) -> Iterator[tuple[str, Model]]:
+    """The properties in which a model differs from the result, and the model that has them."""
+    if other.config.max_seq_len != first.config.max_seq_len:
+        yield "max_seq_len", first
+    if speaker.tokenizer is None or other.tokenizer is None:
+        return
+    if other.tokenizer.chat_templates not in ({}, speaker.tokenizer.chat_templates):
+        yield "chat template", speaker
+    if other.prefix != speaker.prefix:
+        yield "token before a document", speaker
+    if other.stop_tokens != speaker.stop_tokens:
+        yield "set of stop tokens", speaker

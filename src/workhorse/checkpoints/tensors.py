@@ -51,9 +51,11 @@ def check_numbers(name: str, tensor: Tensor) -> None:
     Raises:
         WorkhorseError: a value is infinite or NaN.
     """
+    if tensor.itemsize == 1:  # PyTorch has no isfinite for float8
+        tensor = tensor.float()
     if tensor.sum(dtype=torch.float32).isfinite():  # much faster than testing each value
         return
-    wrong = ~tensor.isfinite()
+    wrong = ~tensor.float().isfinite()  # a float64 may not fit float32
     if tensor.ndim == 1 and not name.endswith("weight"):
         wrong &= tensor != -torch.inf
     if wrong.any():

@@ -245,13 +245,31 @@ def test_a_tied_head_is_trained_as_the_embedding() -> None:
     assert trained == set(adapter_parameters(decoder))
 
 
-def test_a_router_s_selection_bias_is_never_trained() -> None:
-    mixture = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
-    mixture["router"] = {"score": "sigmoid", "selection_bias": True}
+def mixture() -> Decoder:
+    """A mixture of experts, whose choice depends on a bias."""
+    experts = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
+    experts["router"] = {"score": "sigmoid", "selection_bias": True}
     fields = CONFIG.to_dict()
-    fields["blocks"]["main"]["feed_forward"] = mixture
+    fields["blocks"]["main"]["feed_forward"] = experts
+    return built(DecoderConfig.from_dict(fields))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_named_router_is_trained_and_merged(dora: bool) -> None:
+    decoder = mixture()
+    before = logits(decoder)
+    add_adapter(decoder, LoraConfig(targets=("router.proj",), dora=dora))
+    assert torch.equal(logits(decoder), before)
+    decoder(TOKENS).square().sum().backward()
+    assert all(one.grad is not None for one in adapter_parameters(decoder).values())
+    shaken(decoder)
+    assert moves(before, logits(decoder))
+    assert difference(logits(merge_adapter(decoder)), logits(decoder)) < TOLERANCE
+
+
+def test_a_router_s_selection_bias_is_never_trained() -> None:
     config = LoraConfig(targets=("q_proj",), also_train=("router",))
-    decoder = add_adapter(built(DecoderConfig.from_dict(fields)), config)
+    decoder = add_adapter(mixture(), config)
     trained = {name for name, one in decoder.named_parameters() if one.requires_grad}
     assert trained == set(adapter_parameters(decoder))
     assert not any("selection_bias" in name for name in trained)
@@ -272,15 +290,17 @@ def test_a_quantised_base(format: Any) -> None:
         merge_adapter(decoder)
 
 
-def test_a_named_head_may_be_tied_but_then_not_merged() -> None:
+def test_a_named_head_may_be_tied_and_is_merged_into_a_separate_one() -> None:
     tied = CONFIG.replace(head={"tied": True})
     assert "head.proj" not in adapted_layers(add_adapter(built(tied), LoraConfig()))
     decoder = built(tied)
     before = logits(decoder)
     shaken(add_adapter(decoder, LoraConfig(targets=("head.proj",))))
     assert moves(before, logits(decoder))
-    with pytest.raises(WorkhorseError, match="shares its weight with the embedding"):
-        merge_adapter(decoder)
+    merged = merge_adapter(decoder)
+    assert not merged.config.head.tied
+    torch.testing.assert_close(logits(merged), logits(decoder))
+    assert merged.embedding.tokens.weight is not merged.head.proj.weight
     untied = shaken(add_adapter(built(), LoraConfig(targets=("head.proj",))))
     torch.testing.assert_close(logits(merge_adapter(untied)), logits(untied))
 

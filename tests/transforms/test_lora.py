@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.parity.reference import VOCAB, make, quiet
 from workhorse.config.base import ConfigError
 from workhorse.nn.experts.mixture import GroupedLinear, group_sorted
+from workhorse.nn.experts.router import Float32Linear
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import (
     ADAPTED,
@@ -34,7 +35,8 @@ SCALES = {"lora": 5 / 3, "rslora": 5 / 3**0.5, "dora": 5 / 3}
 def adapted(layer: nn.Module, config: LoraConfig, dtype: torch.dtype = torch.float64) -> Adapted:
     """A layer with an adapter whose A and B are random; DoRA's magnitudes are not the norms."""
     made = as_subclass(layer, ADAPTED[type(layer)], adapters=nn.ModuleDict(), active="default")
-    made.adapters["default"] = adapter = config.build(made.weight_shape)
+    in_float32 = isinstance(layer, Float32Linear)
+    made.adapters["default"] = adapter = config.build(made.weight_shape, in_float32=in_float32)
     adapter.to(dtype)
     generator = torch.Generator().manual_seed(1)
     adapter.reset(made, generator)
@@ -101,6 +103,19 @@ def test_each_expert_computes_the_formula(kind: str, bias: bool) -> None:
                 parameter.copy_(adapter.get_parameter(name)[expert])
         rows.append(part(row))
     torch.testing.assert_close(layer(x, group_sorted(experts, 4)), torch.stack(rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_router_computes_the_formula_in_float32(kind: str) -> None:
+    """As a router without adapter does, also under autocast."""
+    layer = adapted(Float32Linear(7, 5).bfloat16(), LoraConfig(**KINDS[kind]), torch.bfloat16)
+    layer.adapters["default"].float()
+    a, b = (layer.adapters["default"].get_parameter(f"lora_{one}.weight") for one in "ab")
+    x = torch.randn(3, 7, dtype=torch.bfloat16)
+    wanted = x.float() @ expected(kind, layer, layer.weight.float(), a, b).T + layer.bias.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer(x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -11,7 +11,7 @@ from torch import nn
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.nn.experts.router import ALWAYS_FLOAT32
+from workhorse.nn.experts.router import ALWAYS_FLOAT32, Float32Linear
 from workhorse.nn.init import undrawn
 from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, merged_weight
 from workhorse.transforms.quantization import QuantizedWeight
@@ -74,7 +74,9 @@ def add_adapter(
             layer = as_subclass(layer, kind, adapters=nn.ModuleDict(), active=None)  # noqa: PLW2901
             decoder.set_submodule(path, layer)
         with undrawn(dtype or decoder.embedding.tokens.weight.dtype), torch.device(decoder.device):
-            layer.adapters[name] = adapter = config.of(path).build(layer.weight_shape)
+            layer.adapters[name] = adapter = config.of(path).build(
+                layer.weight_shape, in_float32=isinstance(layer, Float32Linear)
+            )
         if decoder.device.type != "meta":
             digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
@@ -171,12 +173,6 @@ def why_not_merged(decoder: Decoder) -> str | None:
             "the base of the adapter is quantised, so a merged weight would be quantised again; "
             "load the base without quantize, and this adapter with adapter (--adapter)"
         )
-    for path, layer in adapted_layers(decoder).items():
-        if layer.active is not None and layer.dense_weight is decoder.embedding.tokens.weight:
-            return (
-                f"{path} shares its weight with the embedding, so its adapter cannot be merged; "
-                "train the adapter without this target"
-            )
     return None
 
 
@@ -185,23 +181,26 @@ def merge_adapter(decoder: Decoder, kernel: KernelName = "auto") -> Decoder:
     """Return a decoder without adapters, with the active adapter's updates added to its weights.
 
     Sums are computed in float32 and rounded to the dtype of the weights. All other weights are
-    shared with `decoder`.
+    shared with `decoder`. If the adapter changes a head that shares its weight with the embedding,
+    the returned decoder has a separate head.
 
     Args:
         decoder: the decoder with the adapter.
         kernel: the implementation of attention in the returned decoder.
 
     Raises:
-        WorkhorseError: the base is quantised, or the adapter changes a head that shares its weight
-            with the embedding.
+        WorkhorseError: the base is quantised.
     """
     if why := why_not_merged(decoder):
         raise WorkhorseError(why)
     weights = {path: weight.detach() for path, weight in decoder.named_parameters()}
+    config = decoder.config
     for path, layer in adapted_layers(decoder).items():
         if layer.active is not None:
             weights[f"{path}.weight"] = merged_weight(layer)
-    merged = decoder.config.build(kernel, device="meta")
+            if layer.dense_weight is decoder.embedding.tokens.weight:
+                config = config.replace(head=config.head.replace(tied=False))
+    merged = config.build(kernel, device="meta")
     of_base = {path: weights[path] for path, _ in merged.named_parameters()}
     merged.load_state_dict(of_base, strict=False, assign=True)
     merged.tie_weights()
@@ -223,7 +222,7 @@ def _targets(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Module]:
         return {
             f"layers.{path}": module
             for path, module in decoder.layers.named_modules()
-            if type(module) in known and _is_base(path)
+            if type(module) in known and _is_base(path) and not isinstance(module, Float32Linear)
         }
     targets: dict[str, nn.Module] = {}
     for name in config.targets:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from workhorse.config.base import Config, ConfigError
 from workhorse.nn.experts.mixture import GroupedLinear, Groups
+from workhorse.nn.experts.router import Float32Linear
 from workhorse.nn.products import wide, without_autocast
 from workhorse.transforms.quantization import (
     QuantizedGroupedLinear,
@@ -28,9 +29,12 @@ from workhorse.transforms.quantization import (
     QuantizedWeight,
     row_blocks,
 )
+from workhorse.transforms.record import as_subclass
 
 Name = Annotated[str, Field(min_length=1)]
 Value = TypeVar("Value")
+MAX_ALPHA = 1e6
+"""An alpha far above this gives updates that overflow float32."""
 MAGNITUDE = ".magnitude"
 """End of the names of DoRA's magnitudes, which stay in float32."""
 
@@ -41,14 +45,14 @@ class LoraConfig(Config):
     kind: Literal["lora"] = "lora"
     rank: int = Field(default=8, gt=0)
     """Rank of the update of each weight."""
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: float = Field(default=16.0, gt=0, le=MAX_ALPHA)
     """Factor on the update; it is divided by the divisor that `scaling` names."""
     scaling: Literal["rank", "sqrt_rank"] = "rank"
     """Divisor of alpha: the rank, or its square root (rsLoRA: the size of the update then does not
     depend on the rank)."""
     ranks: dict[Name, Annotated[int, Field(gt=0)]] = Field(default={})
     """Layers with another rank, by the last parts of their names, such as `{down_proj: 16}`."""
-    alphas: dict[Name, Annotated[float, Field(gt=0)]] = Field(default={})
+    alphas: dict[Name, Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field(default={})
     """Layers with another alpha, by the last parts of their names."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of the update. The input of the frozen weight has none."""
@@ -56,7 +60,7 @@ class LoraConfig(Config):
     """True to train the length of each row of a weight separately from its direction (DoRA)."""
     targets: Literal["all"] | tuple[Name, ...] = "all"
     """Linear layers that get an update: `all` inside the blocks, except routers; or a list with the
-    last parts of their names, such as `q_proj` or `layers.0.attention.q_proj`."""
+    last parts of their names, such as `q_proj`, `router.proj` or `layers.0.attention.q_proj`."""
     also_train: tuple[Name, ...] = ()
     """Modules whose own weights are trained too: the last parts of their names, such as
     `embedding`, `head` or `final_norm`."""
@@ -80,9 +84,16 @@ class LoraConfig(Config):
         alpha = _value_for(path, self.alphas, self.alpha)
         return self.replace(rank=rank, alpha=alpha, ranks={}, alphas={})
 
-    def build(self, weight: torch.Size) -> "LowRank":
-        """Build the adapter of a layer with a weight of this shape, with uninitialised values."""
-        return (Dora if self.dora else LowRank)(self, weight)
+    def build(self, weight: torch.Size, *, in_float32: bool = False) -> "LowRank":
+        """Build the adapter of a layer with a weight of this shape, with uninitialised values.
+
+        `in_float32` is True for an update that is always computed in float32, like a router.
+        """
+        made = (Dora if self.dora else LowRank)(self, weight)
+        if in_float32:
+            made.lora_a = as_subclass(made.lora_a, Float32Linear)
+            made.lora_b = as_subclass(made.lora_b, Float32Linear)
+        return made
 
 
 class LowRank(nn.Module):
@@ -227,6 +238,10 @@ class LoraLinear(Adapted, nn.Linear):
     """`nn.Linear` with adapters."""
 
 
+class LoraFloat32Linear(Adapted, Float32Linear):
+    """`Float32Linear`, the layer of a router, with adapters."""
+
+
 class LoraGroupedLinear(Adapted, GroupedLinear):
     """`GroupedLinear` with adapters: each expert has its own A and B."""
 
@@ -241,6 +256,7 @@ class LoraQuantizedGroupedLinear(Adapted, QuantizedGroupedLinear):
 
 ADAPTED: dict[type[nn.Module], type[Adapted]] = {
     nn.Linear: LoraLinear,
+    Float32Linear: LoraFloat32Linear,
     GroupedLinear: LoraGroupedLinear,
     QuantizedLinear: LoraQuantizedLinear,
     QuantizedGroupedLinear: LoraQuantizedGroupedLinear,

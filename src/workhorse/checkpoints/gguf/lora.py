@@ -34,12 +34,12 @@ def write_gguf_adapter(
         WorkhorseError: llama.cpp cannot apply the adapter, or a value is infinite or NaN.
     """
     config = adapters_of(decoder)[name]
+    architecture = architecture_of(find_gguf_family(decoder.config, family).model_type)
     for option, given in (("dora", config.dora), ("also_train", config.also_train)):
         if given:
             raise WorkhorseError(
                 f"llama.cpp has no adapters with {option}; convert the merged model (--to gguf)"
             )
-    architecture = architecture_of(find_gguf_family(decoder.config, family).model_type)
     base = decoder.config.build(device="meta")
     updates = updates_of(decoder, name)
     plans: list[TensorPlan] = []
@@ -57,9 +57,11 @@ def write_gguf_adapter(
         b = joined(f"{tensor}.lora_b", rows)
         plans += [TensorPlan(f"{tensor}.lora_a", tuple(a.shape), a.float().cpu), b]
     if updates:
+        # The merged model has a separate head then, which some architectures of llama.cpp lack.
+        to = "hf" if decoder.config.head.tied and "head.proj.weight" in updates else "gguf"
         raise WorkhorseError(
             f"llama.cpp has no adapter for {min(updates)} of {architecture.name}; convert the "
-            "merged model (--to gguf)"
+            f"merged model (--to {to})"
         )
     keys = {
         "general.type": "adapter",

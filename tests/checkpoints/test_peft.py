@@ -14,13 +14,16 @@ from tests.parity import reference
 from tests.parity.all_cases import ALL
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.peft import TAKEN_FOR_EXPERTS, WEIGHTS, add_peft, write_peft
+from workhorse.checkpoints.peft_config import matching
 from workhorse.errors import WorkhorseError
+from workhorse.model.convert import convert
 from workhorse.nn import Decoder
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import LoraConfig
 
 hf = pytest.importorskip("transformers", minversion="5.21")
 peft = pytest.importorskip("peft", minversion="0.21")
+get_pattern_key = pytest.importorskip("peft.utils.other").get_pattern_key
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 SMALL = {"vocab_size": 32, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -32,6 +35,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": SMALL
     | {"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 24}
     | {"num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": SMALL | {"num_key_value_heads": 2, "num_local_experts": 4},
 }
 LINEAR = ["q_proj", "down_proj"]
 EXPERTS = ["gate_up_proj", "down_proj"]
@@ -54,6 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "joined": ("gpt_neox", {"target_modules": ["query_key_value", "dense"]}),
     "joined dora": ("gpt_neox", {"target_modules": ["query_key_value"], "use_dora": True}),
     "experts": ("qwen3_moe", {"target_modules": ["v_proj"], "target_parameters": EXPERTS}),
+    "router": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": ["gate.weight"]}
+        | {"rank_pattern": {"1.mlp.gate.weight": 2}},
+    ),
     "one stack": (
         "qwen3_moe",
         {"target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True},
@@ -116,6 +125,28 @@ def test_adapters_of_peft(model_type: str, options: dict[str, Any], tmp_path: Pa
     assert (ours / "adapter_config.json").read_text() == with_sorted_targets(theirs)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@torch.no_grad()
+def test_all_linear_layers_of_mixtures(model_type: str, tmp_path: Path) -> None:
+    """PEFT adapts routers too; its rank of gate and up is doubled, by a regular expression."""
+    base, theirs, ours = (tmp_path / name for name in ("base", "theirs", "ours"))
+    options = {"target_modules": "all-linear", "r": 2, "lora_alpha": 4}
+    expected = with_peft(base_of(model_type, base), options, theirs)
+    stored = HuggingFaceDirectory(base)
+    decoder = stored.load_decoder()
+    add_peft(decoder, theirs, stored.family)
+    torch.testing.assert_close(decoder(TOKENS), expected, rtol=0, atol=1e-5)
+    write_peft(ours, decoder, stored.family, str(base))
+    assert (ours / WEIGHTS).read_bytes() == (theirs / WEIGHTS).read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = peft.PeftModel.from_pretrained(hf.AutoModelForCausalLM.from_pretrained(base), ours)
+    assert torch.equal(again.eval()(TOKENS).logits, expected)
+    convert(str(base), tmp_path / "merged", "hf", adapter=theirs, notify=print)
+    merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
+
+
 @torch.no_grad()
 def shaken(decoder: Decoder) -> Decoder:
     """Give the adapter of a decoder random values."""
@@ -128,7 +159,14 @@ def shaken(decoder: Decoder) -> Decoder:
 
 
 FAMILIES = {model_type: cases[0] for model_type, cases in ALL.items()}
-NOT_DENSE = ("q_proj", "v_proj", "out_proj", "experts.gate_proj", "experts.down_proj")
+NOT_DENSE = (
+    "q_proj",
+    "v_proj",
+    "out_proj",
+    "router.proj",
+    "experts.gate_proj",
+    "experts.down_proj",
+)
 """Targets of models whose feed-forwards PEFT takes for experts."""
 REFUSED = {"dbrx": "can have no adapter", **dict.fromkeys(TAKEN_FOR_EXPERTS, "PEFT takes")}
 
@@ -166,6 +204,11 @@ OURS = {
     "stacked A's, rsLoRA": ("gpt_neox", JOINED.replace(scaling="sqrt_rank")),
     "a part": ("gpt_neox", LoraConfig(targets=("q_proj", "v_proj"))),
     "tied": ("gpt2", LoraConfig(also_train=("embedding",))),
+    "one router": ("qwen3_moe", LoraConfig(targets=("layers.1.feed_forward.router.proj",))),
+    "one stack, with dropout": (
+        "qwen3_moe",
+        LoraConfig(targets=("layers.1.feed_forward.experts.down_proj",), dropout=0.1),
+    ),
 }
 
 
@@ -209,3 +252,41 @@ def test_experts_in_the_names_of_transformers_4(tmp_path: Path) -> None:
     again = stored.load_decoder()
     add_peft(again, tmp_path, stored.family)
     assert torch.equal(again(TOKENS), decoder(TOKENS))
+
+
+NAME = "model.layers.10.self_attn.q_proj"
+PATTERNS = {
+    "q_proj": True,
+    "proj": False,
+    "self_attn.q_proj": True,
+    "k_proj|q_proj": True,
+    r".*\.q_proj": True,
+    r"^model\.layers\.[0-9]+\.self_attn\.(?:k|q)_proj$": True,
+    r".*layers\.\d+\..*\.(q|v)_proj": True,
+    r"layers\.[^1]\d?\..+": False,
+    "^layers.10.self_attn.q_proj": False,
+}
+
+
+@pytest.mark.parametrize(("pattern", "fits"), PATTERNS.items())
+def test_patterns_of_layers(pattern: str, fits: bool) -> None:
+    assert matching({pattern: 1}, NAME, 0) == fits == (get_pattern_key([pattern], NAME) == pattern)
+
+
+SLOW = [
+    "([a-z._0-9]+)+X",
+    "(a|a)*b",
+    "((a))",
+    "a{9999}",
+    ".*" * 5,
+    "q" * 201,
+    "(q|.)X",
+    "(?=q)q",
+    "",
+]
+
+
+@pytest.mark.parametrize("pattern", SLOW)
+def test_patterns_that_are_not_matched(pattern: str) -> None:
+    with pytest.raises(WorkhorseError, match="is invalid, or may take too long to match"):
+        matching({pattern: 1}, NAME, 0)

@@ -76,6 +76,7 @@ def saved(base: Path, folder: Path, **options: Any) -> tuple[Path, Tensor]:
 def test_several_adapters_on_one_base(base: Path, tmp_path: Path) -> None:
     one, first = saved(base, tmp_path / "one")
     two, second = saved(base, tmp_path / "two", targets=("q_proj",), dora=True)
+    change(two, ensure_weight_tying=True)  # without effect if no embedding is saved
     model = load(base, adapter={"a": one, "b": two})
     torch.testing.assert_close(logits(model), first)
     set_adapter(model.reference, "b")
@@ -185,10 +186,19 @@ def change(folder: Path, **keys: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def poison(folder: Path) -> None:
+def poison(folder: Path, value: float, dtype: torch.dtype) -> None:
     tensors = load_file(folder / WEIGHTS)
-    next(iter(tensors.values()))[0, 0] = torch.nan
-    save_file(tensors, folder / WEIGHTS)
+    name, first = next(iter(tensors.items()))
+    first = first.double()
+    first[0, 0] = value
+    save_file(tensors | {name: first.to(dtype)}, folder / WEIGHTS)
+
+
+def twice(folder: Path) -> None:
+    """Store a tensor with and without PEFT's prefix."""
+    tensors = load_file(folder / WEIGHTS)
+    others = {name.removeprefix("base_model.model."): one + 1 for name, one in tensors.items()}
+    save_file(tensors | others, folder / WEIGHTS)
 
 
 def rename(folder: Path, old: str, new: str) -> None:
@@ -202,10 +212,33 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "is not an adapter"),
     "kind": (lambda f: change(f, peft_type="IA3"), "peft_type: 'IA3' is not allowed; give 'LORA'"),
     "rank": (lambda f: change(f, r=0), "r: 0 is too small"),
-    "pattern": (lambda f: change(f, rank_pattern={"(": 1}), "pattern .* is not valid"),
+    "pattern": (lambda f: change(f, rank_pattern={"(": 1}), "the pattern '\\(' is invalid"),
+    "slow pattern": (
+        lambda f: change(f, alpha_pattern={"([a-z._0-9]+)+X": 1}),
+        "may take too long to match; give the names of layers",
+    ),
+    "many patterns": (
+        lambda f: change(f, rank_pattern={f"{n}.*": 2 for n in range(21)}),
+        "matching 21 patterns would take long",
+    ),
+    "alpha": (lambda f: change(f, lora_alpha=1e308), "lora_alpha: 1e.308 is too large"),
+    "alphas": (lambda f: change(f, alpha_pattern={"q": 1e308}), "alpha_pattern.q: 1e.308 is too"),
     "bias": (lambda f: change(f, bias="all"), "bias: 'all' is not allowed"),
     "option": (lambda f: change(f, use_qalora=True), "use_qalora=true is not supported"),
-    "initial": (lambda f: change(f, init_lora_weights="pissa"), "init_lora_weights: 'pissa'"),
+    "arrow": (lambda f: change(f, arrow_config={"k": 1}), "train the adapter without it"),
+    **{
+        one: (
+            lambda f, one=one: change(f, init_lora_weights=one),
+            f"init_lora_weights='{one}' changes the weights of the base; save the adapter as LoRA",
+        )
+        for one in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
+    },
+    "loftq": (lambda f: change(f, init_lora_weights="loftq"), "with PEFT's merge_and_unload"),
+    "twice": (twice, r"tensor 'model.layers.* has another tensor for the same weight"),
+    "not saved": (
+        lambda f: change(f, modules_to_save=["lm_head"]),
+        "modules_to_save names lm_head.weight, which is not in the file",
+    ),
     "unknown": (lambda f: change(f, use_wlora=4), "use_wlora=4 is not supported"),
     "another rank": (lambda f: change(f, r=3), r"has shape \(2, 32\), but this base needs \(3, 32"),
     "not dora": (
@@ -214,7 +247,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "embedding": (lambda f: rename(f, "lora_A.weight", "lora_embedding_A"), "LoRA of an embedding"),
     "missing": (lambda f: rename(f, "lora_B.weight", "lora_Z"), "is missing"),
-    "nan": (poison, "has infinite values or NaN"),
+    **{
+        f"{value} in {dtype}": (
+            lambda f, value=value, dtype=dtype: poison(f, value, dtype),
+            "has infinite values or NaN",
+        )
+        for value, dtype in (
+            (torch.nan, torch.float32),
+            (torch.nan, torch.float8_e4m3fn),
+            (torch.nan, torch.float8_e8m0fnu),
+            (1e300, torch.float64),
+        )
+    },
 }
 
 
@@ -241,6 +285,23 @@ def test_adapters_that_are_not_written(to: Any, base: Path, tmp_path: Path) -> N
         with pytest.raises(WorkhorseError, match=r"llama.cpp has no adapters with dora"):
             convert(model, tmp_path / "out", to, notify=print)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf", "workhorse"])
+def test_the_adapter_of_a_tied_head_is_merged(to: Any, tmp_path: Path) -> None:
+    """The merged model has a separate head; llama.cpp has no adapter for a tied one."""
+    decoder = adapted(
+        LLAMA.replace(head={"tied": True}).build(), LoraConfig(targets=("head.proj",))
+    )
+    model = Model("random", decoder, None, trained=True, family=family("llama"))
+    name = "out.gguf" if to == "gguf" else "out"
+    convert(model, tmp_path / name, to, notify=print)
+    torch.testing.assert_close(logits(load(tmp_path / name)), logits(model))
+    plain = Model("random", LLAMA.replace(head={"tied": True}).build(), None, trained=True)
+    base = convert(plain, tmp_path / "base", "hf", notify=print).path
+    path, _ = saved(base, tmp_path / "one", targets=("head.proj",))
+    with pytest.raises(WorkhorseError, match=r"no adapter for head.proj.weight .*\(--to hf\)"):
+        convert(base, tmp_path / "lora.gguf", "gguf-lora", adapter=path, notify=print)
 
 
 def test_wrong_bases(base: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, BASE_LAYER = "base_model.model.", ".base_layer"
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-EMBEDDING, HEAD = "embedding.tokens.weight", "head.proj.weight"
+EMBEDDING, HEAD, ROUTER = "embedding.tokens.weight", "head.proj.weight", "router.proj.weight"
 THEIR_HEAD = "lm_head"
 """The target whose frozen weight PEFT saves beside the adapter."""
 TAKEN_FOR_EXPERTS = (
@@ -89,6 +89,7 @@ def write_peft(
     config, modules = adapters_of(decoder)[name], Modules(decoder.config, family)
     our_updates, trained = updates_of(decoder, name), _trained_weights(decoder, name)
     updates: dict[str, Update] = {}
+    targets: dict[str, Update] = {}
     tied = decoder.config.head.tied and EMBEDDING in trained
     tensors: dict[str, Tensor] = {}
     saved: list[str] = []
@@ -99,8 +100,9 @@ def write_peft(
             saved += [] if tied and HEAD in move.ours else move.theirs
         if not our_updates.keys().isdisjoint(move.ours):
             parts = [our_updates.get(path) for path in move.ours]
-            updates[move.theirs[0]] = _to_theirs(modules, move, parts, config.divisor)
-            if move.theirs[0].endswith(".weight"):
+            update = _to_theirs(modules, move, parts, config.divisor)
+            targets[_target(move)] = updates[move.theirs[0]] = update
+            if _target(move) != move.theirs[0]:
                 transposed = modules.layout(move)[0]
     for theirs, update in updates.items():
         key = _wrapped(theirs, updates)
@@ -111,8 +113,8 @@ def write_peft(
             tensors[f"{key}{BASE_LAYER}.weight"] = decoder.head.proj.weight.detach()
     for key, value in tensors.items():
         check_numbers(key, value)
-    all_modules = modules_of(weight for move in modules.moves for weight in move.theirs)
-    data = written_config(config, updates, saved, all_modules) | {
+    weights = [weight for move in modules.moves for weight in move.theirs]
+    data = written_config(config, targets, saved, weights) | {
         "base_model_name_or_path": base,
         "ensure_weight_tying": tied,
         "fan_in_fan_out": transposed,
@@ -139,6 +141,12 @@ def _write_files(
     fill(folder / WEIGHTS, slices)
     if tokenizer is not None:
         tokenizer.save(folder, model_type=model_type)
+
+
+def _target(move: Move) -> str:
+    """The module whose weight PEFT updates, or the parameter, if it is of experts or a router."""
+    name = move.theirs[0]
+    return name if move.ours[0].endswith(ROUTER) else name.removesuffix(".weight")
 
 
 def _weights_to_theirs(move: Move, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -181,10 +189,10 @@ def _to_theirs(
     magnitudes = [one.magnitude for one in updates if one and one.magnitude is not None]
     if not magnitudes:
         return Update(a, b, None, alpha)
-    if len(magnitudes) < len(updates) or magnitudes[0].ndim > 1:
+    if len(magnitudes) < len(updates) or _target(move) == theirs:
         raise WorkhorseError(
             f"PEFT has no DoRA for {theirs} unless the adapter covers it whole, or for "
-            "experts; train the adapter with dora=false"
+            "experts and routers; train the adapter with dora=false"
         )
     return Update(a, b, put(move, magnitudes)[0], alpha)
 
@@ -226,17 +234,23 @@ def _add(
     for move in modules.moves:
         if update_keys.keys() >= set(move.theirs):
             keys = [update_keys.pop(theirs) for theirs in move.theirs]
-            updates |= _to_ours(modules, move, keys, config, stored)
+            _add_once(updates, _to_ours(modules, move, keys, config, stored), keys[0] + A)
         if weight_keys.keys() >= set(move.theirs):
             keys = [weight_keys.pop(theirs) for theirs in move.theirs]
             weights = _weights_to_ours(modules, move, keys, stored)
             if _is_trained(move, config):
-                trained |= weights
+                _add_once(trained, weights, keys[0])
             else:
                 _check_unchanged(decoder, weights)
     if left := [*update_keys, *weight_keys]:
         raise WorkhorseError(
             f"{left[0]} is not a weight of this {family.model_type} model; {OTHER_BASE}"
+        )
+    untied = config.replace(ensure_weight_tying=False)  # it adds the head only to the embedding
+    saved = (move for move in modules.moves if _is_trained(move, untied))
+    if missing := [move.theirs[0] for move in saved if not trained.keys() >= set(move.ours)]:
+        raise WorkhorseError(
+            f"modules_to_save names {missing[0]}, which is not in the file; save the adapter again"
         )
     if decoder.config.head.tied:
         _join_tied(trained, config)
@@ -247,6 +261,16 @@ def _add(
         if update.magnitude is not None:
             trained[f"{adapter}.magnitude"] = update.magnitude
     copy_adapter(decoder, trained, name)
+
+
+def _add_once(found: dict[str, Any], more: Mapping[str, Any], key: str) -> None:
+    """Add the content of a tensor to what was found, in place."""
+    if not found.keys().isdisjoint(more):
+        raise WorkhorseError(
+            f"tensor {key!r}: the file has another tensor for the same weight; save the adapter "
+            "again"
+        )
+    found.update(more)
 
 
 def _is_trained(move: Move, config: PeftConfig) -> bool:
@@ -312,12 +336,14 @@ def _by_weight(
                 "modules_to_save"
             )
         if inner.endswith(A):
-            module = key.removesuffix(A)
-            update_keys[_weight_of(inner.removesuffix(A), config, stacks)] = module
-            used |= {module + end for end in ends}
+            keys, weight = update_keys, _weight_of(inner.removesuffix(A), config, stacks)
+            used |= {key.removesuffix(A) + end for end in ends}
         elif not inner.endswith((B, MAGNITUDE)):
-            weight_keys[inner.replace(f"{BASE_LAYER}.", ".")] = key
+            keys, weight = weight_keys, inner.replace(f"{BASE_LAYER}.", ".")
             used.add(key)
+        else:
+            continue
+        _add_once(keys, {weight: key.removesuffix(A)}, key)
     for key in sorted(stored.shapes.keys() - used):
         raise WorkhorseError(
             f"tensor {key!r} does not belong to a LoRA with these options; save the adapter again"
@@ -355,7 +381,9 @@ def _to_ours(
 ) -> dict[str, Update]:
     """Read the update of a weight, or of one per expert, and split it among our layers."""
     transposed, swapped = modules.layout(move)
-    name = move.theirs[0].removesuffix(".weight")
+    name = move.theirs[0]
+    if not any(ends_with(name, target) for target in config.target_parameters or ()):
+        name = name.removesuffix(".weight")
     rank = matching(config.rank_pattern, name, config.r)
     alpha = matching(config.alpha_pattern, name, config.lora_alpha)
     *stack, rows, columns = modules.stored_shapes(move)[0]

@@ -2,24 +2,26 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from workhorse.checkpoints.huggingface.load import ADAPTER_FILE
 from workhorse.checkpoints.low_rank import Update
 from workhorse.config.base import Config, ConfigError
 from workhorse.config.errors import as_written
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.files.text_formats import read_json
-from workhorse.transforms.lora import LoraConfig, ends_with
+from workhorse.transforms.lora import MAX_ALPHA, LoraConfig, ends_with
 
 Value = TypeVar("Value")
+Alpha = Annotated[int | float, Field(gt=0, le=MAX_ALPHA)]
 
 NO_EFFECT: Mapping[str, Any] = {
-    **dict.fromkeys(("auto_mapping", "eva_config", "exclude_modules", "layers_pattern")),
-    **dict.fromkeys(("layers_to_transform", "megatron_config", "revision")),
+    **dict.fromkeys(("auto_mapping", "corda_config", "eva_config", "exclude_modules")),
+    **dict.fromkeys(("layers_pattern", "layers_to_transform", "lora_ga_config")),
+    **dict.fromkeys(("megatron_config", "revision")),
     "fan_in_fan_out": False,
     "inference_mode": True,
     "loftq_config": {},
@@ -31,13 +33,32 @@ NO_EFFECT: Mapping[str, Any] = {
 """Keys without effect on the result of a saved adapter, with PEFT's defaults. The tensors show
 which layers have an adapter."""
 UNSUPPORTED: Mapping[str, Any] = {
-    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "corda_config", "kasa_config")),
-    **dict.fromkeys(("layer_replication", "lora_ga_config", "monteclora_config", "use_bdlora")),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config")),
+    **dict.fromkeys(("layer_replication", "monteclora_config", "use_bdlora")),
     **dict.fromkeys(("trainable_token_indices", "velora_config")),
     "lora_bias": False,
     "use_qalora": False,
 }
 """Keys that must have PEFT's defaults."""
+NOT_MERGED = ("alora_invocation_tokens", "arrow_config", "layer_replication", "use_qalora")
+"""Keys of adapters that PEFT cannot merge."""
+CONVERT = "save the adapter as LoRA, with path_initial_model_for_weight_conversion of PEFT"
+MERGE = "merge the adapter with PEFT's merge_and_unload"
+CHANGE_THE_BASE = {
+    **dict.fromkeys(("pissa", "corda", "olora", "lora_ga"), CONVERT),
+    "loftq": MERGE,
+}
+"""Beginnings of `init_lora_weights` with which PEFT changes the base, and the remedies."""
+CHARACTER = r"(?:[\w.-]|\\[dw.-]|\[\^?(?:[\w.-]|\\[dw.-])+\])[*+]?\??"
+NAMES = r"(?:[\w-]|\\\.)+"
+SEQUENCE = rf"(?:{CHARACTER}|\((?:\?:)?{NAMES}(?:\|{NAMES})*\)\??)+"
+SIMPLE = re.compile(rf"\^?{SEQUENCE}(?:\|{SEQUENCE})*\$?", re.ASCII)
+"""The regular expressions that are matched. Files of strangers can have some that take years."""
+MAX_CHOICES, MAX_LENGTH = 4, 200
+"""Largest number of repetitions and groups of a pattern, and its length. A match takes up to a
+millisecond then."""
+MAX_WORK = 10_000
+"""Limit for the patterns of a config: one without a choice counts 1, others count 500."""
 
 
 class PeftConfig(Config):
@@ -47,15 +68,14 @@ class PeftConfig(Config):
     task_type: Literal["CAUSAL_LM"] | None = None
     base_model_name_or_path: str | None = None
     r: int = Field(default=8, gt=0)
-    lora_alpha: int | float = Field(default=8, gt=0)
-    rank_pattern: dict[str, int] = Field(default={})
-    alpha_pattern: dict[str, int | float] = Field(default={})
+    lora_alpha: Alpha = 8
+    rank_pattern: dict[str, Annotated[int, Field(gt=0)]] = Field(default={})
+    alpha_pattern: dict[str, Alpha] = Field(default={})
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     use_rslora: bool = False
     use_dora: bool = False
     bias: Literal["none"] = "none"
-    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
-    """PEFT's other methods change the weights of the base."""
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal", "mica"] = True
     modules_to_save: list[str] | None = None
     ensure_weight_tying: bool = False
     target_parameters: list[str] | None = None
@@ -69,35 +89,47 @@ def read_config(path: Path) -> PeftConfig:
     """
     given = read_json(path)
     fields = {key: value for key, value in given.items() if key in PeftConfig.model_fields}
+    method = str(fields.get("init_lora_weights")).lower()
+    for name, remedy in CHANGE_THE_BASE.items():
+        if method.startswith(name):
+            raise WorkhorseError(
+                f"{path}: init_lora_weights={shown(method)} changes the weights of the base; "
+                f"{remedy}"
+            )
     for key in given.keys() - fields.keys() - NO_EFFECT.keys():
         if given[key]:
+            remedy = "train the adapter without it" if key in NOT_MERGED else MERGE
             raise WorkhorseError(
-                f"{path}: {key}={as_written(given[key])} is not supported; merge the adapter with "
-                "PEFT's merge_and_unload"
+                f"{path}: {key}={as_written(given[key])} is not supported; {remedy}"
             )
     try:
-        return PeftConfig(**fields)
+        config = PeftConfig(**fields)
     except ConfigError as error:
         raise WorkhorseError(f"{path}: {error}") from None
+    patterns = [*config.rank_pattern, *config.alpha_pattern]
+    if sum(500 if _choices(one) else 1 for one in patterns) > MAX_WORK:
+        raise WorkhorseError(
+            f"{path}: matching {len(patterns)} patterns would take long; give names of layers"
+        )
+    return config
 
 
 def written_config(
-    config: LoraConfig, updates: Mapping[str, Update], saved: Iterable[str], modules: list[str]
+    config: LoraConfig, updates: Mapping[str, Update], saved: Iterable[str], weights: list[str]
 ) -> dict[str, Any]:
     """The content of `adapter_config.json`.
 
     Args:
         config: the options of the adapter.
-        updates: the updates, by the names of their weights.
+        updates: the updates, by the names of their targets, which are modules or parameters.
         saved: the names of the weights that are saved in full.
-        modules: the names of all modules.
+        weights: the names of all weights.
     """
-    names = [*modules, *updates]
-    by_target = {weight.removesuffix(".weight"): update for weight, update in updates.items()}
-    ranks = {target: update.rank for target, update in by_target.items()}
-    alphas = {target: _plain(update.alpha) for target, update in by_target.items()}
-    target_modules = [target for target in by_target if target not in updates]
-    target_parameters = [target for target in by_target if target in updates]
+    names, known = [*modules_of(weights), *weights], set(weights)
+    ranks = {target: update.rank for target, update in updates.items()}
+    alphas = {target: _plain(update.alpha) for target, update in updates.items()}
+    target_parameters = [target for target in updates if target in known]
+    target_modules = [target for target in updates if target not in known]
     saved_modules = [weight.rpartition(".")[0] for weight in saved]
     written = PeftConfig(
         peft_type="LORA",
@@ -106,7 +138,7 @@ def written_config(
         lora_alpha=_plain(config.alpha),
         rank_pattern=pattern(ranks, config.rank, names),
         alpha_pattern=pattern(alphas, _plain(config.alpha), names),
-        lora_dropout=config.dropout,
+        lora_dropout=0 if target_parameters else config.dropout,  # PEFT has none for parameters
         use_rslora=config.scaling == "sqrt_rank",
         use_dora=config.dora,
         modules_to_save=shortest(saved_modules, names, str.endswith) or None,
@@ -154,12 +186,32 @@ def pattern(values: Mapping[str, Value], default: Value, names: Iterable[str]) -
 
 
 def matching(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
-    """The value of the first pattern, a regular expression, that fits the end of a name."""
+    """The value of the first pattern, a regular expression, that fits the end of a name.
+
+    Raises:
+        WorkhorseError: a pattern is not valid, or it may take long.
+    """
+    fits = (value for pattern, value in patterns.items() if _compiled(pattern).match(name))
+    return next(fits, default)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    too_long = len(pattern) > MAX_LENGTH or _choices(pattern) > MAX_CHOICES
+    if too_long or not SIMPLE.fullmatch(pattern):
+        raise WorkhorseError(
+            f"the pattern {shown(pattern)} is invalid, or may take too long to match; give the "
+            "names of layers"
+        )
     try:
-        fits = (value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", name))
-        return next(fits, default)
+        return re.compile(rf"(.*\.)?({pattern})$")
     except re.error as error:
-        raise WorkhorseError(f"a pattern of {ADAPTER_FILE} is not valid: {error}") from None
+        raise WorkhorseError(f"the pattern {shown(pattern)} is not valid: {error}") from None
+
+
+def _choices(pattern: str) -> int:
+    """The number of repetitions and groups of a pattern."""
+    return len(re.findall(r"[*+?(]", pattern.replace("(?:", "(")))
 
 
 def _plain(value: float) -> int | float:

@@ -1,12 +1,16 @@
 """Attribution graphs: their edges are complete. All shapes of all types: a campaign."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.inspect.test_trace import SMALL
 from tests.parity import reference
 from tests.parity.all_cases import ALL
 from workhorse.errors import WorkhorseError
 from workhorse.inspect import attribution_graph
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2", "deepseek_v3", "olmo2", "mpt"])
@@ -30,6 +34,18 @@ def test_the_edges_into_a_node_sum_to_its_value(model_type: str, tmp_path) -> No
     assert {end for link in data["links"] for end in (link["source"], link["target"])} <= {*ids}
     strongest = max(data["links"], key=lambda link: abs(link["weight"]))
     assert abs(strongest["weight"]) == pytest.approx(graph.edges.abs().max().item())
+
+
+def test_tokens_of_a_graph_have_names() -> None:
+    """Also rows of a padded embedding, and special tokens."""
+    tokenizer = train_tokenizer(BytesConfig(special=SpecialTokensConfig()), [])
+    decoder = SMALL.replace(vocab_size=tokenizer.vocab_size + 5).build()
+    graph = attribution_graph(decoder, [97, 9, tokenizer.eos_id], n_features=0, n_logits=1)
+    graph = replace(graph, logits=torch.tensor([tokenizer.vocab_size + 4]))
+    data = graph.to_dict(tokenizer)
+    assert data["metadata"]["prompt_tokens"] == ["a", "→", tokenizer.roles["eos"]]
+    (logit,) = (node for node in data["nodes"] if node["feature_type"] == "logit")
+    assert f"#{tokenizer.vocab_size + 4}" in logit["clerp"]
 
 
 def test_limits_of_a_graph(tmp_path) -> None:

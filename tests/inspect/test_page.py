@@ -17,6 +17,7 @@ from workhorse.inspect.page import page_data, token_limit, why_not_live, write_p
 from workhorse.model.load import load
 from workhorse.model.model import Model
 from workhorse.models import preset
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
 IDS = [3, 9, 3, 27, 0, 9]
 
@@ -61,6 +62,15 @@ def test_the_data_are_those_of_the_pass(
     kl = torch.nn.functional.kl_div(changed, run.logits[0, -1].softmax(-1), reduction="sum")
     assert data["ablations"]["kl"][1][4] == pytest.approx(float(kl), rel=2e-3)
     assert data["ablations"]["ids"][1][4] == changed.topk(page.TOP).indices.tolist()
+
+
+def test_tokens_have_names() -> None:
+    """A page names rows of a padded embedding by their number."""
+    tokenizer = train_tokenizer(BytesConfig(special=SpecialTokensConfig()), [])
+    decoder = SMALL.replace(vocab_size=tokenizer.vocab_size + 5).build()
+    pieces = page_data(Model("made", decoder, tokenizer, trained=False), [97, 98])["pieces"]
+    assert (pieces[97], pieces[tokenizer.eos_id]) == ("a", tokenizer.roles["eos"])
+    assert {*pieces} == {*range(tokenizer.vocab_size)}
 
 
 def test_a_page_keeps_its_limits_and_loads_nothing(

@@ -183,6 +183,16 @@ def test_an_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, number: i
         tokenizer.decode([number])
 
 
+def test_an_id_without_a_token_has_no_bytes(tokenizer: Tokenizer) -> None:
+    """Rows of an embedding beyond the vocabulary have ids too."""
+    size = tokenizer.vocab_size
+    assert [tokenizer.display_bytes(token) for token in (-1, size, size + 9)] == [None] * 3
+    for name, token in tokenizer.special_tokens.items():
+        assert tokenizer.display_bytes(token) == name.encode()
+    (token, *_) = tokenizer.encode("a")
+    assert tokenizer.display_bytes(token) == tokenizer.token_bytes(token)
+
+
 @pytest.mark.parametrize("text", [5, None, b"a", ["a", "b"], ("a", "b")])
 def test_what_is_no_text_is_not_encoded(tokenizer: Tokenizer, text: Any) -> None:
     """The library would encode a pair of strings as one sequence."""

@@ -303,5 +303,6 @@ def _reached(amounts: Tensor) -> Tensor:
 def _text(tokenizer: Tokenizer | None, token: int) -> str:
     if tokenizer is None:
         return str(token)
-    text = tokenizer.decode([token], skip_special=False)
+    data = tokenizer.display_bytes(token)
+    text = f"#{token}" if data is None else data.decode("utf-8", "replace")
     return text.replace("\n", "⏎").replace("\t", "→").replace("\r", "↵")

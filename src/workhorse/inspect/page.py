@@ -196,10 +196,8 @@ def _norms(run: Trace, name: str) -> Tensor:
 def _pieces(model: Model, ids: Iterable[int]) -> dict[int, str | list[int]]:
     """The text of tokens; a list of bytes for tokens that are not UTF-8 by themselves."""
     tokenizer, found = model.tokenizer, dict[int, str | list[int]]()
-    names = {} if tokenizer is None else {n: name for name, n in tokenizer.special_tokens.items()}
     for token in ids:
-        if tokenizer is not None and token < tokenizer.vocab_size:
-            data = names[token].encode() if token in names else tokenizer.token_bytes(token)
+        if tokenizer is not None and (data := tokenizer.display_bytes(token)) is not None:
             text = data.decode("utf-8", "replace")
             found[token] = text if text.encode() == data else [*data]
     return found

@@ -244,6 +244,15 @@ class Tokenizer:
         (token,) = checked_ids((token,), self.vocab_size)
         return self._pieces[token] or b""
 
+    def display_bytes(self, token: int) -> bytes | None:
+        """Return the bytes that show a token by itself; for a special token, its name.
+
+        None if no token has the id, as for an extra row of a padded embedding.
+        """
+        if token in self._special_names:
+            return self._special_names[token].encode()
+        return self._pieces[token] if 0 <= token < self.vocab_size else None
+
     def control_encoder(self, also: frozenset[str] = frozenset()) -> ControlEncoder:
         """Return an encoder that distinguishes control tokens from typed text that looks the same.
 
@@ -400,6 +409,10 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def _special_names(self) -> dict[int, str]:
+        return {token: name for name, token in self.special_tokens.items()}
 
     @cached_property
     def _byte_ids(self) -> list[int]:

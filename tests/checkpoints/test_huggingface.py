@@ -238,24 +238,45 @@ def test_damaged_rotations_that_do_not_count_are_no_contradiction() -> None:
 def test_sampling_options_count_where_the_file_samples(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m")
     path = folder / "generation_config.json"
-    options = {"temperature": 0.6, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1}
+    options = {"temperature": 0.6, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
+    options["repetition_penalty"] = 1.1
     path.write_text(json.dumps(options))
-    assert load(folder, notify=print).sampling == {}
+    told: list[str] = []
+    assert load(folder, notify=told.append).sampling == {"repetition_penalty": 1.1}
+    line = "generation_config.json: ignored without do_sample: temperature, top_k, top_p, min_p"
+    assert told[0] == f"{folder}: {line}"
     path.write_text(json.dumps({**options, "do_sample": True}))
-    model = load(folder, notify=print)
+    model = load(folder, notify=told.append)
     assert model.sampling == options
+    assert sum("generation_config" in one for one in told) == 1
     assert model.with_sampling(GenerationConfig(), ["top_k"]).replace(top_k=5) == GenerationConfig(
         **options
     )
     greedy = GenerationConfig(temperature=0)
-    assert model.with_sampling(greedy, ["temperature"]) == greedy
+    penalised = greedy.replace(repetition_penalty=1.1)
+    assert model.with_sampling(greedy, ["temperature"]) == penalised
+    beams = GenerationConfig(beams=2)
+    assert model.with_sampling(beams, ["beams"]) == beams
     assert model.generate([1, 2], max_new_tokens=2, seed=1) == model.generate(
         [1, 2], GenerationConfig(**options, max_new_tokens=2, seed=1)
     )
     path.write_text(json.dumps({"temperature": -1.0, "top_k": 0, "do_sample": True}))
-    told: list[str] = []
     assert load(folder, notify=told.append).sampling == {}
     assert "is not used for sampling: temperature=-1 is negative" in " ".join(told)
+
+
+def test_options_of_generation_that_are_not_used_are_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    off = {"num_beams": 1, "early_stopping": False, "max_time": None, "suppress_tokens": []}
+    on = {"max_length": 9, "min_new_tokens": 1, "stop_strings": ["x"], "unknown": True}
+    path = folder / "generation_config.json"
+    path.write_text(
+        json.dumps({"do_sample": True, "eos_token_id": 2, "temperature": 1, **off, **on})
+    )
+    (line,) = HuggingFaceDirectory(folder).remarks
+    assert line == f"generation_config.json: ignored (not supported): {', '.join(on)}"
+    folder.joinpath("generation_config.json").write_text(json.dumps({"temperature": 1.0, **off}))
+    assert HuggingFaceDirectory(folder).remarks == []
 
 
 def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:

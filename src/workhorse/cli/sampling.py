@@ -198,7 +198,11 @@ def with_sampling(
     given = [name for name, value in options.items() if value is not None]
     full = model.with_sampling(config, given)
     if full != config:
-        own = (f"{key}={value:g}" for key, value in model.sampling.items() if key not in given)
+        own = (
+            f"{key}={value:g}"
+            for key, value in model.sampling.items()
+            if getattr(full, key) != getattr(config, key)
+        )
         print(f"generation_config.json: {', '.join(own)}; flags override it", file=sys.stderr)
     return full
 

@@ -184,7 +184,7 @@ class HuggingFaceDirectory:
             generation = self._generation()
             ids = _special_ids(fields, generation)
             self.sampling = _sampling(generation)
-            """The publisher's sampling options, by Workhorse's names; empty if sampling is off."""
+            """The publisher's sampling options, by Workhorse's names."""
         except WorkhorseError as error:
             of_ours = isinstance(error, ConfigError) and error.path  # not a key of config.json
             where = f"{self.path}: {CONFIG_FILE} sets" if of_ours else f"{self.path}:"
@@ -199,6 +199,7 @@ class HuggingFaceDirectory:
         self.stop_tokens = tuple(one for one in ids["eos_token_id"] if 0 <= one < size)
         """Ids of the tokens that end generation, from `generation_config.json` or `config.json`."""
         self.remarks = [*twice, *_remarks(whole, fields), *_outside(ids, size)]
+        self.remarks += _ignored(generation)
         if (self.path / ADAPTER_FILE).exists():
             self.remarks.append(
                 f"{ADAPTER_FILE} describes an adapter (LoRA), which is not applied; to apply "
@@ -279,19 +280,40 @@ def _special_ids(fields: Fields, generation: Fields) -> dict[str, list[int]]:
     return ids
 
 
-def _sampling(generation: Fields) -> dict[str, Any]:
-    """Read the sampling options of `generation_config.json`.
+_ONLY_SAMPLED = ("temperature", "top_p", "min_p", "top_k")
+"""Options of `generation_config.json` that need `do_sample`, as in transformers."""
+_SILENT = frozenset(
+    """_from_model_config bos_token_id decoder_start_token_id do_sample eos_token_id pad_token_id
+    transformers_version use_cache""".split()  # noqa: SIM905 the list is long
+)
+"""Keys of `generation_config.json` that are read elsewhere or change no token."""
+_ONE_IS_OFF = frozenset(
+    """encoder_repetition_penalty length_penalty num_beam_groups num_beams num_return_sequences
+    temperature top_p typical_p""".split()  # noqa: SIM905 the list is long
+)
+"""Options of `generation_config.json` for which 1 has no effect. For others, 0 has none."""
 
-    Empty if `do_sample` is not true, since transformers then ignores them.
-    """
-    if not generation.get("do_sample", False):
-        return {}
-    found: dict[str, float | None] = {
-        key: generation.optional(key, float)
-        for key in ("temperature", "top_p", "repetition_penalty")
+
+def _sampling(generation: Fields) -> dict[str, Any]:
+    """Read the sampling options of `generation_config.json` that transformers would use."""
+    names = _ONLY_SAMPLED if generation.get("do_sample", False) else ()
+    found = {
+        key: generation.optional(key, int if key == "top_k" else float)
+        for key in (*names, "repetition_penalty")
     }
-    found["top_k"] = generation.optional("top_k", int) or None  # 0: all tokens
+    found["top_k"] = found.get("top_k") or None  # 0: all tokens
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _ignored(generation: Fields) -> list[str]:
+    """Return warnings about options of `generation_config.json` that are not used."""
+    found: dict[str, list[str]] = {}
+    for key, value in generation.values.items():
+        is_off = value in (None, 0, [], {}) or (key in _ONE_IS_OFF and value == 1)
+        if not is_off and key not in generation.seen | _SILENT:
+            reason = "without do_sample" if key in _ONLY_SAMPLED else "(not supported)"
+            found.setdefault(reason, []).append(key)
+    return [f"{GENERATION_FILE}: ignored {why}: {', '.join(keys)}" for why, keys in found.items()]
 
 
 def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

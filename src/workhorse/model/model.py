@@ -442,10 +442,13 @@ class Model:
     def with_sampling(self, config: GenerationConfig, given: Collection[str]) -> GenerationConfig:
         """Return a config with the model's sampling options, except those named in `given`.
 
-        A config for greedy decoding or beam search is returned unchanged.
+        Greedy decoding uses only their `repetition_penalty`, and beam search none.
         """
         own = {name: value for name, value in self.sampling.items() if name not in given}
-        return config.replace(**own) if config.samples and own else config
+        if not config.samples:
+            used = own.keys() & {"repetition_penalty"} if config.beams == 1 else ()
+            own = {name: own[name] for name in used}
+        return config.replace(**own) if own else config
 
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
         """The complete config, with all token ids that end a completion.

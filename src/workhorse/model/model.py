@@ -279,6 +279,8 @@ class Model:
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Decode token ids to a string; the inverse of `encode`.
 
+        Ids of the decoder that have no token (a padded vocabulary) add nothing.
+
         Args:
             tokens: a list, or a tensor of one dimension.
             skip_special: True to omit special tokens, such as `prefix`; False to write their names.
@@ -287,7 +289,8 @@ class Model:
             WorkhorseError: the model has no tokenizer, or an id is not in the vocabulary.
         """
         ids = token_ids(tokens, "tokens are a sequence of token ids", "give one list of integers")
-        return self.text.decode(ids, skip_special=skip_special)
+        extra = range(self.text.vocab_size, self.decoder.config.vocab_size)
+        return self.text.decode([one for one in ids if one not in extra], skip_special=skip_special)
 
     def generate(
         self,

@@ -19,6 +19,7 @@ def test_a_long_text_is_shown_in_one_short_line() -> None:
         (numpy.ones((2, 2), dtype=int), "array([[1, 1], [1, 1]])"),
         (torch.nn.Sequential(torch.nn.ReLU()), "Sequential( (0): ReLU() )"),
         ("x" * 100, f"'{'x' * 79}…"),
+        ([10**5000], "a very large list"),
     ],
 )
 def test_a_value_is_shown_in_one_line(value: object, text: str) -> None:

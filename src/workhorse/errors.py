@@ -29,7 +29,10 @@ def to_install(extra: str) -> str:
 
 def shown(value: object) -> str:
     """Format a value for an error message: its repr on one line, truncated if it is long."""
-    text = " ".join(line.strip() for line in repr(value).splitlines())  # an array's repr has many
+    try:
+        text = " ".join(line.strip() for line in repr(value).splitlines())  # an array's has many
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = f"a very large {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 

@@ -41,6 +41,7 @@ def test_layouts_edits_and_gradients() -> None:
     tokens = torch.randint(20, (2, 5))
     run = trace(decoder, tokens, gradients=True)
     assert "blocks.2.hook_resid_pre" not in run
+    assert f"blocks.{'9' * 5000}.hook_resid_pre" not in run
     for name, shape in SHAPES.items():
         assert name in run
         assert run[name].shape == shape

@@ -97,7 +97,7 @@ def resolve(decoder: Decoder, name: str) -> tuple[str, View]:
         return _WHOLE[name], AS_IS
     if name == "ln_final.hook_normalized":
         return "final_norm", _normalized(decoder.final_norm)
-    found = re.fullmatch(r"blocks\.(\d+|\*)\.(.+)", name)
+    found = re.fullmatch(r"blocks\.([0-9]{1,9}|\*)\.(.+)", name)
     if found is None:
         return name, AS_IS
     layer, rest = found.groups()

@@ -120,7 +120,7 @@ def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
     for token in (min(numbers), max(numbers)) if numbers else ():
         if not 0 <= token < vocab_size:
             raise WorkhorseError(
-                f"token id {token} is not in the vocabulary of {vocab_size}; "
+                f"token id {shown(token)} is not in the vocabulary of {vocab_size}; "
                 "decode with the tokenizer that made the ids"
             )
     return numbers

@@ -263,6 +263,16 @@ def test_wrong_requests(make_decoder, prompt, options, message):
         generate(make_decoder(), [prompt], GenerationConfig(**options))
 
 
+def test_ids_without_a_token_are_refused(make_decoder, letters):
+    tokenizer = letters()
+    tokenizer.vocab_size = 16
+    for prompt, bias in (([16], {}), ([1], {16: 1.0})):
+        with pytest.raises(WorkhorseError, match=r"^token id 16 .*is not in the vocabulary of 16"):
+            generate(
+                make_decoder(), [prompt], GenerationConfig(logit_bias=bias), tokenizer=tokenizer
+            )
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_named(make_decoder, letters):
     tokenizer = letters()
     tokenizer.vocab_size = 18

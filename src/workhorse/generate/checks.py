@@ -168,11 +168,11 @@ def check_prompts(
     """
     if config.stop and tokenizer is None:
         raise WorkhorseError("stop strings need a tokenizer; pass one, or use stop_tokens")
-    size = decoder.config.vocab_size
-    asked_for = {"logit_bias": config.logit_bias, "stop_tokens": config.stop_tokens or ()}
-    for option, tokens in asked_for.items():
-        for token in tokens:
-            _check_id(token, size, f"of {option} ", f"choose 0 to {size - 1}")
+    size, usable = decoder.config.vocab_size, usable_vocab(decoder, tokenizer)
+    # Published configs have stop tokens without a string; such tokens are never generated.
+    for option, most in (("logit_bias", usable), ("stop_tokens", size)):
+        for token in getattr(config, option) or ():
+            _check_id(token, most, f"of {option} ", f"choose 0 to {most - 1}")
     fix = "use the model's own tokenizer"
     if tokenizer is not None and tokenizer.vocab_size > size:
         fix = f"the tokenizer has {tokenizer.vocab_size} tokens, more than the embedding: {fix}"
@@ -180,7 +180,7 @@ def check_prompts(
         _check_id(token, size, "", fix)
     rule, remedy = "a prompt is a sequence of token ids", "give one list of integers per prompt"
     ids = (token_ids(prompt, rule, remedy) for prompt in prompts)
-    return [_fit(prompt, decoder.max_seq_len, size, config, fix) for prompt in ids]
+    return [_fit(prompt, decoder.max_seq_len, usable, config, fix) for prompt in ids]
 
 
 def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
@@ -316,7 +316,7 @@ def _fit(
 def _check_id(token: int, vocab: int, whose: str, remedy: str) -> None:
     if not 0 <= token < vocab:
         raise WorkhorseError(
-            f"token id {token} {whose}is not in the vocabulary of {vocab}; {remedy}"
+            f"token id {shown(token)} {whose}is not in the vocabulary of {vocab}; {remedy}"
         )
 
 

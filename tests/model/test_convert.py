@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_the_type_of_the_weights(to: str, run_folder: Path, tmp_path: Path) -> N
         convert(run_folder, tmp_path / "other", "hf", dtype="q8_0")
 
 
-def test_gguf(run_folder: Path, tmp_path: Path) -> None:
+def test_gguf(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf")
     notes: list[str] = []
     convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", notify=notes.append)
@@ -117,6 +118,10 @@ def test_gguf(run_folder: Path, tmp_path: Path) -> None:
     }
     with pytest.raises(WorkhorseError, match="exists; choose another file"):
         convert(run_folder, tmp_path / "m.gguf", "gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for to in ("gguf", "gguf-lora"):  # before the model is read
+        with pytest.raises(WorkhorseError, match=r"writing GGUF needs .* pip install .*\[gguf\]"):
+            convert(tmp_path / "none", tmp_path / "other.gguf", to)
 
 
 def test_the_verb_says_the_class(

@@ -134,8 +134,12 @@ def _check_target(target: Path, to: Format) -> None:
     """Raise a WorkhorseError if the target exists, is in a run, or is a folder named `*.gguf`."""
     if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
         raise WorkhorseError(f"{target} is inside a run directory; choose a path outside it")
-    if to in GGUF and os.path.lexists(target):
-        raise WorkhorseError(f"{target} exists; choose another file")
+    if to in GGUF:
+        from workhorse.checkpoints.gguf.quantized import gguf_package
+
+        gguf_package("writing GGUF")  # before weights are read
+        if os.path.lexists(target):
+            raise WorkhorseError(f"{target} exists; choose another file")
     if to not in GGUF:
         if target.suffix == ".gguf":
             raise WorkhorseError(

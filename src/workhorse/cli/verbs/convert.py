@@ -16,7 +16,8 @@ from workhorse.cli.output import print_result, warn
     "to",
     type=click.Choice(["hf", "workhorse", "gguf", "peft", "gguf-lora"]),
     help="Format of DST: a Hugging Face directory, Workhorse's own format, or a GGUF file;"
-    " or only the adapter, as a PEFT directory or as a GGUF file for llama.cpp."
+    " or only the adapter, as a PEFT directory or as a GGUF file for llama.cpp. Writing GGUF needs"
+    " the extra gguf (pip install -e '.[gguf]')."
     "  [default: gguf if DST ends in .gguf]",
 )
 @click.option(

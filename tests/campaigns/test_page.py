@@ -231,6 +231,19 @@ def test_a_key_and_a_path_prefix(visit):
         say(page, "hello")
         is_done(page)
         expect(page.locator("article.assistant .body")).to_contain_text("User: hello")
+        visit(address.replace("://", "://any:secret-key@"))  # `fetch` refuses such addresses
+
+
+def test_an_empty_message_cannot_be_sent(visit, address):
+    page = visit(address)
+    page.click("#new-chat")
+    expect(page.locator("#draft")).to_have_attribute("placeholder", re.compile("not trained"))
+    for text, is_enabled in (("", False), (" ", False), ("a", True), ("", False)):
+        page.fill("#draft", text)
+        expect(page.locator("#send")).to_be_enabled(enabled=is_enabled)
+    say(page, "a", "text")
+    is_done(page)
+    expect(page.locator("#send")).to_be_enabled()  # continues the text
 
 
 def test_a_full_storage_is_reported(visit, address):

@@ -35,6 +35,9 @@ def test_the_page_is_one_file_that_never_parses_text_as_html():
     assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval", PAGE)
     assert not re.search(r"""call\(["'`]/""", PAGE)  # behind a proxy, the page has a path prefix
     assert not re.search(r"""\s(?:style|on[a-z]+)=["']""", PAGE)  # the policy forbids them
+    # `fetch` refuses an address with a user and a password, as the page's own may have.
+    assert re.findall(r"\bfetch\((\w+)", PAGE) == ["address"]
+    assert 'address.username = address.password = "";' in PAGE
 
 
 def test_a_reply_continues_after_given_tokens():

@@ -26,6 +26,8 @@ from workhorse.tokenizers.chat.template import with_template
 CONTEXT = 256
 END = 262
 """Id of the token that ends a turn."""
+PADDING = 2
+"""Number of rows of the embedding that have no token. They are likely and must never be chosen."""
 MODEL = "chatty"
 KEY = "key-of-the-tests"
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -58,7 +60,7 @@ def write_chat_run(folder: Path, template: str | None = None, context: int = CON
     if template is not None:
         tokenizer = Tokenizer(tokenizer.definition, tokenizer.roles, template)
     config = small_config(
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size + PADDING,
         n_layers=1,
         max_seq_len=context,
         head={"bias": True},
@@ -70,6 +72,7 @@ def write_chat_run(folder: Path, template: str | None = None, context: int = CON
     bias[tokenizer.encode("".join(map(chr, range(32, 127))))] = 3.0
     bias[[*tokenizer.special_tokens.values()]] = -3.0
     bias[END] = 5.0
+    bias[tokenizer.vocab_size :] = 4.0
     run = RunDirectory(folder)
     run.path.mkdir()
     # Only a run of chats, or one that began with a chat model, uses its chat template.

@@ -299,6 +299,7 @@ def test_keys_and_the_end():
         ({}, b'{"model": "fake", "prompt": "\\ud800"}', 400, None),
         ({}, b'{"model": "fake", "prompt": "a", "temperature": NaN}', 400, None),
         ({}, b"\xff\xfe", 400, None),
+        ({}, b'{"model": "fake", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, None),
         ({}, completion("a" * 5000), 400, "context_length_exceeded"),
         ({}, completion([999]), 400, None),
         ({}, completion([]), 400, None),

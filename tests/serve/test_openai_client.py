@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.serve.conftest import CONTEXT, END, MODEL, Served
+from tests.serve.conftest import CONTEXT, END, MODEL, PADDING, Served
 from workhorse.checkpoints import RunDirectory
 from workhorse.tokenizers import Tokenizer
 
@@ -132,7 +132,9 @@ def test_several_choices(client, temperature):
     texts = [choice.message.content for choice in found.choices]
     assert len(set(texts)) == (1 if temperature == 0 else 3)
     assert texts[0] == text(reply(client, temperature=temperature))
-    assert found.usage.completion_tokens == 24 * (1 if temperature == 0 else 3)
+    one = reply(client, temperature=temperature).usage
+    assert found.usage.completion_tokens == 3 * one.completion_tokens == 3 * 24
+    assert found.usage.prompt_tokens == one.prompt_tokens
 
 
 def test_several_prompts_and_choices(client, tokenizer):
@@ -213,6 +215,20 @@ def test_echo_scores_the_prompt(client):
     assert scored.logprobs.token_logprobs[-4:] == whole.logprobs.token_logprobs
     assert scored.logprobs.top_logprobs[-4:] == whole.logprobs.top_logprobs
     assert scored.logprobs.text_offset == [*range(len(prompt))]
+
+
+def test_rows_without_a_token_have_a_name(client, tokenizer):
+    extra = [*range(tokenizer.vocab_size, tokenizer.vocab_size + PADDING)]
+    names = {f"token_id:{token}" for token in extra}
+    scored = complete(client, logprobs=20, echo=True, extra_body={"chat_logprobs": True})
+    found = scored.choices[0].logprobs
+    assert names.isdisjoint(found.tokens)
+    assert names <= {name for top in found.top_logprobs[1:] for name in top}
+    (chat,) = reply(client, logprobs=True, top_logprobs=20).choices
+    for entries in (chat.logprobs.model_dump()["content"], found.content):
+        tops = [top for entry in entries for top in entry["top_logprobs"]]
+        assert {top["token"] for top in tops if not top["bytes"]} == names
+        assert {top["token_id"] for top in tops if not top["bytes"]} == {*extra}
 
 
 def test_logit_bias(client, tokenizer):

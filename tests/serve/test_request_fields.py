@@ -350,6 +350,8 @@ def test_a_part_that_is_not_text(http, part):
         ({"stop": 17 * ["a"]}, "stop", "up to 16 strings"),
         ({"temperature": "0"}, "temperature", "valid number"),
         ({"temperature": 1e-40}, "temperature", "too small"),
+        ({"logit_bias": {"0" * 5000: 1}}, "logit_bias", "not a token id; choose 0 to"),
+        ({"logit_bias": {"0" * 20 + "9999": 1}}, "logit_bias", "not a token id; choose 0 to"),
     ],
     ids=str,
 )

@@ -60,6 +60,12 @@ def test_samples_and_streams_have_the_form(client: OpenAI) -> None:
         for choice in event.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == texts
+    usage = whole.usage
+    assert usage is not None
+    one = client.chat.completions.create(**asked | {"n": 1}).usage
+    assert one is not None
+    assert usage.prompt_tokens == one.prompt_tokens >= usage.prompt_tokens_details.cached_tokens
+    assert usage.completion_tokens > one.completion_tokens
 
 
 @pytest.mark.parametrize(
@@ -121,13 +127,15 @@ def test_values_of_generated_schemas_end_in_time() -> None:
         jsonschema.validate(json.loads(tokenizer.decode(tokens, skip_special=True)), schema)
 
 
-def test_a_model_without_an_end_token_ends_when_nothing_can_follow() -> None:
+@pytest.mark.parametrize("ends", [(), (260,)])
+def test_a_model_without_an_end_token_ends_when_nothing_can_follow(ends: tuple[int, ...]) -> None:
+    """Also if its end token is a row of a padded embedding, for which the tokenizer has none."""
     tokenizer = train_tokenizer(BytesConfig(), [])
     source = GrammarSource(source_of(StructuredOutputs(regex="ab?c")))
-    grammar = Grammars(tokenizer, ()).make(source, 0, 9)
+    grammar = Grammars(tokenizer, ends).make(source, 0, 9)
     tokens: list[int] = []
     while not grammar.ends(tokens, ""):
-        tokens.append(int(grammar(torch.zeros(tokenizer.vocab_size), tokens).argmax()))
+        tokens.append(int(grammar(torch.zeros(tokenizer.vocab_size + 9), tokens).argmax()))
     assert re.fullmatch("ab?c", tokenizer.decode(tokens))
 
 

@@ -23,6 +23,8 @@ class Timings:
     cached: int = 0
     """Number of prompt tokens that were in the prefix cache."""
     new: int = 0
+    sent: int = 0
+    """Number of new tokens of all choices. Equal choices are generated once."""
     proposed: int = 0
     """Number of guessed tokens; see `GenerationConfig.speculate`."""
     accepted: int = 0
@@ -31,12 +33,13 @@ class Timings:
     first: float | None = None
     last: float = 0.0
 
-    def count(self, deltas: Sequence[Delta]) -> None:
-        """Count the new tokens of a step."""
+    def count(self, deltas: Sequence[Delta], *, repeated: bool = False) -> None:
+        """Count the new tokens of a step. `repeated`: see `generating.Job`."""
         self.last = time.perf_counter()
         if self.first is None:
             self.first = self.last
-        self.cached += sum(delta.cached_tokens for delta in deltas if delta.index == 0)
+        if not repeated:
+            self.cached += sum(delta.cached_tokens for delta in deltas if delta.index == 0)
         self.new += len(deltas)
         self.proposed += sum(delta.proposed for delta in deltas)
         self.accepted += sum(delta.accepted for delta in deltas)
@@ -45,8 +48,8 @@ class Timings:
     def usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": self.new,
-            "total_tokens": self.prompt + self.new,
+            "completion_tokens": self.sent,
+            "total_tokens": self.prompt + self.sent,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
@@ -68,18 +71,16 @@ class TokenText:
     """Formats tokens and their log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special = {number: name for name, number in tokenizer.special_tokens.items()}
-
-    def data(self, token: int) -> bytes:
-        """The bytes of a token; the name of a special one."""
-        if token in self._special:
-            return self._special[token].encode()
-        return self._tokenizer.token_bytes(token)
+        self._bytes_of = tokenizer.display_bytes
 
     def name(self, token: int) -> str:
-        r"""The text of a token; `bytes:\xe2\x82` if it is a part of a character."""
-        data = self.data(token)
+        r"""The text of a token; `bytes:\xe2\x82` if it is a part of a character.
+
+        `token_id:410` if no token has the id: the model's vocabulary is padded.
+        """
+        data = self._bytes_of(token)
+        if data is None:
+            return f"token_id:{token}"
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -98,13 +99,12 @@ class TokenText:
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.data(token)
-        text = data.decode("utf-8", "replace")
+        data = self._bytes_of(token)
         return {
-            "token": text,
+            "token": self.name(token) if data is None else data.decode("utf-8", "replace"),
             "token_id": token,
             "logprob": _finite(logprob),
-            "bytes": list(data),
+            "bytes": list(data or b""),
         }
 
     def completion_logprobs(

@@ -282,5 +282,10 @@ def _http_message(request: Request, error: HTTPException) -> str:
             return f"{request.url.path} does not exist; use {known or '/openapi.json for a list'}"
         case HTTPStatus.METHOD_NOT_ALLOWED:
             return f"{request.url.path} does not answer {request.method}; see /openapi.json"
+        case HTTPStatus.BAD_REQUEST:  # FastAPI's, for other errors of `json.loads`
+            return (
+                "the body cannot be read: it is nested too deeply, is not UTF-8, or a number has "
+                "more than 4,300 digits; correct it"
+            )
         case _:
             return str(error.detail)

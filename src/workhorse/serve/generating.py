@@ -110,6 +110,8 @@ class Job:
     config: GenerationConfig
     choices: list[Choice]
     grammar: GrammarSource | None = None
+    repeated: bool = False
+    """True if an earlier job of the request has the same prompt."""
 
     @classmethod
     def several(
@@ -122,8 +124,9 @@ class Job:
         """Return the jobs of a prompt. With a grammar, each sample is a job with its own state."""
         if not grammar or config.n_samples == 1:
             return [cls(prompt, config, choices, grammar)]
+        one, seed = config.replace(n_samples=1), config.seed or 0
         return [
-            cls(prompt, config.replace(n_samples=1, seed=(config.seed or 0) + n), [choice], grammar)
+            cls(prompt, one.replace(seed=seed + n), [choice], grammar, repeated=n > 0)
             for n, choice in enumerate(choices)
         ]
 
@@ -169,7 +172,7 @@ class Answer(ABC, Generic[Request]):
         self._client: str = state.client
         self._adapter = body.model if body.model in server.adapters else None
         self.model = self._adapter or server.name
-        self._timings = Timings(prompt=sum(len(job.prompt) for job in jobs))
+        self._timings = Timings(sum(len(job.prompt) for job in jobs if not job.repeated))
         state.failure = self.failure
 
     @abstractmethod
@@ -199,12 +202,7 @@ class Answer(ABC, Generic[Request]):
     @property
     def reasoning(self) -> int:
         """Number of tokens of reasoning so far."""
-        different = [
-            choice
-            for job in self._jobs
-            for choice in job.choices[: None if job.config.n_samples > 1 else 1]
-        ]
-        return sum(choice.reasoning for choice in different)
+        return sum(choice.reasoning for job in self._jobs for choice in job.choices)
 
     async def response(self) -> Response:
         """Generate, and return the answer, whole or as events."""
@@ -248,9 +246,10 @@ class Answer(ABC, Generic[Request]):
             async with aclosing(merged(streams)) as items:
                 async for number, deltas in items:
                     job = self._jobs[number]
-                    self._timings.count(self.counted(deltas))
+                    self._timings.count(self.counted(deltas), repeated=job.repeated)
                     for choice in job.choices:
                         if own := job.of_choice(choice, deltas):
+                            self._timings.sent += len(self.counted(own))
                             yield choice, own
         except EngineDied:
             closed = self._server.engine.state == "closed"

@@ -70,7 +70,7 @@ class _Vocabulary:
         self.bos_token_id = None
         self.special_token_ids = sorted(special)
         self.tokens = [
-            f"<|{token}|>".encode() if token in special else tokenizer.token_bytes(token)
+            f"<|{token}|>".encode() if token in special else tokenizer.display_bytes(token) or b""
             for token in range(size)
         ]
         self._tokenizer = tokenizer

@@ -241,7 +241,8 @@ class Prompts:
     def _bias(self, given: dict[str, float]) -> dict[int, float]:
         bias: dict[int, float] = {}
         for name, value in given.items():
-            if not (name.isascii() and name.isdigit() and int(name[:10]) < self._facts.vocab):
+            # Python converts no more than 4,300 digits.
+            if not (re.fullmatch("[0-9]{1,10}", name) and int(name) < self._facts.vocab):
                 raise bad_request(
                     f"logit_bias has the key {name[:20]!r}, which is not a token id; choose 0 to "
                     f"{self._facts.vocab - 1}",

@@ -182,9 +182,9 @@ class ResponsesAnswer(Answer[ResponsesRequest]):
         return {
             "input_tokens": timings.prompt,
             "input_tokens_details": {"cached_tokens": timings.cached, "cache_write_tokens": 0},
-            "output_tokens": timings.new,
+            "output_tokens": timings.sent,
             "output_tokens_details": {"reasoning_tokens": self.reasoning},
-            "total_tokens": timings.prompt + timings.new,
+            "total_tokens": timings.prompt + timings.sent,
         }
 
     def _read(self, choice: Choice, deltas: list[Delta]) -> Iterator[Fields]:

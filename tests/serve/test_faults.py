@@ -316,4 +316,5 @@ def test_wrong_requests_get_one_clear_line(address, headers, body, status, code)
     error = reply.json["error"]
     assert (reply.status, error["code"]) == (status, code), error
     assert "\n" not in error["message"]
+    assert "an error" not in error["message"]  # it says which
     assert error.keys() == {"message", "type", "param", "code"}

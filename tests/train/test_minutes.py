@@ -139,9 +139,32 @@ def test_minutes_that_are_none_are_refused_in_one_line(make_recipe, minutes: Any
     assert "\n" not in str(error.value)
 
 
-def test_a_recipe_has_steps_or_minutes(make_recipe) -> None:
-    with pytest.raises(ConfigError, match="train: steps=12 and minutes=1 are both set; remove one"):
-        make_recipe(minutes=1)
+@pytest.mark.parametrize(
+    ("steps", "found", "said"),
+    [
+        (6, 6, "train.steps=6 fits into train.minutes=0.5: 0.1 minutes at 1.5 s per step"),
+        (900, 12, "train.steps=900 would take 22.5 minutes at 1.5 s per step; train.minutes=0.5"),
+    ],
+)
+def test_with_steps_minutes_are_a_maximum(
+    steps: int, found: int, said: str, half_minute, tmp_path: Path
+) -> None:
+    bounded = half_minute.train.replace(steps=steps, schedule={"kind": "cosine", "warmup_steps": 2})
+    recipe = half_minute.replace(train=bounded.to_dict())
+    told: list[str] = []
+    result = train(recipe, tmp_path / "run", on_event=lambda one: told.append(str(one)))
+    assert result.step == result.steps == found
+    assert any(said in one for one in told)
+    assert train(recipe, tmp_path / "run", resume=True).steps == found
+
+
+def test_a_bounded_run_that_stopped_before_its_steps_were_timed_times_them(
+    half_minute, tmp_path: Path
+) -> None:
+    recipe = half_minute.replace(train=half_minute.train.replace(steps=900).to_dict())
+    RunDirectory(tmp_path / "run").path.mkdir()
+    RunDirectory(tmp_path / "run").begin(recipe.to_yaml())
+    assert train(recipe, tmp_path / "run", resume=True).step < 20
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def _check_whole(recipe: Recipe, name: str) -> None:
             f"{name} began from the trained weights of {recipe.init}; omit this run"
         )
     train = recipe.train
-    if train.steps is None:
+    if train.minutes is not None:
         raise WorkhorseError(f"{name} has not begun to train; omit this run")
     if (last := train.schedule.factor(train.length, train.length)) > DECAYED:
         raise WorkhorseError(
@@ -150,9 +150,9 @@ def point_of(recipe: Recipe) -> Point:
     """The sizes of the run that a recipe describes, as a point without a loss.
 
     Raises:
-        WorkhorseError: the recipe has `train.minutes` instead of a number of steps.
+        WorkhorseError: the recipe has `train.minutes`.
     """
-    if recipe.train.steps is None:
+    if recipe.train.minutes is not None:
         raise WorkhorseError(
             f"{recipe.name} has train.minutes, so its number of tokens is unknown; set train.steps "
             "instead"

@@ -23,7 +23,7 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe, recipe_warnings
-from workhorse.train.minutes import after_timing, as_begun, steps_within, with_steps
+from workhorse.train.minutes import as_begun, steps_within, timed, with_steps
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.run import check_run, reason_not_free
@@ -99,7 +99,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         seconds = time_steps(config, decoder_config, device, parallel, adapter=adapter)
         source = "steps"
     if config.minutes is not None:
-        config = with_steps(config, steps_within(config, after_timing(config.minutes), seconds))
+        left = 60 * config.minutes - timed(config)
+        config = with_steps(config, steps_within(config, left, seconds))
     steps = config.length
     return {
         "recipe": recipe.expanded().to_dict(),

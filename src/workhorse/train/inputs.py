@@ -36,6 +36,8 @@ from workhorse.transforms.adapters import disabled
 def tokenizer_of(recipe: Recipe, run: RunDirectory, notify: Callable[[str], None]) -> Tokenizer:
     """Return the run's tokenizer; it is trained on the training data if there is none yet."""
     if not run.tokenizer_folder.exists():
+        if recipe.tokenizer.kind not in ("bytes", "file"):
+            notify("training the tokenizer")
         made = prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder, notify=notify)
         run.save_tokenizer(made)
     return run.tokenizer()

@@ -2,9 +2,11 @@
 
 The number is determined once, when the run begins, by timing steps whose results are discarded.
 Training then starts from the initial weights. The run's recipe stores the number as `train.steps`,
-in place of `train.minutes`. The run is bitwise equal to a run of a recipe with this number.
+in place of `train.minutes`. The run is bitwise equal to a run of a recipe with this number. If the
+recipe has `train.steps` too, the number is not larger.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -19,8 +21,9 @@ from workhorse.train.recipe.training import FORWARD_PASS, TrainConfig
 from workhorse.train.report.metrics import read_metrics
 from workhorse.train.step.step import TrainingStep
 
-TIMED, MOST_TIMED = 0.05, 30.0
-"""Steps are timed for the fraction `TIMED` of a run's time, up to `MOST_TIMED` seconds."""
+TIMED, MOST_TIMED, MOST_TIMED_OF_STEPS = 0.05, 30.0, 5.0
+"""Steps are timed for the fraction `TIMED` of a run's time, up to `MOST_TIMED` seconds, or up to
+`MOST_TIMED_OF_STEPS` seconds if the recipe has `train.steps` too."""
 Notify = Callable[[str], object]
 
 
@@ -43,16 +46,18 @@ def settle(
     seconds = 60 * train.minutes
     notify(f"timing steps to find the number that takes train.minutes={train.minutes:g}")
     began = clock()
-    a_step = time_steps(step, batches, world, min(TIMED * seconds, MOST_TIMED), clock)
+    a_step = time_steps(step, batches, world, timed(train), clock)
     steps = steps_within(train, seconds - (clock() - began), a_step, held_out=held_out)
     found = with_steps(train, world.most(steps if world.is_first else 0))
     notify(remark(train, found, a_step))
     return found
 
 
-def after_timing(minutes: float) -> float:
-    """Return the seconds of `minutes` that remain after steps have been timed."""
-    return 60 * minutes - min(TIMED * 60 * minutes, MOST_TIMED)
+def timed(train: TrainConfig) -> float:
+    """Return the seconds for which steps are timed."""
+    assert train.minutes is not None
+    most = MOST_TIMED if train.steps is None else MOST_TIMED_OF_STEPS
+    return min(TIMED * 60 * train.minutes, most)
 
 
 def time_steps(
@@ -82,15 +87,15 @@ def steps_within(
 ) -> int:
     """Return the number of steps, with their validations, that fit into `seconds`, at least 1.
 
-    `step_seconds` is the time of a training step, `held_out` the number of batches in the
-    validation split.
+    It is at most `train.steps`, if set. `step_seconds` is the time of a training step, `held_out`
+    the number of batches in the validation split.
     """
     without = with_steps(train, int(seconds / step_seconds))
     every, rows = without.steps_between_validations, without.rows_in_validation
     batches = held_out if rows is None else min(held_out, rows / train.batch_size)
     validations = batches * FORWARD_PASS / every if every else 0.0  # cost per step, in steps
     left = seconds / step_seconds - held_out * FORWARD_PASS  # without the final validation
-    return max(1, int(left / (1 + validations)))
+    return max(1, min(int(left / (1 + validations)), train.steps or sys.maxsize))
 
 
 def with_steps(train: TrainConfig, steps: int) -> TrainConfig:
@@ -105,9 +110,15 @@ def remark(train: TrainConfig, found: TrainConfig, step_seconds: float) -> str:
     """Return a log line with the number of steps that `train.minutes` gives."""
     warmup, shorter = train.schedule.warmup_steps, found.schedule.warmup_steps
     shortened = f"; warm-up shortened from {warmup} to {shorter} steps" if warmup != shorter else ""
+    minutes, per_step = f"train.minutes={train.minutes:g}", f"at {step_seconds:.3g} s per step"
+    if train.steps is None:
+        return f"{minutes} gives train.steps={found.steps} {per_step}{shortened}"
+    whole = f"{train.steps * step_seconds / 60:.1f} minutes {per_step}"
+    if found.steps == train.steps:
+        return f"train.steps={train.steps} fits into {minutes}: {whole}"
     return (
-        f"train.minutes={train.minutes:g} gives train.steps={found.steps} at "
-        f"{step_seconds:.3g} s per step{shortened}"
+        f"train.steps={train.steps} would take {whole}; {minutes} shortens it to {found.steps} "
+        f"steps{shortened}"
     )
 
 
@@ -121,8 +132,9 @@ def as_begun(run: RunDirectory, recipe: Recipe) -> Recipe:
         return recipe
     _, state = run.store().newest_state() or (0, {})
     own = Recipe.from_dict(state.get("recipe") or run.recipe())
-    if (steps := own.train.steps) is None:  # the run stopped before its steps were timed
+    if own.train.minutes is not None:  # the run stopped before its steps were timed
         return recipe
+    steps = own.train.length
     events = read_metrics(run.metrics_file)
     if not any(event.get("minutes") == minutes for event in events if event["kind"] == "start"):
         raise WorkhorseError(

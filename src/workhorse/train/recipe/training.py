@@ -114,10 +114,11 @@ class TrainConfig(Config):
     steps: Annotated[Count | None, OnResume.CONTINUES] = None
     """Number of updates of the weights. None: determined by `minutes`."""
     minutes: float | None = Field(default=None, gt=0, le=LONGEST)
-    """Duration of all steps and validations in minutes, in place of `steps`. When the run begins,
-    steps are timed for a twentieth of this time, up to 30 seconds, and their results are discarded.
-    The recipe in the run directory stores the resulting number of steps, and a resumed run keeps
-    it."""
+    """Duration of all steps and validations in minutes, in place of `steps`. With `steps`, the
+    longest duration: fewer steps are trained if they would take longer. When the run begins, steps
+    are timed for a twentieth of this time, up to 30 seconds (5 with `steps`), and their results are
+    discarded. The recipe in the run directory stores the resulting number of steps, and a resumed
+    run keeps it."""
     batch_size: Annotated[Count, OnResume.CONTINUES]
     """Sequences per step."""
     seq_len: Count
@@ -262,10 +263,6 @@ class TrainConfig(Config):
     def _fits_together(self) -> Self:
         if self.steps is None and self.minutes is None:
             raise ConfigError("'steps' is missing; set one such as steps: 2000 or minutes: 5")
-        if self.steps is not None and self.minutes is not None:
-            raise ConfigError(
-                f"steps={self.steps} and minutes={self.minutes:g} are both set; remove one"
-            )
         if self.steps is not None and self.schedule.warmup_steps >= self.steps:
             raise ConfigError(
                 f"warmup_steps={self.schedule.warmup_steps} is not less than "

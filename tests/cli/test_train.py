@@ -42,6 +42,19 @@ def test_a_run_of_conversations_can_chat(recipe: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.endswith(f"; {next_command('chat', 'runs/tiny')}\n")
 
 
+def test_preparations_are_told(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workhorse.cli.output.PLAIN_INTERVAL", 0.0)
+    monkeypatch.setattr("workhorse.data.preparation.REPORT_BYTES", 1)
+    assert main(["train", recipe, "tokenizer={kind: characters}"]) == 0
+    first, second = capsys.readouterr().err.splitlines()[2:4]
+    assert first == "training the tokenizer"
+    assert second.startswith("tokenizing: ")
+    assert main(["train", recipe, "--out", "bytes"]) == 0
+    assert "tokenizer" not in capsys.readouterr().err
+
+
 def test_unknown_characters_are_told_where_they_flatter(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -88,12 +89,21 @@ def test_what_is_not_available_keeps_nothing_of_its_caller_alive(
         gc.enable()
 
 
-def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Waiting for it is announced once, not for each library or process that waits."""
     runs = compiler(tmp_path, monkeypatch, WORKS)
+    monkeypatch.setattr(build, "_ANNOUNCED", threading.Lock())
     library = build.ensure("decoding", wait=True)
+    build.ensure("vectors", wait=True).unlink()
+    assert capsys.readouterr().err.count("compiling native operators for this CPU, once") == 1
     assert library == build.ensure("decoding", wait=True) == build.ensure("decoding", wait=False)
     assert library.is_relative_to(cache)
-    assert runs.read_text() == "run\n"
+    assert runs.read_text() == "run\n" * 2
 
 
 @pytest.mark.parametrize("script", [INTERRUPTED, OUT_OF_MEMORY])

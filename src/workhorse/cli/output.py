@@ -189,7 +189,7 @@ def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int | None],
     Yields a function `report(done, total)`. Both arguments are counts of `unit`; `total` is None
     while it is not known.
     """
-    with _bar(label, unit) if sys.stderr.isatty() else _lines(label, unit) as report:
+    with _bar(label, unit) if sys.stderr.isatty() else progress_lines(label, unit) as report:
         yield report
 
 
@@ -220,7 +220,8 @@ def _bar(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
 
 
 @contextmanager
-def _lines(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
+def progress_lines(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Print a line of progress on stderr every ten seconds; see `progress`."""
     started = last = time.monotonic()
 
     def report(done: int, total: int | None) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from workhorse.cli.output import progress_lines
+
 TERMS = {"z_loss": "z-loss", "balance_loss": "balance loss"}
 """Displayed name of each optional term of the training loss, by its key in the event of a step."""
 Event = dict[str, Any]
@@ -30,8 +32,11 @@ def _plain(steps: int | None) -> Iterator[Show]:
         line = view.step_line(event) if event["kind"] == "step" else view.line(event)
         if line:
             print(line, file=sys.stderr, flush=True)
+        elif event["kind"] == "data":
+            tokenizing(event["done"], event["total"])
 
-    yield show
+    with progress_lines("tokenizing", "bytes") as tokenizing:
+        yield show
 
 
 @contextmanager

@@ -56,6 +56,8 @@ _SHARED_LIBSTDCXX = ("-shared-libgcc", "-l:libstdc++.so.6")
 _SECONDS = 300
 _SCRATCH = "building-"
 _LOADING = threading.Lock()
+_ANNOUNCED = threading.Lock()
+"""Locked after this process has printed that it compiles."""
 
 
 class Unavailable(Exception):
@@ -90,7 +92,9 @@ def ensure(name: str, *, wait: bool) -> Path:
             _scratch(folder).cleanup()  # check that the folder is writable
             _build_in_background(name)
             raise Unavailable("being compiled for the next start")
-        _announce()
+        if _ANNOUNCED.acquire(blocking=False):
+            line = "compiling native operators for this CPU, once; this can take a minute or two"
+            print(line, file=sys.stderr, flush=True)
         with ExitStack() as stack:
             with suppress(OSError):  # without locks, two processes may compile the same
                 lock = folder / f"{name}.lock"
@@ -319,12 +323,6 @@ def _end_compilers() -> None:
     """
     for compiler in [*_COMPILERS]:
         end_group(compiler)
-
-
-@functools.cache
-def _announce() -> None:
-    line = "compiling native operators for this CPU, once; this can take a minute or two"
-    print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache

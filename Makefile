@@ -11,6 +11,8 @@
 #   TORCH_INDEX=ADDRESS      an index of PyTorch builds, asked beside the default one. PyTorch's own
 #                            index of CPU builds (pytorch.org/get-started) saves gigabytes where
 #                            there is no GPU.
+#   STEPS=50                 steps of each training of make demo and make chat; by default all of
+#                            the recipe's, or as many as fit into five minutes
 #   WORKERS=3                test processes; one more than two cores, since some tests wait for
 #                            processes that they start
 
@@ -51,6 +53,7 @@ $(VENV): constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one: make PYTHON=..." >&2; exit 2; }
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv || { \
 	    rm -rf .venv; echo "$(PYTHON) cannot make an environment; install its venv module" >&2; exit 2; }
+	@echo "Updating pip in .venv"
 	-$(PIP) --quiet --upgrade pip
 	@touch $@
 
@@ -62,24 +65,33 @@ $(TORCH): $(VENV)
 	@touch $@
 
 $(INSTALLED): $(TORCH) pyproject.toml
+	@echo "Installing Workhorse and its dependencies into .venv"
 	$(PIP) --quiet --editable .
 	@touch $@
 
 $(FOR_TESTS): $(TORCH) pyproject.toml
+	@echo "Installing Workhorse and what its tests need into .venv (minutes, the first time)"
 	$(PIP) --quiet --editable '.[dev]'
 	@touch $@ $(INSTALLED)
 
 DEMO := runs/stdlib-small
+RECIPE := recipes/stdlib-small.yaml
+# train.steps and train.minutes of a recipe. A slow machine trains for five minutes, and a run that
+# has begun keeps its number of steps.
+length_of = $(shell sed -nE 's/^  (steps|minutes): /train.\1=/p' $(1))
 demo: $(INSTALLED)
-	$(WORKHORSE) train recipes/stdlib-small.yaml --out $(DEMO) $(if $(wildcard $(DEMO)/recipe.yaml),--resume)
+	$(WORKHORSE) train $(RECIPE) --out $(DEMO) $(if $(wildcard $(DEMO)/recipe.yaml),\
+	    --resume $(call length_of,$(DEMO)/recipe.yaml),\
+	    $(if $(STEPS),train.steps=$(STEPS),$(call length_of,$(RECIPE)) train.minutes=5))
 	$(WORKHORSE) evaluate $(DEMO) --compare-gzip
 	$(WORKHORSE) generate $(DEMO) --prompt "def " --prompt "class " --prompt "import " --seed 1
 	@echo "The whole run in one page: $(DEMO)/report.html"
+	@$(if $(STEPS),echo "shortened by STEPS; for all steps: rm -r $(DEMO) && make demo")
 	@echo "next: make chat"
 
 # A finished stage is not repeated, and an interrupted one is resumed.
 chat: $(INSTALLED)
-	@.venv/bin/python recipes/chat.py
+	@.venv/bin/python recipes/chat.py $(if $(STEPS),train.steps=$(STEPS))
 
 CHAT := runs/stdlib-preferences
 PROMPT ?= What is threading.Thread?
@@ -91,6 +103,7 @@ inspect: $(INSTALLED) $(CHAT)
 	@echo "next: make serve"
 
 $(FOR_SERVING): $(INSTALLED)
+	@echo "Installing what the server needs into .venv"
 	$(PIP) --quiet --editable '.[serve]'
 	@touch $@
 
@@ -99,6 +112,7 @@ serve: $(FOR_SERVING) $(CHAT)
 
 # Reads the source without importing it, so PyTorch is not installed.
 $(FOR_DOCS): $(VENV) pyproject.toml
+	@echo "Installing what the site needs into .venv"
 	$(PIP) --quiet --group docs
 	@touch $@
 

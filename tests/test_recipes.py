@@ -72,6 +72,35 @@ def test_rewards_of_answers_about_the_standard_library(answer, form, name, kind,
     assert answers.reward(*given) == [(form + name + kind + module) / 4]
 
 
+@pytest.mark.parametrize(
+    ("begun", "variables", "settings"),
+    [
+        ("", [], "train.steps=1469 train.minutes=5"),
+        ("", ["STEPS=50"], "train.steps=50"),
+        ("  steps: 400\n  minutes: null\n", [], "--resume train.steps=400 train.minutes=null"),
+        ("  steps: 400\n", ["STEPS=50"], "--resume train.steps=400"),
+    ],
+)
+def test_the_demo_is_bounded_and_a_begun_one_keeps_its_length(
+    begun: str, variables: list[str], settings: str, tmp_path: Path
+) -> None:
+    shutil.copy(FOLDER.parent / "Makefile", tmp_path)
+    shutil.copytree(FOLDER, tmp_path / "recipes")
+    if begun:
+        (tmp_path / "runs" / "stdlib-small").mkdir(parents=True)
+        (tmp_path / "runs" / "stdlib-small" / "recipe.yaml").write_text(f"train:\n{begun}")
+    for name in ("constraints.txt", "pyproject.toml", ".venv/.made", ".venv/.torch"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".venv" / ".installed").touch()
+    words = ["make", "--dry-run", "demo", *variables]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    command = " ".join(done.stdout.replace("\\\n", " ").partition(" evaluate")[0].split())
+    assert settings in command
+    assert command.count("train.steps=") == 1
+    assert ("train.minutes=5" in command) == (not begun and not variables)
+
+
 @pytest.mark.slow
 def test_from_nothing_to_a_chat(tmp_path):
     """`make chat` with a tiny model: every stage, and the second call repeats none."""

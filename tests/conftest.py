@@ -1,10 +1,17 @@
-"""Settings and fixtures of all tests: no network, a fixed random state, a small run directory."""
+"""Settings and fixtures of all tests: no network, a fixed random state, a small run directory.
+
+The environment variable `WORKHORSE_TEST_SEED` (0 by default) changes what tests draw: the state of
+PyTorch's generator, Hypothesis' examples, the seeds of generations without a seed, and the order of
+the modules and of the tests of each. A test that passes with one seed must pass with all.
+"""
 
 import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
+import random
+import secrets
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +28,9 @@ from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
 
+SEED = int(os.environ.get("WORKHORSE_TEST_SEED", "0"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the native operators before any test runs, unless they are already compiled.
 
@@ -28,14 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
     restore Python's SIGINT handler: a shell starts background jobs with SIGINT ignored, and some
     tests interrupt themselves.
 
-    Hypothesis draws the same examples in every run, so that a failure can be reproduced. The
-    default suite draws 30.
+    Hypothesis draws the same examples in every run with the same seed, so that a failure can be
+    reproduced. The default suite draws 30.
     """
     examples = 30 if "not slow" in config.option.markexpr else 100
     hypothesis.settings.register_profile(
-        "workhorse", deadline=None, derandomize=True, max_examples=examples
+        "workhorse", deadline=None, derandomize=not SEED, max_examples=examples, database=None
     )
     hypothesis.settings.load_profile("workhorse")
+    if SEED:
+        hypothesis.core.global_force_seed = SEED  # as the option --hypothesis-seed does
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # By default, a twentieth of the time is spent in garbage collection of imported modules.
     gc.set_threshold(10_000, 20, 20)
@@ -50,10 +62,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(autouse=True)
-def _fixed_random_state() -> None:
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats a stack trace in each call
+def _fixed_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `torch.manual_seed` formats a stack trace in each call.
+    torch.default_generator.manual_seed(SEED)
     if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(0)
+        torch.cuda.manual_seed_all(SEED)
+    monkeypatch.setattr(secrets, "randbits", random.Random(SEED).getrandbits)
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +127,8 @@ def run_folder(tmp_path: Path) -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `slow` tests, run `early` tests first, and skip `cuda` tests without a CUDA device."""
     mark_slow(items)
+    if SEED:
+        items.sort(key=lambda item: (_draw(item.nodeid.partition("::")[0]), _draw(item.nodeid)))
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch.cuda.is_available():
         return
@@ -120,6 +136,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+def _draw(name: str) -> float:
+    return random.Random(f"{SEED} {name}").random()
 
 
 def mark_slow(items: list[pytest.Item]) -> None:

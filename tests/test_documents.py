@@ -226,7 +226,6 @@ def test_a_page_does_what_it_says(
     folder = tmp_path / "folder"
     shutil.copytree(start, folder)
     monkeypatch.chdir(folder)
-    torch.manual_seed(0)
     torch.set_printoptions(profile="default")  # a page may change it
     reader = Reader(page, monkeypatch)
     for block in blocks(page):

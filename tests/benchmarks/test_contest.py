@@ -145,7 +145,7 @@ def test_a_contest_reports_each_round_and_what_it_has_when_interrupted(
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
 
     assert process.returncode == 130, err
     lines = err.splitlines()

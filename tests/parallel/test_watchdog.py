@@ -16,9 +16,9 @@ from workhorse.parallel.processes.group import watched
 def wait_for_nobody():
     time.sleep(600)
 
-with watched(Group(1, 3), 0.3) as progress:
+with watched(Group(1, 3), 1) as progress:
     for _ in range(5):
-        time.sleep(0.1)
+        time.sleep(0.25)
         progress()
     print("five steps", flush=True)
     wait_for_nobody()
@@ -31,7 +31,7 @@ def test_a_process_that_hangs_says_where_and_ends() -> None:
     assert done.stdout == "five steps\n"
     assert done.returncode == HANGS
     first, *stacks = done.stderr.splitlines()
-    assert first.startswith("workhorse: process 1 of 3 has completed no step for 0.3 s: it hangs, ")
+    assert first.startswith("workhorse: process 1 of 3 has completed no step for 1 s: it hangs, ")
     assert stacks[0] == "MainThread:"
     assert any("in wait_for_nobody" in line for line in stacks)
 

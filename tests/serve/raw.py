@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -78,12 +78,15 @@ async def read_reply(reader: asyncio.StreamReader) -> Reply:
     status, headers = await read_head(reader)
     if headers.get("transfer-encoding") != "chunked":
         return Reply(status, headers, await reader.readexactly(int(headers["content-length"])))
-    body = b""
+    return Reply(status, headers, b"".join([piece async for piece in read_chunks(reader)]))
+
+
+async def read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the parts of a chunked body as they arrive."""
     while size := int((await reader.readline()) or b"0", 16):
-        body += await reader.readexactly(size)
+        yield await reader.readexactly(size)
         await reader.readexactly(2)
     await reader.readline()
-    return Reply(status, headers, body)
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -18,6 +18,7 @@ from tests.serve.raw import (
     encoded,
     fake_server,
     left,
+    read_chunks,
     read_head,
     read_reply,
 )
@@ -25,16 +26,22 @@ from tests.serve.raw import (
 ROUTE = "/v1/completions"
 
 
-async def figure(address: str, name: str) -> float:
-    text = (await ask(address, "GET", "/metrics")).body.decode()
+async def figure(address: str, name: str, headers=None) -> float:
+    text = (await ask(address, "GET", "/metrics", headers=headers)).body.decode()
     return float(re.findall(rf"^workhorse_{name} (.*)$", text, re.MULTILINE)[0])
 
 
-async def until(condition, seconds: float = 10.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < end, "the condition does not hold in time"
         await asyncio.sleep(0.01)
+
+
+async def in_flight(address: str, count: int, headers=None) -> bool:
+    """True if so many completions run or wait. Tests wait for this, not for a time."""
+    names = ("running_completions", "waiting_completions")
+    return sum([await figure(address, name, headers) for name in names]) == count
 
 
 async def is_empty(address: str) -> bool:
@@ -44,7 +51,7 @@ async def is_empty(address: str) -> bool:
 
 @pytest.fixture(scope="module")
 def address():
-    with fake_server(max_sequences=4, places=8, seconds=4, body_seconds=1) as (address, _):
+    with fake_server(max_sequences=4, places=8) as (address, _):
         yield address
 
 
@@ -68,16 +75,13 @@ def test_a_client_that_leaves_frees_its_blocks(address, stream):
     async def main():
         for wait in (0.0, 0.02):  # before and after the first token
             reader, writer = await connect(address)
-            writer.write(encoded("POST", ROUTE, completion("a" * 300, 2000, stream=stream)))
-            await until(lambda: is_busy(address))
+            writer.write(encoded("POST", ROUTE, completion("a" * 300, 3500, stream=stream)))
+            await until(lambda: in_flight(address, 1))
             if stream and wait:
                 await read_head(reader)
             await asyncio.sleep(wait)
             await left(writer)
-            await until(lambda: is_empty(address), seconds=1)
-
-    async def is_busy(address):
-        return await figure(address, "running_completions") > 0
+            await until(lambda: is_empty(address), seconds=5)  # all tokens take 7 seconds
 
     asyncio.run(main())
 
@@ -87,14 +91,16 @@ def test_an_answer_is_sent_at_once(address):
 
     async def main():
         reader, writer = await connect(address)
-        times = []
-        for _ in range(20):
+        seconds = 1.0
+        for _ in range(200):  # on a busy machine some take longer
             started = time.monotonic()
             writer.write(encoded("GET", "/health"))
             await read_reply(reader)
-            times.append(time.monotonic() - started)
+            seconds = min(seconds, time.monotonic() - started)
+            if seconds < 0.03:
+                break
         await left(writer)
-        assert min(times) < 0.03
+        assert seconds < 0.03
 
     asyncio.run(main())
 
@@ -136,14 +142,13 @@ def test_places_are_limited_and_shared(address):
     async def main():
         names = [{"X-Forwarded-For": f"10.0.0.{number}"} for number in range(7)]
         others = [
-            asyncio.create_task(ask(address, "POST", ROUTE, completion(new=400), name))
+            asyncio.create_task(ask(address, "POST", ROUTE, completion(new=600), name))
             for name in names[:6]
         ]
-        await asyncio.sleep(0.3)
+        await until(lambda: in_flight(address, 6))
         for route in (ROUTE, "/tokenize"):
-            started = time.monotonic()
             refused = await ask(address, "POST", route, completion(), names[6])
-            assert time.monotonic() - started < 0.5
+            assert not any(one.done() for one in others)
             assert (refused.status, refused.json["error"]["code"]) == (429, "too_many_requests")
             assert int(refused.headers["retry-after"]) >= 1
         assert [reply.status for reply in await asyncio.gather(*others)] == [200] * 6
@@ -175,8 +180,8 @@ def check_failure(stream: bytes, code: str) -> None:
     assert response["usage"]["output_tokens"] == len(deltas)
 
 
-def test_a_request_may_not_take_too_long(address):
-    async def main():
+def test_a_request_may_not_take_too_long():
+    async def main(address):
         reply, begun, response = await asyncio.gather(
             *(ask(address, "POST", ROUTE, completion(new=4000, stream=s)) for s in (False, True)),
             ask(address, "POST", RESPONSES, RESPONSE),
@@ -190,7 +195,8 @@ def test_a_request_may_not_take_too_long(address):
         assert (await read_head(reader))[0] == 408
         await left(writer)
 
-    asyncio.run(main())
+    with fake_server(max_sequences=4, places=8, seconds=3, body_seconds=1) as (address, _):
+        asyncio.run(main(address))
 
 
 def test_the_engine_is_restarted_and_clients_are_told(address):
@@ -202,8 +208,13 @@ def test_the_engine_is_restarted_and_clients_are_told(address):
         stream[1].write(encoded("POST", ROUTE, completion(new=3000, stream=True)))
         await read_head(stream[0])
         waiting = asyncio.create_task(ask(address, "POST", ROUTE, completion(new=3000)))
-        response = asyncio.create_task(ask(address, "POST", RESPONSES, RESPONSE))
-        await asyncio.sleep(0.1)
+        reader, writer = await connect(address)
+        writer.write(encoded("POST", RESPONSES, RESPONSE))
+        await read_head(reader)
+        pieces, response = read_chunks(reader), b""
+        while b"output_text.delta" not in response:
+            response += await anext(pieces)
+        await until(lambda: in_flight(address, 3))
         killed = await ask(address, "POST", ROUTE, completion("#"))
         assert killed.status == 503
         told = await waiting
@@ -211,7 +222,9 @@ def test_the_engine_is_restarted_and_clients_are_told(address):
         rest = (await stream[0].readuntil(b"[DONE]")).decode()
         await left(stream[1])
         assert "engine_restarting" in rest
-        check_failure((await response).body, "engine_restarting")
+        response += b"".join([piece async for piece in pieces])
+        await left(writer)
+        check_failure(response, "engine_restarting")
         assert not await is_ready()
         assert (await ask(address, "GET", "/health")).status == 200
         refused = await ask(address, "POST", ROUTE, completion())
@@ -247,7 +260,7 @@ async def check_tokenizing(address):
     long = [asyncio.create_task(ask(address, "POST", "/tokenize", text, BEARER)) for _ in range(8)]
     await asyncio.sleep(0.2)
     assert (await ask(address, "POST", ROUTE, completion(), BEARER)).status == 200
-    assert sum(one.done() for one in long) < 3
+    assert not all(one.done() for one in long)
     for one in long:
         one.cancel()
 
@@ -256,17 +269,20 @@ async def check_end(address, process):
     """At SIGTERM requests in flight end, and new ones are refused; a second one drops them."""
     short, long = (
         asyncio.create_task(ask(address, "POST", ROUTE, completion(new=new), BEARER))
-        for new in (200, 4000)
+        for new in (600, 4000)
     )
-    await asyncio.sleep(0.2)
+    await until(lambda: in_flight(address, 2, BEARER))
     process.send_signal(signal.SIGTERM)
-    await asyncio.sleep(0.1)
-    ready = await ask(address, "GET", "/ready", headers=BEARER)
-    assert (ready.status, ready.json) == (503, {"status": "shutting down"})
+
+    async def is_ending():
+        ready = await ask(address, "GET", "/ready", headers=BEARER)
+        return (ready.status, ready.json) == (503, {"status": "shutting down"})
+
+    await until(is_ending)
     refused = await ask(address, "POST", ROUTE, completion(), BEARER)
     assert (refused.status, refused.json["error"]["code"]) == (503, "shutting_down")
     reply = await short
-    assert (reply.status, len(reply.json["choices"][0]["text"])) == (200, 200)
+    assert (reply.status, len(reply.json["choices"][0]["text"])) == (200, 600)
     process.send_signal(signal.SIGTERM)
     told = await long
     assert (told.status, told.json["error"]["code"]) == (503, "shutting_down")
@@ -281,7 +297,7 @@ def test_keys_and_the_end():
         asyncio.run(check_keys(address))
         asyncio.run(check_tokenizing(address))
         asyncio.run(check_end(address, process))
-        assert process.wait(10) == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM
         assert children
         assert not any(os.path.exists(f"/proc/{child}/exe") for child in children)
         said = process.stderr.read()

@@ -27,7 +27,6 @@ from workhorse.native.operators import LOADERS, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
-
 SEED = int(os.environ.get("WORKHORSE_TEST_SEED", "0"))
 
 

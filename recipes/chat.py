@@ -5,7 +5,7 @@
 
 Each stage is a command that also works alone. The commands and their messages are in runs/chat.log.
 A finished stage is not repeated, and an interrupted run is resumed. On a slow machine each run
-trains for five minutes, with fewer steps than its recipe has.
+trains fewer steps than its recipe has, for five minutes.
 """
 
 import json
@@ -115,7 +115,7 @@ def end(seconds: float, result: str) -> None:
 
 
 def output(words: list[str] | tuple[str, ...], given: str = "") -> str:
-    """Run a command, and return what it prints. If it fails, print its last message and exit.
+    """Run a command, and return its output. If it fails, print its last message and exit.
 
     Messages of the command go to the log. On a terminal the last one is also shown.
     """

@@ -39,7 +39,7 @@ async def until(condition, seconds: float = 60.0) -> None:
 
 
 async def in_flight(address: str, count: int, headers=None) -> bool:
-    """True if so many completions run or wait. Tests wait for this, not for a time."""
+    """True if `count` completions run or wait. Tests wait for this, not for a time."""
     names = ("running_completions", "waiting_completions")
     return sum([await figure(address, name, headers) for name in names]) == count
 

@@ -21,9 +21,10 @@ from workhorse.nn.attention.grouped import Attention
 
 ROOT = Path(__file__).parent.parent
 PLAN: dict[str, Any] = yaml.safe_load((ROOT / "docs" / "figures.yaml").read_text("utf-8"))
+WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 FIGURE = re.compile(
     r"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)(?![\w])"
-    r"|\b(?:two|three|four|five|six|seven|eight|nine|ten|\d+)(?= (?:minutes|seconds|hours|times)\b)"
+    rf"|\b(?:{'|'.join(WORDS)})(?= (?:minutes|seconds|hours|times)\b)"
 )
 NO_FIGURES = re.compile(r"`[^`]*`|\]\([^)]*\)")
 """Code and the targets of links."""
@@ -130,7 +131,8 @@ def sources(row: dict[str, Any], count: int) -> list[list[float]]:
 
 
 def agrees(shown: str, value: float, row: dict[str, Any]) -> bool:
-    number, value = float(shown.replace(",", "")), abs(value) * float(row.get("scale", 1))
+    number = WORDS.index(shown) + 2.0 if shown in WORDS else float(shown.replace(",", ""))
+    value = abs(value) * float(row.get("scale", 1))
     if row.get("at_most"):
         return value <= number
     decimals = len(shown.partition(".")[2])
@@ -187,6 +189,7 @@ def test_a_rounded_value_agrees() -> None:
     assert agrees("1,831", 1831.4, row)
     assert not agrees("1,831", 1831.6, row)
     assert agrees("2.2", 2.23, row)
+    assert agrees("four", 4.1, row)
     assert not agrees("2.3", 2.23, row)
     assert agrees("5", -4.9, {"at_most": True})
     assert not agrees("5", 5.1, {"at_most": True})

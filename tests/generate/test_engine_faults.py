@@ -86,22 +86,30 @@ def test_a_step_that_was_broken_off_is_made_up_for(make_decoder, attention, budg
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
-@pytest.mark.parametrize("option", ["processors", "stop_conditions"])
-def test_a_request_whose_own_function_raises_is_let_go_and_no_other(make_decoder, option, fails_at):
-    decoder = make_decoder()
+@pytest.mark.parametrize("option", ["processors", "stop_conditions", "tokenizer"])
+def test_a_request_whose_own_function_raises_is_let_go_and_no_other(
+    make_decoder, letters, monkeypatch, option, fails_at
+):
+    decoder, tokenizer = make_decoder(), letters()
     config = GenerationConfig(temperature=0, max_new_tokens=6, stop_tokens=())
-    engine = Engine(decoder, max_sequences=3)
+    engine = Engine(decoder, max_sequences=3, tokenizer=tokenizer)
     calls: list[int] = []
 
-    def fails(first, second):
+    def fails(first, second=""):
         calls.append(0)
         if len(calls) == fails_at:
             raise LookupError
-        return first if option == "processors" else False
+        return first if option == "processors" else second if option == "tokenizer" else False
 
     texts: list[list[int]] = [[], [], []]
-    for prompt, functions in (([1, 2], {}), ([3], {option: [fails]}), ([4, 5], {})):
-        engine.add(prompt, config, **functions)
+    for number, prompt in enumerate(([1, 2], [3], [4, 5])):
+        with monkeypatch.context() as patch:
+            if number == 1 and option == "tokenizer":
+                stream = tokenizer.stream(skip_special=True)
+                stream.push = fails
+                patch.setattr(tokenizer, "stream", lambda **_: stream)
+            own = {option: [fails]} if number == 1 and option != "tokenizer" else {}
+            engine.add(prompt, config, **own)
     faults = 0
     while not engine.is_idle:
         try:
@@ -109,6 +117,7 @@ def test_a_request_whose_own_function_raises_is_let_go_and_no_other(make_decoder
                 texts[delta.index].append(delta.token)
         except LookupError:
             faults += 1
+            assert set(engine.unfinished) == {0, 2}
     assert faults == 1
     assert [texts[0], texts[2]] == [alone(decoder, p, config)[0] for p in ([1, 2], [4, 5])]
     assert len(texts[1]) == fails_at - 1

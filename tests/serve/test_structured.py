@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
@@ -106,6 +107,26 @@ def test_other_forms(client: OpenAI, asked: dict, pattern: str) -> None:
 def test_wrong_forms_are_refused(client: OpenAI, fields: dict, message: str) -> None:
     with pytest.raises(BadRequestError, match=message):
         client.completions.create(model=MODEL, prompt="a", extra_body=fields)
+
+
+def test_grammars_that_fail_after_a_token_fail_alone(client: OpenAI) -> None:
+    """Their requests get an error at once, and more of them do not end the engine."""
+    broken = {"structured_outputs": {"choice": [f"{n:05d}" + "x" * 30 for n in range(2000)]}}
+
+    def reply(fields: dict) -> str:
+        asked = {"model": MODEL, "prompt": "ab", "max_tokens": 60, "seed": 1, "timeout": 20}
+        return client.completions.create(**asked, extra_body=fields).choices[0].text
+
+    def failing() -> None:
+        with pytest.raises(BadRequestError, match="the grammar cannot be used"):
+            reply(broken)
+
+    alone = reply({"ignore_eos": True})
+    with ThreadPoolExecutor() as threads:
+        failures = [threads.submit(failing) for _ in range(4)]
+        assert threads.submit(reply, {"ignore_eos": True}).result() == alone
+        for one in failures:
+            one.result()
 
 
 def test_values_of_generated_schemas_end_in_time() -> None:

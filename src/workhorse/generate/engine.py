@@ -451,8 +451,11 @@ class Engine:
         with self._runner.changing():
             self._choosers.clear()
             self._proposer.reset()
-            for request in (self._requests | self._taken).values():
-                request.restore()
+            for index, request in (self._requests | self._taken).items():
+                if request.is_at_fault:
+                    self._taken.pop(index, None)
+                else:
+                    request.restore()
             if starts_over:
                 self._start_over()
             for request in list(self._scheduler.running):

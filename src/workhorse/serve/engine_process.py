@@ -32,6 +32,7 @@ from workhorse.serve.messages import (
     Cancel,
     EngineSettings,
     Failed,
+    GrammarError,
     GrammarSource,
     Job,
     ModelFacts,
@@ -136,9 +137,10 @@ class Worker:
             deltas = self._engine.step()
             self._failures = 0
         except Exception as error:
-            self._failures += 1
-            if not self._drop_failed(error) and self._failures >= MOST_FAILURES:
-                raise
+            if not self._drop_failed(error):
+                self._failures += 1
+                if self._failures >= MOST_FAILURES:
+                    raise
             return
         tokens: dict[int, list[Delta]] = {}
         for delta in deltas:
@@ -155,7 +157,7 @@ class Worker:
         gone = {self._of[index][0] for index in self._of.keys() - set(self._engine.unfinished)}
         for job in gone:
             self._drop(job)
-            self._fail(job, error, is_input=False)
+            self._fail(job, error, is_input=isinstance(error, GrammarError))
         return bool(gone)
 
     def _drop(self, job: int) -> None:

@@ -17,9 +17,8 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
 from workhorse.serve.grammar_process import error_of, limits
-from workhorse.serve.messages import GrammarSource
+from workhorse.serve.messages import GrammarError, GrammarSource
 from workhorse.serve.schema import MOST_GRAMMAR, TOO_LONG, StructuredOutputs
 from workhorse.tokenizers import Tokenizer
 
@@ -104,7 +103,7 @@ class Grammars:
             most_new: maximum number of tokens of the completion.
 
         Raises:
-            WorkhorseError: the grammar is not valid.
+            GrammarError: the grammar is not valid.
         """
         matcher = LLMatcher(self._tokenizer, source.text, log_level=0, limits=limits())
         _check(matcher)
@@ -114,7 +113,7 @@ class Grammars:
 
 def _check(matcher: LLMatcher) -> None:
     if reason := error_of(matcher):
-        raise WorkhorseError(f"the grammar cannot be used: {reason}")
+        raise GrammarError(f"the grammar cannot be used: {reason}; change it")
 
 
 class Grammar:
@@ -140,13 +139,13 @@ class Grammar:
         """Set the logits of all tokens that the grammar does not allow next to -inf.
 
         Raises:
-            WorkhorseError: the grammar exceeds a limit.
+            GrammarError: the grammar exceeds a limit.
         """
         with self._timed():
             masked = self._masked(logits, tokens[self._prompt :])
         mean = self._seconds / (self._consumed + 1)
         if self._seconds > MOST_SECONDS and mean > MOST_MEAN_SECONDS:
-            raise WorkhorseError(
+            raise GrammarError(
                 f"the grammar takes {1000 * mean:.1f} ms per token, above the limit of "
                 f"{1000 * MOST_MEAN_SECONDS:g} ms; make it less ambiguous"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from workhorse.data import SequenceStart
+from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, GenerationConfig
 from workhorse.generate.engine import Load
 from workhorse.tokenizers import Tokenizer
@@ -77,6 +78,10 @@ class ModelFacts:
     """See `EngineSettings`."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters that requests may choose."""
+
+
+class GrammarError(WorkhorseError):
+    """The grammar of a completion cannot be used, or exceeds a limit."""
 
 
 class GrammarSource(NamedTuple):

@@ -107,7 +107,7 @@ def test_a_request_whose_own_function_raises_is_let_go_and_no_other(
             if number == 1 and option == "tokenizer":
                 stream = tokenizer.stream(skip_special=True)
                 stream.push = fails
-                patch.setattr(tokenizer, "stream", lambda **_: stream)
+                patch.setattr(tokenizer, "stream", lambda stream=stream, **_: stream)
             own = {option: [fails]} if number == 1 and option != "tokenizer" else {}
             engine.add(prompt, config, **own)
     faults = 0

@@ -1,5 +1,6 @@
-"""Random JSON schemas."""
+"""Random JSON schemas, and the length of the shortest value of each."""
 
+import json
 import random
 from typing import Any
 
@@ -29,3 +30,26 @@ def random_schema(pick: random.Random, depth: int = 3) -> dict[str, Any]:
         {"anyOf": parts},
     ]
     return pick.choice(nested)
+
+
+def shortest(schema: dict[str, Any]) -> int:
+    """Number of bytes of the shortest value of a schema of `random_schema`."""
+
+    def size(value: object) -> int:
+        return len(json.dumps(value, separators=(",", ":")))
+
+    if "anyOf" in schema:
+        return min(map(shortest, schema["anyOf"]))
+    if "properties" in schema:
+        parts, names = schema["properties"], schema["required"]
+        members = [size(name) + 1 + shortest(parts[name]) for name in names]
+        return 2 + sum(members) + max(0, len(members) - 1)
+    if "items" in schema:
+        least = schema["minItems"]
+        return 2 + least * shortest(schema["items"]) + max(0, least - 1)
+    values: Any = {"string": [""], "boolean": [True], "null": [None]}.get(schema.get("type"), [0])
+    if "pattern" in schema:
+        values = ["no" if "no" in schema["pattern"] else "0000"]
+    if "minimum" in schema:
+        values = range(schema["minimum"], schema["maximum"] + 1)
+    return min(map(size, schema.get("enum", [schema["const"]] if "const" in schema else values)))

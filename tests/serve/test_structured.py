@@ -15,14 +15,20 @@ from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
 
 from tests.serve.conftest import MODEL
-from tests.serve.schemas import random_schema
+from tests.serve.schemas import random_schema, shortest
 from workhorse.errors import WorkhorseError
 from workhorse.serve import grammar as grammar_module
-from workhorse.serve.grammar import MARGIN, Grammars, source_of
+from workhorse.serve.grammar import Grammar, Grammars, source_of
 from workhorse.serve.grammar_checker import GrammarChecker
-from workhorse.serve.messages import GrammarSource
+from workhorse.serve.messages import GrammarError, GrammarSource
 from workhorse.serve.schema import StructuredOutputs
-from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.tokenizers import (
+    BpeConfig,
+    BytesConfig,
+    SpecialTokensConfig,
+    Tokenizer,
+    train_tokenizer,
+)
 
 ASK = [{"role": "user", "content": "hi"}]
 
@@ -129,23 +135,100 @@ def test_grammars_that_fail_after_a_token_fail_alone(client: OpenAI) -> None:
             one.result()
 
 
-def test_values_of_generated_schemas_end_in_time() -> None:
-    """With random logits, each value is valid and within the maximum number of tokens."""
-    tokenizer = train_tokenizer(BytesConfig(special=SpecialTokensConfig()), [])
-    (end,) = ends = [tokenizer.special_tokens["<|eos|>"]]
-    grammars, pick = Grammars(tokenizer, ends), random.Random(4)
-    torch.manual_seed(0)
-    for _ in range(40):
+TOKENIZERS = {
+    "bytes": BytesConfig(special=SpecialTokensConfig()),
+    "bpe": BpeConfig(vocab_size=400, special=SpecialTokensConfig()),
+}
+
+
+def trained(kind: str) -> Tokenizer:
+    values = [None, True, 12, "red", ["a", 1], {"b1": "a b"}, 2.5]
+    return train_tokenizer(TOKENIZERS[kind], [json.dumps({"a1": one, "c3": 1}) for one in values])
+
+
+def needed(grammars: Grammars, source: GrammarSource) -> int:
+    """Return the number of tokens that the error of a request without tokens names."""
+    with pytest.raises(GrammarError, match="shortest completion that the grammar allows") as error:
+        grammars.make(source, 0, 0)
+    return int(re.findall(r"max_tokens=(\d+) or more", str(error.value))[0])
+
+
+def drawn(tokenizer: Tokenizer, grammar: Grammar, most: int) -> str:
+    """Return a completion of random logits."""
+    end = tokenizer.special_tokens["<|eos|>"]
+    tokens: list[int] = []
+    while len(tokens) < most and not grammar.ends(tokens, ""):
+        logits = grammar(3 * torch.randn(tokenizer.vocab_size), tokens)
+        tokens.append(int(logits.softmax(-1).multinomial(1)))
+        if tokens[-1] == end:
+            break
+    return tokenizer.decode([token for token in tokens if token != end])
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_no_value_of_a_generated_schema_is_cut(kind: str, count: int) -> None:
+    """The shortest value fits into the tokens that the error for fewer tokens names."""
+    tokenizer, pick = trained(kind), random.Random(count)
+    grammars = Grammars(tokenizer, [tokenizer.special_tokens["<|eos|>"]])
+    for _ in range(count):
         schema = random_schema(pick)
-        source = source_of(StructuredOutputs.model_validate({"json": schema}))
-        grammar = grammars.make(GrammarSource(source), 0, most := 400 + MARGIN)
-        tokens: list[int] = []
-        while len(tokens) < most and not grammar.ends(tokens, ""):
-            logits = grammar(torch.randn(tokenizer.vocab_size), tokens)
-            tokens.append(int(logits.softmax(-1).multinomial(1)))
-            if tokens[-1] == end:
-                break
-        jsonschema.validate(json.loads(tokenizer.decode(tokens, skip_special=True)), schema)
+        source = GrammarSource(source_of(StructuredOutputs.model_validate({"json": schema})))
+        least, size = needed(grammars, source), shortest(schema)
+        assert least == size if kind == "bytes" else least <= size
+        for most in (*range(least, least + 6), least + 300):
+            text = drawn(tokenizer, grammars.make(source, 0, most), most)
+            jsonschema.validate(json.loads(text), schema)
+
+
+NESTED = 'start: "(" start ")" | "[" start "]" | "ends"'
+TAGGED = 'start: one "x"\none[suffix="</end>"]: /(?s:.*)/'
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "pattern"),
+    [
+        ({"regex": "[ab]{3}-[0-9]+"}, 5, "[ab]{3}-[0-9]+"),
+        ({"regex": "(a{9}|b+)c"}, 2, "(a{9}|b+)c"),
+        ({"choice": ["maybe", "yes", "no!!"]}, 3, "maybe|yes|no!!"),
+        ({"grammar": NESTED}, 4, r"[(\[]*ends[)\]]*"),
+        ({"grammar": TAGGED}, 7, "(?s:.*)</end>x"),
+        ({"json": {"type": "string", "pattern": "^a+b$"}}, 4, '"a+b"'),
+        (
+            {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3}},
+            7,
+            r"(?s:\[.*\])",
+        ),
+    ],
+)
+def test_no_completion_of_another_form_is_cut(asked: dict, least: int, pattern: str) -> None:
+    for kind in TOKENIZERS:
+        tokenizer = trained(kind)
+        grammars = Grammars(tokenizer, [tokenizer.special_tokens["<|eos|>"]])
+        source = GrammarSource(source_of(StructuredOutputs.model_validate(asked)))
+        found = needed(grammars, source)
+        assert found == least if kind == "bytes" else found <= least
+        for most in [*range(found, found + 6), found + 40] * 2:
+            text = drawn(tokenizer, grammars.make(source, 0, most), most)
+            assert re.fullmatch(pattern, text), (most, text)
+
+
+def test_too_few_tokens_are_an_error_before_the_first(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    options: dict = {
+        "model": MODEL,
+        "prompt": "a",
+        "extra_body": {"structured_outputs": {"json": schema}},
+    }
+    for stream in (False, True):
+        with pytest.raises(
+            BadRequestError, match=r"has 8 tokens, .* may have 7; choose max_tokens=8"
+        ):
+            client.completions.create(**options, max_tokens=7, stream=stream)
+    for choice in client.completions.create(**options, max_tokens=8, n=3, seed=1).choices:
+        assert choice.text == '{"a":""}'
+    (cut,) = client.completions.create(**options, max_tokens=40, stop=":").choices
+    assert (cut.text.split(), cut.finish_reason) == (["{", '"a"'], "stop")
 
 
 @pytest.mark.parametrize("ends", [(), (260,)])

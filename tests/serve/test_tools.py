@@ -19,6 +19,7 @@ from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 from openai import OpenAI
 
 from tests.serve.conftest import KEY, MODEL, serving, write_chat_run
+from tests.serve.test_structured import drawn, needed
 from tests.tokenizers.test_replies import (
     ARGUMENTS,
     TEMPLATES,
@@ -45,6 +46,7 @@ from workhorse.tokenizers import (
 )
 from workhorse.tokenizers.chat.reply_format import HARMONY
 from workhorse.tokenizers.chat.reply_learned import after_prompt
+from workhorse.tokenizers.chat.reply_reader import ReplyReader
 
 SCHEMA = {
     "type": "object",
@@ -282,6 +284,31 @@ def test_grammars_allow_what_templates_write(name: str) -> None:
             assert allowed(one, content={"type": "object"})
             assert allowed(begun + '{"a": 1}', content={"type": "object"})
             assert not allowed(begun + "Hello", content={"type": "object"})
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_required_calls_are_never_cut(name: str) -> None:
+    """A reply has whole calls in the tokens that the error for fewer tokens names."""
+    format, names = learned(template(name)), ["city", "days"]
+    tokenizer = train_tokenizer(BytesConfig(special=SpecialTokensConfig(chat=SPECIAL)), [])
+    end = tokenizer.special_tokens[END]
+    properties = {"city": {"type": "string"}, "days": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": names}
+    function = Function(name="now", parameters={**schema, "additionalProperties": False})
+    tools = tools_of([FunctionTool(type="function", function=function)], choice="required")
+    assert tools is not None
+    text = grammar_of(tools, format, tokenizer, [end])
+    reasoning = tokenizer.encode(format.reasoning[1]) if format.reasoning else []
+    source = GrammarSource(source_of(StructuredOutputs(grammar=text)), tuple(reasoning))
+    grammars = Grammars(tokenizer, [end])
+    least = needed(grammars, source)
+    for most in (least, least + 1, least + 5, least + 100):
+        reply = drawn(tokenizer, grammars.make(source, 0, most), most)
+        pieces = ReplyReader(format, {"now": schema}).read(reply, ended=True)
+        calls = [json.loads(one.call.arguments) for one in pieces if one.call]
+        assert calls, reply
+        assert all([*one] == names for one in calls)
+        assert not any(one.kind == "text" for one in pieces)
 
 
 @pytest.mark.parametrize("name", ["quoted", "tagged"])

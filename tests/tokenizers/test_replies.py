@@ -82,9 +82,11 @@ def in_pieces(text: str, choose: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def read(format: ReplyFormat, parts: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
+def read(
+    format: ReplyFormat, parts: list[str], *, only_calls: bool = False
+) -> tuple[str, str, list[tuple[str, Any]]]:
     """Return the text, the reasoning and the calls of a reply that arrives in these parts."""
-    reader = ReplyReader(format, dict.fromkeys(NAMES, SCHEMA))
+    reader = ReplyReader(format, dict.fromkeys(NAMES, SCHEMA), only_calls=only_calls)
     pieces = [
         piece
         for number, part in enumerate(parts)
@@ -118,6 +120,15 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
         elif format.begins_in_reasoning and format.reasoning is not None:
             reply = f"{format.reasoning[1]}\n\n{reply}"
         assert read(format, in_pieces(reply, choose)) == (content, thought, calls)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_a_required_call_that_is_cut_leaves_no_text(name: str) -> None:
+    format = learned(template(name))
+    begun = format.reasoning[1] if format.reasoning and format.begins_in_reasoning else ""
+    reply = begun + written(template(name), format, "", [(NAMES[0], ARGUMENTS[0])])
+    for end in range(len(begun), len(reply)):
+        assert not read(format, [reply[:end]], only_calls=True)[0]
 
 
 @pytest.mark.parametrize("name", ["chatml", "gemma", "llama_2", "phi", "zephyr", "functions"])

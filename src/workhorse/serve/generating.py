@@ -301,7 +301,9 @@ async def jobs_of_chat(
     choices = [Choice(index, prompt) for index in range(body.n)]
     if tools is not None or (format.reasoning is not None and body.structured_outputs is None):
         for choice in choices:
-            choice.reader = ReplyReader(format, None if tools is None else tools.functions)
+            functions = None if tools is None else tools.functions
+            must_call = tools is not None and tools.must_call
+            choice.reader = ReplyReader(format, functions, only_calls=must_call)
             choice.reader.read(prompts.tokenizer.decode(begun), ended=False)
     return Job.several(prompt, config, choices, grammar)
 

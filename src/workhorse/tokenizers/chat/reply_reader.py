@@ -43,11 +43,18 @@ class ReplyReader:
     Args:
         format: how the model writes replies.
         tools: the schema of the parameters of each function; None: calls are not recognised.
+        only_calls: True if the reply must consist of calls, so that other text is part of a call
+            that was cut; it is dropped.
     """
 
     def __init__(
-        self, format: ReplyFormat, tools: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        format: ReplyFormat,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        only_calls: bool = False,
     ) -> None:
+        self._only_calls = only_calls
         self._format = format
         self._calls: CallFormat | None = None if tools is None else format.calls
         self._tools = tools or {}
@@ -79,7 +86,7 @@ class ReplyReader:
         }
         pieces: list[Piece] = []
         while (piece := steps[self._state](ended)) is not None:
-            if piece.text or piece.call:
+            if piece.call or (piece.text and not (self._only_calls and piece.kind == "text")):
                 pieces.append(piece)
         return pieces
 

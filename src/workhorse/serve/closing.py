@@ -1,0 +1,396 @@
+"""Ends of values: the tokens that complete what a grammar has begun.
+
+The search reads the grammar with a second matcher, whose vocabulary has only the 256 bytes and the
+special tokens. So its masks take microseconds, and an end exists for every tokenizer with bytes.
+"""
+
+import heapq
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from torch import Tensor
+
+from workhorse.serve.grammar_process import limits
+from workhorse.serve.messages import GrammarError, GrammarSource
+
+MOST_SECONDS = 2.0
+"""Maximum CPU time of a search. Only a slow grammar reaches it before the number of states."""
+FIRST_STATES, MORE_STATES, FEW_STATES = 8000, 2000, 100
+"""Maximum numbers of states of a search: before the first token, for a new end when the known one
+was left, and for the end after a token that may be chosen."""
+LONGEST_PART = 256
+"""Maximum number of tokens by which a single token is expected to make the end of a value longer,
+as it begins a new part. A grammar of fewer characters has no such part."""
+SEARCHED, CANDIDATES = 2, 32
+"""When the end is near, one of the likeliest `CANDIDATES` tokens is chosen. For the first of them
+that leaves the known end, if it is one of the likeliest `SEARCHED`, another end is searched."""
+MANY = 64
+"""Number of symbols above which a search for the shortest end tries only the common ones."""
+DETOUR = 32
+"""Maximum number of symbols that such a search adds to an end to make a later part shorter."""
+COMMON = b"}])>\"',:;./|-_=*< 01aA"
+RANK = [(*COMMON, *range(256)).index(byte) for byte in range(256)]
+"""The order in which bytes are tried. Special tokens come after the common ones."""
+SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)*")\]')
+"""The strings that end free text in a Lark grammar."""
+
+Symbols = tuple[int, ...]
+"""Ids of the second matcher: special tokens, and bytes from `Closings.base` on."""
+
+
+class Vocabulary:
+    """Tokens as llguidance reads them.
+
+    Args:
+        tokens: the bytes of each token.
+        special: ids of special tokens.
+        eos: a token that ends completions.
+        encode: encodes a string.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special: Collection[int],
+        eos: int,
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self.eos_token_id = eos
+        self.bos_token_id = None
+        self.special_token_ids = sorted(special)
+        self.tokens = list(tokens)
+        for token in special:
+            self.tokens[token] = f"<|{token}|>".encode()
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+class End(NamedTuple):
+    """Symbols that end a value."""
+
+    symbols: Symbols
+    needs: tuple[int, ...]
+    """The fewest tokens that have the symbols from each place on."""
+    first: tuple[int, ...]
+    """The first of these tokens, for each place."""
+
+    def after(self, place: int) -> "End":
+        """Return the end without its first symbols."""
+        return End(self.symbols[place:], self.needs[place:], self.first[place:])
+
+
+class Closings:
+    """Finds ends of values for one tokenizer.
+
+    Args:
+        tokens: the bytes of each token.
+        special: ids of special tokens, including those that end completions.
+        ends: ids that end completions.
+    """
+
+    def __init__(
+        self, tokens: Sequence[bytes], special: Collection[int], ends: Sequence[int]
+    ) -> None:
+        self.ends = ends
+        self._tokens = tokens
+        self._special = {token: symbol for symbol, token in enumerate(special)}
+        self._ids = [*special]
+        self._of_bytes = {data: n for n, data in enumerate(tokens) if data and n not in special}
+        self._longest = max(map(len, self._of_bytes), default=0)
+        self._base = -(-len(special) // 8) * 8
+        self._eos = [self._special[end] for end in ends]
+        self.space = {(self._base + byte,) for byte in b" \n\t"}
+        vocabulary = Vocabulary(
+            [*[b""] * self._base, *(bytes([byte]) for byte in range(256))],
+            self._special.values(),
+            self._eos[0],
+            self._of_text,
+        )
+        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos)
+
+    def matcher(self, source: GrammarSource) -> LLMatcher:
+        """Compile a grammar for the search."""
+
+        def symbol(match: re.Match[str]) -> str:
+            return f"<[{self._special.get(int(match[1]), match[1])}]>"
+
+        text = re.sub(r"<\[(\d+)\]>", symbol, source.text)
+        return LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
+
+    def hints(self, source: GrammarSource) -> list[Symbols]:
+        """Return symbols that end free text, which a search would not find."""
+        texts = [self._of_text(json.loads(one)) for one in SUFFIX.findall(source.text)]
+        reasoning = [symbol for token in source.end_of_reasoning for symbol in self.symbols(token)]
+        return [tuple(one) for one in (reasoning, *texts) if one]
+
+    def symbols(self, token: int) -> Symbols:
+        """Return the symbols of a token."""
+        if token in self._special:
+            return (self._special[token],)
+        return tuple(self._base + byte for byte in self._tokens[token])
+
+    def _of_text(self, text: str) -> list[int]:
+        return [self._base + byte for byte in text.encode()]
+
+    def follow(self, matcher: LLMatcher, token: int, end: End, most: int) -> End | None:
+        """Return a part of `end` that is an end after a token, with up to `most` tokens."""
+        own = self.symbols(token)
+        for place in (0, *range(min(len(own), len(end.symbols)), 0, -1)):
+            if end.needs[place] <= most and self.ends_with(matcher, own + end.symbols[place:]):
+                return end.after(place)
+        return None
+
+    def search(
+        self, matcher: LLMatcher, most: int, states: int, hints: Sequence[Symbols]
+    ) -> End | None:
+        """Search for an end with up to `most` tokens, or else for the shortest one.
+
+        Args:
+            matcher: the matcher of a state; it is not changed.
+            most: the number of tokens that is small enough.
+            states: maximum number of states that are searched.
+            hints: see `hints`.
+
+        Returns:
+            The end; None if there is none in the states that were searched.
+        """
+        search = _Search(self, matcher, states, hints)
+        end = search.any()
+        return end if end is None or end.needs[0] <= most else search.shorter(end, most)
+
+    def ends_with(self, matcher: LLMatcher, symbols: Symbols) -> bool:
+        """True if the value ends after these symbols."""
+        given = [*symbols, self._eos[0]]
+        return (
+            matcher.is_accepting() if not symbols else matcher.validate_tokens(given) == len(given)
+        )
+
+    def steps(self, allowed: bytes, hints: Sequence[Symbols]) -> list[Symbols]:
+        """Return the symbols to try, the preferred first; `allowed` has a bit for each."""
+        bits = np.unpackbits(np.frombuffer(allowed, dtype=np.uint8), bitorder="little")
+        found: list[int] = np.flatnonzero(bits).tolist()
+        order = sorted({*found}.difference(self._eos), key=self.rank)
+        return [*hints, *((symbol,) for symbol in order)]
+
+    def rank(self, symbol: int) -> float:
+        return len(COMMON) - 0.5 if symbol < self._base else RANK[symbol - self._base]
+
+    def divided(self, path: Symbols) -> End | None:
+        """Divide symbols into the fewest tokens; None if the tokenizer lacks a byte."""
+        needs, first = [0] * (len(path) + 1), [0] * len(path)
+        for at in reversed(range(len(path))):
+            found: list[tuple[int, int, int]] = []
+            if path[at] < self._base:
+                found.append((1 + needs[at + 1], 0, self._ids[path[at]]))
+            data = b""
+            for end, symbol in enumerate(path[at : at + self._longest], at + 1):
+                if symbol < self._base:
+                    break
+                data += bytes((symbol - self._base,))
+                if (token := self._of_bytes.get(data)) is not None:
+                    found.append((1 + needs[end], at - end, token))
+            if not found:
+                return None
+            needs[at], _, first[at] = min(found)
+        return End(path, tuple(needs), tuple(first))
+
+
+class _State(NamedTuple):
+    matcher: LLMatcher
+    path: Symbols
+    allowed: bytes
+    """A bit for each symbol that may follow."""
+
+
+class _Search:
+    """A search for an end, over copies of a matcher."""
+
+    def __init__(
+        self, closings: Closings, matcher: LLMatcher, states: int, hints: Sequence[Symbols]
+    ) -> None:
+        self._closings = closings
+        self._start = _State(matcher, (), matcher.compute_bitmask())
+        self._states = states
+        self._hints = hints
+        self._until = time.thread_time() + MOST_SECONDS
+        self._counter = itertools.count()
+
+    def any(self) -> End | None:
+        """Search depth-first for any end.
+
+        White space, and symbols that change nothing although others do, come last.
+        """
+        queue = [(0, 0, 0, self._start, 0)]
+        while queue and self._continues():
+            later, length, _, state, tried = heapq.heappop(queue)
+            if state.matcher.is_accepting() and (end := self._closings.divided(state.path)):
+                return end
+            same: list[_State] = []
+            for step in self._closings.steps(state.allowed, self._hints)[tried:]:
+                tried += 1
+                if (one := self._after(state, step)) is None:
+                    continue
+                if one.allowed == state.allowed or step in self._closings.space:
+                    same.append(one)
+                    continue
+                heapq.heappush(queue, (later, -len(one.path), next(self._counter), one, 0))
+                heapq.heappush(queue, (later + 1, length, next(self._counter), state, tried))
+                later += 1
+                break
+            for one in same:
+                heapq.heappush(queue, (later, -len(one.path), next(self._counter), one, 0))
+        return None
+
+    def shorter(self, known: End, most: int) -> End:
+        """Search for the shortest end, or one with up to `most` tokens.
+
+        The first states are those from which a part of the known end leads to the shortest end.
+        States are taken for equal if they allow the same symbols, and the same part of the known
+        end ended the value, equally many symbols before.
+        """
+        best, total = known, len(known.symbols)
+        lengths: dict[tuple[bytes, int, int], int] = {}
+        queue = [(total, 0, self._start, 0, 0)]
+        while queue and self._continues():
+            least, _, state, place, distance = heapq.heappop(queue)
+            if least > len(best.symbols) + DETOUR:
+                break
+            steps = self._closings.steps(state.allowed, self._hints)
+            if len(steps) > MANY:
+                steps = [step for step in steps if self._closings.rank(step[0]) < len(COMMON)]
+            for step in steps:
+                if (one := self._after(state, step)) is None:
+                    continue
+                fitting = self._fitting(one, known)
+                at, since = (place, distance + 1) if fitting is None else (fitting, 0)
+                key, length = (one.allowed, at, since), len(one.path)
+                if length >= min(lengths.get(key, length + 1), len(best.symbols)):
+                    continue
+                lengths[key] = length
+                heapq.heappush(queue, (length + total - at, next(self._counter), one, at, since))
+                path = one.path + known.symbols[at:]
+                if fitting is not None and len(path) < len(best.symbols):
+                    best = self._closings.divided(path) or best
+                    if best.needs[0] <= most:
+                        return best
+        return best
+
+    def _continues(self) -> bool:
+        return self._states > 0 and time.thread_time() < self._until
+
+    def _after(self, state: _State, step: Symbols) -> _State | None:
+        self._states -= 1
+        matcher = state.matcher.deep_copy()
+        if not matcher.consume_tokens(list(step)):
+            return None
+        return _State(matcher, state.path + step, matcher.compute_bitmask())
+
+    def _fitting(self, state: _State, end: End) -> int | None:
+        """Return the last place of an end from which on it ends the value of a state."""
+        if state.matcher.is_accepting():
+            return len(end.symbols)
+        for place, symbol in reversed([*enumerate(end.symbols)]):
+            may_follow = state.allowed[symbol >> 3] >> (symbol & 7) & 1
+            if may_follow and self._closings.ends_with(state.matcher, end.symbols[place:]):
+                return place
+        return None
+
+
+class Closing:
+    """Keeps the end of one completion's value in reach.
+
+    It knows an end of the value, and follows it while tokens are read. Once the end has almost as
+    many tokens as are left, only tokens are allowed after which an end is known.
+
+    Args:
+        closings: finds ends.
+        source: the grammar.
+        most_new: maximum number of tokens of the completion.
+
+    Raises:
+        GrammarError: the shortest completion has more than `most_new` tokens.
+    """
+
+    def __init__(self, closings: Closings, source: GrammarSource, most_new: int) -> None:
+        self._closings = closings
+        self._matcher = closings.matcher(source)
+        self._hints = closings.hints(source)
+        self._left = most_new
+        self._reach = min(len(source.text), LONGEST_PART)
+        self._end = self._search(self._matcher, most_new, FIRST_STATES)
+        self._search_at = -1
+        """Number of tokens left at which an end is searched if none is known."""
+        if self._end is not None:
+            shortest = self._end.needs[0]
+            if shortest > most_new:
+                raise GrammarError(
+                    f"the shortest completion that the grammar allows has {shortest} tokens, and "
+                    f"this one may have {most_new}; choose max_tokens={shortest} or more"
+                )
+            self._search_at = shortest + 4 * self._reach
+        self._fitting: dict[int, End] = {}
+        """For tokens that the last mask allowed, an end after the token."""
+
+    def advance(self, token: int) -> None:
+        """Read a token that the grammar allows, before its matcher stops."""
+        self._left -= 1
+        end, self._end = self._end, self._fitting.get(token)
+        if self._end is None and end is not None and self._left <= self._search_at:
+            self._end = self._closings.follow(self._matcher, token, end, self._left)
+        self._fitting = {}
+        if not self._matcher.consume_tokens(list(self._closings.symbols(token))):
+            self._end, self._search_at = None, -1
+
+    def restrict(self, masked: Tensor) -> Tensor:
+        """Forbid tokens after which the value could not be ended in time.
+
+        Args:
+            masked: logits, float32 `(vocab,)`, with -inf for tokens that the grammar forbids.
+        """
+        if self._end is None and self._left <= self._search_at:
+            self._end = self._search(self._matcher, self._left, MORE_STATES)
+            if self._end is None:
+                self._search_at = self._left // 2
+        end, left = self._end, self._left
+        if end is None or not end.needs[0] <= left <= end.needs[0] + self._reach:
+            return masked
+        self._fitting = self._fits(masked, end)
+        allowed = [*self._fitting, *(one for one in self._closings.ends if one < len(masked))]
+        only = torch.full_like(masked, -torch.inf)
+        only[allowed] = masked[allowed]
+        if (only > -torch.inf).any():
+            return only
+        only[[*self._fitting][:1]] = 0.0  # of a forced text, the mask has only the usual tokens
+        return only if self._fitting else masked
+
+    def _fits(self, masked: Tensor, end: End) -> dict[int, End]:
+        """Return the end after each of the likeliest tokens, if one is known and in time."""
+        most, searches = self._left - 1, SEARCHED
+        fitting: dict[int, End] = {}
+        if end.symbols:
+            fitting[end.first[0]] = end.after(len(self._closings.symbols(end.first[0])))
+        values, tokens = masked.topk(min(CANDIDATES, len(masked)))
+        for rank, (value, token) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True)):
+            if value == -torch.inf:
+                break
+            found = self._closings.follow(self._matcher, token, end, most)
+            if found is None and rank < searches:
+                searches = 0
+                after = self._matcher.deep_copy()
+                after.consume_tokens(list(self._closings.symbols(token)))
+                found = self._search(after, most, FEW_STATES)
+            if found is not None and found.needs[0] <= most:
+                fitting[token] = found
+        return fitting
+
+    def _search(self, matcher: LLMatcher, most: int, states: int) -> End | None:
+        return self._closings.search(matcher, most, states, self._hints)

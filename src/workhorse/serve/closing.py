@@ -26,8 +26,7 @@ FIRST_STATES, MORE_STATES, FEW_STATES = 8000, 2000, 100
 """Maximum numbers of states of a search: before the first token, for a new end when the known one
 was left, and for the end after a token that may be chosen."""
 LONGEST_PART = 256
-"""Maximum number of tokens by which a single token is expected to make the end of a value longer,
-as it begins a new part. A grammar of fewer characters has no such part."""
+"""Number of tokens by which a single token may make the end of a value longer."""
 SEARCHED, CANDIDATES = 2, 32
 """When the end is near, one of the likeliest `CANDIDATES` tokens is chosen. For the first of them
 that leaves the known end, if it is one of the likeliest `SEARCHED`, another end is searched."""
@@ -289,6 +288,8 @@ class _Search:
 
     def _after(self, state: _State, step: Symbols) -> _State | None:
         self._states -= 1
+        if state.matcher.validate_tokens(list(step)) < len(step):  # far faster than an error
+            return None
         matcher = state.matcher.deep_copy()
         if not matcher.consume_tokens(list(step)):
             return None
@@ -325,7 +326,6 @@ class Closing:
         self._matcher = closings.matcher(source)
         self._hints = closings.hints(source)
         self._left = most_new
-        self._reach = min(len(source.text), LONGEST_PART)
         self._end = self._search(self._matcher, most_new, FIRST_STATES)
         self._search_at = -1
         """Number of tokens left at which an end is searched if none is known."""
@@ -336,7 +336,7 @@ class Closing:
                     f"the shortest completion that the grammar allows has {shortest} tokens, and "
                     f"this one may have {most_new}; choose max_tokens={shortest} or more"
                 )
-            self._search_at = shortest + 4 * self._reach
+            self._search_at = shortest + 4 * LONGEST_PART
         self._fitting: dict[int, End] = {}
         """For tokens that the last mask allowed, an end after the token."""
 
@@ -361,7 +361,7 @@ class Closing:
             if self._end is None:
                 self._search_at = self._left // 2
         end, left = self._end, self._left
-        if end is None or not end.needs[0] <= left <= end.needs[0] + self._reach:
+        if end is None or not end.needs[0] <= left <= end.needs[0] + LONGEST_PART:
             return masked
         self._fitting = self._fits(masked, end)
         allowed = [*self._fitting, *(one for one in self._closings.ends if one < len(masked))]

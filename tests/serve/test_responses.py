@@ -310,7 +310,7 @@ def test_items_of_the_assistant_become_messages():
 
 def test_an_output_is_sent_back_with_results(caller):
     options: Any = {"temperature": 0, "tools": TOOLS}
-    first = respond(caller, tool_choice="required", max_output_tokens=80, **options)
+    first = respond(caller, tool_choice="required", max_output_tokens=120, **options)
     calls = [item for item in first.output if item.type == "function_call"]
     thought = {"type": "reasoning", "id": "a", "summary": [{"type": "summary_text", "text": "Hm"}]}
     results = [

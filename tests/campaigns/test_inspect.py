@@ -19,9 +19,11 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 import workhorse.inspect.page as pages
 from tests.campaigns.test_page import SIZES, Checks, expect
+from tests.nn import grid
+from tests.nn.grid import COVERING
 from workhorse.generate.sampling import temperature, top_k, top_p
 from workhorse.inspect import attribute, trace
-from workhorse.inspect.page import page_data, write_page
+from workhorse.inspect.page import page_data, token_limit, write_page
 from workhorse.model.model import Model
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import (
@@ -127,6 +129,16 @@ BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
         {"final_norm": RMS},
     ),
+    "mpt": (
+        block(
+            "pre_norm",
+            LAYER,
+            MLP,
+            position={"kind": "alibi", "scaled": True},
+            scale_by_layer=True,
+        ),
+        {"final_norm": LAYER},
+    ),
     "relu2": (
         block(
             "sandwich_norm",
@@ -154,9 +166,15 @@ def model(name: str, tokenizer: Any = None, vocab_size: int = 257) -> Model:
 
 
 @pytest.fixture
-def visit(browser, tmp_path):
+def problems():
+    """Errors and requests of the pages of a test."""
+    return []
+
+
+@pytest.fixture
+def visit(browser, tmp_path, problems):
     """A function that writes a page and opens it. Errors and requests fail the test."""
-    problems, contexts = [], []
+    contexts = []
 
     def open(data, **options):
         write_page(tmp_path / "page.html", data)
@@ -208,6 +226,51 @@ def test_the_page_computes_what_pytorch_does(visit, name):
     edited = trace(made.reference, IDS, edits=edits).logits[0, -1].softmax(-1)
     page.evaluate("edits = new Map([['1.1', 'zero'], ['0.f', 'mean']]); 0")
     assert page.evaluate("[...edited(edits, 13)]") == pytest.approx(edited.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("config", COVERING, ids=map(grid.name, range(len(COVERING))))
+def test_the_page_computes_every_option(visit, config):
+    torch.manual_seed(0)
+    made = Model("covering", config.build().eval(), None, trained=False)
+    with torch.no_grad():
+        for parameter in made.reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    ids = [number % config.vocab_size for number in IDS][: token_limit(made.reference)]
+    data = page_data(made, ids, ablations=False)
+    page, run = visit(data), trace(made.reference, ids)
+    expect(page.locator("#failed")).to_be_hidden()
+    expect(page.locator("#lens tbody tr")).to_have_count(config.n_layers + 1)
+    live = "reason" not in data["live"]
+    assert page.evaluate("model !== null") == live
+    if live:
+        found = page.evaluate("[...state.run.end.logits]")
+        assert found == pytest.approx(run.logits[0].flatten().tolist(), rel=2e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["wiring", "position", "activation", "scale"])
+def test_a_page_that_computes_wrongly_shows_the_recorded_pass(visit, kind):
+    data = page_data(model("llama"), IDS)
+    block, place = data["config"]["blocks"]["main"], data["positions"]["blocks"]["main"]
+    match kind:
+        case "wiring":
+            block["kind"] = "woven"
+        case "position":
+            place["kind"] = "waves"
+        case "activation":
+            block["feed_forward"]["activation"] = "mish"
+        case _:
+            data["live"]["scales"] = [9.0, 9.0, 9.0]
+    page = visit(data)
+    expect(page.locator("#status")).to_contain_text("does not compute by itself: the script failed")
+    expect(page.locator("#lens tbody tr")).to_have_count(4)
+    expect(page.locator("#sum")).to_contain_text("Sum: the logit of")
+    expect(page.locator("#failed")).to_be_hidden()
+
+
+def test_an_error_of_the_script_is_shown(visit, problems):
+    page = visit({**page_data(model("llama"), IDS), "labels": []})
+    expect(page.locator("#failed")).to_contain_text("The script of this page failed")
+    assert problems.pop() in page.locator("#failed").inner_text()
 
 
 TEXTS = [

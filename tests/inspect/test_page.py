@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.inspect.test_trace import SMALL
+from tests.nn.test_grid import config_classes, literal_choices
 from workhorse.cli.main import main
 from workhorse.inspect import page, trace
 from workhorse.inspect.page import page_data, token_limit, why_not_live, write_page
 from workhorse.model.load import load
 from workhorse.model.model import Model
 from workhorse.models import preset
+from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
 IDS = [3, 9, 3, 27, 0, 9]
@@ -30,6 +32,59 @@ def model() -> Model:
 def values(array: dict[str, Any]) -> Tensor:
     content = bytearray(b64decode(array["base64"]))
     return torch.frombuffer(content, dtype=getattr(torch, array["dtype"])).view(array["shape"])
+
+
+RECORDED = {"LatentAttentionConfig", "MoEConfig", "ClampedSwigluConfig", "RouterConfig"}
+RECORDED |= {"HeadTransformConfig", "AttentionConfig.causal=False", "AlibiConfig.bfloat16=True"}
+"""Parts of a model that the page's script does not compute, so the page shows a recording."""
+
+
+def computed() -> dict[str, str]:
+    (text,) = re.findall('id="computes">(.*?)</script>', page.TEMPLATE.read_text(), re.DOTALL)
+    return json.loads(text)
+
+
+def test_the_page_knows_every_config_field_and_value() -> None:
+    """A new one: compute it in page.html and add it to `computes` there, or add it to RECORDED."""
+    known, classes = computed(), {one.__name__: one for one in config_classes(DecoderConfig)}
+    assert set(known) == set(classes) - RECORDED
+    for name, words in known.items():
+        fields = {field: values for field, _, values in (x.partition("=") for x in words.split())}
+        assert set(fields) == set(classes[name].model_fields) - {"kind"}, name
+        for field, values in fields.items():
+            choices = literal_choices(classes[name].model_fields[field].annotation)
+            refused = {str(one) for one in choices} - {*values.split("|")} if values else set()
+            assert {f"{name}.{field}={one}" for one in refused} <= RECORDED
+            if choices and not name.endswith("InitConfig"):
+                assert values, f"{name}.{field} has no list of values"
+
+
+@pytest.mark.parametrize(
+    ("removed", "reason"),
+    {
+        "|gelu|": "activation=gelu",
+        '"MlpConfig"': "feed_forward=mlp",
+        '"QKNormConfig"': "qk_norm=...",
+        " softcap ": "softcap=5.0",
+    }.items(),
+)
+def test_parts_that_the_script_does_not_compute_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str, reason: str
+) -> None:
+    norm: Any = {"kind": "layer_norm"}
+    attention: Any = {"n_heads": 2, "softcap": 5.0, "qk_norm": {"norm": norm}}
+    block: Any = {"kind": "pre_norm", "norm": norm, "attention": attention}
+    block["feed_forward"] = {"kind": "mlp", "d_ff": 8, "activation": "gelu"}
+    config = SMALL.to_dict() | {"blocks": {"main": block}, "pattern": []}
+    made = Model("made", DecoderConfig.from_dict(config).build(), None, trained=False)
+    assert why_not_live(made) == ""
+    template = tmp_path / "page.html"
+    html = page.TEMPLATE.read_text()
+    template.write_text(html.replace(removed, '"Other"' if '"' in removed else removed[0]))
+    monkeypatch.setattr(page, "TEMPLATE", template)
+    data = page_data(made, IDS)
+    assert data["live"] == {"reason": f"the page does not compute {reason}"}
+    assert data["ablations"] is not None
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -110,7 +165,7 @@ def test_the_command(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     data = json.loads(capsys.readouterr().out)
     assert data["prompt"] == "</script>é"
     assert data["live"]["tokenizer"]["model"]["type"]
-    assert target.read_text().count("</script>") == 2
+    assert target.read_text().count("</script>") == 3
     assert main(["inspect", run, "--prompt", "a b", "--chat", "--json"]) == 0
     chat, model = json.loads(capsys.readouterr().out), load(run)
     assert chat["prompt"] == "a b"

@@ -8,7 +8,7 @@ shown as PyTorch ran them.
 import json
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from workhorse.config.base import Config
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import write_atomically
 from workhorse.inspect.attribution import LinearTracer, leaves_of
@@ -302,7 +303,10 @@ def positions(decoder: Decoder, seq: int) -> dict[str, Any]:
             width = block.grouped.key_dim(config.d_model) if block.grouped else latent.rope_dim
             found |= _rotation(block.rope, width, seq)
         if pattern.alibi_slopes:
-            found["slopes"] = [slope * pattern.alibi_scale for slope in pattern.alibi_slopes]
+            found |= {
+                "slopes": pattern.alibi_slopes,
+                "scaled": cast(Any, block.attention).position.scaled,
+            }
         blocks[name] = {"kind": block.attention.position.kind, **found}
     return {"blocks": blocks, "added": _added(decoder, seq)}
 
@@ -374,15 +378,34 @@ def why_not_live(model: Model) -> str:
         return f"its weights are changed ({', '.join(applied)})"
     if not all(bool(weight.isfinite().all()) for weight in decoder.parameters()):
         return "some of its weights are not finite"
-    parts = attentions(decoder)
-    unknown = {
-        "a mixture of experts": any(block.mixture for block in config.blocks.values()),
-        "latent attention": not all(block.grouped for block in config.blocks.values()),
-        "attention that is not causal": not all(part.pattern.causal for part in parts),
-        "ALiBi in bfloat16": any(part.pattern.alibi_bfloat16 for part in parts),
-        "a transform before the head": config.head.transform is not None,
-    }
-    return ", ".join(f"the page does not compute {name}" for name in unknown if unknown[name])
+    (known,) = re.findall('id="computes">(.*?)</script>', TEMPLATE.read_text("utf-8"), re.DOTALL)
+    unknown = dict.fromkeys(_not_computed("model", config, json.loads(known)))  # each once
+    return f"the page does not compute {', '.join(unknown)}" if unknown else ""
+
+
+def _not_computed(name: str, value: Any, computed: Mapping[str, str]) -> Iterator[str]:
+    """The settings inside a value of a config that the page's script does not compute.
+
+    `computed` has the fields that it computes, by config class: `field`, or `field=value|value`.
+    """
+    if isinstance(value, dict):
+        for one in cast(dict[str, Any], value).values():
+            yield from _not_computed(name, one, computed)
+    elif isinstance(value, Config):
+        known = computed.get(type(value).__name__)
+        if known is None:
+            yield f"{name}={getattr(value, 'kind', '...')}"
+            return
+        fields = {
+            field: choices for field, _, choices in (word.partition("=") for word in known.split())
+        }
+        for inner, info in type(value).model_fields.items():
+            one, values = getattr(value, inner), fields.get(inner)
+            new = values is None and one != info.default
+            if new or (values and str(one) not in values.split("|")):
+                yield f"{inner}={'...' if isinstance(one, Config) else one}"
+            else:
+                yield from _not_computed(inner, one, computed)
 
 
 def _encoded(

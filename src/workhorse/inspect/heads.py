@@ -68,8 +68,10 @@ def head_scores(
 
     Args:
         decoder: see `Tracer`.
-        tokens: token ids, (batch, seq) or (seq); None: eight random sequences of up to 50 tokens,
-            each written twice.
+        tokens: token ids, (batch, seq) or (seq); None: eight random sequences, each written twice,
+            of up to 50 different tokens. Give shorter ones of `repeated_tokens` for a model that
+            was trained on shorter sequences than `max_seq_len`: its heads may not work on longer
+            ones.
         seed: seed of the random sequences.
 
     Returns:
@@ -81,8 +83,9 @@ def head_scores(
     """
     tracer = Tracer(decoder)
     if tokens is None:
-        length = max(1, min(50, decoder.max_seq_len // 2))
-        tokens = repeated_tokens(decoder.config.vocab_size, length, 8, seed=seed)
+        vocab = decoder.config.vocab_size
+        length = max(1, min(50, vocab, decoder.max_seq_len // 2))
+        tokens = repeated_tokens(vocab, length, 8, seed=seed)
     return scores_of(tracer(tokens, keep=(WEIGHTS,)))
 
 

@@ -69,7 +69,9 @@ def token_limit(decoder: Decoder) -> int:
 
     def needed(tokens: int) -> float:
         binary = heads * tokens * (tokens + 1) / 2 + (heads + layers) * tokens * 4 * DIVIDED
-        text = 100_000 + 100 * (heads + 3 * layers) + 160 * layers * tokens  # template, ablations
+        text = (
+            100_000 + 150 * (heads + 3 * layers) + 160 * layers * tokens
+        )  # template, ablations, kinds
         return 4 / 3 * (binary + 2 * vocab) + text
 
     most = min(MOST_TOKENS, decoder.config.steady_length())  # so RoPE's angles do not depend on it
@@ -117,6 +119,7 @@ def page_data(
         likely = last.topk(min(60, len(last))).indices.tolist()
         vocab = {*ids, *likely, *(token for rows in tops for row in rows for token in row)}
     logprobs = log_probabilities(run.logits[0, :-1].float())
+    scores = head_scores(decoder)
     own = logprobs.gather(1, torch.tensor(ids[1:], device=last.device, dtype=torch.int64)[:, None])
     return {
         "name": model.name,
@@ -141,7 +144,8 @@ def page_data(
         "attribution": terms,
         "positions": positions(decoder, len(ids) if reason else limit),
         "cost": cost(decoder),
-        "labels": head_labels(head_scores(decoder)),
+        "labels": head_labels(scores),
+        "kinds": {kind: _rounded(each.nan_to_num(0)) for kind, each in scores.items()},
         "ablations": removed,
         "live": {"reason": reason} if reason else _live(model, before, after),
     }

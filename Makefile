@@ -158,6 +158,7 @@ endif
 
 reference: $(INSTALLED)
 	$(WORKHORSE) recipe --markdown > docs/recipe.md
+	@echo "A new or changed option also needs a line in CHANGELOG.md"
 
 families: $(FOR_TESTS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.parity.table --out docs/families.md

@@ -1,6 +1,9 @@
 """Options of a decoder as data: factors, kinds of each factor, variants of each kind."""
 
-from typing import Any
+from itertools import cycle
+from typing import Any, get_args
+
+from workhorse.nn.feedforward import ActivationName
 
 Variant = dict[str, Any]
 
@@ -58,7 +61,7 @@ RMS_NORM = [
     {"kind": "rms_norm", "offset": True, "multiply": "before_cast"},
     {"kind": "rms_norm", "eps": 1e-3},
 ]
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "xielu")
+ACTIVATIONS = get_args(ActivationName)
 RMS, LAYER = {"kind": "rms_norm"}, {"kind": "layer_norm"}
 
 LATENT = {"kind": "latent_attention", "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
@@ -84,10 +87,11 @@ ROUTERS = [
     {"score": "sparsemixer", "jitter": 0.05, "bias": True},
 ]
 MIXTURE = {"kind": "moe", "n_experts": 8, "top_k": 2}
+LONGER = max(ACTIVATIONS, ROUTERS, key=len)
 MIXTURES = [
     *(
         {**MIXTURE, "activation": name, "router": router}
-        for name, router in zip(ACTIVATIONS, ROUTERS, strict=True)
+        for name, router, _ in zip(cycle(ACTIVATIONS), cycle(ROUTERS), LONGER, strict=False)
     ),
     {**MIXTURE, "weigh": "input", "router": {"score": "sigmoid"}, "shared": {"d_ff": 6}},
     {**MIXTURE, "n_experts": 5, "top_k": 5, "shared": {"d_ff": 8}, "shared_gate": True},

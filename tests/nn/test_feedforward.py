@@ -1,9 +1,13 @@
 """Feed-forward layers and activations compared with transformers and float64."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from workhorse.models.huggingface.llama_like import WRITTEN_ACTIVATIONS
 from workhorse.nn.feedforward import (
+    ActivationName,
     ClampedGatedMlpConfig,
     GatedMlpConfig,
     MlpConfig,
@@ -11,22 +15,14 @@ from workhorse.nn.feedforward import (
 )
 from workhorse.nn.norms import RMSNormConfig
 
-THEIR_NAMES = {
-    "relu": "relu",
-    "relu2": "relu2",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_pytorch_tanh",
-    "silu": "silu",
-    "sigmoid": "sigmoid",
-    "xielu": "xielu",
-}
-
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of a CUDA package that xIELU may use
-@pytest.mark.parametrize("name", THEIR_NAMES)
-def test_activations_equal_the_reference(name: str) -> None:
+@pytest.mark.parametrize("name", get_args(ActivationName))
+def test_activations_equal_the_reference(name: ActivationName) -> None:
+    needed = f"add transformers' name of {name} to ACTIVATIONS in llama_like.py"
+    assert name in WRITTEN_ACTIVATIONS, needed
     activations = pytest.importorskip("transformers.activations")
-    theirs = activations.ACT2FN[THEIR_NAMES[name]].float()
+    theirs = activations.ACT2FN[WRITTEN_ACTIVATIONS[name]].float()
     ours = make_activation(name)
     x = torch.linspace(-8, 8, 401)
     tolerance = 2e-2 if name == "xielu" else 1e-6  # transformers stores the weights in bfloat16

@@ -1,8 +1,10 @@
 """Policy gradients against their papers, in float64, one completion at a time."""
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE
 from workhorse.train.objectives.policy import (
+    Baseline,
     PolicyBatch,
     PolicyConfig,
     advantages_of,
@@ -112,7 +115,42 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient_of_every_token() -> None:
     assert_same(config.build(DECODER), batch, torch.cat(parts).mean())
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def choices(field: str) -> tuple[str, ...]:
+    return get_args(PolicyConfig.model_fields[field].annotation)
+
+
+RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda now, old: (now - old).exp(),
+    "sequence": lambda now, old: (now - old).mean().exp().expand_as(now),
+    "none": lambda now, _: (now - now.detach()).exp(),
+}
+CLIPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "surrogate": lambda r, a, _: torch.min(r * a, r.clamp(0.8, 1.3) * a),
+    "weight": lambda r, a, now: r.detach().clamp(0.8, 1.3) * a * now,
+}
+DENOMINATORS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "tokens": lambda rows: torch.cat(rows).mean(),
+    "sequences": lambda rows: torch.stack([row.mean() for row in rows]).mean(),
+    "constant": lambda rows: torch.stack([row.sum() / 20 for row in rows]).mean(),
+}
+
+
+@pytest.mark.parametrize("denominator", choices("denominator"))
+@pytest.mark.parametrize("clip", choices("clip"))
+@pytest.mark.parametrize("ratio", choices("ratio"))
+def test_each_combination_is_its_formula(ratio: str, clip: str, denominator: str) -> None:
+    """A new value needs its formula in `RATIOS`, `CLIPS` or `DENOMINATORS`."""
+    batch, limits = rollouts(), {} if ratio == "none" else {"clip_low": 0.2, "clip_high": 0.3}
+    length = {"max_length": 20} if denominator == "constant" else {}
+    values = [
+        -CLIPS[clip](RATIOS[ratio](one["now"], one["old"]), one["a"], one["now"])
+        for one in completions(batch)
+    ]
+    config = PolicyConfig(ratio=ratio, clip=clip, denominator=denominator, **limits, **length)
+    assert_same(config.build(DECODER), batch, DENOMINATORS[denominator](values))
+
+
+@pytest.mark.parametrize("estimator", choices("kl_estimator"))
 def test_estimates_of_the_kl_divergence(estimator: str) -> None:
     """Without advantages the loss is the estimate; see `PolicyConfig.kl_estimator`."""
     batch = rollouts()
@@ -187,6 +225,7 @@ def test_advantages() -> None:
         "group_std": [one / (std + 1e-4) for one, std in zip(centred, spreads, strict=True)],
         "leave_one_out": [value - other for value, other in zip(values, others, strict=True)],
     }
+    assert set(expected) == set(get_args(Baseline))  # a new one needs its formula
     for baseline, wanted in expected.items():
         found = advantages_of(rewards, group, baseline)
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))

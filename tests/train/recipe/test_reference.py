@@ -131,4 +131,6 @@ def test_the_page_is_as_the_generator_writes_it(capsys):
 
     assert main(["recipe", "--markdown"]) == 0
     page = Path(__file__).parents[3] / "docs" / "recipe.md"
-    assert page.read_text("utf-8") == capsys.readouterr().out, "run `make reference`"
+    assert page.read_text("utf-8") == capsys.readouterr().out, (
+        "run `make reference`, and describe the changed option in CHANGELOG.md"
+    )

@@ -282,6 +282,7 @@ TEXTS = [
 CORPUS = [*TEXTS, "the theory of the thing, then: 42! " * 20, "main(args) returns args\n" * 20]
 TOKENIZERS = {
     "bpe": BpeConfig(vocab_size=320),
+    "bpe of gpt2": BpeConfig(vocab_size=320, split="gpt2"),
     "bytes": BytesConfig(),
     "characters": CharactersConfig(),
     "byte_fallback_bpe": ByteFallbackBpeConfig(vocab_size=340),

@@ -2,14 +2,20 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from operator import eq
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
+from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import (
     BpeConfig,
@@ -87,6 +93,54 @@ def test_a_control_token_named_like_a_word_is_not_learned_from_the_corpus(kind: 
     model = json.loads(tokenizer.definition)["model"]
     assert all(left + right != "Stop" for left, right in model.get("merges", []))
     assert tokenizer.encode("Stop", allow_special=True) == [tokenizer.eos_id]
+
+
+Pair = tuple[bytes, bytes]
+
+
+def learned(text: str, merges: int, prefer: Callable[[Pair, dict[bytes, int]], Any]) -> list[Pair]:
+    """BPE as in 1508.07909, with GPT-2's pattern for ASCII; `prefer` decides between ties."""
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
+    found_words = (word.encode() for word in re.findall(pattern, text))
+    words = Counter(tuple(bytes([byte]) for byte in word) for word in found_words)
+    in_order = sorted(range(256), key=BYTE_ALPHABET.__getitem__)
+    ids = {bytes([byte]): number for number, byte in enumerate(in_order)}
+    found: list[Pair] = []
+    while len(found) < merges:
+        counts: Counter[Pair] = Counter()
+        for word, count in words.items():
+            for pair in pairwise(word):
+                counts[pair] += count
+        best = max(counts, key=lambda pair: (counts[pair], prefer(pair, ids)))
+        found.append(best)
+        ids[b"".join(best)] = len(ids)
+        words = Counter({merged(word, best): count for word, count in words.items()})
+    return found
+
+
+def merged(word: tuple[bytes, ...], pair: Pair) -> tuple[bytes, ...]:
+    parts: list[bytes] = []
+    for part in word:
+        if parts and (parts[-1], part) == pair:
+            parts[-1] += part
+        else:
+            parts.append(part)
+    return tuple(parts)
+
+
+def test_bpe_of_gpt2s_words_differs_from_the_reference_only_in_ties() -> None:
+    text = (Path(__file__).parents[2] / "LICENSE").read_text("ascii")
+    tokenizer = train_tokenizer(BpeConfig(vocab_size=256 + 7 + 243, split="gpt2"), [text])
+    ours = [
+        tuple(bytes(map(BYTE_ALPHABET.index, part)) for part in pair)
+        for pair in json.loads(tokenizer.definition)["model"]["merges"]
+    ]
+    assert ours == learned(text, 243, lambda pair, ids: [-ids[part] for part in pair])
+    greatest = learned(text, 243, lambda pair, _: pair)  # Sennrich's choice
+    assert len({*ours} & {*greatest}) == 212
+    assert sum(map(eq, ours, greatest)) == 54
+    with pytest.raises(ConfigError, match="digits=1 has no effect on split=gpt2"):
+        BpeConfig(vocab_size=300, split="gpt2", digits=1)
 
 
 def test_a_small_corpus_gives_a_smaller_vocabulary() -> None:

@@ -116,11 +116,20 @@ class BpeConfig(_TrainedConfig):
     """
 
     kind: Literal["bpe"] = "bpe"
+    split: Literal["default", "gpt2"] = "default"
+    """Rule that splits text into words; no token crosses their boundaries. `gpt2` is GPT-2's. The
+    default differs: short groups of digits, contractions in upper case, one character before a
+    word as in `(self`, line ends with the punctuation before them, and combining marks as letters.
+    """
     digits: Digits = 3
     """Maximum number of digits in a token: 1 makes arithmetic easier to learn, 3 saves tokens."""
     min_frequency: int = Field(default=2, ge=1)
     """Minimum count of a pair of tokens for it to be merged. The vocabulary stays smaller than
     `vocab_size` if there are too few such pairs."""
+
+    def model_post_init(self, _context: object) -> None:
+        if self.split == "gpt2" and self.digits != type(self).model_fields["digits"].default:
+            raise ConfigError(f"digits={self.digits} has no effect on split=gpt2; remove it")
 
     def _smallest_alphabet(self) -> int:
         return N_BYTES

@@ -287,8 +287,9 @@ def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
 
 
 def _bpe(config: BpeConfig, pieces: Iterable[str]) -> Tokenizer:
+    gpt2 = config.split == "gpt2"  # the library's `ByteLevel` has GPT-2's pattern
     words = pre_tokenizers.Split(Regex(byte_level_pattern(config.digits)), behavior="isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2)
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
@@ -296,7 +297,7 @@ def _bpe(config: BpeConfig, pieces: Iterable[str]) -> Tokenizer:
         initial_alphabet=list(BYTE_ALPHABET),
         show_progress=False,
     )
-    splitter = pre_tokenizers.Sequence([words, as_bytes])
+    splitter = as_bytes if gpt2 else pre_tokenizers.Sequence([words, as_bytes])
     model = _learn(models.BPE(), splitter, trainer, pieces, config.fixed_tokens)
     backend = tokenizers.Tokenizer(_bpe_model(model))
     backend.pre_tokenizer = splitter

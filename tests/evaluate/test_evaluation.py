@@ -9,6 +9,7 @@ from workhorse.data.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.evaluate.scoring import Question, score
+from workhorse.model.load import load
 from workhorse.nn import DecoderConfig
 
 TEXTS = ["the quick brown fox", "jumps", "x", "over the lazy dog, again and again"]
@@ -48,6 +49,15 @@ def test_loss_and_bits_per_byte(decoder, ascii_tokenizer, stride, start, batch_s
     bits = (sum(nats) / math.log(2) + unpredicted * math.log2(128)) / N_BYTES
     assert result.bits_per_byte == pytest.approx(bits, rel=1e-5)
     assert (result.bytes, result.documents, result.unpredicted) == (N_BYTES, 4, unpredicted)
+
+
+def test_a_model_evaluates_strings(run_folder):
+    model = load(run_folder)
+    expected = evaluate(model.decoder, model.text, DOCUMENTS, start=model.start, stride=4)
+    assert model.evaluate(iter(TEXTS), stride=4) == expected
+    for wrong in ("one string", ["fine", 3]):
+        with pytest.raises(WorkhorseError, match="is not a list of strings; pass one"):
+            model.evaluate(wrong)
 
 
 def test_overlap_lets_tokens_see_more(decoder, ascii_tokenizer):

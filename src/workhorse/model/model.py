@@ -20,8 +20,10 @@ from workhorse.checkpoints.stored import (
     weights_on_disk,
 )
 from workhorse.data import DataConfig, SequenceStart, sequence_start
+from workhorse.data.documents import Document
 from workhorse.devices.memory import size
 from workhorse.errors import WorkhorseError, shown
+from workhorse.evaluate import Evaluation, evaluate
 from workhorse.execute.body import Execution, sharing_copy
 from workhorse.execute.choose import DecodingBody, decoding_body
 from workhorse.files.text_formats import to_path
@@ -380,6 +382,23 @@ class Model:
         """
         tokens = self._tokens(prompt)
         return trace(self.reference, tokens, edits=edits, keep=keep, gradients=gradients)
+
+    def evaluate(self, texts: Iterable[str], **options: Any) -> Evaluation:
+        """Measure loss, perplexity and bits per byte; each string is a document.
+
+        Args:
+            texts: the documents.
+            options: `context`, `stride`, `batch_size` and `progress` of
+                `workhorse.evaluate.evaluate`.
+
+        Raises:
+            WorkhorseError: the model has no tokenizer, `texts` is not a list of strings, or see
+                `workhorse.evaluate.evaluate`.
+        """
+        documents = [] if isinstance(texts, str) else [Document("", text) for text in texts]
+        if isinstance(texts, str) or not all(isinstance(one.text, str) for one in documents):
+            raise WorkhorseError(f"texts={shown(texts)} is not a list of strings; pass one")
+        return evaluate(self.decoder, self.text, documents, start=self.start, **options)
 
     def chat(
         self,

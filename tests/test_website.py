@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.nn.grid import COVERING
-from website import walk
-from website.build import ROOT, navigation
+from website import drawings, walk
+from website.build import ROOT, for_site, navigation
 
 NN = walk.SOURCE / "nn"
 
@@ -42,6 +42,28 @@ def test_a_changed_or_new_statement_is_reported():
     for wrong in (changed, steps[1:], [*steps, steps[-1]]):
         with pytest.raises(ValueError, match=f"{file} {name}: "):
             walk.explained(file, name, wrong)
+
+
+def test_the_walk_and_the_course_link_each_other():
+    names = {path.stem for path in walk.COURSE.glob("[0-9]*.md")}
+    for page, content in walk.WALKS.items():
+        assert set(content["course"]) <= names
+        for name in content["course"]:
+            assert f"](../course/{name}.md)" in walk.pages()[f"walk/{page}.md"]
+            assert f"[{content['title']}](../walk/{page}.md)" in walk.beside(name)
+    assert walk.beside("12-sampling") == ""
+
+
+def test_the_pictures_of_the_course_show_its_numbers():
+    for name, content in drawings.drawings().items():
+        stored = (drawings.COURSE / name).read_text("utf-8")
+        assert stored == content, "run `python -m website.drawings`"
+    assert drawings.numbers("05-positions.md", "(0.25") == [[0.25, 0.0625, 0.015625, 0.00390625]]
+
+
+def test_outputs_are_marked_on_the_site():
+    text, _ = for_site("```python\nprint(1)\n```\n\n```text\n1\n```\n", "docs/python.md")
+    assert text == "```python\nprint(1)\n```\n\n```{.text .output}\n1\n```\n"
 
 
 @contextmanager

@@ -25,6 +25,8 @@ PAGES = ROOT / "build" / "pages"
 SITE = ROOT / "build" / "site"
 LINK = re.compile(r"^```.*?^```|`[^`\n]+`|\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)", re.M | re.S)
 """A link to a file, with its path and its anchor; or a piece of code, without a path."""
+OUTPUT = re.compile(r"^```text$", re.M)
+"""The beginning of an output, which the style sheet shows in another way than code."""
 GENERATED = ("walk/", "api/", "repository/")
 """Folders of the site with pages that are made from the source, or are not for users."""
 RECIPE = re.compile(r"\b(?:recipes|studies)/[\w-]+\.(?:yaml|py)\b")
@@ -122,7 +124,10 @@ def stage() -> None:
         if target.suffix != ".md":
             shutil.copy(ROOT / source, target)
             continue
-        text, links = for_site(generated.get(source) or text_of(source), source)
+        page = generated.get(source) or text_of(source)
+        if source.startswith("docs/course/"):
+            page += walk.beside(target.stem)
+        text, links = for_site(page, source)
         target.write_text(text, "utf-8")
         waiting += [link for link in links if link not in waiting]
     for name in ("site.css", "iframe-worker.js"):
@@ -176,7 +181,7 @@ def for_site(text: str, source: str) -> tuple[str, list[str]]:
             anchor = (anchor or line_of(target, before)).replace("#L", "#__codelineno-0-")
         return f"{start}]({Path(os.path.relpath(place(target), here)).as_posix()}{anchor})"
 
-    return LINK.sub(link, text), targets
+    return OUTPUT.sub("```{.text .output}", LINK.sub(link, text)), targets
 
 
 def order_search() -> None:

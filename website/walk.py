@@ -18,13 +18,15 @@ import yaml
 
 SOURCE = Path(__file__).parent.parent / "src" / "workhorse"
 FOLDER = Path(__file__).parent / "walk"
+COURSE = Path(__file__).parent.parent / "docs" / "course"
 Step = dict[str, str]
 """An explanation: `code`, `text`, and possibly `math`, `shape` and `paper`."""
 WALKS: dict[str, dict[str, Any]] = {
     path.stem: yaml.safe_load(path.read_text("utf-8"))
     for path in sorted(FOLDER.glob("[0-9]*.yaml"))
 }
-"""Content of each page: `title`, `text` and `parts`; a part has a `title`, `text` and `source`."""
+"""Content of each page: `title`, `text`, `course` (names of pages of the course with the same
+subject) and `parts`; a part has a `title`, `text` and `source`."""
 EXCLUDED: dict[str, str] = yaml.safe_load((FOLDER / "excluded.yaml").read_text("utf-8"))
 """Functions that a forward pass calls and the walk does not explain, each with the reason."""
 
@@ -164,6 +166,8 @@ def pages() -> dict[str, str]:
 def page(walk: dict[str, Any]) -> str:
     """A page of the walk."""
     lines = [f"# {walk['title']}", walk["text"]]
+    pages = [f"[{heading(name)}](../course/{name}.md)" for name in walk["course"]]
+    lines += [f"In the course, with numbers: {', '.join(pages)}."]
     for part in walk["parts"]:
         lines += [f"## {part['title']}", part.get("text", "")]
         for name, steps in part["source"].items():
@@ -172,20 +176,36 @@ def page(walk: dict[str, Any]) -> str:
     return "\n\n".join(line.strip("\n") for line in lines if line) + "\n"
 
 
+def heading(name: str) -> str:
+    """The title of a page of the course."""
+    text = (COURSE / f"{name}.md").read_text("utf-8")
+    return text.partition("\n")[0].removeprefix("# ")
+
+
+def beside(name: str) -> str:
+    """A paragraph with links from a page of the course to the walk; empty without such pages."""
+    found = [
+        f"[{walk['title']}](../walk/{page}.md)"
+        for page, walk in WALKS.items()
+        if name in walk["course"]
+    ]
+    return f"\nEvery statement of the source explained: {', '.join(found)}.\n" if found else ""
+
+
 def function(file: str, name: str, steps: list[Step]) -> Iterator[str]:
-    """A function: its signature beside its summary, then its statements."""
+    """A function: its summary beside its signature, then explanations beside statements."""
     found = functions(file)[name]
     yield f"### `{name}`"
-    yield fenced(textwrap.dedent(found.signature))
     where = f"[{file}](../../src/workhorse/{file}#L{found.line})"
     yield quoted(f"{found.summary}\n\n{where}" if found.summary else where)
+    yield fenced(textwrap.dedent(found.signature))
     for code, said in explained(file, name, steps):
-        yield fenced(code)
         math = f"`{said['math']}`" if "math" in said else ""
         number, _, section = said.get("paper", "").partition(" ")
         paper = f"[arXiv {number}](https://arxiv.org/abs/{number}) {section}" if number else ""
         facts = " · ".join(filter(None, (said.get("shape"), paper.strip())))
         yield quoted("\n\n".join(filter(None, (math, facts, said["text"]))))
+        yield fenced(code)
 
 
 def fenced(code: str) -> str:
@@ -194,5 +214,5 @@ def fenced(code: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A block quote, which the style sheet places beside the code above it."""
+    """A block quote, which the style sheet places beside the code below it."""
     return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())

@@ -108,7 +108,7 @@ BAD = [
                 "main": {**BLOCK, "feed_forward": {"kind": "mlp", "d_ff": 8, "activation": "swish"}}
             }
         },
-        "blocks.main.feed_forward.activation: 'swish' is not allowed; give 'relu', ",
+        "blocks.main.feed_forward.activation: 'tangent' is not allowed; give 'relu', ",
     ),
     (
         {"head": {"cap": -1}},

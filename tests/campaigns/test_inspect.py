@@ -384,6 +384,8 @@ def test_large_logits_and_long_prompts(visit):
     assert min(expected) < -1000
     assert found == pytest.approx(expected, rel=1e-4)
     assert "Infinity" not in page.inner_text("body")
+    shown = page.evaluate("[0, 4.5e-6, 0.00045, 0.03, 0.6].map(percent)")
+    assert shown == ["0 %", "< 0.01 %", "0.045 %", "3.0 %", "60 %"]
     page.fill("#text", "return" * 4000)
     expect(page.locator("#status")).to_contain_text("24,000 characters")
     page.evaluate("data.pieces[65] = 'long'.repeat(1000)")

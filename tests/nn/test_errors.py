@@ -105,7 +105,7 @@ BAD = [
     (
         {
             "blocks": {
-                "main": {**BLOCK, "feed_forward": {"kind": "mlp", "d_ff": 8, "activation": "swish"}}
+                "main": {**BLOCK, "feed_forward": {"kind": "mlp", "d_ff": 8, "activation": "tangent"}}
             }
         },
         "blocks.main.feed_forward.activation: 'tangent' is not allowed; give 'relu', ",

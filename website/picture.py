@@ -22,7 +22,7 @@ def main() -> None:
     program = os.environ.get("CHROMIUM") or shutil.which("chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1240, "height": 900})
+        page = browser.new_page(viewport={"width": 1240, "height": 950})
         page.goto(PAGE.absolute().as_uri())
         page.get_by_role("heading", name="Layers refine a prediction").evaluate(
             "heading => scrollTo(0, heading.getBoundingClientRect().top + scrollY - 70)"

@@ -105,10 +105,10 @@ BAD = [
     (
         {
             "blocks": {
-                "main": {**BLOCK, "feed_forward": {"kind": "mlp", "d_ff": 8, "activation": "tangent"}}
+                "main": {**BLOCK, "feed_forward": {"kind": "mlp", "d_ff": 8, "activation": "tan"}}
             }
         },
-        "blocks.main.feed_forward.activation: 'tangent' is not allowed; give 'relu', ",
+        "blocks.main.feed_forward.activation: 'tan' is not allowed; give 'relu', ",
     ),
     (
         {"head": {"cap": -1}},

@@ -400,9 +400,7 @@ def _not_computed(name: str, value: Any, computed: Mapping[str, str]) -> Iterato
         if known is None:
             yield f"{name}={getattr(value, 'kind', '...')}"
             return
-        fields = {
-            field: choices for field, _, choices in (word.partition("=") for word in known.split())
-        }
+        fields = {word.partition("=")[0]: word.partition("=")[2] for word in known.split()}
         for inner, info in type(value).model_fields.items():
             one, values = getattr(value, inner), fields.get(inner)
             new = values is None and one != info.default

@@ -386,14 +386,8 @@ class Model:
     def evaluate(self, texts: Iterable[str], **options: Any) -> Evaluation:
         """Measure loss, perplexity and bits per byte; each string is a document.
 
-        Args:
-            texts: the documents.
-            options: `context`, `stride`, `batch_size` and `progress` of
-                `workhorse.evaluate.evaluate`.
-
-        Raises:
-            WorkhorseError: the model has no tokenizer, `texts` is not a list of strings, or see
-                `workhorse.evaluate.evaluate`.
+        For the options `context`, `stride`, `batch_size` and `progress`, and for errors, see
+        `workhorse.evaluate.evaluate`.
         """
         documents = [] if isinstance(texts, str) else [Document("", text) for text in texts]
         if isinstance(texts, str) or not all(isinstance(one.text, str) for one in documents):

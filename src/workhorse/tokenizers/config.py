@@ -117,10 +117,8 @@ class BpeConfig(_TrainedConfig):
 
     kind: Literal["bpe"] = "bpe"
     split: Literal["default", "gpt2"] = "default"
-    """Rule that splits text into words; no token crosses their boundaries. `gpt2` is GPT-2's. The
-    default differs: short groups of digits, contractions in upper case, one character before a
-    word as in `(self`, line ends with the punctuation before them, and combining marks as letters.
-    """
+    """Rule that splits a string into words, whose boundaries no token crosses: similar to cl100k
+    and Llama 3 (`default`), or GPT-2's (`gpt2`)."""
     digits: Digits = 3
     """Maximum number of digits in a token: 1 makes arithmetic easier to learn, 3 saves tokens."""
     min_frequency: int = Field(default=2, ge=1)

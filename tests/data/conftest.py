@@ -24,6 +24,8 @@ class ByteTokenizer:
         self.encoded_texts += len(texts)
         return [list(text.encode()) for text in texts]
 
+    encode_continuations = encode_batch
+
     def count_unknown(self, ids: Sequence[int]) -> int:
         """Count eos too: GPT-2's unk is its eos, which ends documents and never comes from text."""
         return ids.count(257) + ids.count(ord("?"))

@@ -19,7 +19,7 @@ from workhorse.data import (
 from workhorse.data.documents import hash_of
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import train_tokenizer
-from workhorse.tokenizers.config import BpeConfig
+from workhorse.tokenizers.config import BpeConfig, ByteFallbackBpeConfig
 
 EOS = 257
 TEXTS = [f"document {i}: " + "é" * (i % 7) for i in range(40)]
@@ -112,6 +112,17 @@ def test_unknown_characters_are_counted_kept_and_told(
             ord("?")
         ) / len(dataset.train.streams[0])
         assert told.pop().startswith(f"{unknown} of {tokens:,} tokens (")
+
+
+def test_a_piece_of_a_document_begins_without_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workhorse.data.documents.PIECE_CHARS", 30)
+    tokenizer = train_tokenizer(ByteFallbackBpeConfig(vocab_size=270), ["a word\n"])
+    (tmp_path / "a.txt").write_text("a word\n" * 20)
+    corpus = {"kind": "text", "path": tmp_path / "a.txt", "validation_fraction": 0}
+    dataset = prepare(DataConfig(corpus=corpus, eos=False), tokenizer, tmp_path / "data")
+    assert all_tokens(dataset.train.streams[0]) == tokenizer.encode("a word\n" * 20)
 
 
 def test_a_document_in_pieces_begins_and_ends_once(

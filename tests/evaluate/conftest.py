@@ -39,6 +39,9 @@ class Ascii:
     def encode(self, text: str) -> list[int]:
         return [min(ord(character), 127) for character in text]
 
+    def encode_continuations(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def count_unknown(self, ids: list[int]) -> int:
         return ids.count(127)
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
+from tests.tokenizers import hf_trainers
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import Tokenizer
 
@@ -54,6 +56,51 @@ def test_any_bytes_come_back_from_a_byte_level_tokenizer(
     ids = tokenizer.encode_bytes(data)
     assert tokenizer.decode_bytes(ids) == data
     assert tokenizer.decode(ids) == data.decode("utf-8", "replace")
+
+
+def prefixed() -> hf_trainers.Tokenizer:
+    """BPE over bytes that adds a space before the input, as in RoBERTa and Falcon."""
+    tokenizer = hf_trainers.byte_level(["<s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return tokenizer
+
+
+CONTINUED: dict[str, Callable[[], hf_trainers.Tokenizer]] = {
+    "prefix space": prefixed,
+    "prepend": lambda: hf_trainers.byte_fallback(["<s>"], legacy=True),
+    "first word": lambda: hf_trainers.byte_fallback(["<s>"]),
+    "no prefix": lambda: hf_trainers.byte_fallback(["<s>"], prefix=False),
+    "numbers in groups": lambda: hf_trainers.byte_level(["<s>"], hf_trainers.LLAMA3_WORDS),
+    "every word": hf_trainers.unigram_after_eos,
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_a_prompt_and_its_completion_are_the_two_strings(kind: str) -> None:
+    """No space is added between them, and the prompt has the tokens that it has alone."""
+    tokenizer = Tokenizer(CONTINUED[kind]().to_str())
+
+    @given(text=st.text("abe 1\n(", max_size=6), more=st.text("abe 1\n)", min_size=1, max_size=6))
+    @example(text="f(", more="x)")
+    @example(text="The quick bro", more="wn fox")
+    @example(text="The dog", more=" jumps")
+    @example(text="12", more="34")
+    @example(text="", more="The dog")
+    def check(text: str, more: str) -> None:
+        first, second = tokenizer.encode_parts(text, more)
+        assert first == tokenizer.encode(text)
+        whole = tokenizer.encode(text + more)
+        assert tokenizer.decode([*first, *second]) == tokenizer.decode(whole)
+        if whole[: len(first)] == first:
+            assert [*first, *second] == whole
+
+    check()
+
+
+def test_no_space_is_added_between_text_and_single_bytes() -> None:
+    tokenizer = Tokenizer(prefixed().to_str())
+    for data in (b"\xffx)", b"f(\xffx)\xff 2"):
+        assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)).removeprefix(b" ") == data
 
 
 def test_bytes_that_are_text_encode_as_the_text(tokenizer: Tokenizer) -> None:

@@ -123,7 +123,7 @@ def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: 
     from workhorse.tokenizers.chat.template import ChatTemplate
 
     if example.strings is not None:
-        prompt, completion = (tokenizer.encode(text) for text in example.strings)
+        prompt, completion = tokenizer.encode_parts(*example.strings)
         before = [tokenizer.token_id(tokenizer.roles["bos"])] if bos else []
         after = [tokenizer.token_id(tokenizer.roles["eos"])] if eos else []
         learned = [*completion, *after]

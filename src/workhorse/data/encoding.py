@@ -79,14 +79,16 @@ def encoded(
         return Encoded(stream, document, tokens, unknown, np.array(weights, dtype=np.float32))
 
     def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
-        texts = (document.text for _, document in block if document.example is None)
-        ids = iter(tokenizer.encode_batch(list(texts)))
+        plain = [one for _, one in block if one.example is None]
+        more = [one.text for one in plain if not one.begins]
+        starts = iter(tokenizer.encode_batch([one.text for one in plain if one.begins]))
+        rests = iter(tokenizer.encode_continuations(more) if more else ())
         found: list[Encoded[Stream]] = []
         for stream, document in block:
             if document.example is not None:
                 found.append(encode_chat(stream, document, document.example))
                 continue
-            tokens = next(ids)
+            tokens = next(starts if document.begins else rests)
             before = [tokenizer.bos_id] if bos and document.begins else []
             after = [tokenizer.eos_id] if eos and document.ends else []
             array = np.array([*before, *tokens, *after], dtype=dtype)

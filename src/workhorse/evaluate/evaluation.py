@@ -138,6 +138,7 @@ class TokensOfText(Protocol):
     """The part of `workhorse.tokenizers.Tokenizer` that evaluation uses."""
 
     def encode(self, text: str, /) -> list[int]: ...
+    def encode_continuations(self, texts: Sequence[str], /) -> list[list[int]]: ...
     def count_unknown(self, ids: Sequence[int], /) -> int: ...
 
 
@@ -313,7 +314,11 @@ def _windows(
         if start is not None:
             yield [start]
         for piece in pieces:
-            encoded = tokenizer.encode(piece.text)
+            encoded = (
+                tokenizer.encode(piece.text)
+                if piece.begins
+                else tokenizer.encode_continuations([piece.text])[0]
+            )
             tally.documents += empty and bool(encoded)
             empty = empty and not encoded
             tally.bytes += len(piece.text.encode())

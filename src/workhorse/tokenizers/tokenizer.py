@@ -19,6 +19,13 @@ from workhorse.tokenizers.growth import check_growth
 from workhorse.tokenizers.pieces import BYTE_ALPHABET, StreamDecoder, read_decoding
 
 ROLES = ("bos", "eos", "pad", "unk")
+_WITHOUT_PREFIX: dict[str, dict[str, Any]] = {
+    "ByteLevel": {"add_prefix_space": False},
+    "Metaspace": {"prepend_scheme": "never"},
+    "Prepend": {"prepend": ""},
+    "Strip": {"strip_left": False},
+}
+"""The options with which rules of a `tokenizer.json` leave the beginning of the input as it is."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,21 @@ class Tokenizer:
         backend = self._matching_special if allow_special else self._backend
         return ids_of(backend, texts)
 
+    def encode_parts(self, text: str, more: str) -> tuple[list[int], list[int]]:
+        """Encode a string as `encode` does, and one that continues it, with no space between them.
+
+        The ids of the second are those that follow in the whole string, unless a token of the whole
+        string has characters of both.
+        """
+        first, whole = self.encode_batch([text, text + more])
+        if whole[: len(first)] == first and len(whole) > len(first):
+            return first, whole[len(first) :]
+        return first, self.encode_continuations([more])[0]
+
+    def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode strings that continue other strings: no space is added before them."""
+        return self._continuing.encode_batch(texts)
+
     def count_unknown(self, ids: Sequence[int]) -> int:
         """Count the ids that stand for characters outside the vocabulary."""
         return 0 if self.unk_id is None else ids.count(self.unk_id)
@@ -153,10 +175,11 @@ class Tokenizer:
             raise WorkhorseError(f"{shown(data)} is not bytes; pass bytes, or use encode for a str")
         ids: list[int] = []
         while data:
+            encode = self._continuing.encode if ids else self.encode
             try:
-                return ids + self.encode(data.decode())
+                return ids + encode(data.decode())
             except UnicodeDecodeError as error:
-                ids += self.encode(data[: error.start].decode())
+                ids += encode(data[: error.start].decode())
                 ids += (self._byte_ids[value] for value in data[error.start : error.end])
                 data = data[error.end :]
         return ids
@@ -391,6 +414,16 @@ class Tokenizer:
         A copy is needed because the library's option applies to the whole tokenizer.
         """
         return library_tokenizer(self.definition)
+
+    @cached_property
+    def _continuing(self) -> "Tokenizer":
+        """A copy that adds or removes no space before its input."""
+        rules = {name: self._definition[name] for name in ("normalizer", "pre_tokenizer")}
+        changed = json.loads(
+            json.dumps(rules),
+            object_hook=lambda part: part | _WITHOUT_PREFIX.get(str(part.get("type")), {}),
+        )
+        return Tokenizer(json.dumps({**self._definition, **changed}), self.roles)
 
     @cached_property
     def _pieces(self) -> list[bytes | None]:

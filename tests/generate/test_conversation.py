@@ -56,6 +56,22 @@ def test_each_template_s_own_token_ends_a_turn(tokenizer):
     assert TemplateFormat(ChatTemplate(with_header), tokenizer).stop_tokens == other.stop_tokens
 
 
+def test_the_next_turn_ends_a_reply_if_the_template_does_not(tokenizer):
+    ids = tokenizer.special_tokens
+    roles = "{% for m in messages %}{{ '<|' ~ NAME ~ '|>' ~ m.content }}{% endfor %}"
+    name = "('system' if m.role == 'tool' else m.role)"  # like <|observation|> of GLM
+    form = TemplateFormat(ChatTemplate(roles.replace("NAME", name)), tokenizer)
+    assert form.stop_tokens == (ids["<|user|>"], ids["<|system|>"], ids["<|eos|>"])
+    refuses = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    form = TemplateFormat(ChatTemplate(refuses + roles.replace("NAME", "m.role")), tokenizer)
+    assert form.stop_tokens == (ids["<|user|>"], ids["<|eos|>"])
+    plain = (
+        "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '<|end|>' * (m.role == 'user') }}"
+    )
+    form = TemplateFormat(ChatTemplate(plain + "{% endfor %}"), tokenizer)
+    assert form.stop_tokens == (ids["<|eos|>"],)
+
+
 def test_a_reply_is_what_follows_the_template(decoder, tokenizer):
     form = TemplateFormat(ChatTemplate(), tokenizer)
     conversation = Conversation(decoder, tokenizer, form, CONFIG, system="Be brief.")

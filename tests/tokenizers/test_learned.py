@@ -126,7 +126,7 @@ BY_HAND = {
     "deepseekv3": ("A1<｜end▁of▁sentence｜>", "A2<｜end▁of▁sentence｜>"),  # noqa: RUF001
     "gemma3": ("A1<end_of_turn>", "A2<end_of_turn>"),
     "gemma4": ("A1<turn|>", "A2<turn|>"),
-    "glm4moe": ("\n<think></think>\nA1<|user|>", "\n<think></think>\nA2"),
+    "glm4moe": ("\n<think></think>\nA1<|user|>", "\n<think></think>\nA2<|user|>"),
     "gptoss": ("<|channel|>final<|message|>A1<|end|>", "<|channel|>final<|message|>A2<|return|>"),
     "idefics3": (" A1<end_of_utterance>", " A2<end_of_utterance>"),
     "llama3_1": ("A1<|eot_id|>", "A2<|eot_id|>"),
@@ -138,11 +138,16 @@ BY_HAND = {
     "qwen3_5_think": ("A1<|im_end|>", "\n</think>\n\nA2<|im_end|>"),
 }
 CALLS_BY_HAND = {
+    "deepseekv3": (  # it reads arguments only as JSON
+        "<|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>add\n```json\n"
+        '{"a": 2, "b": 2}\n```<|tool▁call▁end|><|tool▁calls▁end|><|end▁of▁sentence|>',
+        "It is 4.<|end▁of▁sentence|>",
+    ),
     "gemma4": ("<|tool_call>call:add{a:2,b:2}<tool_call|><|tool_response>", "It is 4.<turn|>"),
     "glm4moe": (
         "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n"
         "<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call><|observation|>",
-        "\n<think></think>\nIt is 4.",
+        "\n<think></think>\nIt is 4.<|user|>",
     ),
     "gptoss": (
         ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 2}<|call|>',
@@ -162,7 +167,63 @@ def test_turns_of_published_templates(name: str) -> None:
 @needs_trl
 @pytest.mark.parametrize("name", CALLS_BY_HAND)
 def test_tool_calls_of_published_templates(name: str) -> None:
-    assert spans(learned(source_of(name), CALLED)) == [*CALLS_BY_HAND[name]]
+    bar = "\uff5c" if name == "deepseekv3" else "|"
+    written = [one.replace("|", bar) for one in CALLS_BY_HAND[name]]
+    assert spans(learned(source_of(name), CALLED)) == written
+
+
+MARKED = """{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}
+{{- m.content ~ '\n' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+PLAIN = MARKED.replace("<|", "").replace("|>", ": ")
+"""Templates that write no token at the end of a turn."""
+
+
+@pytest.mark.parametrize(
+    ("source", "earlier", "end"), [(MARKED, "A1\n<|user|>", "\n<|user|>"), (PLAIN, "A1", "</s>")]
+)
+def test_a_turn_without_an_end_is_ended_by_the_next_one_or_by_eos(
+    source: str, earlier: str, end: str
+) -> None:
+    messages = chat("Q1", "A1", "Q2", "A2")
+    assert spans(learned(source, messages)) == [earlier, f"A2{end}"]
+    assert spans(learned(source, messages, learn="last")) == [f"A2{end}"]
+    (whole,) = spans(learned(source, messages, learn="all"))
+    assert whole.endswith(f"A2{end}")
+    half = learned(source, [*messages[:3], {**messages[3], "weight": 0}])
+    assert (spans(half), half.endswith(f"A2{end}")) == ([earlier], True)
+    without = learned(source, messages, eos=False)
+    assert ("</s>" in without, "A2\n<|user|>⟧" in without) == (False, source == MARKED)
+
+
+@needs_trl
+def test_a_call_of_glm_ends_with_the_first_token_of_its_result() -> None:
+    (reply,) = spans(learned(source_of("glm4moe"), CALLED[:2]))
+    assert reply.endswith("</tool_call><|observation|>")
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+@pytest.mark.parametrize("content", ["Let me add.", ""])
+@pytest.mark.parametrize("weight", [0, 1])
+def test_calls_and_tools_that_the_template_omits_are_errors(
+    source: str, content: str, weight: int
+) -> None:
+    messages = [CALLED[0], {**CALLED[1], "content": content, "weight": weight}, *chat("Q", "A")]
+    with pytest.raises(WorkhorseError, match="omits tool call 0 of message 1"):
+        learned(source, messages)
+    with pytest.raises(WorkhorseError, match="omits the tools; remove the field tools"):
+        learned(source, chat("Q", "A"), tools=[ADD])
+    tokenizer = Tokenizer(library(source).to_str(), chat_template=source)
+    with pytest.raises(WorkhorseError, match="omits tool call 0 of message 1"):
+        ChatTemplate.of(tokenizer).encode(tokenizer, messages[:3])
+
+
+def test_only_the_first_of_two_calls_is_written() -> None:
+    source = CHATML.replace(
+        "m.content", "m.tool_calls[0].function.name if m.tool_calls else m.content"
+    )
+    called = {**CALLED[1], "tool_calls": [CALL, {"function": {**ADD, "name": "sub"}}]}
+    with pytest.raises(WorkhorseError, match="omits tool call 1 of message 1"):
+        learned(source, [CALLED[0], called])
 
 
 @needs_trl
@@ -270,13 +331,12 @@ def test_what_the_assistant_writes_is_learned_and_nothing_else(
     tokenizer = Tokenizer(library(source).to_str(), {"bos": "<s>", "eos": "</s>"}, source)
     template = ChatTemplate.of(tokenizer)
     whole = template.render(messages, add_generation_prompt=False)
-    assert re.sub("[⟦⟧]", "", text) == whole
+    assert re.sub("[⟦⟧]", "", text) == whole + ADDED_END.get(name, "")
     found = spans(text)
     assert len(found) == len(turns)
     assert not any(letter in span for span in found for letter in GIVEN)
     assert not any(letter in re.sub("⟦.*?⟧", "", text, flags=re.DOTALL) for letter in WRITTEN)
-    ended = re.search(rf"(?:{SPECIAL.pattern})\s*\Z", found[-1])
-    assert bool(ended) == (name not in WITHOUT_END)
+    assert re.search(rf"(?:{SPECIAL.pattern})\s*\Z", found[-1])
     # What is given before the last answer is the generation prompt, as far as they are equal.
     asked = re.split(f"[{GIVEN}]", template.render(messages[:-1], add_generation_prompt=True))[-1]
     prompt = re.split(f"[{GIVEN}]", text[: text.rindex("⟦")])[-1]
@@ -286,14 +346,14 @@ def test_what_the_assistant_writes_is_learned_and_nothing_else(
 
 WITHOUT_SYSTEM = {"gemma"}
 """Templates that refuse a system message."""
-WITHOUT_END = {"glm4moe"}
-"""Templates that write no token at the end of the last turn."""
+ADDED_END = {"glm4moe": "<|user|>"}
+"""The first token of the next turn, for templates that write no token at the end of the last."""
 THINK, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
 
 # What TRL's masks have in addition to ours: before and after an earlier answer, before and after
 # the last one. TRL marks a block of the template, and its training templates differ in it.
 DIFFERENCES: dict[str, tuple[str, str, str, str]] = {
-    **dict.fromkeys(("cohere", "cohere2", "llama3", "llava_next"), ("", "", "", "")),
+    **dict.fromkeys(("cohere", "cohere2", "glm4moe", "llama3", "llava_next"), ("", "", "", "")),
     # The line break that the template writes after the end of a turn: generation has ended there.
     **dict.fromkeys(
         ("diffusion_gemma", "gemma", "gemma3", "idefics3", "lfm2", "lfm2_v2", "qwen2_5_vl"),
@@ -321,8 +381,6 @@ DIFFERENCES: dict[str, tuple[str, str, str, str]] = {
     # TRL's writes empty reasoning, so that a longer conversation begins as a shorter one.
     "qwen3": (EMPTY, "\n", "", "\n"),
     **dict.fromkeys(("qwen3_5_think", "qwen3_6"), (EMPTY, "\n", THINK, "\n")),
-    # The first token of the next turn ends a turn. TRL's template also writes it after the last.
-    "glm4moe": ("", "", "", "<|user|>"),
 }
 OPENED = {
     **dict.fromkeys((one for one in DIFFERENCES if one.startswith("nemotron")), THINK),

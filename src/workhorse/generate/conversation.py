@@ -1,6 +1,7 @@
 """A conversation with a model: messages, replies, and the cache of earlier turns."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,18 +43,34 @@ class TemplateFormat:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The control token that the template puts after a reply, and eos."""
+        """The control token that the template writes after a reply, and eos.
+
+        If it writes none, the tokens that begin the turns of the user and of tools end a reply.
+        """
+        after = self._after_reply()
+        for role in () if after else ("user", "tool"):
+            with suppress(WorkhorseError):
+                after += self._after_reply({"role": role, "content": "d", "tool_call_id": "call"})
+        eos = self.tokenizer.eos_id
+        return tuple(dict.fromkeys(after + ([] if eos is None else [eos])))
+
+    def _after_reply(self, *more: TextMessage) -> list[int]:
+        """Return the first control token after a reply; with more messages, directly after it."""
         control = self.tokenizer.special_tokens.values()
-        one, other = (self._with_reply(reply) for reply in ("b", "c"))
+        one, other = (
+            self.template.encode(
+                self.tokenizer,
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}, *more],
+                add_generation_prompt=False,
+            )
+            for reply in ("b", "c")
+        )
         pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
         same = next(n for n, (a, b) in pairs if a != b)
-        after = [token for token in one[len(one) - same :] if token in control]
-        eos = self.tokenizer.eos_id
-        return tuple(dict.fromkeys(after[:1] + ([] if eos is None else [eos])))
-
-    def _with_reply(self, reply: str) -> list[int]:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
-        return self.template.encode(self.tokenizer, messages, add_generation_prompt=False)
+        after = one[len(one) - same :]
+        at = next((n for n, token in enumerate(after) if token in control), len(after))
+        directly = not more or not self.tokenizer.decode(after[:at]).strip()
+        return after[at : at + 1] if directly else []
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ an assistant's message
   the generation prompt,
 - ends where the whole rendering first differs from the rendering of the messages up to it. Text
   after the last control token of the turn, such as a line break, is not part of it. If a template
-  ends turns with the first token of the next one, that token is included.
+  ends turns with the first token of the next one, that token is included, also after the last
+  message.
 
 The rendering of the first messages may differ from the beginning of the whole rendering: templates
 omit earlier reasoning, or move the system message. So each message gets an anchor, a random string
 that is found again in each rendering, and renderings are compared from an anchor on.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from workhorse.errors import LARGEST, WorkhorseError, is_usable, shown
 from workhorse.tokenizers.chat.messages import REASONING
-from workhorse.tokenizers.chat.template import ChatTemplate, Messages
+from workhorse.tokenizers.chat.template import ChatTemplate, Messages, check_calls, is_rendered
 from workhorse.tokenizers.tokenizer import Tokenizer
 
 Learn = Literal["assistant", "last", "all"]
@@ -53,6 +55,7 @@ def encode_conversation(
     messages: Messages,
     *,
     learn: Learn = "assistant",
+    eos: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> Learned:
@@ -69,24 +72,36 @@ def encode_conversation(
             weight of its turn, which is 1 for the messages that `learn` selects and 0 for others.
         learn: `assistant`: all assistant messages; `last`: only the last one; `all`: every token,
             whatever the messages' weights are.
+        eos: True to end with the tokenizer's eos token if the template ends replies with no token.
         tools: see `ChatTemplate.render`.
         variables: see `ChatTemplate.render`.
 
     Raises:
         WorkhorseError: the template rejects the messages, a role is unknown, the last message is
-            not the assistant's, a learned message is empty, or its turn cannot be found.
+            not the assistant's, a learned message is empty, or its turn cannot be found; or the
+            template omits the tools, or a tool call.
     """
     weights = _weights(messages, learn)
+    called = any(message.get("tool_calls") for message in messages)
+    used = template.with_tools if tools and template.with_tools else template
+    as_json = called and used.reads_json_arguments
     messages = [
         {name: value for name, value in message.items() if name not in OURS} for message in messages
     ]
+    messages = [_with_json_arguments(one) for one in messages] if as_json else messages
     encoder, spelled = template.spelling(tokenizer, tools=tools, **variables)
     text = spelled(messages, False)
-    ids, offsets = encoder.encode_with_offsets(text)
-    if learn == "all":
-        return Learned(ids, [1.0] * len(ids))
-    learned = [0.0] * len(ids)
+    check_calls(messages, text, lambda changed: spelled(changed, False))
+    _, without_tools = template.spelling(tokenizer, **variables)
+    if tools and is_rendered(messages, text, lambda same: without_tools(same, False)):
+        raise WorkhorseError("the chat template omits the tools; remove the field tools")
     turns = _Turns(messages, spelled, text, encoder.spans)
+    text, ended = turns.ended()
+    end_id = None if ended or not eos else tokenizer.eos_id
+    ids, offsets = encoder.encode_with_offsets(text if end_id is None else text.rstrip())
+    if learn == "all":
+        weights = {}
+    learned = [float(learn == "all")] * len(ids)
     for number, weight in weights.items():
         start, end = turns.span(number)
         inside = [index for index, (begin, _) in enumerate(offsets) if start <= begin < end]
@@ -94,6 +109,9 @@ def encode_conversation(
             raise WorkhorseError(f"message {number} has no token to learn; remove it")
         for index in inside:
             learned[index] = weight
+    if end_id is not None:
+        ids.append(end_id)
+        learned.append(float(learn == "all") or weights.get(len(messages) - 1, 0.0))
     return Learned(ids, learned)
 
 
@@ -162,6 +180,7 @@ class _Turns:
         self.spans = spans
         self.controls = spans(text)
         self.messages = messages
+        self._added: int | None = None
         self._nonce = f"{secrets.randbelow(10**20):020}"  # digits: filters do not change their case
         self._mark = re.compile(rf"{self._nonce}(\d{{6}})")
         self.anchored, self.anchors = self._anchor()
@@ -174,10 +193,34 @@ class _Turns:
                 f"({self.messages[number]['role']}); set its weight to 0"
             )
         start, end = self._start(number), self._end(number)
+        if number == len(self.messages) - 1 and self._added is not None:
+            end = self._added
         others = [one for one, at in self.anchors.items() if one != number and start < at <= end]
         if others or not start <= self.anchors[number] <= end:
             raise self._moved(number)
         return start, end
+
+    def ended(self) -> tuple[str, bool]:
+        """Return the text, and True if a control token ends the reply that is its last message.
+
+        If only the first token of the next turn ends a reply, the text ends with that token.
+        """
+        last = len(self.messages) - 1
+        message, anchor = self.messages[last], self.anchors.get(last)
+        if message["role"] != "assistant" or anchor is None:
+            return self.text, True
+        if any(one >= anchor for one, _ in self.controls) and self._closes(last):
+            return self.text, True
+        rest = self.text[anchor:].rstrip()
+        role = "tool" if message.get("tool_calls") else "user"
+        text, found = self._tried([*self.anchored, {"role": role, "content": "a"}])
+        close = found.get(last, len(text)) + len(rest)
+        following = next((one for one in self.spans(text) if one[0] >= close), None)
+        if following and text[found[last] : following[0]].rstrip() == rest:
+            whole = self.text[:anchor] + rest + text[close : following[1]]
+            self._added = len(whole)
+            return whole, True
+        return self.text, False
 
     def _moved(self, number: int) -> WorkhorseError:
         return WorkhorseError(
@@ -360,6 +403,17 @@ def _functions(message: Mapping[str, Any]) -> tuple[str, ...]:
     except (AttributeError, KeyError, TypeError):
         return ()
     return names if all(isinstance(name, str) and name for name in names) else ()
+
+
+def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with the arguments of its calls as strings."""
+    calls = [
+        {**call, "function": {**of, "arguments": json.dumps(of["arguments"], ensure_ascii=False)}}
+        if not isinstance((of := call.get("function", {})).get("arguments", ""), str)
+        else call
+        for call in (message["tool_calls"] if _functions(message) else ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _common(first: str, second: str) -> int:

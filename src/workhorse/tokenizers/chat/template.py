@@ -8,9 +8,11 @@ control tokens, typed text replaces the placeholders, and the result is encoded 
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -202,15 +204,17 @@ class ChatTemplate:
 
         Raises:
             WorkhorseError: the messages are malformed; the template raises an error or exceeds a
-                limit; a message's content is not in the rendered text; or the template splits
-                or joins strings, so that its control tokens cannot be distinguished from typed
-                text.
+                limit; a message's content or a tool call is not in the rendered text; or the
+                template splits or joins strings, so that its control tokens cannot be
+                distinguished from typed text.
         """
         if not allow_special:
             encoder, spelled = self.spelling(
                 tokenizer, tools=tools, documents=documents, **variables
             )
-            return encoder.encode(spelled(messages, add_generation_prompt))
+            text = spelled(messages, add_generation_prompt)
+            check_calls(messages, text, lambda changed: spelled(changed, add_generation_prompt))
+            return encoder.encode(text)
         template, now = self._for(tools), datetime.now()
         encoder = tokenizer.control_encoder(template._written_tokens(tokenizer))
         chat = _chat(messages, tools, documents, variables)
@@ -251,6 +255,19 @@ class ChatTemplate:
             return typed.put_back(text, rendered(typed.without_names), rendered)
 
         return encoder, spelled
+
+    @cached_property
+    def reads_json_arguments(self) -> bool:
+        """True if the template writes the arguments of a call only if they are a JSON string."""
+        written = ["", ""]
+        for index, given in enumerate(({"k": "v"}, '{"k": "v"}')):
+            function = {"name": "f", "arguments": given}
+            call = {"id": "call00001", "type": "function", "function": function}
+            reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with suppress(WorkhorseError):
+                written[index] = self.render([{"role": "user", "content": "a"}, reply], False)
+        as_object, as_json = written
+        return '{"k": "v"}' in as_json and (not as_object or "{'k': 'v'}" in as_object)
 
     def _for(self, tools: object) -> "ChatTemplate":
         """Return the template for chats with these tools, or without tools if they are None."""
@@ -354,6 +371,58 @@ def _check_roles(chat: Chat, names: Collection[str]) -> None:
                 f"role {message['role']!r} contains a special token, or the first or last "
                 "character of one; use a plain word"
             )
+
+
+def check_calls(messages: Messages, text: str, render: Callable[[Messages], str]) -> None:
+    """Raise an error if the rendered text of messages is the same without one of their calls.
+
+    Args:
+        messages: the messages.
+        text: the rendered messages.
+        render: renders messages in the same way.
+    """
+    mark = f"{secrets.randbelow(10**20):020}"  # in the names of the functions, to find most calls
+    marked = [_with_marks(message, f"{mark}{at:06}") for at, message in enumerate(messages)]
+    found = ""
+    with suppress(WorkhorseError):
+        found = render(marked) if any(map(_calls_of, messages)) else ""
+    for number, message in enumerate(messages):
+        calls = _calls_of(message)
+        for index in range(len(calls)):
+            if f"{mark}{number:06}{index:06}" in found:
+                continue
+            fewer = {**message, "tool_calls": [*calls[:index], *calls[index + 1 :]] or None}
+            if is_rendered([*messages[:number], fewer, *messages[number + 1 :]], text, render):
+                raise WorkhorseError(
+                    f"the chat template omits tool call {index} of message {number} (role "
+                    f"{message['role']!r}); write the call as content"
+                )
+
+
+def _calls_of(message: ChatMessage) -> Sequence[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list | tuple) else ()
+
+
+def _with_marks(message: ChatMessage, mark: str) -> ChatMessage:
+    """Return a message with a mark and its index after the names in each call."""
+    calls = [
+        json.loads(
+            json.dumps(call),
+            object_hook=lambda part, end=f"{mark}{index:06}": (
+                {**part, "name": f"{part['name']}{end}"} if "name" in part else part
+            ),
+        )
+        for index, call in enumerate(_calls_of(message))
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def is_rendered(messages: Messages, text: str, render: Callable[[Messages], str]) -> bool:
+    """Return True if the rendered text of messages is `text`."""
+    with suppress(WorkhorseError):
+        return render(messages) == text
+    return False
 
 
 def _check_whole(chat: Chat, missing: Sequence[int]) -> None:

@@ -2,13 +2,22 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from workhorse.config.base import ConfigError
-from workhorse.data import Batches, DataConfig, Split, TokenStream, ValidationBatches
+from workhorse.data import (
+    Batches,
+    DataConfig,
+    Split,
+    TokenStream,
+    ValidationBatches,
+    read_documents,
+)
+from workhorse.data.config import ConversationsConfig
 from workhorse.data.conversations import Example, record_of
 from workhorse.errors import WorkhorseError
 
@@ -36,10 +45,32 @@ def test_the_columns_of_a_conversation() -> None:
     assert tools.tools == [{"name": "f"}]
 
 
-def test_fields_that_parquet_adds_as_null_are_removed() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": {}}]}
-    (example,) = examples({"messages": [{**ASK, "tool_calls": None}, call]})
-    assert example.messages == (ASK, {"role": "assistant", "tool_calls": [{"function": {}}]})
+def called(arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{**more, "function": function}]}
+
+
+def test_nulls_are_kept_only_in_the_data_of_tools(tmp_path: Path) -> None:
+    """A Parquet file has the fields of all its records in each, as null."""
+    tools = [{"name": "f", "parameters": {"default": None}}]
+    call = {**called({"city": None}, id=None), "content": None}
+    fields = {"messages": [{**ASK, "tool_calls": None}, call], "tools": tools, "label": None}
+    (example,) = examples(fields)
+    assert example == Example((ASK, called({"city": None})), tools=tools)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "calls.parquet"
+    records = [fields, {"messages": [called({"city": "Bern"})]}]
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(records), path)
+    source = ConversationsConfig(path=path, validation_fraction=0)
+    first, _ = read_documents(source, "train")
+    assert first.example == Example((ASK, called({})), tools=[{"name": "f", "parameters": {}}])
+
+
+def test_arguments_as_json_are_the_same_as_an_object() -> None:
+    given = [{"messages": [ASK, called(one)]} for one in ({"a": None}, '{"a": null}')]
+    first, second = (record_of(fields, "conversations", "a") for fields in given)
+    assert first == second
+    assert examples({"messages": [ASK, called(" ")]})[0].messages == (ASK, called({}))
 
 
 def test_a_pair_has_a_common_prompt() -> None:
@@ -50,6 +81,71 @@ def test_a_pair_has_a_common_prompt() -> None:
     assert [one.value for one in examples(given, "pairs")] == [2.0, 2.0]
     strings = {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert [one.strings for one in examples(strings, "pairs")] == [("a", "b"), ("a", "c")]
+
+
+MORE = [{"role": "system", "content": "S"}, ASK, YES, {"role": "user", "content": "Sure?"}]
+WHOLE = {"chosen": [ASK, YES], "rejected": [ASK, NO]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"chosen": [*MORE, YES], "rejected": [*MORE, NO]}, MORE),
+        ({"chosen": [ASK, YES, ASK, NO], "rejected": [ASK, YES]}, [ASK]),
+        ({"chosen": [{"from": "human", "value": "Why?"}, YES], "rejected": [ASK, NO]}, [ASK]),
+        ({**WHOLE, "prompt": [ASK]}, [ASK]),
+        ({**WHOLE, "prompt": []}, [ASK]),
+        ({**WHOLE, "prompt": "Why?"}, [ASK]),
+        ({**WHOLE, "prompt": MORE[:2]}, MORE[:2]),
+        ({**WHOLE, "prompt": MORE[:1]}, MORE[:2]),
+        ({"prompt": MORE[:2], "chosen": [*MORE, YES], "rejected": [*MORE, NO]}, MORE),
+        ({**WHOLE, "prompt": MORE}, MORE),  # the answers go on after the prompt
+        ({"prompt": [ASK], "chosen": YES, "rejected": NO, "system": "S"}, MORE[:2]),
+        (
+            {"conversations": [{"from": "human", "value": "Why?"}], "chosen": YES, "rejected": NO},
+            [ASK],
+        ),
+    ],
+)
+def test_messages_of_a_pair_are_divided_into_prompt_and_answers(
+    fields: dict[str, Any], prompt: list[Any]
+) -> None:
+    for example, name in zip(examples(fields, "pairs"), ("chosen", "rejected"), strict=True):
+        assert list(example.messages[: example.n_prompt]) == prompt
+        assert (
+            example.messages[-1] == fields[name]
+            if isinstance(fields[name], dict)
+            else fields[name][-1]
+        )
+
+
+START = "\n\nHuman: What is 2+2?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        (START + " four", START + " five", START),
+        (START + " 4", START + " five", START),
+        (START + " It is 4.", START + " It is five.", START + " It is"),
+        (START + " It", START + " Item", START),
+        (START + " yes", START + " yes, it is", START),
+        (START + "(a)", START + "(b)", START + "("),
+        ("the cat sat", "the dog sat", "the"),
+        ("b", "c", ""),
+    ],
+)
+def test_strings_of_a_pair_are_divided_before_a_word(
+    chosen: str, rejected: str, prompt: str
+) -> None:
+    for more in ({}, {"prompt": prompt}):
+        pair = examples({"chosen": chosen, "rejected": rejected, **more}, "pairs")
+        strings = [(prompt, one.removeprefix(prompt)) for one in (chosen, rejected)]
+        assert [one.strings for one in pair] == strings
+    trl = pytest.importorskip("trl.data_utils")
+    theirs = trl.extract_prompt({"chosen": chosen, "rejected": rejected})["prompt"]
+    assert theirs.startswith(prompt)
+    assert theirs == prompt or theirs[len(prompt) :].strip().isalnum()  # a part of a word
 
 
 def test_a_label_is_the_value() -> None:
@@ -79,7 +175,15 @@ def test_records_with_the_same_prompt_have_the_same_split() -> None:
         ("conversations", {"prompt": "a", "completion": ""}, "the answer is empty"),
         ("pairs", {"chosen": [YES]}, "there is no field 'rejected'"),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
-        ("pairs", {"chosen": [ASK], "rejected": [ASK, NO]}, "one answer begins with the other"),
+        ("pairs", {"chosen": 5, "rejected": 6}, "chosen=5 is not a list of messages"),
+        ("pairs", {"chosen": True, "rejected": False}, "chosen=True is not a list of messages"),
+        ("pairs", {"chosen": {"role": 3}, "rejected": "a"}, "message 0 has no role"),
+        ("pairs", {"chosen": "a", "rejected": [NO]}, "a string and a list; use one form for both"),
+        ("pairs", {"prompt": "a", "chosen": [YES], "rejected": [NO]}, "use one form for both"),
+        ("pairs", {"prompt": [ASK], "chosen": "a", "rejected": "b"}, "use one form for both"),
+        ("conversations", {"messages": [ASK, YES], "tools": "[" * 10**5}, "… is not JSON"),
+        ("conversations", {"messages": [ASK, called("{")]}, "arguments='{' is not JSON"),
+        ("conversations", {"messages": [ASK, called("3")]}, "='3' is not a JSON object; correct"),
         (
             "pairs",
             {"chosen": [{**ASK, "content": "x"}, YES], "rejected": [ASK, NO]},

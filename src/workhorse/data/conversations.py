@@ -7,6 +7,7 @@ conversations, prompts with completions, pairs of a chosen and a rejected answer
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workhorse.data.config import Learn, RowKind
@@ -15,6 +16,7 @@ from workhorse.errors import LARGEST, WorkhorseError, is_usable, nearest, shown
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
     from workhorse.tokenizers.chat.learned import Learned
+    from workhorse.tokenizers.chat.template import ChatTemplate
 
 Message = dict[str, Any]
 
@@ -105,6 +107,8 @@ def record_of(
                 return Record(_identity(example), (example,))
     except WorkhorseError as error:
         raise WorkhorseError(f"{where}: {error}") from None
+    except RecursionError:
+        raise WorkhorseError(f"{where} is nested too deeply; correct or remove it") from None
 
 
 def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: bool) -> "Learned":
@@ -114,13 +118,13 @@ def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: 
         example: the sequence.
         tokenizer: the tokenizer, with a chat template unless the example has strings.
         bos: True to begin strings with the tokenizer's bos token; a template writes its own.
-        eos: True to end strings with the eos token.
+        eos: True to end strings with the eos token, and messages if the template has no token that
+            ends a reply.
 
     Raises:
-        WorkhorseError: the template rejects the messages, or no token would be learned.
+        WorkhorseError: there is no template, it rejects the messages, or no token would be learned.
     """
     from workhorse.tokenizers.chat.learned import Learned, encode_conversation
-    from workhorse.tokenizers.chat.template import ChatTemplate
 
     if example.strings is not None:
         prompt, completion = tokenizer.encode_parts(*example.strings)
@@ -132,12 +136,20 @@ def encode_example(example: Example, tokenizer: "Tokenizer", *, bos: bool, eos: 
         return Learned([*before, *prompt, *learned], [weight] * start + [1.0] * len(learned))
     prompt = [{**message, "weight": 0} for message in example.messages[: example.n_prompt]]
     return encode_conversation(
-        ChatTemplate.of(tokenizer),
+        _template_of(tokenizer),
         tokenizer,
         [*prompt, *example.messages[example.n_prompt :]],
         learn=example.learn,
+        eos=eos,
         tools=example.tools,
     )
+
+
+@lru_cache(maxsize=1)
+def _template_of(tokenizer: "Tokenizer") -> "ChatTemplate":
+    from workhorse.tokenizers.chat.template import ChatTemplate, with_template
+
+    return ChatTemplate.of(with_template(tokenizer))
 
 
 def _conversation(fields: Mapping[str, Any]) -> Example:
@@ -151,23 +163,29 @@ def _conversation(fields: Mapping[str, Any]) -> Example:
             "there is no field 'messages', 'conversations', or 'prompt' and 'completion'; "
             f"rename the field of the conversation ({nearest('messages', fields)})"
         )
-    messages = _messages(fields[known[0]], known[0])
-    if isinstance(system := fields.get("system"), str) and system:
-        messages = ({"role": "system", "content": system}, *messages)
+    messages = (*_system(fields), *_messages(fields[known[0]], known[0]))
     return Example(messages, tools=_tools(fields))
 
 
 def _completion(fields: Mapping[str, Any], value: float | None) -> Example:
     """Return the example of a record with `prompt` and `completion`; see `Example.value`."""
-    return _answered(_field(fields, "prompt"), _field(fields, "completion"), fields, value)
+    prompt = _given(_field(fields, "prompt"), "prompt")
+    answer = _given(_field(fields, "completion"), "completion")
+    if prompt and not isinstance(answer, str) and answer[: len(prompt)] == prompt:
+        answer = answer[len(prompt) :]  # a whole conversation
+    return _answered(prompt, answer, fields, value)
 
 
 def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
     """Return the examples of the chosen and the rejected answer.
 
-    Without a prompt, it is the messages that both answers begin with.
+    If they are whole conversations, the prompt is their common beginning.
     """
-    chosen, rejected = _field(fields, "chosen"), _field(fields, "rejected")
+    given = [_field(fields, name) for name in ("chosen", "rejected")]
+    prompt = fields.get("prompt")
+    if prompt is None and all(isinstance(one, Mapping) for one in given):
+        prompt = fields.get("conversations", fields.get("messages"))  # as in LLaMA-Factory
+    chosen, rejected = map(_given, given, ("chosen", "rejected"))
     if chosen == rejected:
         raise WorkhorseError("chosen and rejected are equal; remove the record")
     margin = fields.get("margin", 0)
@@ -175,16 +193,10 @@ def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
         raise WorkhorseError(
             f"margin={shown(margin)} is not a number from {-LARGEST:g} to {LARGEST:g}; correct it"
         )
-    prompt = fields.get("prompt")
-    if prompt is None:
-        if isinstance(chosen, str) or isinstance(rejected, str):
-            prompt = ""
-        else:
-            both = zip(chosen, rejected, strict=False)
-            common = next((at for at, (a, b) in enumerate(both) if a != b), None)
-            if common is None:
-                raise WorkhorseError("one answer begins with the other; correct the record")
-            prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise WorkhorseError("chosen and rejected are a string and a list; use one form for both")
+    prompt = None if prompt is None else _given(prompt, "prompt")
+    prompt, chosen, rejected = _divided(prompt, chosen, rejected)
     pair = (
         _answered(prompt, chosen, fields, float(margin)),
         _answered(prompt, rejected, fields, float(margin)),
@@ -199,17 +211,79 @@ def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
     return pair
 
 
-def _answered(prompt: Any, answer: Any, fields: Mapping[str, Any], value: float | None) -> Example:
+Given = str | tuple[Message, ...]
+"""A prompt or an answer: a string, or messages."""
+
+
+def _common(chosen: Given, rejected: Given) -> int:
+    """Return the length of the common beginning, less than the length of either answer.
+
+    Strings are divided before a word that differs, and before the space that precedes it.
+    """
+    both = enumerate(zip(chosen, rejected, strict=False))
+    last = min(len(chosen), len(rejected)) - 1
+    at = min(next((index for index, (a, b) in both if a != b), last), last)
+    if at < 1 or not isinstance(chosen, str) or not isinstance(rejected, str):
+        return max(at, 0)
+    if chosen[at].isalnum() or rejected[at].isalnum():
+        while at and chosen[at - 1].isalnum():
+            at -= 1
+    return at - (chosen[at - 1 : at] == " ")
+
+
+def _divided(prompt: Given | None, chosen: Given, rejected: Given) -> tuple[Given, Given, Given]:
+    """Return the prompt of a pair, and the answers without it if both begin with it.
+
+    Args:
+        prompt: the prompt; None: the common beginning. A string is not used if the answers are
+            messages that include the user's.
+        chosen: the chosen answer.
+        rejected: the rejected answer.
+    """
+    size = _common(chosen, rejected)
+    common = chosen[:size]
+    if prompt is None:
+        return common, chosen[size:], rejected[size:]
+    if isinstance(common, str):
+        size = len(prompt) if len(prompt) < min(len(chosen), len(rejected)) else 0
+        size = size if chosen[:size] == rejected[:size] == prompt else 0
+        return prompt, chosen[size:], rejected[size:]
+    given = () if isinstance(prompt, str) else prompt
+    asked, repeated = ([one for one in many if one["role"] != "system"] for many in (given, common))
+    starts = bool(repeated) and repeated[: len(asked)] == asked
+    if not starts or (isinstance(prompt, str) and repeated[0]["role"] != "user"):
+        return prompt, chosen, rejected
+    more = (message for message in given if message not in common)
+    return (*more, *common), chosen[size:], rejected[size:]
+
+
+def _answered(
+    prompt: Given, answer: Given, fields: Mapping[str, Any], value: float | None
+) -> Example:
     """Return the example of a prompt and an answer, both strings or both lists of messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer:
             raise WorkhorseError("the answer is empty; remove the record")
         return Example(strings=(prompt, answer), value=value)
-    if isinstance(prompt, str) != isinstance(answer, str):
+    if isinstance(prompt, str) or isinstance(answer, str):
         raise WorkhorseError("prompt and answer are a string and a list; use one form for both")
-    before = _messages(prompt, "prompt") if prompt else ()
-    after = _messages(answer, "the answer")
-    return Example((*before, *after), len(before), _tools(fields), value=value)
+    prompt = (*_system(fields), *prompt)
+    return Example((*prompt, *answer), len(prompt), _tools(fields), value=value)
+
+
+def _given(value: Any, name: str) -> Given:
+    """Return a prompt or an answer: a string, messages, or one message, which is an object."""
+    if isinstance(value, str):
+        return value
+    if name == "prompt" and value == []:
+        return ()
+    return _messages([value] if isinstance(value, Mapping) else value, name)
+
+
+def _system(fields: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Return the message of the field `system`, if it is there."""
+    system = fields.get("system")
+    return ({"role": "system", "content": system},) if system and isinstance(system, str) else ()
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:
@@ -222,7 +296,13 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
 def _message(given: Any, name: str) -> Message:
     if not isinstance(given, Mapping):
         raise WorkhorseError(f"{name} is {shown(given)}, not an object with 'role' and 'content'")
-    message = _without_nulls(given)
+    message = {
+        key: without_nulls(value, below="arguments") if key in ("content", "tool_calls") else value
+        for key, value in given.items()
+        if value is not None
+    }
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call, name) for call in calls]
     if "from" not in message:
         if not isinstance(message.get("role"), str):
             raise WorkhorseError(f"{name} has no role; add one such as user or assistant")
@@ -234,23 +314,44 @@ def _message(given: Any, name: str) -> Message:
     return {"role": SHAREGPT_ROLES[speaker], "content": content, **message}
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove fields that are None: Parquet files add the fields of every other message."""
+def _call(call: Any, name: str) -> Any:
+    """Return a tool call with its arguments as an object. They may be given as JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    given = function["arguments"]
+    found = _parsed(given, "arguments") if given.strip() else {}
+    if not isinstance(found, dict):
+        raise WorkhorseError(f"{name}: arguments={shown(given)} is not a JSON object; correct it")
+    function = {**function, "arguments": found}
+    return {**call, "function": function} if "function" in call else function
+
+
+def without_nulls(value: Any, below: str | None = None) -> Any:
+    """Return data without fields that are None; the values of the key `below` are kept."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+        return {
+            name: inner if name == below else without_nulls(inner, below)
+            for name, inner in value.items()
+            if inner is not None
+        }
     if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
+        return [without_nulls(inner, below) for inner in value]
     return value
 
 
 def _tools(fields: Mapping[str, Any]) -> Any:
     tools = fields.get("tools")
-    if not isinstance(tools, str):
-        return _without_nulls(tools) or None
+    if isinstance(tools, str):
+        tools = _parsed(tools, "tools") if tools.strip() else None
+    return tools or None
+
+
+def _parsed(text: str, name: str) -> Any:
     try:
-        return json.loads(tools) or None if tools.strip() else None
-    except ValueError:
-        raise WorkhorseError(f"tools={shown(tools)} is not JSON; correct it") from None
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise WorkhorseError(f"{name}={shown(text)} is not JSON; correct it") from None
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:

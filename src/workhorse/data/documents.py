@@ -28,7 +28,7 @@ from workhorse.data.config import (
     TaskConfig,
     TextConfig,
 )
-from workhorse.data.conversations import Example, record_of
+from workhorse.data.conversations import Example, record_of, without_nulls
 from workhorse.data.files import (
     Advice,
     check_files,
@@ -233,7 +233,8 @@ def _fields(
             batches = file.iter_batches(PARQUET_ROWS)
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows):
-                yield f"{path}:{number}", row
+                # The columns of a file have the fields of all its records.
+                yield f"{path}:{number}", without_nulls(row)
 
 
 def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Iterator[Document]:

@@ -1,8 +1,10 @@
 """Training on conversations: the data that a step sees, its loss, and exact resuming."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.data.test_preparation import dies_after, files_of
 from tests.train.chats import chat, chat_tokenizer, sums, write_lines
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_reference_is_checked, assert_same_run, notices
 from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
+from workhorse.data.sources import describe_sources
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE, DecoderConfig
 from workhorse.tokenizers import Tokenizer
-from workhorse.tokenizers.chat.template import with_template
+from workhorse.tokenizers.chat.template import DEFAULT_TEMPLATE, with_template
 from workhorse.tokenizers.config import BytesConfig
 from workhorse.train import Recipe, read_metrics, train, with_init
 from workhorse.train.objectives.next_token import NextToken
@@ -194,8 +198,80 @@ def test_a_tokenizer_with_role_tokens_gets_the_default_template(
     bare = Tokenizer(tokenizer.definition, tokenizer.roles)
     assert with_template(bare).chat_templates == tokenizer.chat_templates
     assert with_template(tokenizer) is tokenizer
-    with pytest.raises(WorkhorseError, match="nor the special tokens"):
-        prepare_tokenizer(BytesConfig(), make().data, tmp_path)
+    plain = prepare_tokenizer(BytesConfig(), make().data, tmp_path)
+    with pytest.raises(WorkhorseError, match=r"jsonl:\d+: conversations .* nor the special tokens"):
+        prepared(make(), plain, tmp_path)
+    write_lines(
+        tmp_path / "chats.jsonl", [{"prompt": f"{n}+", "completion": "1"} for n in range(9)]
+    )
+    recipe = make().replace(tokenizer=BytesConfig())
+    result = train(recipe, tmp_path / "strings")  # strings need no template, also for samples
+    assert result.validation_loss is not None
+
+
+BROKEN = {
+    "system": {"messages": [{"role": "system", "content": "S"}, *chat("a", "b")]},
+    "role": {"messages": [*chat("a"), {"role": "bob", "content": "b"}]},
+    "empty": {"messages": [{}]},
+    "fields": {"text": "a"},
+}
+NO_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
+
+
+def read(dataset: Dataset) -> tuple[list[int], list[float], list[int]]:
+    (stream,) = dataset.train.streams
+    size = len(stream)
+    return stream.read(0, size).tolist(), stream.read_weights(0, size).tolist(), [*stream.ends]
+
+
+def test_records_that_cannot_be_used_are_skipped_and_counted(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data set has the other records, also if its preparation is interrupted."""
+    without_system = Tokenizer(tokenizer.definition, tokenizer.roles, NO_SYSTEM + DEFAULT_TEMPLATE)
+    path, recipe = tmp_path / "chats.jsonl", make(on_error="skip", validation_fraction=0)
+    good = path.read_text().splitlines(keepends=True)
+    expected = read(prepared(make(validation_fraction=0), without_system, tmp_path / "good"))
+    bad = ["{\n", *(f"{json.dumps(one)}\n" for one in BROKEN.values())] * 5
+    path.write_text("".join(chain(*zip_longest(bad, good, fillvalue=""))))
+    with pytest.raises(WorkhorseError, match="jsonl:1 is not JSON"):
+        prepared(make(), without_system, tmp_path / "stop")
+    monkeypatch.setattr("workhorse.data.preparation.SHARD_TOKENS", 1)
+    monkeypatch.setattr("workhorse.data.encoding.BLOCK_PIECES", 3)
+    (skip,), (stop,) = (describe_sources(one.data).values() for one in (recipe, make()))
+    assert ("on_error" in stop, skip["on_error"]) == (False, "skip")  # as before the key
+    told: list[str] = []
+    for _ in range(2):  # prepared, then opened
+        found = prepared(recipe, without_system, tmp_path / "skip", told.append)
+        assert read(found) == expected
+        assert told.pop().startswith(f"25 records are skipped, the first because of {path}:1 is")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", dies_after(20))
+        with pytest.raises(KeyboardInterrupt):
+            prepared(recipe, without_system, tmp_path / "killed")
+    resumed = prepared(recipe, without_system, tmp_path / "killed")
+    assert len(resumed.manifest.train["corpus"].shards) > 4
+    assert files_of(resumed.folder) == files_of(found.folder)
+    path.write_text("".join(bad))
+    with pytest.raises(WorkhorseError, match="skips all records of the train split, the first"):
+        prepared(recipe, without_system, tmp_path / "bad")
+
+
+def test_both_answers_of_a_pair_are_skipped(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    yes, no = ([{"role": "assistant", "content": one}] for one in ("yes", "no"))
+    call = [{**no[0], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+    pairs = [{"prompt": chat("sure?"), "chosen": yes, "rejected": no}]
+    both = [{**pairs[0], "chosen": call}, *pairs, {**pairs[0], "rejected": call}]
+    found, told = [], []
+    for name, records in (("good", pairs), ("both", both)):
+        path = write_lines(tmp_path / f"{name}.jsonl", records)
+        recipe = make(rows="pairs", path=str(path), validation_fraction=0, on_error="skip")
+        dataset = prepared(recipe, tokenizer, tmp_path, told.append)
+        found.append((*read(dataset), dataset.train.streams[0].values.tolist()))
+    assert found[0] == found[1]
+    assert [line.split(",")[0] for line in told] == ["2 records are skipped"]
 
 
 def test_a_run_of_dpo_starts_at_the_reference_and_resumes_bit_for_bit(

@@ -131,8 +131,8 @@ class ConversationsConfig(HeldOut):
 
     - `conversations`: `messages`, each with `role` and `content`; or ShareGPT's `conversations`,
       each with `from` and `value`; or `prompt` and `completion`. Optional: `tools`, `system`.
-    - `pairs`: `chosen` and `rejected`, both complete or both answers to `prompt`. Optional:
-      `margin`.
+    - `pairs`: `chosen` and `rejected`, both answers to `prompt`; or both whole conversations, and
+      the prompt is their common beginning. Optional: `margin`.
     - `labels`: `prompt`, `completion`, and a boolean `label`, true if the answer is desirable.
 
     Prompts and answers are messages, or strings, which are encoded without the template. A hash of
@@ -152,6 +152,9 @@ class ConversationsConfig(HeldOut):
     overlap: Literal["keep", "drop"] = "keep"
     """Training records that are also in `validation`: `drop` skips them; `keep` only reports their
     number."""
+    on_error: Annotated[Literal["stop", "skip"], OnResume.SAME_DATA] = "stop"
+    """Handling of records that cannot be used: malformed ones, and those that the chat template
+    rejects or changes. `stop` raises an error; `skip` omits them and reports their number."""
     errors: ClassVar[Literal["strict"]] = "strict"
 
     @model_validator(mode="after")

@@ -235,6 +235,17 @@ def unknown_text(dataset: Dataset) -> str | None:
     )
 
 
+def skipped_records(dataset: Dataset) -> str | None:
+    """Return a line about the records that are skipped, else None."""
+    splits = (dataset.manifest.train, dataset.manifest.validation)
+    shards = [shard for streams in splits for one in streams.values() for shard in one.shards]
+    count, first = (
+        sum(one.skipped for one in shards),
+        next(filter(None, (one.error for one in shards)), None),
+    )
+    return f"{count:,} records are skipped, the first because of {first}" if count else None
+
+
 def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Dataset:
     """Open a data set that `prepare` wrote, without reading its sources.
 

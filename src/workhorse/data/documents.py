@@ -10,7 +10,7 @@ larger than memory.
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +39,9 @@ from workhorse.data.files import (
     stdin_copy,
     visible_files,
 )
-from workhorse.data.records import PARQUET_ROWS, json_records, parquet_file, text_records
+from workhorse.data.records import PARQUET_ROWS, json_lines, object_of, parquet_file, text_records
 from workhorse.data.tasks import examples
+from workhorse.errors import WorkhorseError
 
 HASHES = 2**64
 
@@ -104,6 +105,11 @@ class Document:
     ends: bool = True
     example: Example | None = None
     """A conversation; `text` then holds the contents of its messages."""
+    record: tuple[Example, ...] = ()
+    """All conversations of the record, which is skipped if one cannot be encoded; empty: that is an
+    error."""
+    error: str = ""
+    """The error for which the record is skipped; empty if there is none."""
 
 
 def read_documents(
@@ -125,7 +131,9 @@ def read_documents(
         return
     below = None  # the splits are separate files
     if isinstance(source, Generated) or source.validation is None:
-        below = threshold(source.held_out, _records(source, split, advice))
+        records = _records(source, split, advice)
+        usable = ((one, (not part.error for part in parts)) for one, parts in records)
+        below = threshold(source.held_out, usable)
     elsewhere: set[str] = set()
     if isinstance(source, ConversationsConfig) and source.overlap == "drop" and split == "train":
         elsewhere = _identities(source, "validation", advice)
@@ -220,14 +228,14 @@ def _identities(source: ConversationsConfig, split: SplitName, advice: Advice) -
 
 def _fields(
     source: ConversationsConfig, files: Iterable[Path], advice: Advice
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, fields) of each record of JSON Lines and Parquet files."""
+) -> Iterator[tuple[str, str | dict[str, Any]]]:
+    """Yield (place, line or fields) of each record of JSON Lines and Parquet files."""
     if source.of_stdlib:
         yield from stdlib.questions(source.rows)
         return
     for path in files:
         if path.suffix not in PARQUET_SUFFIXES:
-            yield from json_records(path, "strict", advice)
+            yield from json_lines(path, "strict", advice)
             continue
         with parquet_file(path) as file:
             batches = file.iter_batches(PARQUET_ROWS)
@@ -259,9 +267,18 @@ def _records(source: SourceConfig, split: SplitName, advice: Advice) -> Records:
     files = data_files(source, split)
     match source:
         case ConversationsConfig():
-            for where, fields in _fields(source, files, advice):
-                record = record_of(fields, source.rows, where, source.learn)
-                yield record.identity, [_example(where, one) for one in record.examples]
+            for where, given in _fields(source, files, advice):
+                try:
+                    fields = object_of(given, where) if isinstance(given, str) else given
+                    record = record_of(fields, source.rows, where, source.learn)
+                except WorkhorseError as error:
+                    if source.on_error == "stop":
+                        raise
+                    yield where, [Document(where, "", example=Example(), error=str(error))]
+                    continue
+                whole = record.examples if source.on_error == "skip" else ()
+                many = (_example(where, one) for one in record.examples)
+                yield record.identity, [replace(one, record=whole) for one in many]
         case TaskConfig():
             for strings in examples(source.task, source.count, source.difficulty, source.seed):
                 yield strings[0], [_example(strings[0], Example(strings=strings))]

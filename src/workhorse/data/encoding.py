@@ -7,6 +7,7 @@ read or converted to arrays. The tokens and their order do not depend on the num
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from workhorse.data.config import DataConfig
-from workhorse.data.conversations import Example, encode_example
+from workhorse.data.conversations import encode_example
 from workhorse.data.dataset import Shard, TokenStream
 from workhorse.data.documents import Document
 from workhorse.data.manifest import ShardConfig, write_array
@@ -69,15 +70,6 @@ def encoded(
         dtype: the NumPy dtype of the tokens, an integer type.
     """
 
-    def encode_chat(stream: Stream, document: Document, example: Example) -> Encoded[Stream]:
-        try:
-            ids, weights = encode_example(example, tokenizer, bos=bos, eos=eos)
-        except WorkhorseError as error:
-            raise WorkhorseError(f"{document.name}: {error}") from None
-        tokens = np.array(ids, dtype=dtype)
-        unknown = tokenizer.count_unknown(ids)
-        return Encoded(stream, document, tokens, unknown, np.array(weights, dtype=np.float32))
-
     def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
         plain = [one for _, one in block if one.example is None]
         more = [one.text for one in plain if not one.begins]
@@ -86,7 +78,10 @@ def encoded(
         found: list[Encoded[Stream]] = []
         for stream, document in block:
             if document.example is not None:
-                found.append(encode_chat(stream, document, document.example))
+                read, (ids, weights) = _encode_chat(document, tokenizer, bos=bos, eos=eos)
+                tokens, of_tokens = np.array(ids, dtype=dtype), np.array(weights, dtype=np.float32)
+                unknown = tokenizer.count_unknown(ids)
+                found.append(Encoded(stream, read, tokens, unknown, of_tokens))
                 continue
             tokens = next(starts if document.begins else rests)
             before = [tokenizer.bos_id] if bos and document.begins else []
@@ -128,6 +123,24 @@ def stream_of(
     return TokenStream.of_shards(name, [buffer.shard()], size, buffer.n_unknown, group)
 
 
+def _encode_chat(
+    document: Document, tokenizer: "Tokenizer", *, bos: bool, eos: bool
+) -> tuple[Document, tuple[list[int], list[float]]]:
+    """Encode a conversation, or set `error` if its record is skipped."""
+    if document.error or document.example is None:
+        return document, ([], [])
+    try:
+        for one in document.record:
+            if one is not document.example:  # the other answer of a pair
+                encode_example(one, tokenizer, bos=bos, eos=eos)
+        return document, encode_example(document.example, tokenizer, bos=bos, eos=eos)
+    except WorkhorseError as error:
+        message = f"{document.name}: {error}"
+        if not document.record:
+            raise WorkhorseError(message) from None
+        return replace(document, error=message), ([], [])
+
+
 def _blocks(
     documents: Iterable[tuple[Stream, Document]],
 ) -> Iterator[list[tuple[Stream, Document]]]:
@@ -144,7 +157,11 @@ def _blocks(
 
 
 class TokenBuffer:
-    """Collects the tokens of one shard until it is written."""
+    """Collects the tokens of one shard until it is written.
+
+    Attributes:
+        skipped: names and errors of the records that are skipped.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[np.ndarray] = []
@@ -152,11 +169,15 @@ class TokenBuffer:
         self.values: list[float] = []
         self.ends: list[int] = []
         self.n_tokens = self.n_bytes = self.n_unknown = 0
+        self.skipped: dict[str, str] = {}
 
     def add(self, piece: Encoded[Any]) -> int:
         """Add a document, or a piece of one, and return its number of UTF-8 bytes."""
-        n_bytes = len(piece.document.text.encode())
         self.tokens.append(piece.tokens)
+        if piece.document.error:
+            self.skipped[piece.document.name] = piece.document.error
+            return 0
+        n_bytes = len(piece.document.text.encode())
         self.n_tokens += len(piece.tokens)
         self.n_bytes += n_bytes
         self.n_unknown += piece.unknown
@@ -192,5 +213,7 @@ class TokenBuffer:
             bytes=self.n_bytes,
             pieces=len(self.tokens),
             unknown=self.n_unknown,
+            skipped=len(self.skipped),
+            error=next(iter(self.skipped.values()), None),
             **sums,
         )

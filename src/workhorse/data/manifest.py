@@ -39,6 +39,10 @@ class ShardConfig(Config):
     unknown: int = 0
     """Number of tokens that stand for characters outside the vocabulary. Always 0 in data sets of
     older versions, which did not count them."""
+    skipped: int = 0
+    """Number of records that are skipped (`on_error`); `pieces` includes their documents."""
+    error: str | None = None
+    """The error of the first record that is skipped."""
     tokens_sha256: str
     ends_sha256: str
     weights_sha256: str | None = None

@@ -23,6 +23,7 @@ from workhorse.data.dataset import (
     mostly_held_out,
     open_dataset,
     open_shard,
+    skipped_records,
     unknown_text,
 )
 from workhorse.data.documents import (
@@ -77,7 +78,13 @@ def prepare_tokenizer(
     from workhorse.tokenizers import load_tokenizer, missing_tokens, train_tokenizer
     from workhorse.tokenizers.chat.template import with_template
 
-    finish = with_template if data_config.has_conversations else lambda tokenizer: tokenizer
+    def finish(tokenizer: "Tokenizer") -> "Tokenizer":
+        """Add a chat template if possible. Records of strings do not need one."""
+        if data_config.has_conversations:
+            with contextlib.suppress(WorkhorseError):
+                return with_template(tokenizer)
+        return tokenizer
+
     if tokenizer_config.kind == "file":
         return finish(train_tokenizer(tokenizer_config, ()))
     sources = describe_sources(data_config)
@@ -142,7 +149,7 @@ def prepare(
         verify: True to compare the checksums of existing shards even if this process has already
             done so. A shard that is found damaged is written again in any case.
         notify: called with a warning if the validation split has more tokens than the training
-            split, or if the text has characters outside the vocabulary.
+            split, if the text has characters outside the vocabulary, or if records are skipped.
 
     Raises:
         WorkhorseError: a source cannot be read or changes while it is read, a split is empty, or
@@ -162,7 +169,7 @@ def prepare(
                 leftover.unlink()
             _Build(config, tokenizer, home, manifest, progress).run()
     dataset = open_dataset(home, config.weights)
-    for line in (mostly_held_out(dataset), unknown_text(dataset)):
+    for line in (mostly_held_out(dataset), unknown_text(dataset), skipped_records(dataset)):
         if line is not None:
             notify(line)
     return dataset
@@ -241,15 +248,21 @@ class _Build:
     ) -> None:
         buffer = TokenBuffer()
         for document in documents:
+            # Skipped documents belong to the shard before them: every shard has tokens.
+            if buffer.n_tokens >= SHARD_TOKENS and not document.document.error:
+                self._write(split, name, buffer)
+                buffer = TokenBuffer()
             self.done += buffer.add(document)
             if self.done - self.reported >= REPORT_BYTES:
                 self.progress(self.done, self.total)
                 self.reported = self.done
-            if buffer.n_tokens >= SHARD_TOKENS:
-                self._write(split, name, buffer)
-                buffer = TokenBuffer()
         if buffer.n_tokens:
             self._write(split, name, buffer)
+        elif buffer.skipped and not self._stream(split, name).tokens:
+            raise WorkhorseError(
+                f"{self.config.key_of(name)} skips all records of the {split} split, the first "
+                f"because of {next(iter(buffer.skipped.values()))}"
+            )
 
     def _finish(self, split: SplitName, name: str) -> None:
         stream = self._stream(split, name)

@@ -26,17 +26,17 @@ def text_records(
 
 
 def _read_jsonl(path: Path, source: JsonlConfig, advice: Advice) -> Iterator[tuple[str, str]]:
-    for where, record in json_records(path, source.errors, advice):
-        yield where, _text_of(record, source, where, advice)
+    for where, line in json_lines(path, source.errors, advice):
+        yield where, _text_of(object_of(line, where), source, where, advice)
 
 
-def json_records(
+def json_lines(
     path: Path, errors: Literal["strict", "replace"], advice: Advice
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and line, object) for each line of a JSON Lines file that is not blank.
+) -> Iterator[tuple[str, str]]:
+    """Yield (file and line, string) for each line of a JSON Lines file that is not blank.
 
     Raises:
-        WorkhorseError: a line is not UTF-8, or not a JSON object.
+        WorkhorseError: a line is not UTF-8.
     """
     offset = 0
     with open_bytes(path) as file:
@@ -50,11 +50,15 @@ def json_records(
             text = text if offset else text.removeprefix("\ufeff")
             offset += len(line)
             if text.strip():
-                where = f"{path}:{number}"
-                yield where, _object_of(text, where)
+                yield f"{path}:{number}", text
 
 
-def _object_of(line: str, where: str) -> dict[str, Any]:
+def object_of(line: str, where: str) -> dict[str, Any]:
+    """Parse a line of a JSON Lines file.
+
+    Raises:
+        WorkhorseError: it is not a JSON object.
+    """
     try:
         record = json.loads(line)
     except RecursionError:

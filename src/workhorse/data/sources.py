@@ -53,8 +53,11 @@ def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
     described = {}
     for name, source in config.sources.items():
         states = [_state(path, source) for path in all_files(source)]
+        settings = source.to_dict()
+        if settings.get("on_error") == "stop":  # data sets of versions without the key stay valid
+            del settings["on_error"]
         described[name] = {
-            **source.to_dict(),
+            **settings,
             "files": len(states),
             "bytes": sum(size for _, size, _ in states),
             "state": hashlib.sha256(json.dumps(states).encode()).hexdigest(),

@@ -280,7 +280,8 @@ def _sampler(
         return None
     execution = "reference" if recipe.train.execution == "reference" else "auto"
     trained = step.objective.decoder
-    begin = None if recipe.data.has_conversations else sequence_start(tokenizer, recipe.data)
+    chats = recipe.data.has_conversations and tokenizer.chat_templates
+    begin = None if chats else sequence_start(tokenizer, recipe.data)
     sampler = Sampler(tokenizer, samples, begin, trained.max_seq_len)
     if not world.lockstep:
         return partial(sampler, decoding_body(reference, execution, wait=True).decoder)

@@ -137,7 +137,7 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
 
 def _stop_tokens(recipe: Recipe, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the token ids that end a completion."""
-    if recipe.data.has_conversations:
+    if recipe.data.has_conversations and tokenizer.chat_templates:
         return TemplateFormat(ChatTemplate.of(tokenizer), tokenizer).stop_tokens
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 

@@ -95,7 +95,9 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
         for wrong in (0, 5e-324, True, 10**400, "many"):
             changed = [line | ({key: wrong} if key in line else {}) for line in lines]
             metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
-            with pytest.raises(WorkhorseError, match=rf"stopped has .* as its {name}; omit this"):
+            with pytest.raises(
+                WorkhorseError, match=rf"stopped.* has .*({name}; omit|{key} is mi)"
+            ):
                 read_points([stopped])
     earlier = [{**line, "step": 2} for line in lines]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in earlier))

@@ -235,6 +235,7 @@ class Loop:
             "end",
             reason=reason,
             time=time.time(),
+            tokens=self.counters.tokens,
             seconds=self.counters.seconds,
             peak_memory=peaks.tolist(),
         )

@@ -41,13 +41,45 @@ def test_nothing_to_draw_is_no_chart():
     assert line_chart("Loss", [Series("a", []), Series("b", [(1, math.nan)])]) == ""
 
 
-def test_a_spike_does_not_flatten_the_rest():
+def test_a_spike_does_not_flatten_the_rest_and_is_named():
     values = [(step, 1 + step / 100) for step in range(100)] + [(100, 1e6)]
-    labels = [
-        node.text for node in ET.fromstring(line_chart("", [Series("", values)])).iter("text")
-    ]
+    root = ET.fromstring(line_chart("", [Series("", values)]))
+    labels = [node.text for node in root.iter("text")]
     assert "1M" not in labels
     assert "2" in labels
+    assert "1 of 101 values are higher, up to 1M" in "".join(root.itertext())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (100.0, 195.0),
+        (0.01, 0.02),
+        (*[5.0] * 60, 6.0),  # 98 % of the values are equal
+        tuple(range(50)),
+        (*range(60), 150),
+    ],
+)
+def test_the_largest_value_is_drawn_unless_it_is_a_spike(values):
+    root = ET.fromstring(line_chart("", [Series("", list(enumerate(values)))]))
+    points = [pair.split(",") for pair in root.find(".//polyline").get("points").split()]
+    drawn = dict(zip(values, (float(y) for _, y in points), strict=True))
+    marks = [node for node in root.iter("text") if node.get("class") == "y"]
+    (low, bottom), (high, top) = (
+        (float(m.text), float(m.get("y")) - 4) for m in marks[:: len(marks) - 1]
+    )
+    assert high >= max(values)
+    for value, y in drawn.items():
+        assert y == pytest.approx(bottom + (value - low) / (high - low) * (top - bottom), abs=0.11)
+
+
+def test_the_legend_has_the_last_value_and_the_points_are_means():
+    count = 3 * MAX_POINTS
+    line = Series("a", [(step, float(step)) for step in range(count)])
+    text = "".join(ET.fromstring(line_chart("", [line])).itertext())
+    assert f"a {shown(count - 1.0)}each point is the mean of up to 3 values" in text
+    told = ET.fromstring(line_chart("", [line])).find("svg").get("aria-label")
+    assert f"from 0 to {count - 1}, lowest 0, highest {count - 1}" in told
 
 
 def test_many_points_become_few_by_averaging_neighbours():

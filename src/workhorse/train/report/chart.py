@@ -18,6 +18,8 @@ SMOOTHED_FROM = 40
 NOISY = 3.0
 """A line is noisy if its values move up and down by more than this times their range in total. A
 learning rate that rises and falls moves by 2."""
+CUT_FROM = 50
+"""Number of values from which an axis can be cut below its largest values."""
 LOG_FROM = 100.0
 """Ratio of the largest to the smallest value from which an axis can be logarithmic."""
 PREFIXES = (
@@ -57,14 +59,15 @@ def line_chart(
         include: values that the vertical axis includes, such as 0 and 1 for a fraction.
         log: True for a logarithmic axis if all values are positive and differ by `LOG_FROM`.
     """
-    lines = [replace(one, points=thinned(one.points), band=thinned(one.band)) for one in series]
-    lines = [line for line in lines if line.points]
-    if not lines:
+    whole = [replace(one, points=_finite(one.points), band=_finite(one.band)) for one in series]
+    whole = [line for line in whole if line.points]
+    if not whole:
         return ""
-    lines = [
+    whole = [
         replace(line, color=(place if line.color is None else line.color) % N_COLORS)
-        for place, line in enumerate(lines)
+        for place, line in enumerate(whole)
     ]
+    lines = [replace(line, points=thinned(line.points), band=thinned(line.band)) for line in whole]
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     ys += [y for line in lines for _, *edges in line.band for y in edges]
@@ -74,6 +77,10 @@ def line_chart(
     edges = (min(ys), max(ys)) if log else (*clipped_range(ys), *include)
     y_ticks = (_powers if log else ticks)(min(edges), max(edges))
     low, high = across(y_ticks[0]), across(y_ticks[-1])
+    cut = sum(y > y_ticks[-1] for y in ys)
+    notes = [f"{cut} of {len(ys)} values are higher, up to {shown(max(ys))}"] if cut else []
+    if (most := max(len(line.points) for line in whole)) > MAX_POINTS:
+        notes.append(f"each point is the mean of up to {math.ceil(most / MAX_POINTS)} values")
 
     def place(x: float, y: float) -> tuple[float, float]:
         up = (min(max(across(y), low), high) - low) / (high - low)
@@ -96,12 +103,12 @@ def line_chart(
     legend = "".join(
         f'<span><i class="c{line.color}">{"●" if line.marked else "━"}</i>'
         f" {escape(line.name)} <b>{shown(line.points[-1][1])}</b></span>"
-        for line in lines
-    )
+        for line in whole
+    ) + "".join(f"<span>{note}</span>" for note in notes)
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{escape(_description(title, lines))}">{"".join(parts)}</svg>'
+        f'aria-label="{escape(_description(title, whole))}">{"".join(parts)}</svg>'
         f'<div class="legend">{legend}</div></figure>'
     )
 
@@ -168,11 +175,15 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return found
 
 
+def _finite(points: Sequence[Any]) -> list[Any]:
+    """Return the points `(x, values...)` without those that have a value that is not finite."""
+    return [point for point in points if all(map(math.isfinite, point))]
+
+
 def thinned(points: Sequence[Any]) -> list[Any]:
     """Reduce points `(x, values...)` to at most `MAX_POINTS`, each with the means of a group."""
-    finite = [point for point in points if all(map(math.isfinite, point))]
-    size = math.ceil(len(finite) / MAX_POINTS)
-    groups = [finite[start : start + size] for start in range(0, len(finite), size or 1)]
+    size = math.ceil(len(points) / MAX_POINTS)
+    groups = [points[start : start + size] for start in range(0, len(points), size or 1)]
     return [
         (group[-1][0], *(math.fsum(one) / len(group) for one in [*zip(*group, strict=True)][1:]))
         for group in groups
@@ -180,10 +191,16 @@ def thinned(points: Sequence[Any]) -> list[Any]:
 
 
 def clipped_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of an axis: the smallest value, and a limit at which spikes are cut."""
+    """Return the range of an axis: from the smallest to the largest value, or below spikes.
+
+    Spikes are at most 2 % of at least `CUT_FROM` values, and so high that the other values would
+    fill less than a third of the axis.
+    """
     ordered = sorted(values)
-    typical = ordered[int(0.98 * (len(ordered) - 1))]
-    return ordered[0], min(ordered[-1], typical + 0.5 * (typical - ordered[0])) or ordered[-1]
+    low, high = ordered[0], ordered[-1]
+    spread = ordered[int(0.98 * (len(ordered) - 1))] - low
+    cut = len(ordered) > CUT_FROM and 0 < 3 * spread < high - low
+    return low, low + 1.5 * spread if cut else high
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

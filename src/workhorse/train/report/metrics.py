@@ -32,15 +32,16 @@ Every line has `kind` and `step` (the number of steps done when the line was wri
 - `skipped_step`: `loss` and `grad_norm`; at least one is not finite and therefore null
 - `back`, at the checkpoint that the run returned to after a loss spike: `jumped` (the step of the
   spike), `rows` (number of skipped rows), `message` (the same in words)
-- `end`: `reason` ("finished" or the name of a signal), `time`, `seconds` (as in `step`, after the
-  last validation), `peak_memory` (bytes of each process; on a CPU its whole memory, 0 if the system
-  does not report it). A session that was killed has no such event.
+- `end`: `reason` ("finished" or the name of a signal), `time`, `tokens` and `seconds` (as in
+  `step`, after the last validation), `peak_memory` (bytes of each process; on a CPU its whole
+  memory, 0 if the system does not report it). A session that was killed has no such event.
 """
 
 import importlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -106,8 +107,19 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Event]:
-    """Return the events of a metrics file in order; an incomplete last line is skipped."""
-    return [event for _, event in _events(path)]
+    """Return the events of a metrics file in order; an incomplete last line is skipped.
+
+    Raises:
+        WorkhorseError: the file cannot be read, or a line was not written by a run.
+    """
+    events = [event for _, event in _events(path)]
+    for number, event in enumerate(events, start=1):
+        if wrong := _wrong_key(event):
+            raise WorkhorseError(
+                f"{path}:{number} has a {event['kind']} event whose {wrong} is missing or has the "
+                f"wrong type; {_remedy(path)}"
+            )
+    return events
 
 
 def _events(path: Path) -> list[tuple[str, Event]]:
@@ -122,12 +134,16 @@ def _events(path: Path) -> list[tuple[str, Event]]:
     with open_plain(path) as file:
         for number, raw in enumerate(file, start=1):
             if raw.endswith(b"\n"):
-                found.append((raw.decode("utf-8", "replace"), _event(raw, f"{path}:{number}")))
+                event = _event(raw, f"{path}:{number}", _remedy(path))
+                found.append((raw.decode("utf-8", "replace"), event))
     return found
 
 
-def _event(line: bytes, where: str) -> Event:
-    remedy = f"it is damaged; remove the line, or restore the file ({where.rpartition(':')[0]})"
+def _remedy(path: Path) -> str:
+    return f"it is damaged; remove the line, or restore the file ({path})"
+
+
+def _event(line: bytes, where: str, remedy: str) -> Event:
     try:
         event = parse_json(line, where)
     except WorkhorseError as error:
@@ -137,8 +153,58 @@ def _event(line: bytes, where: str) -> Event:
     return event
 
 
+NEEDED = {
+    "start": ("parameters", "steps"),
+    "step": ("tokens", "seconds", "tokens_per_second"),
+    "samples": ("samples",),
+    "rollouts": ("rollouts",),
+    "sample": ("prompt", "text"),
+    "change": ("setting",),
+    "back": ("message",),
+    "end": ("reason",),
+}
+"""The keys without which an event of a kind cannot be shown; `sample` is an element of a list."""
+STRINGS = ("kind", "reason", "message", "setting", "prompt", "text")
+LISTS = ("samples", "rollouts")
+NUMBERS = (
+    *("parameters", "active_parameters", "trained_parameters", "steps", "minutes", "peak_flops"),
+    *("time", "seconds", "tokens", "reward"),
+)
+"""Keys whose values are numbers, also outside `step` and `validation`."""
+
+
+def _wrong_key(event: Event) -> str | None:
+    """Return a key of an event that is missing or has the wrong type; None if there is none."""
+    needed, of_figures = NEEDED.get(event["kind"], ()), event["kind"] in ("step", "validation")
+    for key in (*needed, *event):
+        value = event.get(key)
+        if value is None:
+            right = key not in needed
+        elif key in STRINGS:
+            right = isinstance(value, str)
+        elif key in LISTS:
+            right = isinstance(value, list) and not any(
+                not isinstance(one, dict) or _wrong_key({**one, "kind": "sample"}) for one in value
+            )
+        elif key == "peak_memory" or (of_figures and isinstance(value, list)):
+            right = isinstance(value, list) and all(
+                _is_number(one) or (one is None and of_figures) for one in value
+            )
+        else:
+            right = _is_number(value) or not (of_figures or key in NUMBERS)
+        if not right:
+            return key
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
 def _finite(value: Any) -> Any:
     """Replace non-finite floats by None, because JSON cannot represent them."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

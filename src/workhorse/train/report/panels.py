@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from workhorse.devices.memory import GIB, MIB
 from workhorse.train.report.chart import Series, line_chart
 from workhorse.train.report.metrics import Event
 
@@ -22,6 +23,8 @@ class Figure:
     """Values that the vertical axis includes."""
     log: bool = False
     """True for a logarithmic axis if the values differ by orders of magnitude."""
+    in_bytes: bool = False
+    """True if the values are bytes. They are drawn in the unit of `size` for the largest one."""
 
 
 LOSS, REWARDS, LENGTHS, RATIOS = "Loss", "Rewards", "Lengths", "KL and ratios"
@@ -61,7 +64,7 @@ FIGURES = {
     "peak_fraction": Figure(SPEED, "Fraction of the peak matmul rate", include=(0,)),
     "rollout_seconds": Figure(SPEED, "Seconds per step for completions", include=(0,)),
     "pass_seconds": Figure(SPEED, "Seconds per step in passes", "rank", (0,)),
-    "memory": Figure(SPEED, "Peak memory, bytes", include=(0,)),
+    "memory": Figure(SPEED, "Peak memory", include=(0,), in_bytes=True),
 }
 """The known figures, by their keys, in the order of the page."""
 NOT_DRAWN = {"step", "tokens", "seconds", "skipped_steps", "unknown_rate", "warming_up", "whole"}
@@ -72,7 +75,9 @@ MOST_LINES = 8
 """Lists with more values per step are drawn as a median and a band."""
 
 
-def charts(runs: Mapping[str, list[Event]], loss_unit: str = "") -> dict[str, list[str]]:
+def charts(
+    runs: Mapping[str, list[Event]], loss_unit: str = "", first: str = "loss"
+) -> dict[str, list[str]]:
     """Return the charts of one or several runs as HTML elements, by group.
 
     With several runs, each chart has one figure, and each run has its color.
@@ -80,6 +85,7 @@ def charts(runs: Mapping[str, list[Event]], loss_unit: str = "") -> dict[str, li
     Args:
         runs: the events of each run, by its name.
         loss_unit: the unit of the loss.
+        first: the key of the figure whose group comes first.
     """
     several = len(runs) > 1
     logged = {run: logged_figures(events) for run, events in runs.items()}
@@ -90,17 +96,25 @@ def charts(runs: Mapping[str, list[Event]], loss_unit: str = "") -> dict[str, li
         title = f"{figure.title}, {loss_unit}" if name == "loss" and loss_unit else figure.title
         if several and figure.label:
             title += f", {figure.label}"
+        unit = 1
+        if figure.in_bytes:
+            most = max(
+                (y for one in logged.values() for y in _numbers(one.get(name, {}))), default=0
+            )
+            unit = GIB if most >= GIB else MIB
+            title += ", GiB" if most >= GIB else ", MiB"
         _, lines = panels.setdefault(title, (figure, []))
         before = len({line.color for line in lines})
         for place, (run, figures) in enumerate(logged.items()):
             for line in lines_of(figures.get(name, {}), run if several else figure.label):
                 own = before if figure.label and line.color is None else line.color
-                lines.append(replace(line, color=place if several else own))
-    groups: dict[str, list[str]] = {}
+                points = [(x, y / unit) for x, y in line.points]
+                lines.append(replace(line, points=points, color=place if several else own))
+    groups: dict[str, list[str]] = {FIGURES[first].group: []}
     for title, (figure, lines) in panels.items():
         if chart := line_chart(title, lines, include=figure.include, log=figure.log):
             groups.setdefault(figure.group, []).append(chart)
-    return groups
+    return {group: found for group, found in groups.items() if found}
 
 
 def logged_figures(events: Sequence[Event]) -> dict[str, Parts]:
@@ -109,9 +123,14 @@ def logged_figures(events: Sequence[Event]) -> dict[str, Parts]:
     for event in sorted(events, key=lambda event: event["kind"]):
         part = event["kind"] if event.get("whole", True) else "validation on a subset"
         for name, value in event.items() if event["kind"] in ("step", "validation") else ():
-            if name not in NOT_DRAWN and isinstance(value, float | int | list):
+            values = value if isinstance(value, list) else [value]
+            if name not in NOT_DRAWN and all(isinstance(one, float | int) for one in values):
                 found.setdefault(name, {}).setdefault(part, []).append((event["step"], value))
     return found
+
+
+def _numbers(parts: Parts) -> Iterator[float]:
+    yield from (value for points in parts.values() for _, value in points)
 
 
 def lines_of(parts: Parts, label: str) -> Iterator[Series]:

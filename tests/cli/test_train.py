@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
 from workhorse.cli.output import next_command
 from workhorse.cli.train_progress import duration, show_training
+from workhorse.devices.memory import size
 from workhorse.train import read_metrics
+from workhorse.train.recipe.training import OBJECTIVES
+from workhorse.train.report.page import duration as in_words
 
 pytestmark = pytest.mark.usefixtures("recipe")
 
@@ -31,6 +35,74 @@ def test_trains_and_tells(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
     assert any(line.startswith("step 2/6: loss 5.") for line in lines)
     assert any("left" in line and "of peak" in line for line in lines)
     assert Path("runs/tiny/report.html").exists()
+
+
+def test_a_quantity_is_the_same_wherever_it_is_shown(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log, the progress, the end, `--json` and the report, of a run stopped after step 5."""
+    arguments = ["train", recipe, "train.steps=5", "train.log_every=4", "train.eval_every=4"]
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert main([*arguments, "--out", "again", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    events = {event["kind"]: event for event in read_metrics(Path("again/metrics.jsonl"))}
+    step, validation, end = events["step"], events["validation"], events["end"]
+    assert result["figures"] == {"loss": validation["loss"]}
+    assert result["bits_per_byte"] == validation["bits_per_byte"]
+    assert result["loss"] == step["loss"]
+    assert (result["step"], result["tokens"]) == (end["step"], end["tokens"])
+    assert (result["tokens"], result["seconds"]) == (step["tokens"], end["seconds"])
+    page = Path("again/report.html").read_text("utf-8")
+    held_out = f"{validation['loss']:.4f}"
+    bits = f"{validation['bits_per_byte']:.4f}"
+    for text in (
+        f"<b>{held_out}</b><span>validation loss, nats per token",
+        f"<b>{bits}</b><span>validation bits per byte",
+        "<b>5 of 5</b><span>steps",
+        f"<b>{result['tokens']}</b><span>tokens trained on",
+        f"<b>{in_words(result['seconds'])}</b><span>training time",
+        f"<b>{size(end['peak_memory'][0])}</b><span>peak memory",
+    ):
+        assert text in page
+    assert f"validation loss {held_out}, {bits} bits per byte\n" in said.out
+    assert f"step 5: validation loss {held_out}, {bits} bits per byte\n" in said.err
+    assert f"step 5/5: loss {step['loss']:.4f}, validation " in said.err
+    assert re.search(rf"\n{result['tokens']} tokens in [0-9.]+ s\n", said.out)
+    assert re.search(r"with a peak of [0-9.]+[GT] FLOP/s in matmuls", said.err)
+
+
+STEP = {"kind": "step", "step": 5, "tokens": 20, "tokens_per_second": 2.0, "skipped_steps": 0}
+STEP |= {"loss": 0.98765, "peak_fraction": 0.5, "kl": 2.31, "accuracy": 1.0, "margin": 9.3}
+STEP |= {"reward": 0.71, "reward_gain": -0.052, "entropy": 1.3}
+PAIRS = "loss 0.9877, margin 9.30, accuracy 1.00"
+PROGRESS = {
+    "next_token": "loss 0.9877",
+    "dpo": PAIRS,
+    "orpo": PAIRS,
+    "simpo": PAIRS,
+    "reward": PAIRS,
+    "kto": "loss 0.9877, reward gain -0.052, accuracy 1.00, kl 2.31",
+    "policy": "reward 0.71, kl 2.31, entropy 1.30",
+    "distill": "loss 0.9877",
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_the_progress_line_has_the_figures_that_matter(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headline = OBJECTIVES[kind].headline
+    with show_training(10, headline) as show:
+        show(STEP)
+        show({**STEP, "kind": "validation", "whole": True, "bits_per_byte": None})
+        show({**STEP, "tokens": 0, "tokens_per_second": 0.0})  # all completions are ignored
+    before, held_out, after = capsys.readouterr().err.splitlines()
+    assert before.startswith(f"step 5/10: {PROGRESS[kind]}, 2 tokens/s")
+    assert held_out == f"step 5: validation {PROGRESS[kind]}"
+    first = "0.9877" if headline[0] == "loss" else "reward 0.71"
+    assert f"{PROGRESS[kind]}, validation {first}, 0 tokens/s" in after
+    assert after.endswith("? left")
 
 
 def test_a_run_of_conversations_can_chat(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,18 +15,20 @@ Show = Callable[[Event], None]
 
 
 @contextmanager
-def show_training(steps: int | None) -> Iterator[Show]:
+def show_training(steps: int | None, headline: Sequence[str] = ("loss",)) -> Iterator[Show]:
     """Yield a function that shows each event of a training run on stderr.
 
-    `steps` is the run's total number of steps; None if it is not known yet.
+    Args:
+        steps: the run's total number of steps; None if it is not known yet.
+        headline: the keys of the figures to show, see `ObjectiveConfig`.
     """
-    with _live(steps) if sys.stderr.isatty() else _plain(steps) as show:
+    view = _View(steps, headline)
+    with _live(view) if sys.stderr.isatty() else _plain(view) as show:
         yield show
 
 
 @contextmanager
-def _plain(steps: int | None) -> Iterator[Show]:
-    view = _View(steps)
+def _plain(view: "_View") -> Iterator[Show]:
 
     def show(event: Event) -> None:
         line = view.step_line(event) if event["kind"] == "step" else view.line(event)
@@ -40,20 +42,19 @@ def _plain(steps: int | None) -> Iterator[Show]:
 
 
 @contextmanager
-def _live(steps: int | None) -> Iterator[Show]:
+def _live(view: "_View") -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
-    view = _View(steps)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(20),
         TextColumn("{task.fields[figures]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("preparing", total=steps, figures="")
+        task = bar.add_task("preparing", total=view.steps, figures="")
 
         def show(event: Event) -> None:
             if event["kind"] == "step":
@@ -81,18 +82,22 @@ class _View:
 
     Args:
         steps: the run's total number of steps; None if it is not known before the run starts.
+        headline: the keys of the figures to show.
     """
 
-    def __init__(self, steps: int | None) -> None:
+    def __init__(self, steps: int | None, headline: Sequence[str]) -> None:
         self.steps = steps
+        self.headline = headline
         self.validation = ""
 
     def step_line(self, event: Event) -> str:
-        """The line for a `step` event: step, loss, speed and remaining time."""
+        """The line for a `step` event: step, headline figures, speed and remaining time."""
         speed = event["tokens_per_second"]
         assert self.steps is not None
         # Steps of conversations have fewer predicted tokens than positions, so count the tokens.
-        left = (self.steps - event["step"]) * event["tokens"] / event["step"] / speed
+        left = math.inf  # a step of policy gradients may ignore all completions
+        if speed:
+            left = (self.steps - event["step"]) * event["tokens"] / event["step"] / speed
         skipped = f", {event['skipped_steps']} skipped" if event["skipped_steps"] else ""
         terms = "".join(
             f", {name} {event[key]:.2g}"
@@ -104,7 +109,7 @@ class _View:
         )
         return (
             f"step {event['step']:,}/{self.steps:,}: "
-            f"loss {event['loss']:.4f}{terms}{self.validation}, "
+            f"{headlines(event, self.headline)}{terms}{self.validation}, "
             f"{speed:,.0f} tokens/s ({of_peak}), {duration(left)} left{skipped}"
         )
 
@@ -114,6 +119,8 @@ class _View:
             case "notice" | "back":
                 return event["message"]
             case "start":
+                from workhorse.train.report.chart import shown
+
                 self.steps = event["steps"]
                 goes_on = 0 < event["step"] < self.steps
                 after = f", resuming after step {event['step']:,}" if goes_on else ""
@@ -127,11 +134,13 @@ class _View:
                 return (
                     f"{event['parameters']:,} parameters{parts}, {event['train_tokens']:,} tokens "
                     f"of text{beside}, {event['device']} with a peak of "
-                    f"{event['peak_flops'] / 1e9:,.0f} GFLOP/s in matmuls{after}"
+                    f"{shown(event['peak_flops'])} FLOP/s in matmuls{after}"
                 )
             case "validation":
-                self.validation = f", validation {event['loss']:.4f}"
-                return f"step {event['step']:,}: {_held_out(event)}"
+                first = self.headline[0]
+                figure = headlines(event, (first,)).removeprefix("loss ")
+                self.validation = f", validation {figure}"
+                return f"step {event['step']:,}: {_held_out(event, self.headline)}"
             case "samples":
                 texts = (f"  {sample['prompt']}|{sample['text']}" for sample in event["samples"])
                 return "\n".join([f"step {event['step']:,}, samples:", *texts])
@@ -144,9 +153,24 @@ class _View:
                 return ""
 
 
-def _held_out(event: Event) -> str:
+def headlines(figures: Mapping[str, float | None], names: Sequence[str]) -> str:
+    """Format the figures with these names: `loss 1.2345, margin 9.30`; missing ones are omitted."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {_figure(name, value)}"
+        for name in names
+        if (value := figures.get(name)) is not None
+    )
+
+
+def _figure(name: str, value: float) -> str:
+    if name == "loss":
+        return f"{value:.4f}"
+    return f"{value:.2f}" if value == 0 or 0.1 <= abs(value) < 1e6 else f"{value:.2g}"  # noqa: PLR2004
+
+
+def _held_out(event: Event, headline: Sequence[str]) -> str:
     part = "" if event["whole"] else " on a subset"
-    line = f"validation loss {event['loss']:.4f}{part}"
+    line = f"validation {headlines(event, headline)}{part}"
     if event["bits_per_byte"] is not None:
         line += f", {bits_per_byte(event['bits_per_byte'], event['unknown_rate'])}"
     return line

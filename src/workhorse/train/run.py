@@ -42,6 +42,8 @@ class TrainResult:
     """Training loss of the last step logged, nats per token."""
     validation_loss: float | None
     """Loss of the last validation, nats per token; None without validation data."""
+    figures: dict[str, float]
+    """The objective's `headline` of the last validation, or without one of the last step logged."""
     validated_at: int | None
     """The step of the last validation."""
     bits_per_byte: float | None
@@ -264,6 +266,7 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
         event["kind"]: event for event in read_metrics(run.metrics_file)
     }  # the last event of each kind
     validation = events.get("validation", {})
+    measured = validation or events.get("step", {})
     return TrainResult(
         run_directory=run.path,
         step=loop.counters.step,
@@ -271,6 +274,11 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
         parameters=count_parameters(DecoderConfig.from_dict(loop.constants["config"]))["total"],
         loss=events.get("step", {}).get("loss"),
         validation_loss=validation.get("loss"),
+        figures={
+            name: measured[name]
+            for name in loop.config.objective.headline
+            if measured.get(name) is not None
+        },
         validated_at=validation.get("step"),
         bits_per_byte=validation.get("bits_per_byte"),
         unknown_rate=validation.get("unknown_rate"),

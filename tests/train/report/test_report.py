@@ -44,7 +44,7 @@ def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):
         "Gradient norm",
         "Tokens per second",
         "Fraction of the peak matmul rate",
-        "Peak memory, bytes",
+        "Peak memory, MiB",
     ]
     logged = [
         (event["step"], pytest.approx(event["loss"], rel=1e-6))
@@ -83,9 +83,7 @@ def test_validations_on_a_part_stand_apart_from_those_on_all() -> None:
     assert names == ["training", "validation"]
     assert [line.name for line in lines([whole, step], "loss", "a")] == ["a", "a validation"]
     start = {"parameters": 1, "steps": 9}
-    named = figures(
-        {"start": [start], "validation": [{**part[0], "bits_per_byte": None}]}, "nats per token"
-    )
+    named = figures({"start": [start], "validation": [{**part[0], "bits_per_byte": None}]})
     assert ("validation loss on a subset, nats per token", "4.0000") in named
 
 
@@ -181,6 +179,30 @@ def test_the_division_among_processes_is_named() -> None:
         assert rows.get("processes, last session") == named
 
 
+def test_cards_show_the_end_of_the_run_rather_than_the_last_logged_step() -> None:
+    start = {"step": 0, "parameters": 1, "steps": 100}
+    step = {"step": 20, "tokens": 200, "seconds": 10.0, "tokens_per_second": 100.0}
+    end = {"step": 24, "tokens": 240, "seconds": 12.0, "reason": "SIGINT"}
+    of_kind = {"start": [start], "step": [step, step | {"tokens_per_second": 195.0}]}
+    shown = dict(figures({**of_kind, "end": [end]}))
+    assert (shown["steps"], shown["tokens trained on"]) == ("24 of 100", "240")
+    assert shown["training time"] == "12 s"
+    assert shown["tokens per second, median"] == "148"
+    resumed = {**of_kind, "end": [end | {"step": 16}]}  # stopped, resumed, and killed after step 20
+    assert dict(figures(resumed))["steps"] == "20 of 100"
+
+
+@pytest.mark.parametrize(("peak", "drawn", "unit"), [(300, 300, "MiB"), (4096, 4, "GiB")])
+def test_memory_has_the_same_unit_in_the_card_and_in_the_chart(
+    tmp_path: Path, peak: int, drawn: float, unit: str
+) -> None:
+    events = [{"kind": "step", "step": 1, "memory": peak * 2**20, **SPEED}]
+    events += [{"kind": "end", "step": 1, "reason": "finished", "peak_memory": [peak * 2**20]}]
+    page = write_report([logged_run(tmp_path / "run", events)]).read_text("utf-8")
+    assert values_of(page, f"Peak memory, {unit}") == {"": [(1, drawn)]}
+    assert f"<b>{drawn:.1f} {unit}</b><span>peak memory" in page
+
+
 def test_lists_of_values_are_drawn_as_lines_or_as_a_band() -> None:
     """If the number of processes has changed, only the last number is drawn."""
     times = ([9.0, 1.0], [1.0, 2.0, 4.0], [3.0, 2.0, 5.0])
@@ -247,6 +269,25 @@ def test_the_validation_loss_of_rewards_is_shown_as_their_reward(tmp_path: Path)
     assert values_of(page, "Reward") == {"validation": [(1, 0.25)]}
     page = write_report([logged_run(tmp_path / "k", events, "kto")]).read_text("utf-8")
     assert "validation loss" in page
+
+
+def test_rewards_come_first_and_have_a_card(tmp_path: Path) -> None:
+    step = {"kind": "step", "step": 3, "loss": 0.5, "reward": 0.75, "entropy": 1.5, **SPEED}
+    run = logged_run(tmp_path / "policy", [step], "policy")
+    page = write_report([run]).read_text("utf-8")
+    cards = re.findall("<div><b>(.*?)</b><span>(.*?)</span>", page)
+    assert cards[:2] == [("0.7500", "reward at step 3"), ("1.5000", "entropy at step 3")]
+    groups = re.findall("<summary>(.*?) <small>", page)
+    assert groups[:2] == ["Rewards", "Loss"]
+    pairs = logged_run(tmp_path / "dpo", [{**step, "margin": 9.3}], "dpo")
+    page = write_report([pairs]).read_text("utf-8")
+    assert "<b>9.3000</b><span>margin at step 3" in page
+    assert re.findall("<summary>(.*?) <small>", page)[:2] == ["Loss", "Rewards"]
+
+
+def test_half_of_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    run = logged_run(tmp_path / "run", [sampled(1, "a\ud800b")])
+    assert "a\ufffdb" in write_report([run]).read_text("utf-8")
 
 
 def test_the_size_of_a_report_is_limited(tmp_path: Path) -> None:

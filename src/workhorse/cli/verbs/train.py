@@ -232,7 +232,7 @@ def _train(
         except LostError:  # rank 0, or the process that exited, reports the reason
             click.get_current_context().exit(ExitCode.USAGE)
         return
-    with show_training(settings.train.steps) as show:
+    with show_training(settings.train.steps, settings.train.objective.headline) as show:
         for line in notices:
             show({"kind": "notice", "message": line})
         try:
@@ -247,8 +247,9 @@ def _train(
 
 def _summary(result: Any) -> str:
     from workhorse.checkpoints import RunDirectory
-    from workhorse.cli.train_progress import bits_per_byte
+    from workhorse.cli.train_progress import bits_per_byte, headlines
     from workhorse.model.load import is_trained_to_chat
+    from workhorse.train.report.page import duration
 
     run = str(result.run_directory)
     stored = RunDirectory(result.run_directory)
@@ -260,14 +261,14 @@ def _summary(result: Any) -> str:
         lines[0] += f", stopped by {result.stopped_by} and saved"
         words = ["train", run, "--resume", *environment.workers()]
         following = f"resume with workhorse {shlex.join(words)}"
-    if result.validation_loss is not None:
-        held_out = f"validation loss {result.validation_loss:.4f}"
-        if result.validated_at != result.step:
-            held_out += f" at step {result.validated_at:,}"
+    if found := headlines(result.figures, [*result.figures]):
+        at, of = result.step, "training" if result.validated_at is None else "validation"
+        at = result.validated_at or at
+        line = f"{of} {found}" + (f" at step {at:,}" if at != result.step else "")
         if result.bits_per_byte is not None:
-            held_out += f", {bits_per_byte(result.bits_per_byte, result.unknown_rate)}"
-        lines.append(held_out)
-    lines.append(f"{result.tokens:,} tokens in {result.seconds:.1f} s")
+            line += f", {bits_per_byte(result.bits_per_byte, result.unknown_rate)}"
+        lines.append(line)
+    lines.append(f"{result.tokens:,} tokens in {duration(result.seconds)}")
     if result.skipped_steps:
         skipped = counted(result.skipped_steps, "step")
         lines.append(f"{skipped} skipped: loss or gradient was not finite")

@@ -41,6 +41,7 @@ class DistillConfig(ObjectiveConfig):
 
     kind: Literal["distill"] = "distill"
     needs_all_logits = True
+    loss_unit = "nats per token"
     teacher: str
     """The teacher: a run directory, a Hugging Face directory, a GGUF file or a hub id."""
     beta: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0, le=1)

@@ -22,6 +22,7 @@ class NextTokenConfig(ObjectiveConfig):
     """
 
     kind: Literal["next_token"] = "next_token"
+    loss_unit = "nats per token"
     z_loss: Weight = 0.0
     """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), which is
     added to the loss. The reported loss is the cross-entropy without it."""

@@ -66,6 +66,7 @@ class PolicyConfig(ObjectiveConfig):
 
     kind: Literal["policy"] = "policy"
     needs = ("old_logprobs", "advantages")
+    headline = ("reward", "kl", "entropy")
     ratio: Literal["token", "sequence", "none"] = "token"
     """Probability of the sampled tokens now, divided by that when they were sampled: of each token,
     or the geometric mean over each completion. `none`: 1, with the gradient of log p, which is

@@ -54,6 +54,7 @@ class PairsConfig(ObjectiveConfig):
     """Base class of the options of objectives on pairs: adjacent rows, the chosen answer first."""
 
     needs = ("group",)
+    headline = ("loss", "margin", "accuracy")
 
     @property
     def rows_together(self) -> int:
@@ -221,6 +222,7 @@ class KtoConfig(ObjectiveConfig):
 
     kind: Literal["kto"] = "kto"
     needs = ("values", "reference")
+    headline = ("loss", "reward_gain", "accuracy", "kl")
     beta: Scale = 0.1
     """Factor on the rewards; a larger one keeps the model closer to the reference."""
     desirable_weight: Weight = 1.0

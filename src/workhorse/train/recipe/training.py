@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
 from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.objectives.next_token import NextTokenConfig
-from workhorse.train.objectives.objective import Weight
+from workhorse.train.objectives.objective import ObjectiveConfig, Weight
 from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.objectives.preferences import DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from workhorse.train.objectives.reward import RewardConfig
@@ -34,6 +34,10 @@ AnyObjective = Annotated[
     Field(discriminator="kind"),
 ]
 """The config of any objective."""
+OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
+    one.model_fields["kind"].default: one for one in get_args(get_args(AnyObjective)[0])
+}
+"""The config class of each objective, by `kind`."""
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
 """Defaults: number of validations in a run, minimum number of steps between validations, and time
 of all validations as a fraction of the time of all steps."""

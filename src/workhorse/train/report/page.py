@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -16,6 +17,9 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.devices.memory import size
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import write_atomically
+from workhorse.train.objectives.next_token import NextTokenConfig
+from workhorse.train.objectives.objective import ObjectiveConfig
+from workhorse.train.recipe.training import OBJECTIVES
 from workhorse.train.report.chart import shown
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.panels import charts
@@ -26,8 +30,6 @@ SAMPLED_TIMES = 24
 """Maximum number of times that completions are shown for: the first, the last, others between."""
 MOST_LETTERS = 2000
 """Number of characters of a prompt or a completion that are shown."""
-HEADLINES = {"reward": "reward", "exact_match": "exact match", "accuracy": "accuracy"}
-"""Figures of validations at the top of the page, and their labels."""
 NOT_SHOWN = ("kind", "step", "name", "time", "peak_flops")
 """Keys of a `start` event that the page shows elsewhere or under another name."""
 MINUTE = 60
@@ -55,13 +57,14 @@ def write_report(runs: Sequence[RunDirectory], out: Path | None = None) -> Path:
     names = [str(path.relative_to(common)) if len(runs) > 1 else "" for path in paths]
     found = dict(zip(names, map(contents, runs), strict=True))
     events = {name: one["events"] for name, one in found.items()}
-    units = {one["loss_unit"] for one in found.values()}
+    units = {one["objective"].loss_unit for one in found.values()}
+    first = [name for one in found.values() for name in one["objective"].headline]
     page = rendered(
         "workhorse.train.report",
         "page.html",
         title=" · ".join(one["title"] for one in found.values()),
         runs=found,
-        groups=charts(events, units.pop() if len(units) == 1 else ""),
+        groups=charts(events, units.pop() if len(units) == 1 else "", first[0]),
         samples={title: moments(events, kind) for title, kind in SAMPLES.items()},
     )
     path = out or common / runs[0].report_file.name
@@ -76,27 +79,29 @@ def rendered(package: str, template: str, *, title: str, **contents: Any) -> str
         files("workhorse.train.report").joinpath(name).read_text("utf-8")
         for name in ("head.html", "style.css", "script.js")
     )
-    page = head + files(package).joinpath(template).read_text("utf-8")
-    return environment.from_string(page).render(style=style, script=script, title=title, **contents)
+    page = environment.from_string(head + files(package).joinpath(template).read_text("utf-8"))
+    text = page.render(style=style, script=script, title=title, **contents)
+    # UTF-8 cannot represent half of a surrogate pair; JSON and YAML can.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
     """Return the data about a run in the page's template, from the files in its directory."""
     recipe, events = run.recipe(), read_metrics(run.metrics_file)
-    objective = recipe.get("train", {}).get("objective", {}).get("kind", "next_token")
+    kind = recipe.get("train", {}).get("objective", {}).get("kind", "next_token")
+    objective = OBJECTIVES.get(kind, ObjectiveConfig)
     of_kind: dict[str, list[Event]] = {}
     for event in events:
         of_kind.setdefault(event["kind"], []).append(event)
-        if objective == "policy" and event["kind"] == "validation":
-            del event["loss"]  # it is minus the reward
+        if event["kind"] == "validation" and "loss" not in objective.headline:
+            event.pop("loss", None)  # it is minus the reward
     starts = of_kind.get("start", [{}])
-    loss_unit = "nats per token" if objective in ("next_token", "distill") else ""
     return {
         "title": recipe["name"],
         "description": reflowed(recipe.get("description", "")),
         "events": events,
-        "loss_unit": loss_unit,
-        "figures": figures(of_kind, loss_unit),
+        "objective": objective,
+        "figures": figures(of_kind, objective),
         "notes": notes(of_kind),
         "recipe": run.recipe_file.read_text("utf-8"),
         "config": run.config_file.read_text("utf-8") if run.config_file.exists() else "",
@@ -159,10 +164,21 @@ def readable(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def figures(of_kind: dict[str, list[Event]], loss_unit: str = "") -> list[tuple[str, str]]:
-    """Return the key figures of a run, each with its label; `loss_unit` is the unit of the loss."""
-    steps = of_kind.get("step", [])
-    rows: list[tuple[str, str]] = []
+def figures(
+    of_kind: dict[str, list[Event]], objective: type[ObjectiveConfig] = NextTokenConfig
+) -> list[tuple[str, str]]:
+    """Return the key figures of a run, each with its label: its results first, then its costs.
+
+    Figures in the objective's `headline` are of the last validation, or else of the last step
+    logged.
+    """
+    steps, validations = of_kind.get("step", []), of_kind.get("validation", [])
+    rows = validated(validations[-1], objective) if validations else []
+    for name in objective.headline if steps else ():
+        value = steps[-1].get(name)
+        if value is not None and name != "loss" and not any(name in one for one in validations):
+            label = name.replace("_", " ")
+            rows.append((f"{label} at step {steps[-1]['step']:,}", f"{value:.4f}"))
     of_steps = ""
     if starts := of_kind.get("start"):
         start = starts[-1]
@@ -176,32 +192,33 @@ def figures(of_kind: dict[str, list[Event]], loss_unit: str = "") -> list[tuple[
         if parallel := start.get("parallel"):  # absent from older runs
             named = ", ".join(f"{name} {ways}" for name, ways in parallel.items())
             rows.append(("processes, last session", named))
-    if validations := of_kind.get("validation"):
-        rows += validated(validations[-1], loss_unit)
     if steps:
         last = steps[-1]
+        if (end := of_kind.get("end", [{}])[-1]).get("step", 0) >= last["step"]:
+            last = {**last, **end}  # steps that were not logged may follow the last logged one
         warm = [event for event in steps if not event.get("warming_up")] or steps
-        speeds = sorted(event["tokens_per_second"] for event in warm)
+        speed = median(event["tokens_per_second"] for event in warm)
         rows += [
             ("steps", f"{last['step']:,}{of_steps}"),
             ("tokens trained on", shown(last["tokens"])),
             ("training time", duration(last["seconds"])),
             *asked(of_kind),
             *goodput(of_kind, last["seconds"]),
-            ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
+            ("tokens per second, median", f"{speed:,.0f}"),
         ]
     return [*rows, *memory(of_kind)]
 
 
-def validated(last: Event, loss_unit: str) -> list[tuple[str, str]]:
+def validated(last: Event, objective: type[ObjectiveConfig]) -> list[tuple[str, str]]:
     """Return the results of a validation, each with its label."""
     part = "" if last.get("whole", True) else " on a subset"  # absent from older runs
-    named = {f"validation {label}{part}": last.get(name) for name, label in HEADLINES.items()}
-    rows = [(label, f"{value:.4f}") for label, value in named.items() if value is not None]
-    if "loss" in last:
-        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
-        rows.append((f"validation loss{part}, {loss_unit}".removesuffix(", "), loss))
-    if last["bits_per_byte"] is not None:
+    rows: list[tuple[str, str]] = []
+    for name in dict.fromkeys((*objective.headline, "exact_match", "accuracy")):
+        unit = f", {objective.loss_unit}" if name == "loss" and objective.loss_unit else ""
+        if name in last:
+            value = "not finite" if last[name] is None else f"{last[name]:.4f}"
+            rows.append((f"validation {name.replace('_', ' ')}{part}{unit}", value))
+    if last.get("bits_per_byte") is not None:
         rows.append(
             ("validation bits per byte, counting bos and eos", f"{last['bits_per_byte']:.4f}")
         )
@@ -272,7 +289,7 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
         lines.append(f"resumed after step {resumed}")
     lines += [
         f"from step {event['step'] + 1:,}, {event['setting']} is "
-        f"{json.dumps(event['now'])} instead of {json.dumps(event['before'])}"
+        f"{json.dumps(event.get('now'))} instead of {json.dumps(event.get('before'))}"
         for event in of_kind.get("change", [])
     ]
     lines += [event["message"] for event in of_kind.get("back", [])]

@@ -1,8 +1,11 @@
 """The memory of a step on one device of a mesh."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.config.base import ConfigError
 from workhorse.memory import device_memory as accounts
 from workhorse.memory.device_memory import DeviceMemory, device_memory
@@ -225,6 +228,50 @@ def test_the_smallest_mesh() -> None:
     assert several is not None
     assert several.processes > 1
     assert smallest_mesh(standard(), training(), CUDA, 1000) is None
+
+
+@pytest.mark.parametrize(
+    ("ways", "fields", "adapter"),
+    [
+        ({}, {"batch_size": 2, "activation_checkpointing": True}, None),
+        ({}, {"batch_size": 8, "micro_batch_size": 2, "kernel": "eager"}, None),
+        ({"shard": 4}, {}, None),
+        ({"shard": 2, "tensor": 2, "reshard": "step"}, {}, None),
+        ({"pipeline": 2}, {}, None),
+        ({}, {}, {"rank": 4}),
+        ({}, {}, {"rank": 4, "quantize": "int4"}),
+        ({}, {}, {"rank": 4, "ranks": {"layers.9.attention.q_proj": 16}}),
+    ],
+)
+def test_the_peak_of_a_deep_model_is_that_of_all_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+    ways: dict[str, Any],
+    fields: dict[str, Any],
+    adapter: dict[str, Any] | None,
+) -> None:
+    config, mesh = standard().replace(n_layers=14), ParallelismConfig(**ways)
+    train, given = training(**fields), adapter and AdapterConfig(**adapter)
+    step = config, train, CUDA, mesh
+    exact = device_memory(*step, updates=False, adapter=given).total
+    recorded: list[int] = []
+
+    def record(config: DecoderConfig, *step: Any, **options: Any) -> DeviceMemory:
+        recorded.append(config.n_layers)
+        return device_memory(config, *step, **options)
+
+    monkeypatch.setattr(accounts, "device_memory", record)
+    assert accounts.peak_of_passes(*step, adapter=given) == exact
+    assert recorded == ([14] if "pipeline" in ways or "ranks" in (adapter or {}) else [4, 5])
+
+
+def test_the_peak_of_a_deep_model_with_two_kinds_of_layers() -> None:
+    fields = standard().replace(n_layers=21).to_dict()
+    (block,) = fields["blocks"].values()
+    wide = {**block, "feed_forward": {"kind": "mlp", "d_ff": 512}}
+    blocks = {"pattern": ["main", "wide"], "blocks": {"main": block, "wide": wide}}
+    config = DecoderConfig.from_dict({**fields, **blocks})
+    step = config, training(batch_size=2), CUDA, UNDIVIDED
+    assert accounts.peak_of_passes(*step) == device_memory(*step, updates=False).total
 
 
 def test_remedies_save_what_they_say() -> None:

@@ -80,6 +80,13 @@ class AdapterConfig(LoraConfig):
             places[name].copy_(values)
         return self.adapt(decoder, seed, torch.float32)
 
+    @property
+    def names_a_layer(self) -> bool:
+        """True if an option names the number of a layer, so that layers can differ."""
+        targets = () if self.targets == "all" else self.targets
+        names = (*targets, *self.ranks, *self.alphas, *self.also_train)
+        return any(part.isdigit() for name in names for part in name.split("."))
+
     def check_parallel(self, parallel: ParallelismConfig) -> None:
         """Raise ConfigError if ranks divide weights or sequences."""
         for name in ("shard", "context", "tensor", "pipeline", "expert"):

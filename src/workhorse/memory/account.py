@@ -43,17 +43,21 @@ def moments_of_part(
         gathered: function from a span to the bytes gathered from other ranks during it.
         parallel: the parallelism settings; they decide how gradients are summed.
     """
-    spans = iter([*step.spans, Span(len(step.totals), "", "update")])
+    gradients, left = step.timeline["gradients"], 0
+    spans = iter([*step.spans, Span(len(gradients), "", "update")])
     span, following = next(spans), next(spans)
     begins = [one.begin for one in step.spans if (one.part, one.phase) == ("embedding", "forward")]
     keeps_whole = parallel.is_exact and parallel.reshard == "step"
-    gradients, left = step.timeline["gradients"], 0
-    for moment in range(len(step.totals)):
+    columns = [
+        step.timeline[kind]
+        if (share := shares.get(kind, 1.0)) == 1
+        else [round(n_bytes * share) for n_bytes in step.timeline[kind]]
+        for kind in KINDS
+    ]
+    for moment, row in enumerate(zip(*columns, strict=True)):
         while moment >= following.begin:
             span, following = following, next(spans)
-        kinds: dict[Kind, int] = {
-            kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
-        }
+        kinds: dict[Kind, int] = dict(zip(KINDS, row, strict=True))
         if keeps_whole and span.phase != "update":
             # Gradients of earlier passes stay unsharded; in float32 they are added up in place.
             left = gradients[moment] if moment in begins else left

@@ -1,6 +1,7 @@
 """The memory of one rank in parallel training, estimated from a recorded step."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 
 from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.config.base import ConfigError
-from workhorse.memory.account import Moment, moments_of_part, ways_of, whole_at_once
+from workhorse.memory.account import Moment, is_of_layer, moments_of_part, ways_of, whole_at_once
 from workhorse.memory.step_memory import Kind, Place, StepMemory, step_memory
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
@@ -125,6 +126,59 @@ def device_memory(
         for stage in _distinct_stages(config, parallel.pipeline)
     ]
     return max(found, key=lambda memory: memory.total)
+
+
+def peak_of_passes(
+    config: DecoderConfig,
+    train: "TrainConfig",
+    device: torch.device,
+    parallel: ParallelismConfig,
+    *,
+    packed: bool = False,
+    adapter: AdapterConfig | None = None,
+) -> int:
+    """Peak bytes of the forward and backward passes, without the weight update.
+
+    For a deep model it is extrapolated from two models with few layers, which takes less time. Both
+    have the first and the last layers of the model. The bytes at each point of a step, such as the
+    backward pass of the last layer but one, grow by the same amount with each further layer. Points
+    in the layers between are never the peak, since their bytes rise or fall from layer to layer.
+
+    The arguments are the same as in `device_memory`.
+    """
+    record = partial(device_memory, packed=packed, updates=False, adapter=adapter)
+    period = len(config.pattern or config.blocks)
+    ends = 2 * period
+    few = 2 * ends + config.n_layers % period
+    alike = parallel.pipeline == 1 and (adapter is None or not adapter.names_a_layer)
+    if 2 * few + period >= config.n_layers or not alike:
+        return record(config, train, device, parallel).total
+    fewer, larger = (
+        _peaks(record(config.replace(n_layers=n), train, device, parallel), n, ends)
+        for n in (few, few + period)
+    )
+    more = (config.n_layers - few) // period
+    return max(peak + more * (larger[point] - peak) for point, peak in fewer.items())
+
+
+def _peaks(memory: DeviceMemory, n_layers: int, ends: int) -> dict[tuple[int, str, str], int]:
+    """The peak bytes at each point of a step: pass, phase, and part of the model.
+
+    Only the first and the last `ends` layers are included. The last ones are counted from the end.
+    """
+    found: Counter[tuple[int, str, str]] = Counter()
+    number, before = 0, ""
+    for phase, part, kinds in memory.moments:
+        number += part == "embedding" != before and phase == "forward"
+        before, name = part, part
+        if is_of_layer(part):
+            layer = int(part.rpartition(".")[2])
+            if ends <= layer < n_layers - ends:
+                continue
+            name = f"{layer - n_layers if layer >= ends else layer}"
+        point = number, phase, name
+        found[point] = max(found[point], sum(kinds.values()))
+    return found
 
 
 def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:

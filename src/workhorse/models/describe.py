@@ -71,6 +71,12 @@ def flops_per_token(decoder: Decoder, seq_len: int, *, frozen: bool = False) -> 
     return 3 * sum(flops.values()) - (weights if frozen else 0)
 
 
+def recomputed_flops(decoder: Decoder, seq_len: int) -> int:
+    """Floating-point operations per token that activation checkpointing repeats, in the layers."""
+    flops = forward_flops(decoder, seq_len)
+    return sum(flops.values()) - flops.get("head", 0) - flops.get("embedding", 0)
+
+
 def _multiplied(mixture: MixtureOfExperts) -> int:
     """Number of expert weights of a mixture that are used per token."""
     stacks = [part for part in mixture.experts.modules() if isinstance(part, GroupedLinear)]

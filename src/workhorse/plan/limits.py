@@ -15,7 +15,8 @@ from workhorse.config.base import ConfigError
 from workhorse.devices.tape import stand_in, without_data
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import cache_bytes, cache_of_layers
-from workhorse.memory.device_memory import device_memory
+from workhorse.memory.device_memory import device_memory, peak_of_passes
+from workhorse.models.describe import flops_per_token, recomputed_flops
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
 from workhorse.optim.muon import MuonConfig
@@ -183,8 +184,8 @@ def limits(
         packed: True if rows hold several documents, separated by a mask.
         adapter: the adapter to train; None to train all weights.
     """
-    memory = partial(device_memory, packed=packed, adapter=adapter)
-    update = memory(config, train, device, mesh).update
+    update = device_memory(config, train, device, mesh, packed=packed, adapter=adapter).update
+    peak = partial(peak_of_passes, packed=packed, adapter=adapter)
 
     def needed(rows: int, length: int) -> int:
         batch = rows * mesh.parts * mesh.pipeline  # enough micro-batches to fill the first stage
@@ -192,7 +193,7 @@ def limits(
             batch *= 2
         changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
-        return max(update, memory(longer, changed, device, mesh, updates=False).total)
+        return max(update, peak(longer, changed, device, mesh))
 
     rows = length = 0
     if update <= room:
@@ -300,8 +301,11 @@ def smallest_mesh(
         if held > room * mesh.processes:
             continue
         changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
+        step = (config, changed, device, mesh)
         try:
-            found = device_memory(config, changed, device, mesh, packed=packed, adapter=adapter)
+            if mesh.processes > 1 and peak_of_passes(*step, packed=packed, adapter=adapter) > room:
+                continue
+            found = device_memory(*step, packed=packed, adapter=adapter)
         except ConfigError:
             continue  # the model cannot be divided by this mesh
         if found.total <= room:
@@ -362,7 +366,10 @@ def remedies(
     now = memory(config, train, device, mesh)
     before = now.total
     found: dict[str, Remedy] = {}
-    for setting, cost, changed, wider in _changes(train, mesh):
+    decoder = config.build(device="meta")
+    once = flops_per_token(decoder, train.seq_len, frozen=adapter is not None)
+    share = recomputed_flops(decoder, train.seq_len) / once
+    for setting, cost, changed, wider in _changes(train, mesh, f"{share:.0%} more arithmetic"):
         key = setting.partition("=")[0]
         if key in found and found[key].fits:
             continue
@@ -371,8 +378,13 @@ def remedies(
             updates = wider != mesh or (
                 (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
             )
-            after = memory(config, changed, device, wider, updates=updates).total
-            after = after if updates else max(after, now.update)
+            if updates:
+                after = memory(config, changed, device, wider).total
+            else:
+                after = peak_of_passes(
+                    config, changed, device, wider, packed=packed, adapter=adapter
+                )
+                after = max(after, now.update)
         except ConfigError:
             continue
         if before - after >= WORTHWHILE * before:
@@ -385,12 +397,13 @@ def remedies(
 
 
 def _changes(
-    train: TrainConfig, mesh: ParallelismConfig
+    train: TrainConfig, mesh: ParallelismConfig, recomputation: str
 ) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
     """Yield the changes to try, those with the least effect on training first.
 
     Each is a tuple: the setting and its cost as in `Remedy`, the changed training settings, and the
-    changed mesh. If several change the same key, the first that fits is suggested.
+    changed mesh. If several change the same key, the first that fits is suggested. `recomputation`
+    is the cost of activation checkpointing.
     """
     own = train.micro_batches(mesh)
     rows = own.size
@@ -405,7 +418,7 @@ def _changes(
     if not train.activation_checkpointing:
         yield (
             "train.activation_checkpointing=true",
-            "a third more arithmetic",
+            recomputation,
             train.replace(activation_checkpointing=True),
             mesh,
         )

@@ -11,7 +11,7 @@ import torch
 from tests.plan.families import small
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.cli.main import main
-from workhorse.devices.memory import GIB
+from workhorse.devices.memory import GIB, size
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import MARGIN, shares
 from workhorse.models import preset
@@ -20,6 +20,7 @@ from workhorse.parallel.config import UNDIVIDED
 from workhorse.plan import known_devices, plan
 from workhorse.plan.page import COLORS, Bar, lines, stacked, write_page
 from workhorse.plan.subject import find_subject
+from workhorse.train.report.page import duration
 
 SMALL = ("gpt2", "model.n_layers=2", "model.d_model=96", "model.vocab_size=512", "train.seq_len=64")
 
@@ -86,6 +87,84 @@ def recipe(tmp_path: Path) -> Path:
         "train: {steps: 1, batch_size: 2, seq_len: 32}\n"
     )
     return file
+
+
+RECOMPUTED = "train.activation_checkpointing=true"
+
+
+@pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
+def test_recomputation_takes_time_on_every_device(adapter: list[str]) -> None:
+    """l4 has no known links, so its time is a fraction of its peak; that of h100 is simulated."""
+    settings = [*SMALL[1:], "train.steps=10", "train.batch_size=64", *adapter]
+    for device in ("l4", "h100"):
+        once, again = (
+            plan("gpt2", given, device=device) for given in (settings, [*settings, RECOMPUTED])
+        )
+        flops = again["flops"]
+        layers = sum(flops["forward"].values()) - flops["forward"]["head"]
+        assert flops["repeated_per_token"] == layers
+        more = 1 + layers / flops["per_token"]
+        assert again["flops"]["training"] == once["flops"]["training"]
+        for time in (once["time"], again["time"]):
+            done = flops["training"] * (more if time is again["time"] else 1)
+            reached = time["peak_flops"] * time["utilization"]
+            assert time["seconds"] == pytest.approx(done / reached)
+        if device == "l4":
+            assert again["time"]["seconds"] == pytest.approx(more * once["time"]["seconds"])
+        assert again["time"]["seconds"] > once["time"]["seconds"]
+    full = plan("gpt2", settings, device="l4", memory=0.02)
+    (cost,) = [one["cost"] for one in full["remedies"] if one["setting"] == RECOMPUTED]
+    assert cost == f"{more - 1:.0%} more arithmetic"
+
+
+def test_an_adapter_has_a_price_per_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = [*SMALL, "adapter.rank=4", "--device", "l4", "--price", "0.8"]
+    found = json.loads(printed(capsys, *adapter, "--json"))
+    shapes = [*[(96, 96)] * 4, (96, 3072), (3072, 96)]  # of each of two layers
+    assert found["parameters"]["trained"] == 2 * 4 * sum(map(sum, shapes))
+    assert found["compute_optimal"] is None
+    assert (found["train"]["steps"], found["time"]["steps"]) == (None, None)
+    assert not [one for one in found["assumed"] if one.startswith("train.steps")]
+    flops, time = found["flops"], found["time"]
+    assert flops["training"] == 10**6 * flops["per_token"]
+    assert time["seconds"] == pytest.approx(flops["training"] / (0.4 * 121e12))
+    assert time["cost"] == pytest.approx(0.8 * time["seconds"] / 3600)
+    out = printed(capsys, *adapter)
+    assert f"{found['parameters']['trained']:,} trained (the adapter)" in out
+    assert " for 1,000,000 tokens on 1 device at 40% of 121T FLOP/s" in out
+    assert "at the price given, for each 1,000,000 tokens; set train.steps for a total" in out
+    assert "compute-optimal" not in out
+    given = json.loads(printed(capsys, *adapter, "train.steps=7", "--json"))
+    assert given["time"]["seconds"] == pytest.approx(time["seconds"] * 7 * 64 / 10**6)
+    assert given["time"]["steps"] == given["train"]["steps"] == 7
+    assert " for 7 steps on 1 device" in printed(capsys, *adapter, "train.steps=7")
+
+
+def test_several_devices_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    several = [*SMALL, "adapter.rank=4", "--device", "l4,rtx-4090,H100"]
+    prices = ["--price", "0.8", "--price", "0.5", "--price", "2.5"]
+    out = printed(capsys, *several, *prices, "train.batch_size=64")
+    head, *rows = out.split("\n\n")[1].splitlines()
+    assert head.split("  ")[0] == "device"
+    assert [row.split()[0] for row in rows] == ["l4", "rtx-4090", "H100"]
+    found = json.loads(printed(capsys, *several, *prices, "--json", "train.batch_size=64"))
+    for row, (name, one), price in zip(
+        rows, found["devices"].items(), (0.8, 0.5, 2.5), strict=True
+    ):
+        alone = plan("gpt2", [*several[1:6], "train.batch_size=64"], device=name, price=price)
+        assert one == json.loads(json.dumps(alone))
+        cells = re.split("  +", row)
+        assert cells[1] == size(one["memory"]["room"])
+        assert cells[3:6] == [
+            "yes",
+            f"{one['limits']['micro_batch_size']:,}",
+            f"{one['limits']['seq_len']:,}",
+        ]
+        assert cells[6] == duration(one["time"]["seconds"])
+    narrow = [*several, "--memory", "0.01", "train.batch_size=64"]
+    out = printed(capsys, *narrow)
+    assert "l4: train.micro_batch_size=" in out
+    assert "cost" not in out
 
 
 def test_a_recipe_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,6 +313,14 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
             "set model.max_seq_len=4096, or choose",
         ),
         (["gpt2", "train.seq_len=99999"], "set model.max_seq_len=99999, or shorten"),
+        (["gpt2", "--device", "l4,h100", "--measure"], "--measure measures this machine"),
+        (["gpt2", "--device", "l4,h100", "--page", "a.html"], "--page shows one device, not l4,h1"),
+        (["gpt2", "--device", "l4,h10"], "unknown device 'h10'; did you mean 'h100'?"),
+        (["gpt2", "--device", "l4,h100", "--price", "1"], "--price is given 1 times for 2 devices"),
+        (
+            ["gpt2", "adapter.rank=4", "--budget", "1e18"],
+            "--budget 1e+18 has no effect on an adapter, whose size no scaling law chooses; remove",
+        ),
         (["nothing"], "there is no folder, hub id or preset 'nothing'"),
         (["missing.yaml"], "cannot read missing.yaml"),
         (["gpt2", "--memory", "0"], "Invalid value for '--memory'"),

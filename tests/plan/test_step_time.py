@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.models import find_preset
 from workhorse.models.describe import forward_flops
 from workhorse.parallel.config import ParallelismConfig
@@ -16,12 +17,25 @@ from workhorse.train.recipe.training import TrainConfig
 CLUSTER = Cluster(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
 
 
-def step(ways: dict[str, Any], **fields: object) -> StepTime:
+def step(ways: dict[str, Any], adapter: AdapterConfig | None = None, **fields: object) -> StepTime:
     adamw = {"kind": "adamw", "learning_rate": 1e-3}
     given = {"steps": 1, "batch_size": 64, "seq_len": 512, "dtype": "bfloat16", "optimizer": adamw}
     config = find_preset("gpt2").config.replace(n_layers=4)
     train = TrainConfig(**{**given, **fields})
-    return simulated_step(config, train, ParallelismConfig(**ways), find_device("a100"))
+    mesh = ParallelismConfig(**ways)
+    return simulated_step(config, train, mesh, find_device("a100"), adapter=adapter)
+
+
+def test_an_adapter_has_no_gradients_of_frozen_weights() -> None:
+    whole, lora = step({}), step({}, adapter=AdapterConfig(rank=4))
+    flops = forward_flops(find_preset("gpt2").config.replace(n_layers=4).build(device="meta"), 512)
+    scores = flops["scores"] // 2  # a causal mask hides half of them
+    weights = sum(flops.values()) - flops["scores"]
+    part = (2 * weights + 3 * scores) / (3 * weights + 3 * scores)
+    assert lora.compute == pytest.approx(part * whole.compute, rel=0.15)  # and memory traffic
+    assert lora.optimizer < 0.02 * whole.optimizer
+    several = step({"data": 4}, adapter=AdapterConfig(rank=4))
+    assert 0 < several.gradient_sync < 0.1 * step({"data": 4}).gradient_sync
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 16])

@@ -29,6 +29,47 @@ LABELS = {
 
 def lines(plan: dict[str, Any]) -> Iterator[str]:
     """Yield the result of `plan` as lines of text, section by section."""
+    yield from _subject(plan)
+    for title, section in (
+        ("parameters", _parameters(plan["parameters"])),
+        ("arithmetic", _arithmetic(plan["flops"])),
+        ("memory", _memory(plan)),
+        ("time", _time(plan)),
+        ("compute-optimal", _optima(plan["compute_optimal"])),
+        ("serving", _serving(plan["serving"])),
+    ):
+        if title == "compute-optimal" and plan["compute_optimal"] is None:
+            continue
+        yield ""
+        yield title
+        yield from (f"  {line}" for line in section)
+
+
+def table(plans: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
+    """Yield the results of `plan_devices` as lines of text, with a row for each device."""
+    first = next(iter(plans.values()))
+    yield from _subject(first)
+    yield f"parameters: {next(_parameters(first['parameters']))}"
+    steps, tokens = first["time"]["steps"], first["flops"]["tokens"]
+    of = f"{tokens:,} tokens" if steps is None else f"{steps:,} steps"
+    head = ["device", "memory", "peak", "fits", "rows at once", "longest row", f"time for {of}"]
+    rows = [[*head, "of the peak", *(["cost"] if first["time"]["cost"] is not None else [])]]
+    for name, plan in plans.items():
+        memory, time, limits = plan["memory"], plan["time"], plan["limits"]
+        row = [str(name), size(memory["room"]), size(memory["peak"]["total"])]
+        row += ["yes" if memory["fits"] else "no", f"{limits['micro_batch_size']:,}"]
+        row += [f"{limits['seq_len']:,}", duration(time["seconds"]), f"{time['utilization']:.0%}"]
+        rows.append([*row, *([] if time["cost"] is None else [_figure(time["cost"], 2)])])
+    yield ""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join([name.ljust(widths[0]), *padded])
+    for name, plan in plans.items():
+        yield from (f"{name}: {line.strip()}" for line in _remedies(plan["remedies"]))
+
+
+def _subject(plan: dict[str, Any]) -> Iterator[str]:
     train = plan["train"]
     yield (
         f"{plan['source']} ({plan['kind']}): {_counted(train['batch_size'], 'row')} of "
@@ -36,25 +77,17 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
     )
     if plan["assumed"]:
         yield f"assumed: {', '.join(plan['assumed'])}"
-    for title, section in (
-        ("parameters", _parameters(plan["parameters"])),
-        ("arithmetic", _arithmetic(plan["flops"])),
-        ("memory", _memory(plan)),
-        ("time", _time(plan)),
-        ("compute-optimal", _optima(plan)),
-        ("serving", _serving(plan["serving"])),
-    ):
-        yield ""
-        yield title
-        yield from (f"  {line}" for line in section)
 
 
 def _parameters(counts: dict[str, int]) -> Iterator[str]:
     total = counts["total"]
     active = counts["active"]
-    yield f"{total:,}" + (f", {active:,} active per token" if active != total else "")
+    parts = [f"{total:,}", *([f"{active:,} active per token"] if active != total else [])]
+    if trained := counts.get("trained"):
+        parts.append(f"{trained:,} trained (the adapter)")
+    yield ", ".join(parts)
     for name, number in counts.items():
-        if name not in ("total", "active") and number:
+        if name not in ("total", "active", "trained") and number:
             yield _row(name.replace("_", " "), f"{number:,}", f"{number / total:.1%}")
 
 
@@ -88,11 +121,15 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
         largest = max(LABELS, key=lambda kind: peak[kind])
         room = size(memory["room"])
         yield f"does not fit: {name} has {room}; the largest part is {LABELS[largest]}"
-        for remedy in plan["remedies"]:
-            enough = "then it fits" if remedy["fits"] else "not enough by itself"
-            saved = f"saves {size(remedy['saves'])}"
-            yield f"  {remedy['setting']}: {saved}, {enough} ({remedy['cost']})"
+        yield from _remedies(plan["remedies"])
     yield from _limits(plan["limits"], plan["train"], mesh["devices"])
+
+
+def _remedies(remedies: list[dict[str, Any]]) -> Iterator[str]:
+    for remedy in remedies:
+        enough = "then it fits" if remedy["fits"] else "not enough by itself"
+        saved = f"saves {size(remedy['saves'])}"
+        yield f"  {remedy['setting']}: {saved}, {enough} ({remedy['cost']})"
 
 
 def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
@@ -136,10 +173,12 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
     if time is None:
         yield "unknown for this machine; give --measure or --device NAME"
         return
+    steps, tokens = time["steps"], f"{plan['flops']['tokens']:,} tokens"
+    repeated = ", recomputation included" if plan["flops"]["repeated_per_token"] else ""
     yield (
-        f"{duration(time['seconds'])} for {time['steps']:,} steps on "
+        f"{duration(time['seconds'])} for {tokens if steps is None else f'{steps:,} steps'} on "
         f"{_counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
-        f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']})"
+        f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']}){repeated}"
     )
     if time["step"] is not None:
         step = time["step"]
@@ -156,19 +195,26 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
             f"{_counted(round(failures['expected']), 'device failure')} expected, leaving "
             f"{failures['goodput']:.1%} of the time for training"
         )
-    hours = f"{time['device_hours']:,.1f} device hours"
-    yield hours if time["cost"] is None else f"{hours}, {time['cost']:,.2f} at the price given"
+    hours = f"{_figure(time['device_hours'], 1)} device hours"
+    if time["cost"] is not None:
+        hours += f", {_figure(time['cost'], 2)} at the price given"
+    yield hours if steps is not None else f"{hours}, for each {tokens}; set train.steps for a total"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _optima(plan: dict[str, Any]) -> Iterator[str]:
-    flops = plan["compute_optimal"]["flops"]
+def _figure(value: float, places: int) -> str:
+    """Format a number with a number of decimal places, or two digits if it is below 1."""
+    return f"{value:,.{places}f}" if value >= 1 else f"{value:.2g}"
+
+
+def _optima(optimal: dict[str, Any]) -> Iterator[str]:
+    flops = optimal["flops"]
     small = f", far below {LEAST_FITTED:g}, the smallest budget that the laws were fitted to"
     yield f"{flops:.4g} FLOP{small if flops < LEAST_FITTED / 10 else ''}"
-    for law in plan["compute_optimal"]["laws"]:
+    for law in optimal["laws"]:
         loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
         yield (
             f"{shown(round(law['parameters']))} parameters, {shown(round(law['tokens']))} "

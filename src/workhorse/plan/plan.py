@@ -1,8 +1,9 @@
 """`plan`: estimate memory, FLOPs, time and cost of a model and its training, without running it."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from workhorse.models.describe import (
     count_parameters,
     flops_per_token,
     forward_flops,
+    recomputed_flops,
 )
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits, remedies, serving
@@ -27,6 +29,7 @@ from workhorse.plan.subject import Subject, find_subject, optima
 from workhorse.train.minutes import remark, steps_within, with_steps
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import measured_peak
+from workhorse.transforms.adapters import trained_parameters
 
 HERE = "this machine"
 """Name of the device if none is given."""
@@ -38,6 +41,8 @@ HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
 54 days (2407.21783 §3.3.4)."""
 RESTART = 600
 """Seconds from a device failure until training runs again."""
+MILLION = 10**6
+"""Number of tokens that time and cost are for if nothing determines the number of steps."""
 MOST = 1e100
 """Largest allowed value of a numeric option, so that all results are finite."""
 
@@ -84,7 +89,8 @@ def plan(
         The same data as `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`,
         `flops`, `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` (None
         if the memory is unknown), `time` (seconds; None if the peak FLOP/s are unknown),
-        `compute_optimal` and `serving`.
+        `compute_optimal` (None with an adapter) and `serving`. With an adapter and without a
+        number of steps, `train.steps` is None, and `flops` and `time` are for `MILLION` tokens.
 
     Raises:
         WorkhorseError: the source or device does not exist, the mesh does not divide the model or
@@ -93,6 +99,11 @@ def plan(
     _check_finite(memory=memory, utilization=utilization, price=price, budget=budget)
     _check_options(device, measure, price=price, utilization=utilization)
     subject = find_subject(source, list(settings), notify, devices=devices)
+    if budget is not None and subject.adapter is not None:
+        raise WorkhorseError(
+            f"--budget {budget:g} has no effect on an adapter, whose size no scaling law chooses; "
+            "remove it"
+        )
     spec = None if device is None else find_device(device)
     target = torch.device("cuda") if spec else resolve_device(subject.train.device)
     train = _for_device(subject.train, target, spec)
@@ -111,7 +122,8 @@ def plan(
         )
     show("recording a training step")
     train = _with_micro_batch(subject, train, target, room)
-    train = _with_steps(subject, train, peak, spec, utilization=utilization, notify=notify)
+    reach = partial(_time, subject, peak=peak, spec=spec, utilization=utilization)
+    train = _with_steps(subject, train, reach, notify=notify)
     fullest = _memory_of(subject, train, target)
     show("searching for the largest step that fits")
     most = None if room is None else _limits(subject, train, target, room)
@@ -120,13 +132,18 @@ def plan(
     show("computing the memory of serving")
     flops = _flops(subject, train)
     total = flops["training"]
+    adapter = subject.adapter
+    trained = {}
+    if adapter is not None:
+        decoder = adapter.adapt(config.build(device="meta"), seed=0)
+        trained = {"trained": trained_parameters(decoder)}
     return {
         "source": subject.name,
         "kind": subject.kind,
         "assumed": list(subject.assumed),
         "config": config.to_dict(),
-        "train": train.to_dict(),
-        "parameters": {**count_parameters(config), "active": active_parameters(config)},
+        "train": {**train.to_dict(), "steps": train.steps if subject.ends else None},
+        "parameters": {**count_parameters(config), "active": active_parameters(config), **trained},
         "flops": flops,
         "device": _described(spec, target),
         "parallel": {**mesh.ways, "devices": mesh.processes},
@@ -134,8 +151,10 @@ def plan(
         "moments": _moments(fullest),
         "remedies": found,
         "limits": most,
-        "time": _time(subject, train, total, peak, spec, utilization=utilization, price=price),
-        "compute_optimal": {
+        "time": reach(train, flops, price=price),
+        "compute_optimal": None
+        if adapter is not None
+        else {
             "flops": budget or total,
             "laws": [law._asdict() for law in optima(budget or total)],
         },
@@ -146,6 +165,34 @@ def plan(
             room=room,
             bandwidth=spec.bandwidth if spec else None,
         ),
+    }
+
+
+def plan_devices(
+    source: str | Path,
+    settings: Sequence[str],
+    names: Sequence[str | None],
+    prices: Sequence[float] = (),
+    *,
+    notify: Callable[[str], object] = lambda line: None,
+    **options: Any,
+) -> dict[str | None, dict[str, Any]]:
+    """Return the result of `plan` for each of several devices, by name.
+
+    `prices` has a price for each device, or is empty. Warnings are sent to `notify` once. The other
+    arguments are those of `plan`.
+
+    Raises:
+        WorkhorseError: see `plan`; or the number of prices is wrong.
+    """
+    if prices and len(prices) != len(names):
+        raise WorkhorseError(
+            f"--price is given {len(prices)} times for {len(names)} devices; give it once for each"
+        )
+    notify = cache(notify)  # calls it once with each line
+    return {
+        name: plan(source, settings, device=name, price=price, notify=notify, **options)
+        for name, price in zip(names, prices or [None] * len(names), strict=True)
     }
 
 
@@ -222,18 +269,18 @@ def _with_micro_batch(
 def _with_steps(
     subject: Subject,
     train: TrainConfig,
-    peak: tuple[float, str] | None,
-    spec: DeviceConfig | None,
+    reach: Callable[..., dict[str, Any] | None],
     *,
-    utilization: float | None,
     notify: Callable[[str], object],
 ) -> TrainConfig:
-    """Replace `train.minutes` by the estimated number of steps that fit into this time."""
+    """Replace `train.minutes` by the estimated number of steps that fit into this time.
+
+    `reach` is `_time` for the device.
+    """
     if train.minutes is None:
         return train
     one = with_steps(train, 1)
-    flops = _flops(subject, one)["training"]
-    time = _time(subject, one, flops, peak, spec, utilization=utilization, price=None)
+    time = reach(one, _flops(subject, one))
     assert time is not None, "the peak is known"
     seconds = time["seconds"]
     found = with_steps(train, steps_within(train, 60 * train.minutes, seconds))
@@ -250,9 +297,9 @@ def _flops(subject: Subject, train: TrainConfig) -> dict[str, Any]:
     forward = forward_flops(decoder, train.seq_len)
     each = flops_per_token(decoder, train.seq_len, frozen=subject.adapter is not None)
     once = sum(forward.values())
-    layers = once - forward.get("head", 0) - forward.get("embedding", 0)
-    repeated = layers if train.activation_checkpointing else 0
-    tokens = train.length * train.tokens_per_step
+    repeats = train.activation_checkpointing
+    repeated = recomputed_flops(decoder, train.seq_len) if repeats else 0
+    tokens = train.length * train.tokens_per_step if subject.ends else MILLION
     return {
         "forward": forward,
         "forward_per_token": once,
@@ -328,22 +375,23 @@ def _limits(
 def _time(
     subject: Subject,
     train: TrainConfig,
-    flops: int,
+    flops: dict[str, Any],
+    *,
     peak: tuple[float, str] | None,
     spec: DeviceConfig | None,
-    *,
     utilization: float | None,
-    price: float | None,
+    price: float | None = None,
 ) -> dict[str, Any] | None:
+    """Time and cost of `flops["tokens"]`; the utilization counts recomputed operations too."""
     if peak is None:
         return None
     (rate, of), devices = peak, subject.mesh.processes
-    step = None
+    step, each = None, flops["per_token"] + flops["repeated_per_token"]
     if utilization is None and spec is not None and spec.links is not None:
-        step = simulated_step(subject.config, train, subject.mesh, spec, packed=subject.packed)
-        utilization = flops / (train.length * step.seconds * rate * devices)
+        step = simulated_step(subject.config, train, subject.mesh, spec, **subject.like)
+        utilization = each * train.tokens_per_step / (step.seconds * rate * devices)
     utilization = utilization or UTILIZATION
-    seconds = flops / (rate * utilization * devices)
+    seconds = each * flops["tokens"] / (rate * utilization * devices)
     hours = seconds * devices / HOUR
     return {
         "seconds": seconds,
@@ -352,7 +400,7 @@ def _time(
         "peak_flops": rate,
         "peak_of": of,
         "utilization": utilization,
-        "steps": train.steps,
+        "steps": train.steps if subject.ends else None,
         "step": step and asdict(step),
         "failures": failures(train, seconds, devices),
     }

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.memory.account import is_of_layer
 from workhorse.memory.device_memory import DeviceMemory, device_memory
 from workhorse.models.describe import SCORES, components_of, forward_flops
@@ -21,6 +22,7 @@ from workhorse.parallel.config import ParallelismConfig, share_of
 from workhorse.parallel.division.stages import Turn, one_forward_one_backward
 from workhorse.plan.devices import Cluster, DeviceConfig, Ring, cluster_of
 from workhorse.train.recipe.training import TrainConfig
+from workhorse.transforms.adapters import trained_parameters
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4
 """Number of memory accesses per saved activation in a pass: one operator writes it and the next one
@@ -98,6 +100,7 @@ def simulated_step(
     device: DeviceConfig,
     *,
     packed: bool = False,
+    adapter: AdapterConfig | None = None,
 ) -> StepTime:
     """Simulate the time of a training step on devices with known links.
 
@@ -109,6 +112,7 @@ def simulated_step(
         parallel: the parallelism settings.
         device: the type of all devices; its `links` must be known.
         packed: True if rows hold several documents, separated by a mask.
+        adapter: the adapter to train; None to train all weights.
     """
     period = len(config.pattern or config.blocks)
     rows = train.micro_batches(parallel).size
@@ -124,8 +128,9 @@ def simulated_step(
         recorded,
         packed=packed,
         updates=False,
+        adapter=adapter,
     )
-    return step_time(config, train, parallel, cluster_of(device, train), memory)
+    return step_time(config, train, parallel, cluster_of(device, train), memory, adapter=adapter)
 
 
 def step_time(
@@ -134,6 +139,8 @@ def step_time(
     parallel: ParallelismConfig,
     cluster: Cluster,
     memory: DeviceMemory,
+    *,
+    adapter: AdapterConfig | None = None,
 ) -> StepTime:
     """Simulate the time of a training step.
 
@@ -144,8 +151,9 @@ def step_time(
         cluster: the devices and their links.
         memory: the memory of a step without activation checkpointing; only the sizes of its
             activations are used.
+        adapter: the adapter to train; None to train all weights.
     """
-    work = _Work(config, train, parallel, cluster, memory)
+    work = _Work(config, train, parallel, cluster, memory, adapter=adapter)
     stages = [work.of_stage(stage) for stage in range(parallel.pipeline)]
     count = work.micro_batches
     seconds = partial(Pass.seconds, aside=cluster.sends_aside)
@@ -228,6 +236,8 @@ class _Work:
         parallel: ParallelismConfig,
         cluster: Cluster,
         memory: DeviceMemory,
+        *,
+        adapter: AdapterConfig | None,
     ) -> None:
         self.config, self.train, self.parallel = config, train, parallel
         self.cluster = cluster
@@ -253,6 +263,10 @@ class _Work:
         self.head_flops = per_token.get("head", 0)
         layers = sum(per_token.values()) - self.head_flops
         self.layer_flops = layers / config.n_layers
+        self.gradients = 2 if adapter is None else 1
+        """Gradients of each matmul with a weight: of its input, and of the weight if trained."""
+        scores = per_token.get(SCORES, 0)  # no weights: both inputs have a gradient
+        self.layer_backward = (self.gradients * (layers - scores) + 2 * scores) / config.n_layers
         numbers: Counter[str] = Counter()
         components = components_of(whole)
         for name, weight in whole.named_parameters():
@@ -264,6 +278,7 @@ class _Work:
         them."""
         self.layer_experts = numbers["experts"] / config.n_layers / parallel.expert
         self.outside_weights = numbers["outside"]
+        self.trained = None if adapter is None else trained_parameters(adapter.adapt(whole, seed=0))
 
     @property
     def transfer(self) -> float:
@@ -285,7 +300,7 @@ class _Work:
             flops = self.head_flops * self.tokens / self.parallel.tensor
             waits = self.cluster.all_gather(self.of_tensor, self._residual)
             forward += Pass(flops / self.cluster.flops, waits)
-            backward += Pass(2 * flops / self.cluster.flops, waits)
+            backward += Pass(self.gradients * flops / self.cluster.flops, waits)
         if stage in {0, self.parallel.pipeline - 1}:
             forward += Pass(fetches=self._fetches(self._outside, backward=False))
             backward += Pass(fetches=self._fetches(self._outside, backward=True, whole=True))
@@ -296,8 +311,8 @@ class _Work:
 
         With activation checkpointing, the backward pass includes a second forward pass.
         """
-        flops = self.layer_flops * self.tokens / self.parallel.tensor
-        computes = flops / self.cluster.flops * (2 if backward else 1)
+        flops = self.layer_backward if backward else self.layer_flops
+        computes = flops * self.tokens / self.parallel.tensor / self.cluster.flops
         passes = BACKWARD_PASSES if backward else FORWARD_PASSES
         computes += passes * self.keeps / self.cluster.bandwidth
         fetches = self._fetches(self.layer_weights, backward=backward)
@@ -371,10 +386,13 @@ class _Work:
         return sum(part.top_k for part in parts if part) / len(parts)
 
     def _own_weights(self) -> Iterator[tuple[Ring, float]]:
-        """Yield the numbers of weights on one device of the largest stage.
+        """Yield the numbers of trained weights on one device of the largest stage.
 
         Each number comes with the group of devices that hold the same weights.
         """
+        if self.trained is not None:
+            yield self.of_data, self.trained
+            return
         layers = -(-self.config.n_layers // self.parallel.pipeline)
         shared = (layers * self.layer_weights + self._outside) / self.parallel.tensor
         yield self.of_data, shared / self.parallel.weight_parts

@@ -129,6 +129,7 @@ class Subject:
         packed: True if rows hold several documents, separated by a mask.
         assumed: settings that the user did not give and that got a default, as `section.key=value`.
         adapter: the adapter to train; None to train all weights.
+        ends: False if nothing determines the number of steps; `train.steps` then has no meaning.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Subject:
     packed: bool = False
     assumed: tuple[str, ...] = ()
     adapter: AdapterConfig | None = None
+    ends: bool = True
 
     @property
     def like(self) -> dict[str, Any]:
@@ -186,9 +188,9 @@ def find_subject(
         return Subject(str(source), "run", config, recipe.train, mesh, **like)
     kind, config = _model(source, notify)
     mesh = _mesh(of_mesh, UNDIVIDED, devices)
-    recipe, assumed = _assumed(config, others, notify, rows=mesh.parts)
+    recipe, assumed, ends = _assumed(config, others, notify, rows=mesh.parts)
     config = _config_of(recipe)
-    like = {"packed": recipe.data.packed, "adapter": recipe.adapter}
+    like = {"packed": recipe.data.packed, "adapter": recipe.adapter, "ends": ends}
     return Subject(str(source), kind, config, recipe.train, mesh, assumed=tuple(assumed), **like)
 
 
@@ -221,11 +223,11 @@ def _model(source: str | Path, notify: Callable[[str], object]) -> tuple[str, De
 
 def _assumed(
     config: DecoderConfig, settings: list[str], notify: Callable[[str], object], *, rows: int
-) -> tuple[Recipe, list[str]]:
-    """A recipe with default settings for a model without a recipe, and the assumed defaults.
+) -> tuple[Recipe, list[str], bool]:
+    """A recipe with default settings for a model without a recipe, the assumed ones, and `ends`.
 
     A batch has `rows` rows. Defaults that `settings` override are not among the assumed ones, which
-    are returned as `section.key=value`.
+    are returned as `section.key=value`. No number of steps is assumed for an adapter.
     """
     train: dict[str, Any] = {
         "batch_size": rows,  # one row per data-parallel part of the mesh
@@ -247,18 +249,21 @@ def _assumed(
     if "train.minutes" in said:
         del train["steps"]
     endless = Recipe.from_dict(override_recipe(fields, settings, lambda line: None))
+    ends = endless.adapter is None or endless.train.steps != MOST_STEPS
     tokens = CHINCHILLA_TOKENS_PER_PARAMETER * count_parameters(_config_of(endless))["total"]
-    if "steps" in train:
+    if "steps" in train and ends:
         train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))
     recipe = Recipe.from_dict(override_recipe(fields, settings, notify))
     shown = {**train, "optimizer.kind": "adamw"}
     del shown["optimizer"]
+    if not ends:
+        del shown["steps"]
     assumed = [
         f"train.{key}={value}"
         for key, value in shown.items()
         if not any(f"train.{key}.".startswith(f"{name}.") for name in said)
     ]
-    return recipe, assumed
+    return recipe, assumed, ends
 
 
 def _config_of(recipe: Recipe) -> DecoderConfig:

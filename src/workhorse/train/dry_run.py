@@ -16,7 +16,12 @@ from workhorse.devices.names import training_dtype, use_threads
 from workhorse.memory.account import account
 from workhorse.memory.capacity import fit_micro_batch, recordable
 from workhorse.memory.device_memory import device_memory
-from workhorse.models.describe import active_parameters, exports_as, flops_per_token
+from workhorse.models.describe import (
+    active_parameters,
+    exports_as,
+    flops_per_token,
+    recomputed_flops,
+)
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
@@ -76,6 +81,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder_config)
     flops = flops_per_token(decoder, config.seq_len, frozen=adapter is not None)
+    repeated = recomputed_flops(decoder, config.seq_len) if config.activation_checkpointing else 0
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())
         for role, parameters in parameters_by_role(decoder).items()
@@ -94,7 +100,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     if free is not None and device.type == "cpu":
         free //= environment.count_here(parallel.processes)
     memory = account(own.held, own.activations, own.peak, free)
-    seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
+    work = (flops + repeated) * config.tokens_per_step
+    seconds, source = work / measured_peak(config, device), MATRIX_PRODUCT
     if own.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
         seconds = time_steps(config, decoder_config, device, parallel, adapter=adapter)
         source = "steps"

@@ -15,7 +15,12 @@ MOST_DEVICES = 10**6
 @click.command("plan")
 @click.argument("source")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--device", help="A device by name, such as h100.  [default: this machine]")
+@click.option(
+    "--device",
+    metavar="NAME[,NAME]...",
+    help="A device by name, such as h100. With several, a table compares them.  [default: this"
+    " machine]",
+)
 @click.option(
     "--devices",
     type=click.IntRange(min=1, max=MOST_DEVICES),
@@ -34,7 +39,11 @@ MOST_DEVICES = 10**6
     " device's links are known, otherwise 0.4]",
 )
 @click.option(
-    "--price", type=click.FloatRange(min=0), help="Price of a device per hour, to show the cost."
+    "--price",
+    "prices",
+    type=click.FloatRange(min=0),
+    multiple=True,
+    help="Price of a device per hour, to show the cost; give one for each device, in their order.",
 )
 @click.option(
     "--budget",
@@ -58,6 +67,8 @@ def command(
     source: str,
     overrides: tuple[str, ...],
     page: Path | None,
+    device: str | None,
+    prices: tuple[float, ...],
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -70,13 +81,23 @@ def command(
     `parallel`, the weights are sharded among all devices. With both, `parallel.data` is changed so
     that all devices are used.
     """
-    from workhorse.plan import plan
-    from workhorse.plan.page import lines
+    from workhorse.plan import plan_devices
+    from workhorse.plan.page import lines, table
 
+    names = [None] if device is None else device.split(",")
     if page is not None:
+        if len(names) > 1:
+            raise click.UsageError(
+                f"--page shows one device, not {device}; remove it or the others"
+            )
         check_place(page)  # fails before the plan is computed, which can take minutes
     with status() as show:
-        found = plan(source, overrides, **options, notify=warn, show=show)
+        plans = plan_devices(source, overrides, names, prices, notify=warn, show=show, **options)
+    if len(names) > 1:
+        found = {"source": source, "devices": plans}
+        print_result(found, as_json, text="\n".join(table(plans)))
+        return
+    (found,) = plans.values()
     print_result(found, as_json, text="\n".join(lines(found)))
     if page is not None:
         from workhorse.plan.page import write_page

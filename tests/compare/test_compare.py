@@ -1,6 +1,7 @@
 """Complete studies: stopped, killed and resumed, in one process and in several."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -240,7 +241,7 @@ def test_seconds_are_measured_once(
 
 def test_tokenizers_are_compared_in_bits_per_byte(make_study: MakeStudy, tmp_path: Path):
     tokenizers = {"bytes": {}, "bpe": {"tokenizer": {"kind": "bpe", "vocab_size": 300}}}
-    study = make_study(variants=tokenizers, baseline="bytes", budget={"steps": 2})
+    study = make_study(variants=tokenizers, baseline="bytes", budget={"steps": 20})
     results = compare(study, tmp_path / "out").results
     assert results is not None
     assert results["unit"] == "bits per byte"
@@ -248,6 +249,28 @@ def test_tokenizers_are_compared_in_bits_per_byte(make_study: MakeStudy, tmp_pat
     run = read_metrics(tmp_path / "out" / "trials" / "bytes" / "seed-1" / "metrics.jsonl")
     assert loss == next(e for e in run if e["kind"] == "validation")["bits_per_byte"]
     assert results["variants"]["bpe"]["verdict"]["outcome"]
+
+
+def test_models_that_learned_nothing_have_no_verdict(make_study: MakeStudy, tmp_path: Path):
+    still = {"train.optimizer": {"kind": "adamw", "learning_rate": 1e-9}}
+    gate = {"gated": {}, "plain": {FEED_FORWARD: PLAIN}}
+    variants = {name: {**still, **changes} for name, changes in gate.items()}
+    results = compare(make_study(variants=variants), tmp_path / "out").results
+    assert results is not None
+    words = results["variants"]["gated"]["verdict"]["words"]
+    assert words == "no verdict: neither plain nor gated learned anything, see the notes"
+    guess = math.log(results["variants"]["gated"]["vocab_size"])
+    for name, one in results["variants"].items():
+        line = f"{name} learned nothing: its loss is {one['mean']:.4f} nats per token, and that of"
+        (note,) = [note for note in results["notes"] if note.startswith(line)]
+        assert f", is {guess:.4f}; train for more steps" in note
+    learned = {**variants, "gated": {"train.optimizer.learning_rate": 0.03}}
+    results = compare(
+        make_study(variants=learned, budget={"steps": 30}), tmp_path / "learned"
+    ).results
+    assert results is not None
+    assert results["variants"]["gated"]["verdict"]["outcome"] == "better"
+    assert [note.split()[0] for note in results["notes"] if "learned nothing" in note] == ["plain"]
 
 
 def test_a_dry_run_tells_all_trials_and_writes_nothing(make_study: MakeStudy, tmp_path: Path):

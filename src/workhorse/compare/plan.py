@@ -127,6 +127,7 @@ class Variant:
     parameters: int
     flops_per_token: int
     """Floating-point operations to train on one token, forward and backward."""
+    vocab_size: int
 
     @property
     def tokens(self) -> int:
@@ -308,7 +309,7 @@ def make_plan(
         tokenizer = plain.tokenizer.to_json()
         if tokenizer not in sizes:
             sizes[tokenizer] = vocabulary(plain)
-        parameters, flops = _size(plain, sizes[tokenizer])
+        parameters, flops, vocab_size = _size(plain, sizes[tokenizer])
         _check_contexts(study, name, plain, sizes[tokenizer])
         steps = _steps(study.budget, name, plain, flops, step_seconds)
 
@@ -318,7 +319,7 @@ def make_plan(
         recipe = _recipe(study, name, {**settings, "train.steps": steps}, notify)
         _check_rates(study, name, recipe)
         _check_room(name, recipe, sizes[tokenizer])
-        variants[name] = Variant(name, settings, recipe, parameters, flops)
+        variants[name] = Variant(name, settings, recipe, parameters, flops, vocab_size)
     recipes = {name: variant.recipe for name, variant in variants.items()}
     check_different(recipes)
     measure = measure_of(recipes, study.compared_with)
@@ -390,12 +391,14 @@ def _recipe(
         raise error.below(f"variants.{name}") from None
 
 
-def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int]:
-    """A model's parameter count, and the FLOPs to train it on one token."""
+def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int, int]:
+    """A model's parameter count, the FLOPs to train it on one token, and its vocabulary size."""
     config = recipe.decoder_config(vocabulary)
     decoder = config.build(recipe.train.kernel, device="meta")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    return parameters, flops_per_token(decoder, recipe.train.seq_len)
+    frozen = recipe.adapter is not None
+    flops = flops_per_token(decoder, recipe.train.seq_len, frozen=frozen)
+    return parameters, flops, config.vocab_size
 
 
 def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:

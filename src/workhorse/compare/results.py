@@ -1,5 +1,6 @@
 """The results of a finished study as plain data, for `results.json` and the reports."""
 
+import math
 from statistics import fmean, median
 from typing import Any
 
@@ -7,6 +8,8 @@ from workhorse.compare.folder import COSTS, Outcome, StudyFolder
 from workhorse.compare.plan import Plan, Trial, Variant
 from workhorse.compare.statistics import FEWEST, UNITS, holm, interval, paired, verdict
 
+UNLEARNED = 0.99
+"""A model whose loss is at least this fraction of ln(vocabulary size) has learned nothing."""
 ONE_SEED = "one seed: no interval and no verdict; add a second seed to the study"
 
 
@@ -91,6 +94,7 @@ def _variant(
         "parameters": outcomes[0].parameters,
         "steps": variant.recipe.train.steps,
         "tokens": variant.tokens,
+        "vocab_size": variant.vocab_size,
         "flops": outcomes[0].flops_per_token * variant.tokens,
         "learning_rate_factor": factor,
         "learning_rate": variant.recipe.train.optimizer.learning_rate * factor,
@@ -104,6 +108,7 @@ def _variant(
             if outcome.diverged
         ],
         "unknown_rate": max(outcome.unknown_rate or 0.0 for outcome in outcomes),
+        "learned_nothing": _learned_nothing(variant, outcomes),
         "mean": fmean(known) if whole else None,
         "low": found.low if found else None,
         "high": found.high if found else None,
@@ -111,6 +116,19 @@ def _variant(
         "verdict": None,
         "cost": _cost(outcomes),
     }
+
+
+def _learned_nothing(variant: Variant, outcomes: list[Outcome]) -> str:
+    """A sentence that says so if no run of a variant has a lower loss than a uniform guess."""
+    losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
+    guess = math.log(variant.vocab_size)
+    if not losses or min(losses) < UNLEARNED * guess:
+        return ""
+    return (
+        f"{variant.name} learned nothing: its loss is {fmean(losses):.4f} nats per token, and that "
+        f"of a uniform guess, ln({variant.vocab_size:,}), is {guess:.4f}; train for more steps, or "
+        "with another learning rate"
+    )
 
 
 def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
@@ -176,7 +194,10 @@ def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
 
 def _why_none(plan: Plan, name: str, variants: dict[str, dict[str, Any]]) -> str:
     """The reason why a variant cannot be compared with the baseline; empty if there is none."""
-    for one in (plan.study.compared_with, name):
+    pair = (plan.study.compared_with, name)
+    if all(variants[one]["learned_nothing"] for one in pair):
+        return f"neither {' nor '.join(pair)} learned anything, see the notes"
+    for one in pair:
         if variants[one]["diverged"]:
             return f"{one} diverged on at least one seed"
         if plan.measure == "bits_per_byte" and variants[one]["unknown_rate"]:
@@ -232,6 +253,8 @@ def _notes(
                 notes.append(f"{name}, seed {seed}: {outcome.diverged}")
             elif outcome.skipped_steps:
                 notes.append(f"{name}, seed {seed}: {outcome.skipped_steps} steps were skipped")
+        if variant["learned_nothing"]:
+            notes.append(variant["learned_nothing"])
         if unknown := variant["unknown_rate"]:
             notes.append(
                 f"{name}: {unknown:.2%} of the held-out tokens are unknown characters, so its "

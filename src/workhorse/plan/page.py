@@ -57,8 +57,11 @@ def table(plans: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
     for name, plan in plans.items():
         memory, time, limits = plan["memory"], plan["time"], plan["limits"]
         row = [str(name), size(memory["room"]), size(memory["peak"]["total"])]
-        row += ["yes" if memory["fits"] else "no", f"{limits['micro_batch_size']:,}"]
-        row += [f"{limits['seq_len']:,}", duration(time["seconds"]), f"{time['utilization']:.0%}"]
+        row.append("yes" if memory["fits"] else "no")
+        for most, tokens in (("micro_batch_size", plan["train"]["seq_len"]), ("seq_len", 1)):
+            at_least = "≥ " * (limits[most] * tokens > MOST_TOKENS - tokens)
+            row.append(f"{at_least}{limits[most]:,}")
+        row += [duration(time["seconds"]), f"{time['utilization']:.0%}"]
         rows.append([*row, *([] if time["cost"] is None else [_figure(time["cost"], 2)])])
     yield ""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -206,8 +209,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _figure(value: float, places: int) -> str:
-    """Format a number with a number of decimal places, or two digits if it is below 1."""
-    return f"{value:,.{places}f}" if value >= 1 else f"{value:.2g}"
+    """Format a number with a number of decimal places, or two digits if it is below 0.1."""
+    return f"{value:,.{places}f}" if value >= 0.1 else f"{value:.2g}"  # noqa: PLR2004
 
 
 def _optima(optimal: dict[str, Any]) -> Iterator[str]:

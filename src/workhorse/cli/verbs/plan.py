@@ -35,8 +35,8 @@ MOST_DEVICES = 10**6
 @click.option(
     "--utilization",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    help="Fraction of a device's peak FLOP/s that training reaches.  [default: simulated if the"
-    " device's links are known, otherwise 0.4]",
+    help="Fraction of a device's peak FLOP/s that training reaches, recomputation included."
+    "  [default: simulated if the device's links are known, otherwise 0.4]",
 )
 @click.option(
     "--price",

@@ -125,8 +125,8 @@ def _learned_nothing(variant: Variant, outcomes: list[Outcome]) -> str:
     if not losses or min(losses) < UNLEARNED * guess:
         return ""
     return (
-        f"{variant.name} learned nothing: its loss is {fmean(losses):.4f} nats per token, and that "
-        f"of a uniform guess, ln({variant.vocab_size:,}), is {guess:.4f}; train for more steps, or "
+        f"{variant.name} learned nothing: its loss is {fmean(losses):.4f} nats per token, and a "
+        f"uniform guess has ln({variant.vocab_size:,}) = {guess:.4f}; train for more steps, or "
         "with another learning rate"
     )
 

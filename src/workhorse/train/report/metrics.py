@@ -156,45 +156,38 @@ def _event(line: bytes, where: str, remedy: str) -> Event:
 NEEDED = {
     "start": ("parameters", "steps"),
     "step": ("tokens", "seconds", "tokens_per_second"),
-    "samples": ("samples",),
-    "rollouts": ("rollouts",),
+    **{kind: (kind,) for kind in ("samples", "rollouts")},
     "sample": ("prompt", "text"),
-    "change": ("setting",),
-    "back": ("message",),
-    "end": ("reason",),
+    **{"change": ("setting",), "back": ("message",), "end": ("reason",)},
 }
 """The keys without which an event of a kind cannot be shown; `sample` is an element of a list."""
 STRINGS = ("kind", "reason", "message", "setting", "prompt", "text")
-LISTS = ("samples", "rollouts")
 NUMBERS = (
-    *("parameters", "active_parameters", "trained_parameters", "steps", "minutes", "peak_flops"),
-    *("time", "seconds", "tokens", "reward"),
+    *("parameters", "active_parameters", "trained_parameters", "steps", "minutes", "reward"),
+    *("time", "seconds", "tokens", "peak_flops"),
 )
-"""Keys whose values are numbers, also outside `step` and `validation`."""
 
 
 def _wrong_key(event: Event) -> str | None:
     """Return a key of an event that is missing or has the wrong type; None if there is none."""
     needed, of_figures = NEEDED.get(event["kind"], ()), event["kind"] in ("step", "validation")
-    for key in (*needed, *event):
-        value = event.get(key)
+
+    def is_right(key: str, value: Any) -> bool:
+        some = value if isinstance(value, list) else [value]
         if value is None:
-            right = key not in needed
-        elif key in STRINGS:
-            right = isinstance(value, str)
-        elif key in LISTS:
-            right = isinstance(value, list) and not any(
-                not isinstance(one, dict) or _wrong_key({**one, "kind": "sample"}) for one in value
-            )
-        elif key == "peak_memory" or (of_figures and isinstance(value, list)):
-            right = isinstance(value, list) and all(
-                _is_number(one) or (one is None and of_figures) for one in value
-            )
-        else:
-            right = _is_number(value) or not (of_figures or key in NUMBERS)
-        if not right:
-            return key
-    return None
+            return key not in needed
+        if key in STRINGS:
+            return isinstance(value, str)
+        if key in ("samples", "rollouts"):
+            dicts = [{**one, "kind": "sample"} for one in some if isinstance(one, dict)]
+            return len(dicts) == len(some) and some is value and not any(map(_wrong_key, dicts))
+        if key == "peak_memory":
+            return some is value and all(map(_is_number, some))
+        if of_figures:
+            return all(one is None or _is_number(one) for one in some)
+        return key not in NUMBERS or _is_number(value)
+
+    return next((key for key in (*needed, *event) if not is_right(key, event.get(key))), None)
 
 
 def _is_number(value: Any) -> bool:

@@ -98,11 +98,10 @@ def charts(
             title += f", {figure.label}"
         unit = 1
         if figure.in_bytes:
-            most = max(
-                (y for one in logged.values() for y in _numbers(one.get(name, {}))), default=0
-            )
+            parts = (part for one in logged.values() for part in one.get(name, {}).values())
+            most = max((y for part in parts for _, y in part), default=0)
             unit = GIB if most >= GIB else MIB
-            title += ", GiB" if most >= GIB else ", MiB"
+            title += ", GiB" if unit == GIB else ", MiB"
         _, lines = panels.setdefault(title, (figure, []))
         before = len({line.color for line in lines})
         for place, (run, figures) in enumerate(logged.items()):
@@ -127,10 +126,6 @@ def logged_figures(events: Sequence[Event]) -> dict[str, Parts]:
             if name not in NOT_DRAWN and all(isinstance(one, float | int) for one in values):
                 found.setdefault(name, {}).setdefault(part, []).append((event["step"], value))
     return found
-
-
-def _numbers(parts: Parts) -> Iterator[float]:
-    yield from (value for points in parts.values() for _, value in points)
 
 
 def lines_of(parts: Parts, label: str) -> Iterator[Series]:

@@ -11,7 +11,7 @@ from torch import nn
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.nn.experts.router import ALWAYS_FLOAT32, Float32Linear
+from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.nn.init import undrawn
 from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, merged_weight
 from workhorse.transforms.quantization import QuantizedWeight
@@ -74,9 +74,8 @@ def add_adapter(
             layer = as_subclass(layer, kind, adapters=nn.ModuleDict(), active=None)  # noqa: PLW2901
             decoder.set_submodule(path, layer)
         with undrawn(dtype or decoder.embedding.tokens.weight.dtype), torch.device(decoder.device):
-            layer.adapters[name] = adapter = config.of(path).build(
-                layer.weight_shape, in_float32=isinstance(layer, Float32Linear)
-            )
+            adapter = config.of(path).build(layer.weight_shape, in_float32=layer.in_float32)
+            layer.adapters[name] = adapter
         if decoder.device.type != "meta":
             digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
@@ -217,12 +216,12 @@ def adapted_layers(root: nn.Module) -> dict[str, Adapted]:
 
 def _targets(decoder: Decoder, config: LoraConfig) -> dict[str, nn.Module]:
     """The layers that get an update, by name."""
-    known = (*ADAPTED, *ADAPTED.values())
+    known = ADAPTED | {kind: kind for kind in ADAPTED.values()}
     if config.targets == "all":
         return {
             f"layers.{path}": module
             for path, module in decoder.layers.named_modules()
-            if type(module) in known and _is_base(path) and not isinstance(module, Float32Linear)
+            if (kind := known.get(type(module))) and not kind.in_float32 and _is_base(path)
         }
     targets: dict[str, nn.Module] = {}
     for name in config.targets:

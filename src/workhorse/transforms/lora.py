@@ -13,7 +13,7 @@ the names of the layer's weights. The parameters of the adapter `default` of a l
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
 import torch
 from pydantic import Field
@@ -209,8 +209,10 @@ class Adapted(nn.Module):
     Attributes:
         adapters: the adapters of this layer, by name.
         active: name of the adapter to apply; None for the frozen layer only.
+        in_float32: True if the layer and its updates always compute in float32, as a router does.
     """
 
+    in_float32: ClassVar[bool] = False
     adapters: nn.ModuleDict
     active: str | None
     bias: nn.Parameter | None
@@ -240,6 +242,8 @@ class LoraLinear(Adapted, nn.Linear):
 
 class LoraFloat32Linear(Adapted, Float32Linear):
     """`Float32Linear`, the layer of a router, with adapters."""
+
+    in_float32 = True
 
 
 class LoraGroupedLinear(Adapted, GroupedLinear):

@@ -287,16 +287,18 @@ def _run(command: list[str]) -> str | None:
         Unavailable: a signal such as Ctrl-C ended the command, or it took too long, for example on
             a busy machine. Neither is a fault of the sources.
     """
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, "LC_ALL": "C"},
-        start_new_session=True,
-    ) as compiler:
+    with _STARTING:
+        compiler = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
+        )
         _COMPILERS.add(compiler)
+    with compiler:
         try:
             _, errors = compiler.communicate(timeout=_SECONDS)
         except subprocess.TimeoutExpired:
@@ -313,6 +315,8 @@ def _run(command: list[str]) -> str | None:
 
 _COMPILERS = set[subprocess.Popen[str]]()
 """The compilers that run now."""
+_STARTING = threading.Lock()
+"""Held while a compiler starts, and from the end of this process on."""
 
 
 @atexit.register
@@ -321,6 +325,7 @@ def _end_compilers() -> None:
 
     They run in daemon threads and are leaders of process groups: `g++` leaves the work to others.
     """
+    _STARTING.acquire(timeout=10)
     for compiler in [*_COMPILERS]:
         end_group(compiler)
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,20 +28,19 @@ was left, and for the end after a token that may be chosen."""
 LONGEST_PART = 256
 """Number of tokens by which a single token may make the end of a value longer."""
 SEARCHED, CANDIDATES = 2, 32
-"""When the end is near, one of the likeliest `CANDIDATES` tokens is chosen. For the first of them
-that leaves the known end, if it is one of the likeliest `SEARCHED`, another end is searched."""
-MANY = 64
-"""Number of symbols above which a search for the shortest end tries only the common ones."""
+"""When the end is near, one of the likeliest `CANDIDATES` tokens is chosen. If one of the likeliest
+`SEARCHED` leaves the known end, another end is searched."""
+MANY = 32
+"""Maximum number of symbols that the search for the shortest end tries in a state."""
 DETOUR = 32
-"""Maximum number of symbols that such a search adds to an end to make a later part shorter."""
-COMMON = b"}])>\"',:;./|-_=*< 01aA"
-RANK = [(*COMMON, *range(256)).index(byte) for byte in range(256)]
-"""The order in which bytes are tried. Special tokens come after the common ones."""
+"""Maximum number of symbols that this search adds to an end to make a later part shorter."""
+COMMON, SPACE = b"}])>\"',:;./|-_=*<01aA", b" \n\t"
+"""The bytes that are tried first, and last."""
 SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)*")\]')
 """The strings that end free text in a Lark grammar."""
 
 Symbols = tuple[int, ...]
-"""Ids of the second matcher: special tokens, and bytes from `Closings.base` on."""
+"""Ids of the second matcher: bytes, and special tokens from 256 on."""
 
 
 class Vocabulary:
@@ -76,10 +75,10 @@ class Vocabulary:
 class End(NamedTuple):
     """Symbols that end a value."""
 
-    symbols: Symbols
-    needs: tuple[int, ...]
+    symbols: Symbols = ()
+    needs: tuple[int, ...] = (0,)
     """The fewest tokens that have the symbols from each place on."""
-    first: tuple[int, ...]
+    first: tuple[int, ...] = ()
     """The first of these tokens, for each place."""
 
     def after(self, place: int) -> "End":
@@ -101,20 +100,24 @@ class Closings:
     ) -> None:
         self.ends = ends
         self._tokens = tokens
-        self._special = {token: symbol for symbol, token in enumerate(special)}
-        self._ids = [*special]
-        self._of_bytes = {data: n for n, data in enumerate(tokens) if data and n not in special}
-        self._longest = max(map(len, self._of_bytes), default=0)
-        self._base = -(-len(special) // 8) * 8
-        self._eos = [self._special[end] for end in ends]
-        self.space = {(self._base + byte,) for byte in b" \n\t"}
+        self._special = {token: symbol for symbol, token in enumerate(special, 256)}
+        self._of_symbols: dict[Symbols, int] = {
+            self.symbols(token): token for token in range(len(tokens)) if self.symbols(token)
+        }
+        self._longest = max(map(len, self._of_symbols))
+        eos = [self._special[end] for end in ends]
+        self._eos = eos[0]
+        first, last = (*COMMON, *self._special.values()), (*SPACE, *eos)
+        order = [*first, *({*range(256)}.difference(first, last)), *SPACE]
+        self.order = np.array([symbol for symbol in order if symbol not in eos])
+        """The symbols in the order in which they are tried."""
         vocabulary = Vocabulary(
-            [*[b""] * self._base, *(bytes([byte]) for byte in range(256))],
+            [*(bytes([byte]) for byte in range(256)), *[b""] * len(special)],
             self._special.values(),
-            self._eos[0],
-            self._of_text,
+            self._eos,
+            lambda text: [*text.encode()],
         )
-        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos)
 
     def matcher(self, source: GrammarSource) -> LLMatcher:
         """Compile a grammar for the search."""
@@ -127,18 +130,14 @@ class Closings:
 
     def hints(self, source: GrammarSource) -> list[Symbols]:
         """Return symbols that end free text, which a search would not find."""
-        texts = [self._of_text(json.loads(one)) for one in SUFFIX.findall(source.text)]
+        texts = [json.loads(one).encode() for one in SUFFIX.findall(source.text)]
         reasoning = [symbol for token in source.end_of_reasoning for symbol in self.symbols(token)]
         return [tuple(one) for one in (reasoning, *texts) if one]
 
     def symbols(self, token: int) -> Symbols:
         """Return the symbols of a token."""
-        if token in self._special:
-            return (self._special[token],)
-        return tuple(self._base + byte for byte in self._tokens[token])
-
-    def _of_text(self, text: str) -> list[int]:
-        return [self._base + byte for byte in text.encode()]
+        found = self._special.get(token)
+        return tuple(self._tokens[token]) if found is None else (found,)
 
     def follow(self, matcher: LLMatcher, token: int, end: End, most: int) -> End | None:
         """Return a part of `end` that is an end after a token, with up to `most` tokens."""
@@ -148,55 +147,21 @@ class Closings:
                 return end.after(place)
         return None
 
-    def search(
-        self, matcher: LLMatcher, most: int, states: int, hints: Sequence[Symbols]
-    ) -> End | None:
-        """Search for an end with up to `most` tokens, or else for the shortest one.
-
-        Args:
-            matcher: the matcher of a state; it is not changed.
-            most: the number of tokens that is small enough.
-            states: maximum number of states that are searched.
-            hints: see `hints`.
-
-        Returns:
-            The end; None if there is none in the states that were searched.
-        """
-        search = _Search(self, matcher, states, hints)
-        end = search.any()
-        return end if end is None or end.needs[0] <= most else search.shorter(end, most)
-
     def ends_with(self, matcher: LLMatcher, symbols: Symbols) -> bool:
         """True if the value ends after these symbols."""
-        given = [*symbols, self._eos[0]]
-        return (
-            matcher.is_accepting() if not symbols else matcher.validate_tokens(given) == len(given)
-        )
-
-    def steps(self, allowed: bytes, hints: Sequence[Symbols]) -> list[Symbols]:
-        """Return the symbols to try, the preferred first; `allowed` has a bit for each."""
-        bits = np.unpackbits(np.frombuffer(allowed, dtype=np.uint8), bitorder="little")
-        found: list[int] = np.flatnonzero(bits).tolist()
-        order = sorted({*found}.difference(self._eos), key=self.rank)
-        return [*hints, *((symbol,) for symbol in order)]
-
-    def rank(self, symbol: int) -> float:
-        return len(COMMON) - 0.5 if symbol < self._base else RANK[symbol - self._base]
+        if not symbols:
+            return matcher.is_accepting()
+        return matcher.validate_tokens([*symbols, self._eos]) > len(symbols)
 
     def divided(self, path: Symbols) -> End | None:
         """Divide symbols into the fewest tokens; None if the tokenizer lacks a byte."""
         needs, first = [0] * (len(path) + 1), [0] * len(path)
         for at in reversed(range(len(path))):
-            found: list[tuple[int, int, int]] = []
-            if path[at] < self._base:
-                found.append((1 + needs[at + 1], 0, self._ids[path[at]]))
-            data = b""
-            for end, symbol in enumerate(path[at : at + self._longest], at + 1):
-                if symbol < self._base:
-                    break
-                data += bytes((symbol - self._base,))
-                if (token := self._of_bytes.get(data)) is not None:
-                    found.append((1 + needs[end], at - end, token))
+            found = [
+                (1 + needs[end], at - end, token)
+                for end in range(at + 1, min(at + self._longest, len(path)) + 1)
+                if (token := self._of_symbols.get(path[at:end])) is not None
+            ]
             if not found:
                 return None
             needs[at], _, first[at] = min(found)
@@ -210,90 +175,86 @@ class _State(NamedTuple):
     """A bit for each symbol that may follow."""
 
 
-class _Search:
-    """A search for an end, over copies of a matcher."""
+class Search:
+    """A search for an end, over copies of a matcher.
+
+    Args:
+        closings: finds the tokens.
+        matcher: the matcher of the first state; it is not changed.
+        hints: see `Closings.hints`.
+        states: maximum number of states.
+    """
 
     def __init__(
-        self, closings: Closings, matcher: LLMatcher, states: int, hints: Sequence[Symbols]
+        self, closings: Closings, matcher: LLMatcher, hints: Sequence[Symbols], states: int
     ) -> None:
         self._closings = closings
         self._start = _State(matcher, (), matcher.compute_bitmask())
-        self._states = states
         self._hints = hints
+        self._states = states
         self._until = time.thread_time() + MOST_SECONDS
-        self._counter = itertools.count()
 
     def any(self) -> End | None:
-        """Search depth-first for any end.
-
-        White space, and symbols that change nothing although others do, come last.
-        """
-        queue = [(0, 0, 0, self._start, 0)]
-        while queue and self._continues():
-            later, length, _, state, tried = heapq.heappop(queue)
-            if state.matcher.is_accepting() and (end := self._closings.divided(state.path)):
+        """Search depth-first for any end; None if none was found."""
+        stack = [iter((self._start,))]
+        while stack and self._continues():
+            if (state := next(stack[-1], None)) is None:
+                stack.pop()
+            elif state.matcher.is_accepting() and (end := self._closings.divided(state.path)):
                 return end
-            same: list[_State] = []
-            for step in self._closings.steps(state.allowed, self._hints)[tried:]:
-                tried += 1
-                if (one := self._after(state, step)) is None:
-                    continue
-                if one.allowed == state.allowed or step in self._closings.space:
-                    same.append(one)
-                    continue
-                heapq.heappush(queue, (later, -len(one.path), next(self._counter), one, 0))
-                heapq.heappush(queue, (later + 1, length, next(self._counter), state, tried))
-                later += 1
-                break
-            for one in same:
-                heapq.heappush(queue, (later, -len(one.path), next(self._counter), one, 0))
+            else:
+                stack.append(self._followers(state))
         return None
 
-    def shorter(self, known: End, most: int) -> End:
-        """Search for the shortest end, or one with up to `most` tokens.
+    def shortest(self, most: int) -> End | None:
+        """Search for the shortest end, or one with up to `most` tokens; None if none was found.
 
-        The first states are those from which a part of the known end leads to the shortest end.
-        States are taken for equal if they allow the same symbols, and the same part of the known
-        end ended the value, equally many symbols before.
+        After any end is known, the first states are those from which a part of the known end leads
+        to the shortest end. States are taken for equal if they allow the same symbols, and the same
+        part of the known end ended the value, equally many symbols before.
         """
-        best, total = known, len(known.symbols)
+        best = known = self.any()
+        if known is None or best is None:
+            return None
+        total, counter = len(known.symbols), itertools.count()
         lengths: dict[tuple[bytes, int, int], int] = {}
-        queue = [(total, 0, self._start, 0, 0)]
-        while queue and self._continues():
+        queue = [(total, next(counter), self._start, 0, 0)]
+        while queue and self._continues() and best.needs[0] > most:
             least, _, state, place, distance = heapq.heappop(queue)
             if least > len(best.symbols) + DETOUR:
                 break
-            steps = self._closings.steps(state.allowed, self._hints)
-            if len(steps) > MANY:
-                steps = [step for step in steps if self._closings.rank(step[0]) < len(COMMON)]
-            for step in steps:
-                if (one := self._after(state, step)) is None:
-                    continue
+            for one in self._followers(state, MANY):
                 fitting = self._fitting(one, known)
                 at, since = (place, distance + 1) if fitting is None else (fitting, 0)
                 key, length = (one.allowed, at, since), len(one.path)
                 if length >= min(lengths.get(key, length + 1), len(best.symbols)):
                     continue
                 lengths[key] = length
-                heapq.heappush(queue, (length + total - at, next(self._counter), one, at, since))
-                path = one.path + known.symbols[at:]
-                if fitting is not None and len(path) < len(best.symbols):
-                    best = self._closings.divided(path) or best
-                    if best.needs[0] <= most:
-                        return best
+                heapq.heappush(queue, (length + total - at, next(counter), one, at, since))
+                if fitting is not None and length + total - at < len(best.symbols):
+                    best = self._closings.divided(one.path + known.symbols[at:]) or best
         return best
 
     def _continues(self) -> bool:
         return self._states > 0 and time.thread_time() < self._until
 
-    def _after(self, state: _State, step: Symbols) -> _State | None:
-        self._states -= 1
-        if state.matcher.validate_tokens(list(step)) < len(step):  # far faster than an error
-            return None
-        matcher = state.matcher.deep_copy()
-        if not matcher.consume_tokens(list(step)):
-            return None
-        return _State(matcher, state.path + step, matcher.compute_bitmask())
+    def _followers(self, state: _State, most: int | None = None) -> Iterator[_State]:
+        """Yield the states that follow; those that allow the same symbols come last."""
+        bits = np.unpackbits(np.frombuffer(state.allowed, dtype=np.uint8), bitorder="little")
+        order, same = self._closings.order, list[_State]()
+        symbols: list[int] = order[bits[order] > 0].tolist()
+        for step in [*self._hints, *((symbol,) for symbol in symbols)][:most]:
+            self._states -= 1
+            if state.matcher.validate_tokens(list(step)) < len(step):  # far faster than an error
+                continue
+            matcher = state.matcher.deep_copy()
+            if matcher.consume_tokens(list(step)):
+                one = _State(matcher, state.path + step, matcher.compute_bitmask())
+                if one.allowed == state.allowed:
+                    same.append(one)
+                else:
+                    yield one
+        yield from same
 
     def _fitting(self, state: _State, end: End) -> int | None:
         """Return the last place of an end from which on it ends the value of a state."""
@@ -326,7 +287,7 @@ class Closing:
         self._matcher = closings.matcher(source)
         self._hints = closings.hints(source)
         self._left = most_new
-        self._end = self._search(self._matcher, most_new, FIRST_STATES)
+        self._end = self._search(self._matcher, FIRST_STATES).shortest(most_new)
         self._search_at = -1
         """Number of tokens left at which an end is searched if none is known."""
         if self._end is not None:
@@ -357,7 +318,7 @@ class Closing:
             masked: logits, float32 `(vocab,)`, with -inf for tokens that the grammar forbids.
         """
         if self._end is None and self._left <= self._search_at:
-            self._end = self._search(self._matcher, self._left, MORE_STATES)
+            self._end = self._search(self._matcher, MORE_STATES).shortest(self._left)
             if self._end is None:
                 self._search_at = self._left // 2
         end, left = self._end, self._left
@@ -366,15 +327,14 @@ class Closing:
         self._fitting = self._fits(masked, end)
         allowed = [*self._fitting, *(one for one in self._closings.ends if one < len(masked))]
         only = torch.full_like(masked, -torch.inf)
-        only[allowed] = masked[allowed]
-        if (only > -torch.inf).any():
+        only[allowed] = values = masked[allowed]
+        if (values > -torch.inf).any():
             return only
         only[[*self._fitting][:1]] = 0.0  # of a forced text, the mask has only the usual tokens
         return only if self._fitting else masked
 
     def _fits(self, masked: Tensor, end: End) -> dict[int, End]:
         """Return the end after each of the likeliest tokens, if one is known and in time."""
-        most, searches = self._left - 1, SEARCHED
         fitting: dict[int, End] = {}
         if end.symbols:
             fitting[end.first[0]] = end.after(len(self._closings.symbols(end.first[0])))
@@ -382,15 +342,14 @@ class Closing:
         for rank, (value, token) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True)):
             if value == -torch.inf:
                 break
-            found = self._closings.follow(self._matcher, token, end, most)
-            if found is None and rank < searches:
-                searches = 0
+            found = self._closings.follow(self._matcher, token, end, self._left - 1)
+            if found is None and rank < SEARCHED:
                 after = self._matcher.deep_copy()
                 after.consume_tokens(list(self._closings.symbols(token)))
-                found = self._search(after, most, FEW_STATES)
-            if found is not None and found.needs[0] <= most:
+                found = self._search(after, FEW_STATES).any()
+            if found is not None and found.needs[0] < self._left:
                 fitting[token] = found
         return fitting
 
-    def _search(self, matcher: LLMatcher, most: int, states: int) -> End | None:
-        return self._closings.search(matcher, most, states, self._hints)
+    def _search(self, matcher: LLMatcher, states: int) -> Search:
+        return Search(self._closings, matcher, self._hints, states)

@@ -191,6 +191,7 @@ TAGGED = 'start: one "x"\none[suffix="</end>"]: /(?s:.*)/'
         ({"regex": "[ab]{3}-[0-9]+"}, 5, "[ab]{3}-[0-9]+"),
         ({"regex": "(a{9}|b+)c"}, 2, "(a{9}|b+)c"),
         ({"choice": ["maybe", "yes", "no!!"]}, 3, "maybe|yes|no!!"),
+        ({"choice": ["]]]]]", "b0xx", "b2x"]}, 3, "]]]]]|b0xx|b2x"),
         ({"grammar": NESTED}, 4, r"[(\[]*ends[)\]]*"),
         ({"grammar": TAGGED}, 7, "(?s:.*)</end>x"),
         ({"json": {"type": "string", "pattern": "^a+b$"}}, 4, '"a+b"'),

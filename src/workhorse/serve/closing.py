@@ -210,27 +210,34 @@ class Search:
         """Search for the shortest end, or one with up to `most` tokens; None if none was found.
 
         After any end is known, the first states are those from which a part of the known end leads
-        to the shortest end. States are taken for equal if they allow the same symbols, and the same
-        part of the known end ended the value, equally many symbols before.
+        to the shortest end. States are taken for equal if they allow the same symbols, the same
+        part of the known end ended the value equally many symbols before, and the symbols since
+        then are the same, except those that did not change what is allowed.
         """
         best = known = self.any()
         if known is None or best is None:
             return None
         total, counter = len(known.symbols), itertools.count()
-        lengths: dict[tuple[bytes, int, int], int] = {}
-        queue = [(total, next(counter), self._start, 0, 0)]
+        lengths: dict[tuple[bytes, int, Symbols, int], int] = {}
+        queue: list[tuple[int, int, _State, int, Symbols, int]]
+        queue = [(total, next(counter), self._start, 0, (), 0)]
         while queue and self._continues() and best.needs[0] > most:
-            least, _, state, place, distance = heapq.heappop(queue)
+            least, _, state, place, changes, distance = heapq.heappop(queue)
             if least > len(best.symbols) + DETOUR:
                 break
             for one in self._followers(state, MANY):
                 fitting = self._fitting(one, known)
-                at, since = (place, distance + 1) if fitting is None else (fitting, 0)
-                key, length = (one.allowed, at, since), len(one.path)
+                if fitting is None:
+                    at, beside = place, distance + 1
+                    changed = one.allowed != state.allowed
+                    since = (*changes, one.path[-1]) if changed else changes
+                else:
+                    at, since, beside = fitting, (), 0
+                key, length = (one.allowed, at, since, beside), len(one.path)
                 if length >= min(lengths.get(key, length + 1), len(best.symbols)):
                     continue
                 lengths[key] = length
-                heapq.heappush(queue, (length + total - at, next(counter), one, at, since))
+                heapq.heappush(queue, (length + total - at, next(counter), one, at, since, beside))
                 if fitting is not None and length + total - at < len(best.symbols):
                     best = self._closings.divided(one.path + known.symbols[at:]) or best
         return best

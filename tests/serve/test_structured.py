@@ -18,8 +18,7 @@ from tests.serve.conftest import MODEL
 from tests.serve.schemas import random_schema, shortest
 from workhorse.errors import WorkhorseError
 from workhorse.serve import grammar as grammar_module
-from workhorse.serve.grammar import Grammar, Grammars, source_of
-from workhorse.serve.grammar_checker import GrammarChecker
+from workhorse.serve.grammar import Grammar, GrammarChecker, Grammars, source_of
 from workhorse.serve.messages import GrammarError, GrammarSource
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import (

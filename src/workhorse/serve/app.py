@@ -38,7 +38,7 @@ from workhorse.serve.schema import (
 from workhorse.serve.tools import tools_of
 
 if TYPE_CHECKING:
-    from workhorse.serve.grammar_checker import GrammarChecker
+    from workhorse.serve.grammar import GrammarChecker
 
 
 def create_app(
@@ -88,7 +88,7 @@ def _checker() -> "GrammarChecker | None":
     """Return the checker of grammars; None if llguidance is not installed."""
     if find_spec("llguidance") is None:
         return None
-    from workhorse.serve.grammar_checker import GrammarChecker
+    from workhorse.serve.grammar import GrammarChecker
 
     return GrammarChecker()
 

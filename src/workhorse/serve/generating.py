@@ -22,7 +22,7 @@ from workhorse.tokenizers.chat.reply_format import ReplyFormat
 from workhorse.tokenizers.chat.reply_reader import Piece, ReplyReader
 
 if TYPE_CHECKING:
-    from workhorse.serve.grammar_checker import GrammarChecker
+    from workhorse.serve.grammar import GrammarChecker
 
 PLAIN = ReplyFormat()
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,24 +1,30 @@
 """Structured output: masks of the tokens that a grammar allows next, computed by llguidance."""
 
+import asyncio
 import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from subprocess import DEVNULL
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
+from workhorse.child_process import ChildProcess, NoAnswerError
 from workhorse.serve.closing import Closing, Closings, Vocabulary
-from workhorse.serve.grammar_process import error_of, limits
+from workhorse.serve.grammar_process import MEMORY, error_of, limits
 from workhorse.serve.messages import GrammarError, GrammarSource
-from workhorse.serve.schema import StructuredOutputs
+from workhorse.serve.schema import MOST_GRAMMAR, TOO_LONG, StructuredOutputs
 from workhorse.tokenizers import Tokenizer
 
 WHITESPACE = r"[ \n]{0,32}"
 """White space between the parts of a JSON value. It is bounded, because an unbounded run of spaces
 would never end."""
+CHECK_SECONDS = 5.0
+"""Time after which the compilation of a grammar is ended."""
 MOST_SECONDS, MOST_MEAN_SECONDS = 2.0, 0.005
 """CPU time of a completion's masks, in all and on average. Above both, the completion ends with an
 error, since all others wait for its masks."""
@@ -142,3 +148,29 @@ class Grammar:
                 self._closing.advance(token)
                 self._matcher.consume_token(token)
                 _check(self._matcher)
+
+
+class GrammarChecker:
+    """Compiles grammars of clients in a process with limits of memory and time.
+
+    So a grammar that takes too long to compile cannot stop the engine.
+    """
+
+    def __init__(self, seconds: float = CHECK_SECONDS) -> None:
+        self._limits = f"; its limits are {seconds:g} seconds and {MEMORY / 2**30:g} GiB of memory"
+        self._lock = asyncio.Lock()
+        program = Path(__file__).with_name("grammar_process.py")
+        self._process = ChildProcess(program, seconds=seconds, stderr=DEVNULL)
+
+    async def check(self, source: str) -> str:
+        """Return the reason why a grammar cannot be used; empty if it can."""
+        if len(source) > MOST_GRAMMAR:
+            return TOO_LONG
+        async with self._lock:
+            try:
+                return await asyncio.to_thread(self._process.ask, source)
+            except NoAnswerError as error:
+                return f"the process that compiles it {error}{self._limits}"
+            except BaseException:
+                self._process.close()  # else the next check would wait for this one
+                raise

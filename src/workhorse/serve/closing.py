@@ -43,42 +43,35 @@ Symbols = tuple[int, ...]
 """Ids of the second matcher: bytes, and special tokens from 256 on."""
 
 
-class Vocabulary:
-    """Tokens as llguidance reads them.
+def tokenizer_of(
+    tokens: Sequence[bytes],
+    special: Collection[int],
+    ends: Sequence[int],
+    encode: Callable[[str], list[int]],
+) -> LLTokenizer:
+    """Return a tokenizer of llguidance; `ends` are the special tokens that end completions."""
+    names = [
+        f"<|{token}|>".encode() if token in special else data for token, data in enumerate(tokens)
+    ]
 
-    Args:
-        tokens: the bytes of each token.
-        special: ids of special tokens.
-        eos: a token that ends completions.
-        encode: encodes a string.
-    """
+    class Vocabulary:
+        eos_token_id, bos_token_id = ends[0], None
+        special_token_ids = sorted(special)
+        tokens = names
 
-    def __init__(
-        self,
-        tokens: Sequence[bytes],
-        special: Collection[int],
-        eos: int,
-        encode: Callable[[str], list[int]],
-    ) -> None:
-        self.eos_token_id = eos
-        self.bos_token_id = None
-        self.special_token_ids = sorted(special)
-        self.tokens = list(tokens)
-        for token in special:
-            self.tokens[token] = f"<|{token}|>".encode()
-        self._encode = encode
+        def __call__(self, text: str) -> list[int]:
+            return encode(text)
 
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+    return LLTokenizer(TokenizerWrapper(Vocabulary()), eos_token=list(ends))
 
 
 class End(NamedTuple):
     """Symbols that end a value."""
 
-    symbols: Symbols = ()
-    needs: tuple[int, ...] = (0,)
+    symbols: Symbols
+    needs: tuple[int, ...]
     """The fewest tokens that have the symbols from each place on."""
-    first: tuple[int, ...] = ()
+    first: tuple[int, ...]
     """The first of these tokens, for each place."""
 
     def after(self, place: int) -> "End":
@@ -111,13 +104,9 @@ class Closings:
         order = [*first, *({*range(256)}.difference(first, last)), *SPACE]
         self.order = np.array([symbol for symbol in order if symbol not in eos])
         """The symbols in the order in which they are tried."""
-        vocabulary = Vocabulary(
-            [*(bytes([byte]) for byte in range(256)), *[b""] * len(special)],
-            self._special.values(),
-            self._eos,
-            lambda text: [*text.encode()],
-        )
-        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos)
+        own = [*(bytes([byte]) for byte in range(256)), *[b""] * len(special)]
+        symbols = self._special.values()
+        self._tokenizer = tokenizer_of(own, symbols, eos, lambda text: [*text.encode()])
 
     def matcher(self, source: GrammarSource) -> LLMatcher:
         """Compile a grammar for the search."""
@@ -294,17 +283,15 @@ class Closing:
         self._matcher = closings.matcher(source)
         self._hints = closings.hints(source)
         self._left = most_new
-        self._end = self._search(self._matcher, FIRST_STATES).shortest(most_new)
-        self._search_at = -1
+        self._end = end = self._search(self._matcher, FIRST_STATES).shortest(most_new)
+        shortest = 0 if end is None else end.needs[0]
+        if shortest > most_new:
+            raise GrammarError(
+                f"the shortest completion that the grammar allows has {shortest} tokens, and "
+                f"this one may have {most_new}; choose max_tokens={shortest} or more"
+            )
+        self._search_at = -1 if end is None else shortest + 4 * LONGEST_PART
         """Number of tokens left at which an end is searched if none is known."""
-        if self._end is not None:
-            shortest = self._end.needs[0]
-            if shortest > most_new:
-                raise GrammarError(
-                    f"the shortest completion that the grammar allows has {shortest} tokens, and "
-                    f"this one may have {most_new}; choose max_tokens={shortest} or more"
-                )
-            self._search_at = shortest + 4 * LONGEST_PART
         self._fitting: dict[int, End] = {}
         """For tokens that the last mask allowed, an end after the token."""
 

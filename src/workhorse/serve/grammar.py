@@ -10,11 +10,11 @@ from subprocess import DEVNULL
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 from torch import Tensor
 
 from workhorse.child_process import ChildProcess, NoAnswerError
-from workhorse.serve.closing import Closing, Closings, Vocabulary
+from workhorse.serve.closing import Closing, Closings, tokenizer_of
 from workhorse.serve.grammar_process import MEMORY, error_of, limits
 from workhorse.serve.messages import GrammarError, GrammarSource
 from workhorse.serve.schema import MOST_GRAMMAR, TOO_LONG, StructuredOutputs
@@ -63,8 +63,7 @@ class Grammars:
         tokens = [
             b"" if one in special else tokenizer.display_bytes(one) or b"" for one in range(size)
         ]
-        vocabulary = Vocabulary(tokens, special, ends[0], tokenizer.encode)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(ends))
+        self._tokenizer = tokenizer_of(tokens, special, ends, tokenizer.encode)
         self._closings = Closings(tokens, special, ends)
 
     def make(self, source: GrammarSource, prompt: int, most_new: int) -> "Grammar":

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -197,16 +198,14 @@ def matching(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    too_long = len(pattern) > MAX_LENGTH or _choices(pattern) > MAX_CHOICES
-    if too_long or not SIMPLE.fullmatch(pattern):
-        raise WorkhorseError(
-            f"the pattern {shown(pattern)} is invalid, or may take too long to match; give the "
-            "names of layers"
-        )
-    try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except re.error as error:
-        raise WorkhorseError(f"the pattern {shown(pattern)} is not valid: {error}") from None
+    short = len(pattern) <= MAX_LENGTH and _choices(pattern) <= MAX_CHOICES
+    with suppress(re.error):
+        if short and SIMPLE.fullmatch(pattern):
+            return re.compile(rf"(.*\.)?({pattern})$")
+    raise WorkhorseError(
+        f"the pattern {shown(pattern)} is invalid, or may take too long to match; give the names "
+        "of layers"
+    )
 
 
 def _choices(pattern: str) -> int:

@@ -117,12 +117,7 @@ def reaches(prompt: str, expression: str) -> float:
 
 
 def _value(expression: str) -> Fraction:
-    """Evaluate an expression.
-
-    Raises:
-        SyntaxError or ValueError if it is malformed, RecursionError or MemoryError if it is nested
-        too deeply.
-    """
+    """Evaluate an expression; a malformed or deeply nested one raises an error."""
     if re.search(r"[^\d\s+*/()-]", expression):
         raise ValueError(expression)
 

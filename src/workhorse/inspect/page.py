@@ -69,9 +69,8 @@ def token_limit(decoder: Decoder) -> int:
 
     def needed(tokens: int) -> float:
         binary = heads * tokens * (tokens + 1) / 2 + (heads + layers) * tokens * 4 * DIVIDED
-        text = (
-            100_000 + 150 * (heads + 3 * layers) + 160 * layers * tokens
-        )  # template, ablations, kinds
+        parts = 150 * (heads + 3 * layers) + 160 * layers * tokens  # ablations, kinds
+        text = 100_000 + parts  # template
         return 4 / 3 * (binary + 2 * vocab) + text
 
     most = min(MOST_TOKENS, decoder.config.steady_length())  # so RoPE's angles do not depend on it

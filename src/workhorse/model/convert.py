@@ -207,11 +207,7 @@ def _check_weights(decoder: Decoder) -> None:
 
 
 def _check_modules(decoder: Decoder) -> None:
-    """Check that `load` can build a decoder with the same modules from its config.
-
-    Raises:
-        WorkhorseError: a module was added, removed or replaced, except by a Workhorse transform.
-    """
+    """Check that `load` can build a decoder with the same modules from its config."""
     built = dict(decoder.config.build(device="meta").named_modules())
     found = dict(decoder.named_modules())
     for name in [*built, *(name for name in found if name not in built)]:
@@ -258,11 +254,7 @@ def _write_gguf(
 
 
 def _family(source: str | Path | Model, to: Format, n_kv_heads: int | None) -> Family:
-    """The model type (family of architectures) to write a model as.
-
-    Raises:
-        WorkhorseError: the source does not exist, or no model type can represent its config.
-    """
+    """The model type (family of architectures) to write a model as."""
     own, config = _origin(source)
     if n_kv_heads is not None:
         config = grouped(config, n_kv_heads)

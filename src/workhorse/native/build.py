@@ -178,11 +178,7 @@ def load(library: Path) -> None:
 
 
 def _compiled(folder: Path, name: str) -> Path | None:
-    """Path of a library that was compiled before, else None.
-
-    Raises:
-        Unavailable: the compiler failed before on this library.
-    """
+    """Path of a library that was compiled before, else None."""
     if library := _whole(folder, name):
         return library
     failure = _failure(folder, name)

@@ -66,16 +66,7 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
 
 
 def _check_whole(recipe: Recipe, name: str) -> None:
-    """Check that a run's loss represents a full training of its length, from random weights.
-
-    Args:
-        recipe: the run's recipe.
-        name: the run's name for the error.
-
-    Raises:
-        WorkhorseError: the run began from trained weights, has not begun to train, or its learning
-            rate did not decay.
-    """
+    """Check that a run's loss represents a full training of its length, from random weights."""
     if recipe.init is not None:
         raise WorkhorseError(
             f"{name} began from the trained weights of {recipe.init}; omit this run"

@@ -88,11 +88,7 @@ class Prompts:
             raise bad_request(str(error), "messages") from None
 
     def _plain(self, number: int, message: Message) -> dict[str, Any]:
-        """Return a message as templates read it: text as one string, `developer` as `system`.
-
-        Raises:
-            ApiError: the model cannot read it.
-        """
+        """Return a message as templates read it: text as one string, `developer` as `system`."""
         fields = message.model_dump(exclude_none=True)
         if not isinstance(message.content, str):
             fields["content"] = "".join(part.text for part in message.content or ())
@@ -258,11 +254,7 @@ _SAMPLING = ("temperature", *_ONLY_SAMPLED, "repetition_penalty")
 
 
 def _check_calls(messages: Sequence[Message]) -> None:
-    """Check that each message of a tool answers an earlier call.
-
-    Raises:
-        ApiError: it does not.
-    """
+    """Check that each message of a tool answers an earlier call."""
     called: set[str] = set()
     for number, message in enumerate(messages):
         called |= {call.id for call in message.tool_calls or ()}

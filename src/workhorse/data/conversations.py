@@ -5,6 +5,7 @@ conversations, prompts with completions, pairs of a chosen and a rejected answer
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -193,68 +194,54 @@ def _pair(fields: Mapping[str, Any]) -> tuple[Example, Example]:
         raise WorkhorseError(
             f"margin={shown(margin)} is not a number from {-LARGEST:g} to {LARGEST:g}; correct it"
         )
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise WorkhorseError("chosen and rejected are a string and a list; use one form for both")
     prompt = None if prompt is None else _given(prompt, "prompt")
-    prompt, chosen, rejected = _divided(prompt, chosen, rejected)
-    pair = (
-        _answered(prompt, chosen, fields, float(margin)),
-        _answered(prompt, rejected, fields, float(margin)),
-    )
-    both = zip(*(example.messages for example in pair), strict=False)
+    prompt, *answers = _divided(prompt, chosen, rejected)
+    chosen, rejected = (_answered(prompt, one, fields, float(margin)) for one in answers)
+    both = zip(chosen.messages, rejected.messages, strict=False)
     first = next(({a["role"], b["role"]} for a, b in both if a != b), set[str]())
     if not first.isdisjoint(("system", "user")):
         raise WorkhorseError(
             "chosen and rejected answer different questions: their first different messages have "
             f"the role {' and '.join(sorted(first))}; give both answers the same prompt"
         )
-    return pair
+    return chosen, rejected
 
 
 Given = str | tuple[Message, ...]
 """A prompt or an answer: a string, or messages."""
-
-
-def _common(chosen: Given, rejected: Given) -> int:
-    """Return the length of the common beginning, less than the length of either answer.
-
-    Strings are divided before a word that differs, and before the space that precedes it.
-    """
-    both = enumerate(zip(chosen, rejected, strict=False))
-    last = min(len(chosen), len(rejected)) - 1
-    at = min(next((index for index, (a, b) in both if a != b), last), last)
-    if at < 1 or not isinstance(chosen, str) or not isinstance(rejected, str):
-        return max(at, 0)
-    if chosen[at].isalnum() or rejected[at].isalnum():
-        while at and chosen[at - 1].isalnum():
-            at -= 1
-    return at - (chosen[at - 1 : at] == " ")
+_WORDS = re.compile(r" ?(?:[^\W_]+|[^ ])| ")
+"""Divides a string before each word, and before the space that precedes it."""
 
 
 def _divided(prompt: Given | None, chosen: Given, rejected: Given) -> tuple[Given, Given, Given]:
     """Return the prompt of a pair, and the answers without it if both begin with it.
 
-    Args:
-        prompt: the prompt; None: the common beginning. A string is not used if the answers are
-            messages that include the user's.
-        chosen: the chosen answer.
-        rejected: the rejected answer.
+    The prompt None is the common beginning. A string is not used if the answers are messages that
+    include the user's.
     """
-    size = _common(chosen, rejected)
-    common = chosen[:size]
-    if prompt is None:
-        return common, chosen[size:], rejected[size:]
-    if isinstance(common, str):
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is None:
+            prompt = "".join(_common(_WORDS.findall(chosen), _WORDS.findall(rejected)))
         size = len(prompt) if len(prompt) < min(len(chosen), len(rejected)) else 0
         size = size if chosen[:size] == rejected[:size] == prompt else 0
         return prompt, chosen[size:], rejected[size:]
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise WorkhorseError("chosen and rejected are a string and a list; use one form for both")
+    common = _common(chosen, rejected)
+    if prompt is None or (isinstance(prompt, str) and any(m["role"] == "user" for m in common)):
+        prompt = ()
     given = () if isinstance(prompt, str) else prompt
-    asked, repeated = ([one for one in many if one["role"] != "system"] for many in (given, common))
-    starts = bool(repeated) and repeated[: len(asked)] == asked
-    if not starts or (isinstance(prompt, str) and repeated[0]["role"] != "user"):
+    asked, repeated = ([m for m in many if m["role"] != "system"] for many in (given, common))
+    if isinstance(prompt, str) or repeated[: len(asked)] != asked:
         return prompt, chosen, rejected
-    more = (message for message in given if message not in common)
-    return (*more, *common), chosen[size:], rejected[size:]
+    more = (message for message in prompt if message not in common)
+    return (*more, *common), chosen[len(common) :], rejected[len(common) :]
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> Sequence[Any]:
+    """Return the common beginning, which is shorter than either sequence."""
+    last = max(min(len(one), len(other)) - 1, 0)
+    return one[: next((n for n in range(last) if one[n] != other[n]), last)]
 
 
 def _answered(
@@ -296,11 +283,7 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
 def _message(given: Any, name: str) -> Message:
     if not isinstance(given, Mapping):
         raise WorkhorseError(f"{name} is {shown(given)}, not an object with 'role' and 'content'")
-    message = {
-        key: without_nulls(value, below="arguments") if key in ("content", "tool_calls") else value
-        for key, value in given.items()
-        if value is not None
-    }
+    message = without_nulls(given, below="arguments")
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_call(call, name) for call in calls]
     if "from" not in message:
@@ -317,10 +300,10 @@ def _message(given: Any, name: str) -> Message:
 def _call(call: Any, name: str) -> Any:
     """Return a tool call with its arguments as an object. They may be given as JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(given, str):
         return call
-    given = function["arguments"]
-    found = _parsed(given, "arguments") if given.strip() else {}
+    found = _parsed(given, "arguments")
     if not isinstance(found, dict):
         raise WorkhorseError(f"{name}: arguments={shown(given)} is not a JSON object; correct it")
     function = {**function, "arguments": found}
@@ -342,14 +325,12 @@ def without_nulls(value: Any, below: str | None = None) -> Any:
 
 def _tools(fields: Mapping[str, Any]) -> Any:
     tools = fields.get("tools")
-    if isinstance(tools, str):
-        tools = _parsed(tools, "tools") if tools.strip() else None
-    return tools or None
+    return (_parsed(tools, "tools") if isinstance(tools, str) else tools) or None
 
 
 def _parsed(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text if text.strip() else "{}")
     except (ValueError, RecursionError):
         raise WorkhorseError(f"{name}={shown(text)} is not JSON; correct it") from None
 

@@ -20,11 +20,9 @@ class ByteTokenizer:
         self.fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
         self.encoded_texts = 0
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], *, begins: bool = True) -> list[list[int]]:
         self.encoded_texts += len(texts)
         return [list(text.encode()) for text in texts]
-
-    encode_continuations = encode_batch
 
     def count_unknown(self, ids: Sequence[int]) -> int:
         """Count eos too: GPT-2's unk is its eos, which ends documents and never comes from text."""

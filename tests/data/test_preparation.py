@@ -356,7 +356,7 @@ def test_a_token_that_the_tokenizer_lacks_is_refused(
 def test_a_corpus_that_changes_while_it_is_read_is_refused(
     config: DataConfig, tokenizer, tmp_path: Path
 ) -> None:
-    def meddle(texts: Sequence[str]) -> list[list[int]]:
+    def meddle(texts: Sequence[str], *, begins: bool) -> list[list[int]]:
         os.utime(config.corpus.path, (1, 1))
         return [list(text.encode()) for text in texts]
 
@@ -368,7 +368,7 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(
 def test_a_failure_of_the_tokenizer_is_passed_on(
     config: DataConfig, tokenizer, tmp_path: Path
 ) -> None:
-    def fail(texts: Sequence[str]) -> Iterator[list[int]]:
+    def fail(texts: Sequence[str], *, begins: bool) -> Iterator[list[int]]:
         raise WorkhorseError("'é' is not in the vocabulary")
 
     tokenizer.encode_batch = fail

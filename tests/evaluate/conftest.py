@@ -39,7 +39,7 @@ class Ascii:
     def encode(self, text: str) -> list[int]:
         return [min(ord(character), 127) for character in text]
 
-    def encode_continuations(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(self, texts: list[str], *, begins: bool) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def count_unknown(self, ids: list[int]) -> int:

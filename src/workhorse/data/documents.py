@@ -10,7 +10,7 @@ larger than memory.
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,9 +105,9 @@ class Document:
     ends: bool = True
     example: Example | None = None
     """A conversation; `text` then holds the contents of its messages."""
-    record: tuple[Example, ...] = ()
-    """All conversations of the record, which is skipped if one cannot be encoded; empty: that is an
-    error."""
+    others: tuple[Example, ...] | None = None
+    """The other conversations of the record, which is skipped if one cannot be encoded; None: that
+    is an error."""
     error: str = ""
     """The error for which the record is skipped; empty if there is none."""
 
@@ -276,9 +276,14 @@ def _records(source: SourceConfig, split: SplitName, advice: Advice) -> Records:
                         raise
                     yield where, [Document(where, "", example=Example(), error=str(error))]
                     continue
-                whole = record.examples if source.on_error == "skip" else ()
-                many = (_example(where, one) for one in record.examples)
-                yield record.identity, [replace(one, record=whole) for one in many]
+                skips, both = source.on_error == "skip", record.examples  # or only one
+                yield (
+                    record.identity,
+                    [
+                        _example(where, one, both[1 - n : 2 - n] if skips else None)
+                        for n, one in enumerate(both)
+                    ],
+                )
         case TaskConfig():
             for strings in examples(source.task, source.count, source.difficulty, source.seed):
                 yield strings[0], [_example(strings[0], Example(strings=strings))]
@@ -287,8 +292,8 @@ def _records(source: SourceConfig, split: SplitName, advice: Advice) -> Records:
                 yield identity, _in_pieces(name, blocks)
 
 
-def _example(name: str, example: Example) -> Document:
-    return Document(name, example.text, example=example)
+def _example(name: str, example: Example, others: tuple[Example, ...] | None = None) -> Document:
+    return Document(name, example.text, example=example, others=others)
 
 
 def _texts(

@@ -5,9 +5,10 @@ read or converted to arrays. The tokens and their order do not depend on the num
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from workhorse.data.config import DataConfig
-from workhorse.data.conversations import encode_example
+from workhorse.data.conversations import Example, encode_example
 from workhorse.data.dataset import Shard, TokenStream
 from workhorse.data.documents import Document
 from workhorse.data.manifest import ShardConfig, write_array
@@ -23,6 +24,7 @@ from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
+    from workhorse.tokenizers.chat.learned import Learned
 
 BLOCK_CHARS = 2 << 20
 
@@ -69,21 +71,22 @@ def encoded(
         eos: True to end each document with the tokenizer's eos token.
         dtype: the NumPy dtype of the tokens, an integer type.
     """
+    chat = partial(encode_example, tokenizer=tokenizer, bos=bos, eos=eos)
 
     def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
-        plain = [one for _, one in block if one.example is None]
-        more = [one.text for one in plain if not one.begins]
-        starts = iter(tokenizer.encode_batch([one.text for one in plain if one.begins]))
-        rests = iter(tokenizer.encode_continuations(more) if more else ())
+        texts: dict[bool, list[str]] = {True: [], False: []}
+        for _, document in block:
+            texts[document.begins] += [document.text] if document.example is None else []
+        ids = {one: iter(tokenizer.encode_batch(texts[one], begins=one)) for one in texts}
         found: list[Encoded[Stream]] = []
         for stream, document in block:
             if document.example is not None:
-                read, (ids, weights) = _encode_chat(document, tokenizer, bos=bos, eos=eos)
-                tokens, of_tokens = np.array(ids, dtype=dtype), np.array(weights, dtype=np.float32)
-                unknown = tokenizer.count_unknown(ids)
-                found.append(Encoded(stream, read, tokens, unknown, of_tokens))
+                one, (tokens, weights) = _encode_chat(document, document.example, chat)
+                unknown, array = tokenizer.count_unknown(tokens), np.array(tokens, dtype=dtype)
+                of_tokens = np.array(weights, dtype=np.float32)
+                found.append(Encoded(stream, one, array, unknown, of_tokens))
                 continue
-            tokens = next(starts if document.begins else rests)
+            tokens = next(ids[document.begins])
             before = [tokenizer.bos_id] if bos and document.begins else []
             after = [tokenizer.eos_id] if eos and document.ends else []
             array = np.array([*before, *tokens, *after], dtype=dtype)
@@ -124,21 +127,18 @@ def stream_of(
 
 
 def _encode_chat(
-    document: Document, tokenizer: "Tokenizer", *, bos: bool, eos: bool
+    document: Document, example: Example, encode: Callable[[Example], "Learned"]
 ) -> tuple[Document, tuple[list[int], list[float]]]:
     """Encode a conversation, or set `error` if its record is skipped."""
-    if document.error or document.example is None:
-        return document, ([], [])
     try:
-        for one in document.record:
-            if one is not document.example:  # the other answer of a pair
-                encode_example(one, tokenizer, bos=bos, eos=eos)
-        return document, encode_example(document.example, tokenizer, bos=bos, eos=eos)
+        if not document.error:
+            *_, learned = map(encode, (*(document.others or ()), example))
+            return document, learned
     except WorkhorseError as error:
-        message = f"{document.name}: {error}"
-        if not document.record:
-            raise WorkhorseError(message) from None
-        return replace(document, error=message), ([], [])
+        document = replace(document, error=f"{document.name}: {error}")
+        if document.others is None:
+            raise WorkhorseError(document.error) from None
+    return document, ([], [])
 
 
 def _blocks(

@@ -137,8 +137,7 @@ LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
 class TokensOfText(Protocol):
     """The part of `workhorse.tokenizers.Tokenizer` that evaluation uses."""
 
-    def encode(self, text: str, /) -> list[int]: ...
-    def encode_continuations(self, texts: Sequence[str], /) -> list[list[int]]: ...
+    def encode_batch(self, texts: Sequence[str], /, *, begins: bool) -> list[list[int]]: ...
     def count_unknown(self, ids: Sequence[int], /) -> int: ...
 
 
@@ -314,11 +313,7 @@ def _windows(
         if start is not None:
             yield [start]
         for piece in pieces:
-            encoded = (
-                tokenizer.encode(piece.text)
-                if piece.begins
-                else tokenizer.encode_continuations([piece.text])[0]
-            )
+            (encoded,) = tokenizer.encode_batch([piece.text], begins=piece.begins)
             tally.documents += empty and bool(encoded)
             empty = empty and not encoded
             tally.bytes += len(piece.text.encode())

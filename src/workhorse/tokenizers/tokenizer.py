@@ -129,10 +129,15 @@ class Tokenizer:
         """
         return self.encode_batch([text], allow_special=allow_special)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, allow_special: bool = False) -> list[list[int]]:
-        """Encode several strings, in parallel if the machine has several cores."""
+    def encode_batch(
+        self, texts: Sequence[str], *, allow_special: bool = False, begins: bool = True
+    ) -> list[list[int]]:
+        """Encode several strings, in parallel if the machine has several cores.
+
+        With `begins=False` they continue other strings: no space is added before them.
+        """
         backend = self._matching_special if allow_special else self._backend
-        return ids_of(backend, texts)
+        return ids_of(backend if begins or not texts else self._continuing, texts)
 
     def encode_parts(self, text: str, more: str) -> tuple[list[int], list[int]]:
         """Encode a string as `encode` does, and one that continues it, with no space between them.
@@ -143,11 +148,7 @@ class Tokenizer:
         first, whole = self.encode_batch([text, text + more])
         if whole[: len(first)] == first and len(whole) > len(first):
             return first, whole[len(first) :]
-        return first, self.encode_continuations([more])[0]
-
-    def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode strings that continue other strings: no space is added before them."""
-        return self._continuing.encode_batch(texts)
+        return first, self.encode_batch([more], begins=False)[0]
 
     def count_unknown(self, ids: Sequence[int]) -> int:
         """Count the ids that stand for characters outside the vocabulary."""
@@ -175,11 +176,11 @@ class Tokenizer:
             raise WorkhorseError(f"{shown(data)} is not bytes; pass bytes, or use encode for a str")
         ids: list[int] = []
         while data:
-            encode = self._continuing.encode if ids else self.encode
+            begins = not ids
             try:
-                return ids + encode(data.decode())
+                return ids + self.encode_batch([data.decode()], begins=begins)[0]
             except UnicodeDecodeError as error:
-                ids += encode(data[: error.start].decode())
+                ids += self.encode_batch([data[: error.start].decode()], begins=begins)[0]
                 ids += (self._byte_ids[value] for value in data[error.start : error.end])
                 data = data[error.end :]
         return ids
@@ -272,8 +273,8 @@ class Tokenizer:
 
         None if no token has the id, as for an extra row of a padded embedding.
         """
-        if token in self._special_names:
-            return self._special_names[token].encode()
+        if token in self._special_ids:
+            return str(self._backend.id_to_token(token)).encode()
         return self._pieces[token] if 0 <= token < self.vocab_size else None
 
     def control_encoder(self, also: frozenset[str] = frozenset()) -> ControlEncoder:
@@ -416,14 +417,14 @@ class Tokenizer:
         return library_tokenizer(self.definition)
 
     @cached_property
-    def _continuing(self) -> "Tokenizer":
-        """A copy that adds or removes no space before its input."""
+    def _continuing(self) -> tokenizers.Tokenizer:
+        """A copy of the backend that adds or removes no space before its input."""
         rules = {name: self._definition[name] for name in ("normalizer", "pre_tokenizer")}
         changed = json.loads(
             json.dumps(rules),
             object_hook=lambda part: part | _WITHOUT_PREFIX.get(str(part.get("type")), {}),
         )
-        return Tokenizer(json.dumps({**self._definition, **changed}), self.roles)
+        return Tokenizer(json.dumps({**self._definition, **changed}))._backend
 
     @cached_property
     def _pieces(self) -> list[bytes | None]:
@@ -442,10 +443,6 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.special_tokens.values())
-
-    @cached_property
-    def _special_names(self) -> dict[int, str]:
-        return {token: name for name, token in self.special_tokens.items()}
 
     @cached_property
     def _byte_ids(self) -> list[int]:

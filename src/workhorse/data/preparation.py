@@ -80,9 +80,8 @@ def prepare_tokenizer(
 
     def finish(tokenizer: "Tokenizer") -> "Tokenizer":
         """Add a chat template if possible. Records of strings do not need one."""
-        if data_config.has_conversations:
-            with contextlib.suppress(WorkhorseError):
-                return with_template(tokenizer)
+        with contextlib.suppress(WorkhorseError):
+            return with_template(tokenizer) if data_config.has_conversations else tokenizer
         return tokenizer
 
     if tokenizer_config.kind == "file":

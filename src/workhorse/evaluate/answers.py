@@ -64,10 +64,9 @@ def questions_of(documents: Iterable[Document], limit: float | None = None) -> l
     found: list[Question] = []
     for document in documents:
         example = document.example
-        if example is None or example.value is not None:  # not an answer of a pair, or a label
-            continue
-        if not document.error:
-            found.append(_question_of(example, document.name))
+        if example is None or example.value is not None or document.error:
+            continue  # not an answer of a pair, or a label
+        found.append(_question_of(example, document.name))
     if limit is not None:
         count = int(limit if limit >= 1 else limit * len(found))
         found = sorted(found, key=lambda question: hash_of(question.text))[: max(count, 0)]

@@ -17,6 +17,8 @@ from workhorse.data.manifest import ManifestConfig, ShardConfig, StreamConfig, r
 from workhorse.errors import WorkhorseError
 from workhorse.files.text_formats import open_plain
 
+PREPARE_AGAIN = "run workhorse data prepare again"
+
 
 class TokenStream:
     """The concatenated tokens of one split of one source, and the ends of its documents.
@@ -239,11 +241,9 @@ def skipped_records(dataset: Dataset) -> str | None:
     """Return a line about the records that are skipped, else None."""
     splits = (dataset.manifest.train, dataset.manifest.validation)
     shards = [shard for streams in splits for one in streams.values() for shard in one.shards]
-    count, first = (
-        sum(one.skipped for one in shards),
-        next(filter(None, (one.error for one in shards)), None),
-    )
-    return f"{count:,} records are skipped, the first because of {first}" if count else None
+    errors = [shard.error for shard in shards if shard.error]
+    count = sum(shard.skipped for shard in shards)
+    return f"{count:,} records are skipped, the first because of {errors[0]}" if errors else None
 
 
 def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Dataset:
@@ -306,9 +306,7 @@ def open_shard(folder: Path, shard: ShardConfig) -> Shard:
         "weights": shard.tokens,
         "values": shard.documents,
     }
-    arrays = {
-        name: _open_array(shard.path(folder, name), lengths[name]) for name in shard.checksums
-    }
+    arrays = {name: open_array(shard.path(folder, name), lengths[name]) for name in shard.checksums}
     check_sums(folder, shard)
     return Shard(**arrays | {"ends": np.array(arrays["ends"], dtype=np.int64)})
 
@@ -333,22 +331,27 @@ def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None
             _verified.add(known)
 
 
-def _open_array(path: Path, length: int) -> np.ndarray:
+def open_array(path: Path, length: int, remedy: str = PREPARE_AGAIN) -> np.ndarray:
+    """Open a file of `write_array` with `length` values, without reading it.
+
+    Raises:
+        WorkhorseError: the file is missing or damaged; the message ends with the remedy.
+    """
     if path.exists() and not path.is_file():
-        raise _damaged(path, "it is not a plain file")
+        raise _damaged(path, "it is not a plain file", remedy)
     try:
         # An empty array cannot be memory-mapped.
         array = np.load(path, mmap_mode="r" if length else None, allow_pickle=False)
     except FileNotFoundError:
-        raise _damaged(path, "it is missing") from None
+        raise _damaged(path, "it is missing", remedy) from None
     except (ValueError, EOFError) as error:
-        raise _damaged(path, str(error)) from None
+        raise _damaged(path, str(error), remedy) from None
     offset = array.offset if isinstance(array, np.memmap) else None
     whole = offset is None or path.stat().st_size == offset + array.nbytes
     if array.shape != (length,) or not whole:
-        raise _damaged(path, f"it has {array.size} values instead of {length}")
+        raise _damaged(path, f"it has {array.size} values instead of {length}", remedy)
     return array
 
 
-def _damaged(path: Path, reason: str) -> WorkhorseError:
-    return WorkhorseError(f"{path} is damaged: {reason}; run workhorse data prepare again")
+def _damaged(path: Path, reason: str, remedy: str = PREPARE_AGAIN) -> WorkhorseError:
+    return WorkhorseError(f"{path} is damaged: {reason}; {remedy}")

@@ -18,8 +18,8 @@ from torch import Tensor
 from workhorse.data import Batch, Dataset, Split
 from workhorse.data.batches import ValidationBatches
 from workhorse.data.config import TooLong
+from workhorse.data.dataset import open_array
 from workhorse.data.manifest import write_array
-from workhorse.errors import WorkhorseError
 from workhorse.parallel.processes.world import World
 from workhorse.train.objectives.objective import (
     Divided,
@@ -61,19 +61,9 @@ def load_references(dataset: Dataset, folder: Path) -> bool:
     for path, split, index in _files_of(dataset, folder):
         if not path.exists():
             return False
-        try:
-            values = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise WorkhorseError(
-                f"{path} is damaged ({error}); restore it, or start a new run"
-            ) from None
         stream = split.streams[index]
-        if values.shape != (stream.n_documents,):
-            raise WorkhorseError(
-                f"{path} has the shape {values.shape} for {stream.n_documents} documents; restore "
-                "it, or start a new run"
-            )
-        stream.reference = values
+        remedy = "restore it, or start a new run"
+        stream.reference = open_array(path, stream.n_documents, remedy)
     return True
 
 

@@ -25,7 +25,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from workhorse.errors import LARGEST, WorkhorseError, is_usable, shown
-from workhorse.tokenizers.chat.messages import REASONING
+from workhorse.tokenizers.chat.messages import REASONING, functions_of, with_functions
 from workhorse.tokenizers.chat.template import ChatTemplate, Messages, check_calls, is_rendered
 from workhorse.tokenizers.tokenizer import Tokenizer
 
@@ -82,9 +82,7 @@ def encode_conversation(
             template omits the tools, or a tool call.
     """
     weights = _weights(messages, learn)
-    called = any(message.get("tool_calls") for message in messages)
-    used = template.with_tools if tools and template.with_tools else template
-    as_json = called and used.reads_json_arguments
+    as_json = any(map(functions_of, messages)) and template.for_tools(tools).reads_json_arguments
     messages = [
         {name: value for name, value in message.items() if name not in OURS} for message in messages
     ]
@@ -353,7 +351,7 @@ class _Turns:
         ends = accumulate(map(len, parts[::2]))
         found: dict[int, int] = {}
         for number, part, end in zip(numbers, parts[::2], ends, strict=False):
-            called = _functions(self.messages[number])  # templates repeat the name at the result
+            called = functions_of(self.messages[number])  # templates repeat the name at the result
             if numbers.count(number) == 1 or part.endswith(called):
                 found.setdefault(number, end)
         return "".join(parts[::2]), dict(sorted(found.items()))
@@ -378,11 +376,13 @@ def _anchored(message: Mapping[str, Any], mark: str) -> list[Mapping[str, Any]]:
                     {**message, "content": [*content[:number], changed, *content[number + 1 :]]}
                 )
                 break
-    calls = message.get("tool_calls") or ()
-    for number, name in reversed([*enumerate(_functions(message))]):
-        function = {**calls[number].get("function", calls[number]), "name": name + mark}
-        call = {**calls[number], "function": function} if "function" in calls[number] else function
-        copies.append({**message, "tool_calls": [*calls[:number], call, *calls[number + 1 :]]})
+    for number in reversed(range(len(functions_of(message)))):
+        copies.append(
+            with_functions(
+                message,
+                lambda at, of, n=number: {**of, "name": of["name"] + mark} if at == n else of,
+            )
+        )
     for key in REASONING:
         if isinstance(reasoning := message.get(key), str) and reasoning.strip():
             copies.append({**message, key: _marked(reasoning, mark)})
@@ -395,25 +395,15 @@ def _marked(text: str, mark: str) -> str:
     return core + mark + text[len(core) :]
 
 
-def _functions(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the functions that a message calls; none if a call is malformed."""
-    calls = message.get("tool_calls") or ()
-    try:
-        names = tuple(call.get("function", call)["name"] for call in calls)
-    except (AttributeError, KeyError, TypeError):
-        return ()
-    return names if all(isinstance(name, str) and name for name in names) else ()
-
-
 def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with the arguments of its calls as strings."""
-    calls = [
-        {**call, "function": {**of, "arguments": json.dumps(of["arguments"], ensure_ascii=False)}}
-        if not isinstance((of := call.get("function", {})).get("arguments", ""), str)
-        else call
-        for call in (message["tool_calls"] if _functions(message) else ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
+
+    def change(_: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+        given = function.get("arguments", "")
+        as_json = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return {**function, "arguments": as_json}
+
+    return with_functions(message, change)
 
 
 def _common(first: str, second: str) -> int:

@@ -91,6 +91,29 @@ def in_parts(chat: Chat) -> Chat:
     return replace(chat, messages=messages)
 
 
+def functions_of(message: ChatMessage) -> tuple[str, ...]:
+    """Return the names of the functions that a message calls; none if a call is malformed."""
+    calls = message.get("tool_calls") or ()
+    try:
+        names = tuple(call.get("function", call)["name"] for call in calls)
+    except (AttributeError, KeyError, TypeError):
+        return ()
+    return names if all(isinstance(name, str) and name for name in names) else ()
+
+
+def with_functions(message: ChatMessage, change: Callable[[int, Any], Any]) -> ChatMessage:
+    """Return a message with the functions of its calls changed: `(index, function) -> function`."""
+    if not functions_of(message):
+        return message
+    calls = [
+        {**call, "function": change(index, call["function"])}
+        if "function" in call
+        else change(index, call)
+        for index, call in enumerate(message["tool_calls"])
+    ]
+    return {**message, "tool_calls": calls}
+
+
 def _check_message(number: int, message: Any) -> None:
     if not isinstance(message, Mapping) or "role" not in message or len(message) == 1:
         has = sorted(map(str, message)) if isinstance(message, Mapping) else message

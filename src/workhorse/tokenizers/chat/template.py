@@ -8,7 +8,6 @@ control tokens, typed text replaces the placeholders, and the result is encoded 
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -23,6 +22,7 @@ from workhorse.tokenizers.chat.messages import (
     ChatMessage,
     Placeholders,
     checked,
+    functions_of,
     in_parts,
     with_reasoning,
 )
@@ -162,7 +162,7 @@ class ChatTemplate:
         """
         chat = _chat(messages, tools, documents, variables)
         now = datetime.now()
-        template = self._for(tools)
+        template = self.for_tools(tools)
         try:
             text = template._render(chat, add_generation_prompt, now)
         except WorkhorseError:
@@ -213,9 +213,10 @@ class ChatTemplate:
                 tokenizer, tools=tools, documents=documents, **variables
             )
             text = spelled(messages, add_generation_prompt)
-            check_calls(messages, text, lambda changed: spelled(changed, add_generation_prompt))
+            # Only one call, since each takes another rendering: templates treat all in one way.
+            check_calls(messages, text, lambda one: spelled(one, add_generation_prompt), most=1)
             return encoder.encode(text)
-        template, now = self._for(tools), datetime.now()
+        template, now = self.for_tools(tools), datetime.now()
         encoder = tokenizer.control_encoder(template._written_tokens(tokenizer))
         chat = _chat(messages, tools, documents, variables)
         chat, _, _ = template._marked(chat, add_generation_prompt, now, tokenizer, encoder)
@@ -241,7 +242,7 @@ class ChatTemplate:
             documents: see `render`.
             variables: see `render`.
         """
-        template, now = self._for(tools), datetime.now()
+        template, now = self.for_tools(tools), datetime.now()
         encoder = tokenizer.control_encoder(template._written_tokens(tokenizer))
 
         def spelled(messages: Messages, add_generation_prompt: bool) -> str:
@@ -269,7 +270,7 @@ class ChatTemplate:
         as_object, as_json = written
         return '{"k": "v"}' in as_json and (not as_object or "{'k': 'v'}" in as_object)
 
-    def _for(self, tools: object) -> "ChatTemplate":
+    def for_tools(self, tools: object) -> "ChatTemplate":
         """Return the template for chats with these tools, or without tools if they are None."""
         return self if tools is None or self.with_tools is None else self.with_tools
 
@@ -373,49 +374,23 @@ def _check_roles(chat: Chat, names: Collection[str]) -> None:
             )
 
 
-def check_calls(messages: Messages, text: str, render: Callable[[Messages], str]) -> None:
-    """Raise an error if the rendered text of messages is the same without one of their calls.
+def check_calls(
+    messages: Messages, text: str, render: Callable[[Messages], str], most: int | None = None
+) -> None:
+    """Raise an error if the text of messages is the same without one of their first `most` calls.
 
-    Args:
-        messages: the messages.
-        text: the rendered messages.
-        render: renders messages in the same way.
+    `render` renders messages in the same way as `text`.
     """
-    mark = f"{secrets.randbelow(10**20):020}"  # in the names of the functions, to find most calls
-    marked = [_with_marks(message, f"{mark}{at:06}") for at, message in enumerate(messages)]
-    found = ""
-    with suppress(WorkhorseError):
-        found = render(marked) if any(map(_calls_of, messages)) else ""
-    for number, message in enumerate(messages):
-        calls = _calls_of(message)
-        for index in range(len(calls)):
-            if f"{mark}{number:06}{index:06}" in found:
-                continue
-            fewer = {**message, "tool_calls": [*calls[:index], *calls[index + 1 :]] or None}
-            if is_rendered([*messages[:number], fewer, *messages[number + 1 :]], text, render):
-                raise WorkhorseError(
-                    f"the chat template omits tool call {index} of message {number} (role "
-                    f"{message['role']!r}); write the call as content"
-                )
-
-
-def _calls_of(message: ChatMessage) -> Sequence[Any]:
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list | tuple) else ()
-
-
-def _with_marks(message: ChatMessage, mark: str) -> ChatMessage:
-    """Return a message with a mark and its index after the names in each call."""
-    calls = [
-        json.loads(
-            json.dumps(call),
-            object_hook=lambda part, end=f"{mark}{index:06}": (
-                {**part, "name": f"{part['name']}{end}"} if "name" in part else part
-            ),
-        )
-        for index, call in enumerate(_calls_of(message))
-    ]
-    return {**message, "tool_calls": calls} if calls else message
+    counts = [len(functions_of(message)) for message in messages]
+    calls = [(number, index) for number, count in enumerate(counts) for index in range(count)]
+    for number, index in calls[:most]:
+        message, given = messages[number], messages[number]["tool_calls"]
+        fewer = {**message, "tool_calls": [*given[:index], *given[index + 1 :]] or None}
+        if is_rendered([*messages[:number], fewer, *messages[number + 1 :]], text, render):
+            raise WorkhorseError(
+                f"the chat template omits tool call {index} of message {number} (role "
+                f"{message['role']!r}); write the call as content"
+            )
 
 
 def is_rendered(messages: Messages, text: str, render: Callable[[Messages], str]) -> bool:

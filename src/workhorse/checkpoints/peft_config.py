@@ -45,21 +45,15 @@ NOT_MERGED = ("alora_invocation_tokens", "arrow_config", "layer_replication", "u
 """Keys of adapters that PEFT cannot merge."""
 CONVERT = "save the adapter as LoRA, with path_initial_model_for_weight_conversion of PEFT"
 MERGE = "merge the adapter with PEFT's merge_and_unload"
-CHANGE_THE_BASE = {
-    **dict.fromkeys(("pissa", "corda", "olora", "lora_ga"), CONVERT),
-    "loftq": MERGE,
-}
-"""Beginnings of `init_lora_weights` with which PEFT changes the base, and the remedies."""
-CHARACTER = r"(?:[\w.-]|\\[dw.-]|\[\^?(?:[\w.-]|\\[dw.-])+\])[*+]?\??"
-NAMES = r"(?:[\w-]|\\\.)+"
-SEQUENCE = rf"(?:{CHARACTER}|\((?:\?:)?{NAMES}(?:\|{NAMES})*\)\??)+"
-SIMPLE = re.compile(rf"\^?{SEQUENCE}(?:\|{SEQUENCE})*\$?", re.ASCII)
-"""The regular expressions that are matched. Files of strangers can have some that take years."""
-MAX_CHOICES, MAX_LENGTH = 4, 200
-"""Largest number of repetitions and groups of a pattern, and its length. A match takes up to a
-millisecond then."""
-MAX_WORK = 10_000
-"""Limit for the patterns of a config: one without a choice counts 1, others count 500."""
+GIVE_NAMES = "give the names of layers"
+CHANGE_THE_BASE = ("pissa", "corda", "olora", "lora_ga", "loftq")
+"""Beginnings of `init_lora_weights` with which PEFT changes the base."""
+SIMPLE = re.compile(r"(?:[\w.^$|\\\[\]():?-]|(?<![)?*+])[*+])+", re.ASCII)
+"""The regular expressions that are matched: they repeat no group. Others can take years, and files
+of strangers can have them."""
+MAX_CHOICES, MAX_LENGTH, MAX_PATTERNS = 4, 200, 20
+"""Largest number of repetitions and groups of a pattern, its length, and the number of such
+patterns. A match takes up to a millisecond then."""
 
 
 class PeftConfig(Config):
@@ -91,12 +85,11 @@ def read_config(path: Path) -> PeftConfig:
     given = read_json(path)
     fields = {key: value for key, value in given.items() if key in PeftConfig.model_fields}
     method = str(fields.get("init_lora_weights")).lower()
-    for name, remedy in CHANGE_THE_BASE.items():
-        if method.startswith(name):
-            raise WorkhorseError(
-                f"{path}: init_lora_weights={shown(method)} changes the weights of the base; "
-                f"{remedy}"
-            )
+    if method.startswith(CHANGE_THE_BASE):
+        raise WorkhorseError(
+            f"{path}: init_lora_weights={shown(method)} changes the weights of the base; "
+            f"{MERGE if method.startswith('loftq') else CONVERT}"
+        )
     for key in given.keys() - fields.keys() - NO_EFFECT.keys():
         if given[key]:
             remedy = "train the adapter without it" if key in NOT_MERGED else MERGE
@@ -107,11 +100,9 @@ def read_config(path: Path) -> PeftConfig:
         config = PeftConfig(**fields)
     except ConfigError as error:
         raise WorkhorseError(f"{path}: {error}") from None
-    patterns = [*config.rank_pattern, *config.alpha_pattern]
-    if sum(500 if _choices(one) else 1 for one in patterns) > MAX_WORK:
-        raise WorkhorseError(
-            f"{path}: matching {len(patterns)} patterns would take long; give names of layers"
-        )
+    slow = sum(_choices(one) > 0 for one in (*config.rank_pattern, *config.alpha_pattern))
+    if slow > MAX_PATTERNS:
+        raise WorkhorseError(f"{path}: matching {slow} patterns would take long; {GIVE_NAMES}")
     return config
 
 
@@ -198,13 +189,12 @@ def matching(patterns: Mapping[str, Value], name: str, default: Value) -> Value:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    short = len(pattern) <= MAX_LENGTH and _choices(pattern) <= MAX_CHOICES
+    simple = len(pattern) <= MAX_LENGTH and _choices(pattern) <= MAX_CHOICES
     with suppress(re.error):
-        if short and SIMPLE.fullmatch(pattern):
+        if simple and SIMPLE.fullmatch(pattern):
             return re.compile(rf"(.*\.)?({pattern})$")
     raise WorkhorseError(
-        f"the pattern {shown(pattern)} is invalid, or may take too long to match; give the names "
-        "of layers"
+        f"the pattern {shown(pattern)} is invalid, or may take too long to match; {GIVE_NAMES}"
     )
 
 

@@ -313,6 +313,15 @@ def turns(block: BlockConfig) -> bool:
     return block.rope is not None
 
 
+GRANITE = ("residual_multiplier", "attention.scale", "embedding.multiplier", "head.multiplier")
+GRANITE_KEYS: Mapping[str, FieldPath] = {
+    "logit_scale": lambda data: 1 / data["head"]["multiplier"],
+    "residual_scale": "block.residual_multiplier",
+    "embedding_scale": "embedding.multiplier",
+    "attention.scale": "block.attention.scale",
+}
+
+
 def divided_logits(keys: Data) -> Data:
     """Compute Granite's logit multiplier from the file's keys, which store its reciprocal."""
     return {"head.multiplier": 1 / keys["logit_scale"]}

@@ -110,15 +110,11 @@ def remark(train: TrainConfig, found: TrainConfig, step_seconds: float) -> str:
     """Return a log line with the number of steps that `train.minutes` gives."""
     warmup, shorter = train.schedule.warmup_steps, found.schedule.warmup_steps
     shortened = f"; warm-up shortened from {warmup} to {shorter} steps" if warmup != shorter else ""
-    minutes, per_step = f"train.minutes={train.minutes:g}", f"at {step_seconds:.3g} s per step"
-    if train.steps is None:
-        return f"{minutes} gives train.steps={found.steps} {per_step}{shortened}"
-    whole = f"{train.steps * step_seconds / 60:.1f} minutes {per_step}"
-    if found.steps == train.steps:
-        return f"train.steps={train.steps} fits into {minutes}: {whole}"
+    whole = (train.steps or 0) * step_seconds / 60
+    of_all = f"; {train.steps} steps would take {whole:.1f} minutes" if train.steps else ""
     return (
-        f"train.steps={train.steps} would take {whole}; {minutes} shortens it to {found.steps} "
-        f"steps{shortened}"
+        f"train.minutes={train.minutes:g} gives train.steps={found.steps} at {step_seconds:.3g} s "
+        f"per step{of_all}{shortened}"
     )
 
 

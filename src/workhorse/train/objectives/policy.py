@@ -297,8 +297,7 @@ Baseline = Literal["none", "batch", "group", "group_std", "leave_one_out"]
 def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float = 1e-4) -> Tensor:
     """Compute the advantages of completions from their rewards, (batch).
 
-    Advantages of completions with equal rewards are exactly 0, also if the mean of these rewards
-    would be rounded.
+    Advantages of completions with equal rewards are exactly 0.
 
     Args:
         rewards: (batch) rewards.
@@ -315,9 +314,9 @@ def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float
     if baseline == "none":
         return rewards
     if baseline == "batch":
-        return _centred(rewards)
+        group = torch.zeros_like(group)
     _, index, sizes = group.unique_consecutive(return_inverse=True, return_counts=True)
-    if sizes.min() < 2:  # noqa: PLR2004 - two completions can be compared
+    if sizes.min() < 2 and baseline != "batch":  # noqa: PLR2004 - two can be compared
         raise WorkhorseError(f"a group has 1 completion; baseline={baseline} needs at least 2")
     zeros = rewards.new_zeros(len(sizes))
     above_first = rewards - rewards[sizes.cumsum(0) - sizes][index]
@@ -328,12 +327,6 @@ def advantages_of(rewards: Tensor, group: Tensor, baseline: Baseline, eps: float
         variances = zeros.index_add(0, index, centred.square()) / (sizes - 1)
         return centred / (variances.sqrt()[index] + eps)
     return centred
-
-
-def _centred(values: Tensor) -> Tensor:
-    """Subtract the mean of some values; equal values become exactly 0."""
-    above_first = values - values[0]
-    return above_first - above_first.mean()
 
 
 def with_advantages(batch: PolicyBatch, values: Tensor, config: ValuesConfig) -> PolicyBatch:
@@ -354,7 +347,8 @@ def with_advantages(batch: PolicyBatch, values: Tensor, config: ValuesConfig) ->
     advantages = gae(rewards, values, config.gamma, config.gae_lambda).where(learned, 0)
     returns = advantages + values
     if config.whiten and learned.any():
-        of_targets = _centred(advantages[learned].double())
+        of_targets = advantages[learned].double()
+        of_targets = advantages_of(of_targets, torch.zeros_like(of_targets), "batch")
         variance = of_targets.var(correction=int(len(of_targets) > 1))  # 0 for one target
         scaled = of_targets / (variance + 1e-8).sqrt()
         advantages = advantages.masked_scatter(learned, scaled.to(advantages.dtype))

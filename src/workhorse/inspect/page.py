@@ -69,8 +69,8 @@ def token_limit(decoder: Decoder) -> int:
 
     def needed(tokens: int) -> float:
         binary = heads * tokens * (tokens + 1) / 2 + (heads + layers) * tokens * 4 * DIVIDED
-        parts = 150 * (heads + 3 * layers) + 160 * layers * tokens  # ablations, kinds
-        text = 100_000 + parts  # template
+        # The template, and the ablations and kinds of the heads.
+        text = 100_000 + 150 * (heads + 3 * layers) + 160 * layers * tokens
         return 4 / 3 * (binary + 2 * vocab) + text
 
     most = min(MOST_TOKENS, decoder.config.steady_length())  # so RoPE's angles do not depend on it
@@ -306,10 +306,8 @@ def positions(decoder: Decoder, seq: int) -> dict[str, Any]:
             width = block.grouped.key_dim(config.d_model) if block.grouped else latent.rope_dim
             found |= _rotation(block.rope, width, seq)
         if pattern.alibi_slopes:
-            found |= {
-                "slopes": pattern.alibi_slopes,
-                "scaled": cast(Any, block.attention).position.scaled,
-            }
+            scaled = cast(Any, block.attention).position.scaled
+            found |= {"slopes": pattern.alibi_slopes, "scaled": scaled}
         blocks[name] = {"kind": block.attention.position.kind, **found}
     return {"blocks": blocks, "added": _added(decoder, seq)}
 

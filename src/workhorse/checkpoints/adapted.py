@@ -83,8 +83,7 @@ class AdapterConfig(LoraConfig):
     @property
     def names_a_layer(self) -> bool:
         """True if an option names the number of a layer, so that layers can differ."""
-        targets = () if self.targets == "all" else self.targets
-        names = (*targets, *self.ranks, *self.alphas, *self.also_train)
+        names = (*self.targets, *self.ranks, *self.alphas, *self.also_train)
         return any(part.isdigit() for name in names for part in name.split("."))
 
     def check_parallel(self, parallel: ParallelismConfig) -> None:

@@ -277,13 +277,8 @@ def _records(source: SourceConfig, split: SplitName, advice: Advice) -> Records:
                     yield where, [Document(where, "", example=Example(), error=str(error))]
                     continue
                 skips, both = source.on_error == "skip", record.examples  # or only one
-                yield (
-                    record.identity,
-                    [
-                        _example(where, one, both[1 - n : 2 - n] if skips else None)
-                        for n, one in enumerate(both)
-                    ],
-                )
+                others = (both[1 - n : 2 - n] if skips else None for n in range(len(both)))
+                yield record.identity, [*map(_example, [where] * len(both), both, others)]
         case TaskConfig():
             for strings in examples(source.task, source.count, source.difficulty, source.seed):
                 yield strings[0], [_example(strings[0], Example(strings=strings))]

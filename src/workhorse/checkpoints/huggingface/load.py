@@ -282,14 +282,13 @@ def _special_ids(fields: Fields, generation: Fields) -> dict[str, list[int]]:
 
 _ONLY_SAMPLED = ("temperature", "top_p", "min_p", "top_k")
 """Options of `generation_config.json` that need `do_sample`, as in transformers."""
-_SILENT = frozenset(
-    """_from_model_config bos_token_id decoder_start_token_id do_sample eos_token_id pad_token_id
-    transformers_version use_cache""".split()  # noqa: SIM905 the list is long
+_SILENT = re.compile(
+    "_from_model_config|(bos|decoder_start|eos|pad)_token_id|transformers_version|use_cache"
 )
 """Keys of `generation_config.json` that are read elsewhere or change no token."""
-_ONE_IS_OFF = frozenset(
-    """encoder_repetition_penalty length_penalty num_beam_groups num_beams num_return_sequences
-    temperature top_p typical_p""".split()  # noqa: SIM905 the list is long
+_ONE_IS_OFF = re.compile(
+    "num_(beams|beam_groups|return_sequences)|(encoder_repetition|length)_penalty|temperature|"
+    "(top|typical)_p"
 )
 """Options of `generation_config.json` for which 1 has no effect. For others, 0 has none."""
 
@@ -309,8 +308,8 @@ def _ignored(generation: Fields) -> list[str]:
     """Return warnings about options of `generation_config.json` that are not used."""
     found: dict[str, list[str]] = {}
     for key, value in generation.values.items():
-        is_off = value in (None, 0, [], {}) or (key in _ONE_IS_OFF and value == 1)
-        if not is_off and key not in generation.seen | _SILENT:
+        is_off = value in (None, 0, [], {}) or (value == 1 and _ONE_IS_OFF.fullmatch(key))
+        if not is_off and key not in generation.seen and not _SILENT.fullmatch(key):
             reason = "without do_sample" if key in _ONLY_SAMPLED else "(not supported)"
             found.setdefault(reason, []).append(key)
     return [f"{GENERATION_FILE}: ignored {why}: {', '.join(keys)}" for why, keys in found.items()]

@@ -62,11 +62,32 @@ def test_a_python_function_scores_a_batch_and_may_print(tmp_path: Path) -> None:
     made.close()
 
 
+def test_the_file_of_a_function_is_a_module(tmp_path: Path) -> None:
+    made = reward(
+        tmp_path,
+        "from __future__ import annotations\n"
+        "import dataclasses, multiprocessing\n"
+        "@dataclasses.dataclass\n"
+        "class Score:\n"
+        "    value: float\n"
+        "def score(text):\n"
+        "    return Score(len(text))\n"
+        "def reward(prompts, completions, answers):\n"
+        "    with multiprocessing.get_context('fork').Pool(1) as pool:\n"
+        "        return [score.value for score in pool.map(score, completions)]\n",
+    )
+    assert made(["p", "p"], ["a", "ab"], ["a", "a"]) == [1.0, 2.0]
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ("def reward(p, c, a):\n    raise ValueError('no\\nscore')", "raised ValueError: no score"),
-        ("def score(p, c, a):\n    return [0, 0]", "raised AttributeError: module 'reward' has no"),
+        (
+            "def score(p, c, a):\n    return [0, 0]",
+            "raised AttributeError: module '__reward__' has",
+        ),
         ("def reward(p, c, a):\n    return [1]", "returned [1] for 2 completions"),
         (
             "def reward(p, c, a):\n    return [1, float('nan')]",
@@ -81,6 +102,7 @@ def test_a_python_function_scores_a_batch_and_may_print(tmp_path: Path) -> None:
             "returned a dict; return a list with",
         ),
         ("def reward(p, c, a):\n    return '10'", "returned a str; return a list with one number"),
+        ("def reward(p, c, a):\n    raise MemoryError", "raised MemoryError; correct it"),
         ("import os\ndef reward(p, c, a):\n    os._exit(3)", "did not return: its process ended;"),
         ("syntax error", "raised SyntaxError"),
     ],

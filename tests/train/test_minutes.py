@@ -66,6 +66,13 @@ def test_a_resumed_run_keeps_its_steps(half_minute, tmp_path: Path) -> None:
     said = f"train.minutes=2 applies only to a new run, but .*train.steps={steps}; set train.steps"
     with pytest.raises(WorkhorseError, match=said):
         train(other, tmp_path / "run", resume=True)
+    longer = half_minute.replace(train=half_minute.train.replace(steps=steps + 90).to_dict())
+    told: list[dict[str, Any]] = []
+    assert train(longer, tmp_path / "run", resume=True, on_event=told.append).steps == steps
+    said = (
+        f"train.steps={steps + 90} is not used, because train.minutes gave this run {steps} steps"
+    )
+    assert any(said in event.get("message", "") for event in told)
 
 
 def test_a_run_that_stopped_before_its_steps_were_timed_times_them(

@@ -135,7 +135,13 @@ def _train(
     with lock, _naming(run):
         into = store or run.store(recipe.train.keep)
         if resume:
-            recipe = as_begun(run, recipe)
+            asked, recipe = recipe.train.steps, as_begun(run, recipe)
+            if asked not in (None, recipe.train.steps):
+                line = (
+                    f"train.steps={asked} is not used, because train.minutes gave this run "
+                    f"{recipe.train.steps} steps; to change them, set train.steps without minutes"
+                )
+                on_event({"kind": "notice", "message": line})
             resumed = plan_resumption(run, recipe, into.newest)
         else:
             resumed = Resumption(notices=recipe_warnings(recipe))

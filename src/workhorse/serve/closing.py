@@ -288,7 +288,8 @@ class Closing:
         if shortest > most_new:
             raise GrammarError(
                 f"the shortest completion that the grammar allows has {shortest} tokens, and "
-                f"this one may have {most_new}; choose max_tokens={shortest} or more"
+                f"this one may have {most_new}; choose max_tokens={shortest} or more, and "
+                "a prompt that leaves room for them"
             )
         self._search_at = -1 if end is None else shortest + 4 * LONGEST_PART
         """Number of tokens left at which an end is searched if none is known."""

@@ -287,6 +287,14 @@ def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None
     path.write_text(json.dumps({"eos_token_id": "5"}))
     with pytest.raises(WorkhorseError, match=r"generation_config.json: eos_token_id='5' is not"):
         HuggingFaceDirectory(folder)
+    path.write_text(json.dumps({"min_p": 10**400, "do_sample": True}))
+    with pytest.raises(
+        WorkhorseError, match=r"generation_config.json: min_p=10+… is too large; cor"
+    ):
+        HuggingFaceDirectory(folder)
+    path.write_text(json.dumps({"eos_token_id": 10**400}))
+    (line,) = HuggingFaceDirectory(folder).remarks
+    assert len(line) < 200
 
 
 @pytest.mark.parametrize(

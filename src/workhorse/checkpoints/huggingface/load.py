@@ -28,7 +28,7 @@ from workhorse.checkpoints.huggingface.tensor_folder import (
 )
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config.base import ConfigError
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.files.text_formats import read_json
 from workhorse.models.huggingface import Family, Fields, family
 from workhorse.models.huggingface.family import SPECIAL_IDS
@@ -191,7 +191,7 @@ class HuggingFaceDirectory:
             raise WorkhorseError(f"{where} {error}") from None
         except ArithmeticError as error:  # a length of 0, a width of 10^400
             raise WorkhorseError(
-                f"{self.path}: config.json has impossible sizes: {error}"
+                f"{self.path}: config.json has impossible sizes: {error}; correct the file"
             ) from None
         self.kind = f"Hugging Face directory, model type {model_type}"
         self.tokenizer_folder = self.path
@@ -325,7 +325,7 @@ def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
     A padding id of -1 is accepted, because many files have it instead of null.
     """
     return [
-        f"{key}={one} is outside the vocabulary of {size} tokens and is ignored"
+        f"{key}={shown(one)} is outside the vocabulary of {size} tokens and is ignored"
         for key, listed in ids.items()
         for one in listed
         if not 0 <= one < size and (one, key) != (-1, "pad_token_id")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from workhorse.config.base import ConfigError
+from workhorse.errors import shown
 
 _GPT = {
     "hidden_size": "n_embd",
@@ -264,7 +265,12 @@ class Fields:
 
     def _checked(self, key: str, value: object, kind: type[Value]) -> Value:
         if kind is float and type(value) is int:
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                raise ConfigError(
+                    f"{self.where}: {key}={shown(value)} is too large; correct the file"
+                ) from None
         if kind is int and type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not kind or value != value:  # noqa: PLR0124 nan is not equal to itself
@@ -272,6 +278,6 @@ class Fields:
         return cast(Value, value)
 
     def _wrong(self, key: str, value: object, kind: type) -> ConfigError:
-        shown = repr(value)
-        shown = shown if len(shown) <= 40 else shown[:37] + "…"  # noqa: PLR2004
-        return ConfigError(f"{self.where}: {key}={shown} is not {TYPES[kind]}; correct the file")
+        return ConfigError(
+            f"{self.where}: {key}={shown(value)} is not {TYPES[kind]}; correct the file"
+        )

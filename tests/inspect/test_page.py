@@ -176,6 +176,7 @@ def test_the_command(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
         ("--json",): "give either --prompt TEXT or --tokens IDS",
         ("--json", "--tokens", "5", "--chat"): "--chat needs a message",
         ("--json", "--tokens", "5;6"): "'5;6' is not a list of token ids",
+        ("--json", "--tokens", "1" * 5000): "1… is not a list of token ids",
         ("--json", "--tokens", "99999"): "token ids range from 99999",
         ("--json", "--prompt", "a" * 40): "tokens, and the page of this model explains 1 to",
     }.items():

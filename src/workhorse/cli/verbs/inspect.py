@@ -16,6 +16,7 @@ from workhorse.cli.loading import (
 )
 from workhorse.cli.output import counted, print_result, progress
 from workhorse.cli.sampling import read_prompts
+from workhorse.errors import shown
 from workhorse.files.writing import check_place
 
 
@@ -67,7 +68,7 @@ def command(
     if out is None and not as_json:
         raise click.UsageError("no output is given; use --out FILE, or --json")
     if tokens is not None and not re.fullmatch(r"[0-9]{1,9}([, ]+[0-9]{1,9})*", tokens):
-        raise click.UsageError(f"--tokens {tokens!r} is not a list of token ids; give 5,17,3")
+        raise click.UsageError(f"--tokens {shown(tokens)} is not a list of token ids; give 5,17,3")
     if out is not None:
         check_place(out)  # fails before the model is loaded
     text = "" if prompt is None else read_prompts((prompt,), None)[0]

@@ -13,7 +13,7 @@ from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.parts import check_layers
 from workhorse.parallel.division.teams import part_of_model
-from workhorse.plan.limits import FINEST, longest, most_rows, remedies, smallest_mesh
+from workhorse.plan.limits import FINEST, MOST_TOKENS, largest, remedies, smallest_mesh
 from workhorse.train.recipe.training import TrainConfig
 
 CUDA = torch.device("cuda")  # no CUDA device is needed
@@ -205,10 +205,10 @@ def test_most_rows(room: int) -> None:
     def needed(rows: int) -> int:
         return 90 + 10 * rows + rows // 7
 
-    found = most_rows(needed, room, 100_000)
+    found = largest(needed, room, 1, 100_000, exact=True)
     assert needed(found) <= room or found == 0
     assert needed(found + 1) > room
-    assert most_rows(needed, room, 3) == min(found, 3)
+    assert largest(needed, room, 1, 3, exact=True) == min(found, 3)
 
 
 def test_longest() -> None:
@@ -216,9 +216,9 @@ def test_longest() -> None:
         return 100 + length + length**2 // 1000
 
     for room, start in [(150, 256), (1_000, 256), (50_000, 256), (2_130, 1_030), (777, 333)]:
-        found = longest(needed, room, start)
+        found = largest(needed, room, start, MOST_TOKENS)
         assert needed(found) <= room < needed(found + max(1, found // FINEST))
-    assert longest(needed, 10, 256) == 0
+    assert largest(needed, 10, 256, MOST_TOKENS) == 0
 
 
 def test_the_smallest_mesh() -> None:

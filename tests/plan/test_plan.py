@@ -340,7 +340,7 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["gpt2", "--device", "l4,h100", "--price", "1"], "--price is given 1 times for 2 devices"),
         (
             ["gpt2", "adapter.rank=4", "--budget", "1e18"],
-            "--budget 1e+18 has no effect on an adapter, whose size no scaling law chooses; remove",
+            "--budget 1e+18 has no effect on an adapter; remove it",
         ),
         (["nothing"], "there is no folder, hub id or preset 'nothing'"),
         (["missing.yaml"], "cannot read missing.yaml"),

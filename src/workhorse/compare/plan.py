@@ -4,7 +4,7 @@ A study compares variants of a recipe. A trial is one training run of a variant.
 that the variants are comparable.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from workhorse.data.sources import check_outside
 from workhorse.devices.names import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import check_held, check_training
+from workhorse.memory.step_memory import StepOptions
 from workhorse.models.describe import flops_per_token
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
@@ -43,7 +44,13 @@ def measure_of(recipes: Mapping[str, Recipe], baseline: str) -> Measure:
     """
     measure: Measure = "loss"
     for name, recipe in recipes.items():
-        for path in _text_differences(recipes[baseline], recipe):
+        before, now = (
+            {"data": one.data.to_dict(), "tokenizer": one.tokenizer.to_dict()}
+            for one in (recipes[baseline], recipe)
+        )
+        for path, _, _ in differences(before, now):
+            if path[:2] == ("data", "cache_dir"):  # it does not affect the data
+                continue
             if path[0] == "data" and path != ("data", "packing"):
                 raise WorkhorseError(
                     f"{name!r} has a different {'.'.join(path)} than {baseline!r}: losses on "
@@ -51,18 +58,6 @@ def measure_of(recipes: Mapping[str, Recipe], baseline: str) -> Measure:
                 )
             measure = "bits_per_byte"
     return measure
-
-
-def _text_differences(first: Recipe, second: Recipe) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of `data` and `tokenizer` settings in which two recipes differ.
-
-    `data.cache_dir` may differ, because it does not affect the data.
-    """
-    for section in ("data", "tokenizer"):
-        before, now = (getattr(recipe, section).to_dict() for recipe in (first, second))
-        for path, _, _ in differences(before, now, (section,)):
-            if path[:2] != ("data", "cache_dir"):
-                yield path
 
 
 def check_different(recipes: Mapping[str, Recipe]) -> None:
@@ -407,14 +402,8 @@ def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:
         if recipe.train.micro_batch_size == "auto":
             check_held(config, recipe.train, device, adapter=recipe.adapter)
         else:
-            check_training(
-                config,
-                recipe.train,
-                device,
-                packed=recipe.data.packed,
-                parallel=recipe.parallel,
-                adapter=recipe.adapter,
-            )
+            options: StepOptions = {"packed": recipe.data.packed, "adapter": recipe.adapter}
+            check_training(config, recipe.train, device, parallel=recipe.parallel, **options)
     except WorkhorseError as error:
         raise WorkhorseError(f"variants.{name}: {error}") from None
 

@@ -49,10 +49,8 @@ def moments_of_part(
     begins = [one.begin for one in step.spans if (one.part, one.phase) == ("embedding", "forward")]
     keeps_whole = parallel.is_exact and parallel.reshard == "step"
     columns = [
-        step.timeline[kind]
-        if (share := shares.get(kind, 1.0)) == 1
-        else [round(n_bytes * share) for n_bytes in step.timeline[kind]]
-        for kind in KINDS
+        [round(n_bytes * share) for n_bytes in step.timeline[kind]]
+        for kind, share in (dict.fromkeys(KINDS, 1.0) | dict(shares)).items()
     ]
     for moment, row in enumerate(zip(*columns, strict=True)):
         while moment >= following.begin:

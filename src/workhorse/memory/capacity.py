@@ -2,13 +2,13 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import torch
-from torch import Tensor
 
 from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.runs.run_directory import RunDirectory
@@ -18,6 +18,7 @@ from workhorse.devices.names import dtype_name, training_dtype
 from workhorse.devices.tape import without_data
 from workhorse.errors import WorkhorseError
 from workhorse.memory.device_memory import device_memory
+from workhorse.memory.step_memory import StepOptions
 from workhorse.models.describe import count_parameters, flops_per_token
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
@@ -143,9 +144,8 @@ def check_training(
     train: "TrainConfig",
     device: torch.device,
     *,
-    packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> None:
     """Raise an error if training does not fit into memory.
 
@@ -153,18 +153,13 @@ def check_training(
     whole step is checked too, because the operating system kills a process that runs out of memory.
     Short runs skip this check, because it takes time. On a GPU, CUDA reports out-of-memory errors.
 
-    Args:
-        config: the decoder's config.
-        train: the training settings; `micro_batch_size` is a number or None.
-        device: the device to train on.
-        packed: True if rows hold several documents.
-        parallel: the parallelism settings; each rank on this machine needs the same memory.
-        adapter: the adapter to train; None to train all weights.
+    The arguments are the same as in `device_memory`. Each rank on this machine needs the same
+    memory.
 
     Raises:
         WorkhorseError: training does not fit.
     """
-    check_held(config, train, device, parallel, adapter=adapter)
+    check_held(config, train, device, parallel, adapter=options.get("adapter"))
     decoder = config.build(train.kernel, device="meta")
     operations = train.tokens_per_step * flops_per_token(decoder, train.seq_len)
     is_long = train.steps is None or train.steps * operations >= LONG
@@ -172,9 +167,7 @@ def check_training(
         rows = train.micro_batches(parallel).size
         what = f"a micro-batch of {rows:,} sequences of {train.seq_len:,} tokens"
         remedy = "set train.micro_batch_size=auto, or run workhorse plan for suggestions"
-        needed = step_bytes(
-            config, train, device, packed=packed, parallel=parallel, adapter=adapter
-        )
+        needed = step_bytes(config, train, device, parallel=parallel, **options)
         _check(needed, device, what, remedy)
 
 
@@ -192,36 +185,28 @@ def check_held(
         WorkhorseError: weights, gradients and optimizer state do not fit.
     """
     dtype = training_dtype(train.dtype, device)
-    narrow = dtype == torch.bfloat16
     if adapter is None:
         decoder = config.build(train.kernel, device="meta")
     else:
         decoder = adapter.trainable(config, train.kernel, torch.device("meta"), dtype)
-    low_bits = round_weights(decoder) if narrow else {}
+    low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
     optimizer = build_optimizer(decoder, train.optimizer, low_bits)
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
     weights = [*decoder.parameters(), *decoder.buffers()]
     held = [*weights, *learning, *optimizer.tensors().values(), *low_bits.values()]
     what = "the model with its gradients and optimizer state"
     ways = max(parallel.weight_parts, parallel.expert) * parallel.tensor * parallel.pipeline
-    needed = _bytes(held) // ways
+    needed = sum(tensor.nbytes for tensor in held) // ways
     _check(needed, device, what, "use a smaller model or a device with more memory")
 
 
 def _check(n_bytes: int, device: torch.device, what: str, remedy: str) -> None:
-    """Raise an error if the device has less memory than `n_bytes` for each process that shares it.
-
-    `what` and `remedy` are used in the message.
-    """
+    """Raise an error if the device has less memory than `n_bytes` per process that shares it."""
     sharers = environment.count_here() if device.type == "cpu" else 1
     if sharers > 1:
         what += f" in {sharers} processes"
         remedy = f"start fewer processes, shard the weights with parallel.shard, or {remedy}"
     check_fits(sharers * n_bytes, device, what, remedy)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 MARGIN, SCATTERED = 0.1, 0.3
@@ -234,22 +219,15 @@ def fit_micro_batch(
     train: "TrainConfig",
     device: torch.device,
     *,
-    packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> "TrainConfig":
     """Replace `micro_batch_size: auto` by the largest size that fits into the free memory.
 
     Settings with another `micro_batch_size` are returned unchanged. No step is executed: the memory
     that a size needs is determined by recording a step on tensors without data.
 
-    Args:
-        config: the decoder's config.
-        train: the training settings.
-        device: the device to train on.
-        packed: True if rows hold several documents.
-        parallel: the parallelism settings; ranks on this machine share its memory.
-        adapter: the adapter to train; None to train all weights.
+    The arguments are the same as in `device_memory`. Ranks on this machine share its memory.
 
     Raises:
         WorkhorseError: not even one row fits, or free memory is not known on this device.
@@ -265,7 +243,7 @@ def fit_micro_batch(
     @cache
     def needed(rows: int) -> int:
         tried = train.replace(micro_batch_size=rows)
-        return step_bytes(config, tried, device, packed=packed, parallel=parallel, adapter=adapter)
+        return step_bytes(config, tried, device, parallel=parallel, **options)
 
     most = parallel.micro_batches(train.batch_size).size
     together = train.objective.rows_together
@@ -304,22 +282,14 @@ def step_bytes(
     train: "TrainConfig",
     device: torch.device,
     *,
-    packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> int:
     """Peak memory of a step on one rank in bytes, including the copies of float16 autocast.
 
-    Args:
-        config: the decoder's config.
-        train: the training settings; `micro_batch_size` is a number or None.
-        device: the device to train on.
-        packed: True if rows hold several documents.
-        parallel: the parallelism settings.
-        adapter: the adapter to train; None to train all weights.
+    The arguments are the same as in `device_memory`.
     """
-    recorded = recordable(train, device)
-    found = device_memory(config, recorded, device, parallel, packed=packed, adapter=adapter)
+    found = device_memory(config, recordable(train, device), device, parallel, **options)
     copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
     return found.total + copies
 
@@ -334,22 +304,15 @@ def recordable(train: "TrainConfig", device: torch.device) -> "TrainConfig":
 
 
 def largest_share(needed: Callable[[int], int], room: int, rows: int, together: int = 1) -> int:
-    """The largest micro-batch size that needs at most `room` bytes; 0 if none does.
+    """The largest of `shares(rows, together)` that needs at most `room` bytes; 0 if none does.
 
-    The sizes to choose from are `shares(rows, together)`.
-
-    Args:
-        needed: returns the bytes that a size needs; it must be an increasing function.
-        room: the available memory in bytes.
-        rows: the largest size to try.
-        together: the number of rows that must be in the same pass.
+    `needed` returns the bytes for a micro-batch size and must be an increasing function.
     """
     sizes = shares(rows, together)
-    first, last = 0, len(sizes)  # binary search, but all rows first: they often fit
-    while first < last:
-        at = (first + last) // 2 if first else 0
-        first, last = (first, at) if needed(sizes[at]) <= room else (at + 1, last)
-    return sizes[first] if first < len(sizes) else 0
+    if needed(sizes[0]) <= room:  # tried first, because all rows often fit
+        return sizes[0]
+    at = bisect_left(sizes, True, lo=1, key=lambda size: needed(size) <= room)
+    return (*sizes, 0)[at]
 
 
 def shares(rows: int, together: int = 1) -> list[int]:

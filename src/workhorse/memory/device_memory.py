@@ -5,14 +5,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.config.base import ConfigError
 from workhorse.memory.account import Moment, is_of_layer, moments_of_part, ways_of, whole_at_once
-from workhorse.memory.step_memory import Kind, Place, StepMemory, step_memory
+from workhorse.memory.step_memory import Kind, Place, StepMemory, StepOptions, step_memory
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
 from workhorse.parallel.division.parts import check_divisible
@@ -71,9 +70,8 @@ def device_memory(
     device: torch.device,
     parallel: ParallelismConfig = UNDIVIDED,
     *,
-    packed: bool = False,
     updates: bool = True,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> DeviceMemory:
     """The memory of a training step on the device that needs the most.
 
@@ -95,15 +93,14 @@ def device_memory(
         train: the training settings of all devices; `micro_batch_size` is a number or None.
         device: the type of device.
         parallel: the parallelism settings.
-        packed: True if rows hold several documents.
         updates: True to also record the weight update.
-        adapter: the adapter to train; None to train all weights.
+        options: see `StepOptions`.
 
     Raises:
         ConfigError: the model or its batches cannot be divided by these settings.
     """
     check_divisible(config, train.kernel, parallel)
-    if adapter is not None:
+    if adapter := options.get("adapter"):
         adapter.check_parallel(parallel)
     try:
         parallel.check_batch(train.batch_size, train.seq_len)
@@ -116,9 +113,7 @@ def device_memory(
     else:
         recorded = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
         divided = parallel
-    record = partial(
-        _recorded, config, recorded, device, packed=packed, updates=updates, adapter=adapter
-    )
+    record = partial(_recorded, config, recorded, device, updates=updates, **options)
     found = [
         _of_stage(
             record(divided, stage), parallel, stage, own.count, device.type, tied=config.head.tied
@@ -133,9 +128,7 @@ def peak_of_passes(
     train: "TrainConfig",
     device: torch.device,
     parallel: ParallelismConfig,
-    *,
-    packed: bool = False,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> int:
     """Peak bytes of the forward and backward passes, without the weight update.
 
@@ -146,7 +139,8 @@ def peak_of_passes(
 
     The arguments are the same as in `device_memory`.
     """
-    record = partial(device_memory, packed=packed, updates=False, adapter=adapter)
+    record = partial(device_memory, updates=False, **options)
+    adapter = options.get("adapter")
     period = len(config.pattern or config.blocks)
     ends = 2 * period
     few = 2 * ends + config.n_layers % period
@@ -164,7 +158,7 @@ def peak_of_passes(
 def _peaks(memory: DeviceMemory, n_layers: int, ends: int) -> dict[tuple[int, str, str], int]:
     """The peak bytes at each point of a step: pass, phase, and part of the model.
 
-    Only the first and the last `ends` layers are included. The last ones are counted from the end.
+    All layers except the first `ends` are counted from the end.
     """
     found: Counter[tuple[int, str, str]] = Counter()
     number, before = 0, ""
@@ -173,8 +167,6 @@ def _peaks(memory: DeviceMemory, n_layers: int, ends: int) -> dict[tuple[int, st
         before, name = part, part
         if is_of_layer(part):
             layer = int(part.rpartition(".")[2])
-            if ends <= layer < n_layers - ends:
-                continue
             name = f"{layer - n_layers if layer >= ends else layer}"
         point = number, phase, name
         found[point] = max(found[point], sum(kinds.values()))
@@ -238,25 +230,18 @@ def _recorded(
     parallel: ParallelismConfig,
     stage: int,
     *,
-    packed: bool,
     updates: bool,
-    adapter: AdapterConfig | None,
+    **options: Unpack[StepOptions],
 ) -> StepMemory:
     """The cached record of a step, shared by all ranks with the same part of the model."""
     parallel = parallel.replace(data=1, shard=1, expert=1)
+    packed, adapter = options.get("packed", False), options.get("adapter")
     parts = [config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), stage, packed]
     key = json.dumps([*parts, adapter and adapter.to_dict()])
     found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
         found = _RECORDS[key] = step_memory(
-            config,
-            train,
-            device,
-            packed=packed,
-            updates=updates,
-            parallel=parallel,
-            stage=stage,
-            adapter=adapter,
+            config, train, device, updates=updates, parallel=parallel, stage=stage, **options
         )
         if len(_RECORDS) > MOST_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]  # the oldest

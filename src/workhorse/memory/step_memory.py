@@ -8,7 +8,17 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    get_args,
+)
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +116,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["forward", "backward", "update"]
 
 
+class StepOptions(TypedDict, total=False):
+    """Options of a recorded step."""
+
+    packed: bool
+    """True if rows hold several documents, separated by a mask."""
+    adapter: AdapterConfig | None
+    """The adapter to train; None to train all weights."""
+
+
 class Place(NamedTuple):
     """The part and the component of a model that a parameter belongs to."""
 
@@ -163,11 +182,10 @@ def step_memory(
     train: "TrainConfig",
     device: torch.device,
     *,
-    packed: bool = False,
     updates: bool = True,
     parallel: ParallelismConfig = UNDIVIDED,
     stage: int | None = None,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> StepMemory:
     """Record the memory of a training step on tensors without data.
 
@@ -184,12 +202,11 @@ def step_memory(
         train: the training settings; `micro_batch_size` is a number or None, and `dtype` is not
             `auto` unless this machine has the device.
         device: the device to record for; this machine need not have it.
-        packed: True if rows hold several documents, separated by a mask.
         updates: True to also record the weight update, which does not depend on the batch.
         parallel: the parallelism settings.
         stage: the pipeline stage; None for the last. If several micro-batches wait for their
             backward pass at once, only one of them is recorded.
-        adapter: the adapter to train; None to train all weights.
+        options: see `StepOptions`.
     """
     from workhorse.train.step.build import build_step
 
@@ -200,7 +217,7 @@ def step_memory(
     if not parallel.is_exact:
         own = train.micro_batches(parallel)
         rows = min(own.rows, 2 * own.size)
-    here = stand_in(device)
+    here, adapter = stand_in(device), options.get("adapter")
     with without_data(here) as tape:
         teams = absent_teams(parallel, config.vocab_size, stage)
         if adapter is None:
@@ -232,7 +249,7 @@ def step_memory(
         recorder = _Recorder(tape, step.objective, decoder)
         begin = tape.now
         tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=here)
-        batch = train.objective.synthetic(tokens, tokens if packed else None)
+        batch = train.objective.synthetic(tokens, tokens if options.get("packed") else None)
         loss, count = step.backward(batch)
         tape.mark(optimizer.masters.sums.values(), "sums")
         if updates:

@@ -4,18 +4,18 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
 
-from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.config.base import ConfigError
 from workhorse.devices.tape import stand_in, without_data
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import cache_bytes, cache_of_layers
 from workhorse.memory.device_memory import device_memory, peak_of_passes
+from workhorse.memory.step_memory import StepOptions
 from workhorse.models.describe import flops_per_token, recomputed_flops
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
@@ -63,13 +63,9 @@ def serving(
             weights, multiplied = bytes_of_weights(config, device, format)
         except WorkhorseError:
             continue
-        way: dict[str, Any] = {"weights": weights, "texts": None, "tokens_per_second": None}
-        ways[name] = way
-        if room is not None:
-            way["texts"] = max(0, (room - weights) // per_text)
-        if bandwidth is not None:
-            read = multiplied + per_text / 2
-            way["tokens_per_second"] = bandwidth * GIGA / read
+        texts = None if room is None else max(0, (room - weights) // per_text)
+        speed = None if bandwidth is None else bandwidth * GIGA / (multiplied + per_text / 2)
+        ways[name] = {"weights": weights, "texts": texts, "tokens_per_second": speed}
     return {
         "bytes_per_token": cache_bytes(layers, 1),
         "context": context,
@@ -169,9 +165,7 @@ def limits(
     device: torch.device,
     mesh: ParallelismConfig,
     room: int,
-    *,
-    packed: bool = False,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> Limits:
     """Find the largest training steps that fit into `room` bytes per device.
 
@@ -181,11 +175,9 @@ def limits(
         device: the device; only its type matters.
         mesh: the parallelism settings for `micro_batch_size` and `seq_len` of the result.
         room: memory per device in bytes.
-        packed: True if rows hold several documents, separated by a mask.
-        adapter: the adapter to train; None to train all weights.
+        options: see `StepOptions`.
     """
-    update = device_memory(config, train, device, mesh, packed=packed, adapter=adapter).update
-    peak = partial(peak_of_passes, packed=packed, adapter=adapter)
+    update = device_memory(config, train, device, mesh, **options).update
 
     def needed(rows: int, length: int) -> int:
         batch = rows * mesh.parts * mesh.pipeline  # enough micro-batches to fill the first stage
@@ -193,36 +185,20 @@ def limits(
             batch *= 2
         changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
-        return max(update, peak(longer, changed, device, mesh))
+        return max(update, peak_of_passes(longer, changed, device, mesh, **options))
 
     rows = length = 0
     if update <= room:
-        most = max(1, MOST_TOKENS // train.seq_len)
-        rows = most_rows(lambda rows: needed(rows, train.seq_len), room, most)
-        length = longest(lambda length: needed(1, length), room, train.seq_len)
-    smallest = smallest_mesh(config, train, device, room, packed=packed, adapter=adapter)
-    return Limits(rows, length, smallest)
+        tokens = train.seq_len
+        most = max(1, MOST_TOKENS // tokens)
+        rows = largest(lambda rows: needed(rows, tokens), room, 1, most, exact=True)
+        most = max(tokens, MOST_TOKENS)
+        length = largest(lambda length: needed(1, length), room, tokens, most)
+    return Limits(rows, length, smallest_mesh(config, train, device, room, **options))
 
 
-def most_rows(needed: Callable[[int], int], room: int, most: int) -> int:
-    """Largest number of rows up to `most` that fits into `room` bytes; 0 if not even one fits.
-
-    `needed` returns the bytes for a number of rows and must be increasing.
-    """
-    return _most(needed, room, 1, most, lambda rows: 1)
-
-
-def longest(needed: Callable[[int], int], room: int, start: int) -> int:
-    """Maximum row length in tokens that fits into `room` bytes; 0 if not even one token fits.
-
-    The relative precision is 1 / `FINEST`. `needed` returns the bytes for a length; the search
-    begins at the length `start`.
-    """
-    return _most(needed, room, start, max(start, MOST_TOKENS), _fine)
-
-
-def _most(
-    needed: Callable[[int], int], room: int, start: int, most: int, fine: Callable[[int], int]
+def largest(
+    needed: Callable[[int], int], room: int, start: int, most: int, *, exact: bool = False
 ) -> int:
     """Search for the largest size with `needed(size) <= room`; 0 if no size fits.
 
@@ -234,9 +210,13 @@ def _most(
         room: the available bytes.
         start: the first size to try.
         most: the largest size to try.
-        fine: function that returns the precision of the search near a size.
+        exact: False for a relative precision of 1 / `FINEST`.
     """
     known: dict[int, int] = {}
+
+    def fine(size: int) -> int:
+        """The precision near a size: the largest power of two up to `size / FINEST`, or 1."""
+        return 1 if exact else 1 << max(0, (size // FINEST).bit_length() - 1)
 
     def fits(size: int) -> bool:
         known[size] = needed(size)
@@ -278,54 +258,39 @@ def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
     return max(low, low + bisect_right(range(low, high + 1), room, key=expected) - 1)
 
 
-def _fine(length: int) -> int:
-    """Search precision near a length: the largest power of two up to `length / FINEST`, or 1."""
-    return 1 << max(0, (length // FINEST).bit_length() - 1)
-
-
 def smallest_mesh(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
     room: int,
-    *,
-    packed: bool = False,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> ParallelismConfig | None:
     """The mesh with the fewest devices on which a step with one row per replica fits, or None.
 
-    The tried numbers of devices are powers of two, divided into `shard` and `tensor` ranks.
+    The tried numbers of devices are powers of two, divided into `shard` and `tensor` ranks. More
+    tensor parallelism is tried last because it is slower.
     """
     held = 0
-    for mesh in _meshes():
-        if held > room * mesh.processes:
+    numbers = [2**power for power in range(MOST_DEVICES.bit_length())]
+    for devices, tensor in product(numbers, (1, 2, 4, 8)):
+        if devices % tensor:
+            continue
+        mesh = ParallelismConfig(shard=devices // tensor, tensor=tensor)
+        if held > room * devices:
             continue
         changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
         step = (config, changed, device, mesh)
         try:
-            if mesh.processes > 1 and peak_of_passes(*step, packed=packed, adapter=adapter) > room:
+            if devices > 1 and peak_of_passes(*step, **options) > room:
                 continue
-            found = device_memory(*step, packed=packed, adapter=adapter)
+            found = device_memory(*step, **options)
         except ConfigError:
             continue  # the model cannot be divided by this mesh
         if found.total <= room:
             return mesh
-        if mesh.processes == 1:
+        if devices == 1:
             held = sum(sum(sizes.values()) for sizes in found.held.values())
     return None
-
-
-def _meshes() -> Iterator[ParallelismConfig]:
-    """Yield meshes in ascending order of devices, then of tensor parallelism.
-
-    Meshes with more tensor parallelism come last because they are slower.
-    """
-    devices = 1
-    while devices <= MOST_DEVICES:
-        for tensor in (1, 2, 4, 8):
-            if devices % tensor == 0:
-                yield ParallelismConfig(shard=devices // tensor, tensor=tensor)
-        devices *= 2
 
 
 WORTHWHILE = 0.01
@@ -353,21 +318,18 @@ def remedies(
     device: torch.device,
     mesh: ParallelismConfig,
     room: int,
-    *,
-    packed: bool = False,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> list[Remedy]:
     """Up to three changes of settings that save memory, those with the least side effects first.
 
     If none of them makes the step fit, the next change with which it fits is added. The
     arguments are the same as in `limits`.
     """
-    memory = partial(device_memory, packed=packed, adapter=adapter)
-    now = memory(config, train, device, mesh)
+    now = device_memory(config, train, device, mesh, **options)
     before = now.total
     found: dict[str, Remedy] = {}
     decoder = config.build(device="meta")
-    once = flops_per_token(decoder, train.seq_len, frozen=adapter is not None)
+    once = flops_per_token(decoder, train.seq_len, frozen=options.get("adapter") is not None)
     share = recomputed_flops(decoder, train.seq_len) / once
     for setting, cost, changed, wider in _changes(train, mesh, f"{share:.0%} more arithmetic"):
         key = setting.partition("=")[0]
@@ -375,16 +337,11 @@ def remedies(
             continue
         try:
             # The memory of the optimizer's update depends only on mesh, dtype and optimizer.
-            updates = wider != mesh or (
-                (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
-            )
-            if updates:
-                after = memory(config, changed, device, wider).total
+            step = (config, changed, device, wider)
+            if (wider, changed.dtype, changed.optimizer) == (mesh, train.dtype, train.optimizer):
+                after = max(now.update, peak_of_passes(*step, **options))
             else:
-                after = peak_of_passes(
-                    config, changed, device, wider, packed=packed, adapter=adapter
-                )
-                after = max(after, now.update)
+                after = device_memory(*step, **options).total
         except ConfigError:
             continue
         if before - after >= WORTHWHILE * before:
@@ -396,59 +353,41 @@ def remedies(
     return named
 
 
-def _changes(
-    train: TrainConfig, mesh: ParallelismConfig, recomputation: str
-) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
+Change = tuple[str, str, TrainConfig, ParallelismConfig]
+"""A setting and its cost as in `Remedy`, the changed training settings, and the changed mesh."""
+
+
+def _changes(train: TrainConfig, mesh: ParallelismConfig, recomputation: str) -> Iterator[Change]:
     """Yield the changes to try, those with the least effect on training first.
 
-    Each is a tuple: the setting and its cost as in `Remedy`, the changed training settings, and the
-    changed mesh. If several change the same key, the first that fits is suggested. `recomputation`
-    is the cost of activation checkpointing.
+    If several change the same key, the first that fits is suggested. `recomputation` is the cost of
+    activation checkpointing.
     """
     own = train.micro_batches(mesh)
     rows = own.size
+
+    def change(setting: str, cost: str, wider: ParallelismConfig = mesh, **fields: Any) -> Change:
+        return setting, cost, train.replace(**fields), wider
+
     while rows > 1:
         rows //= 2
-        yield (
-            f"train.micro_batch_size={rows}",
-            "same gradient; smaller matmuls are slower",
-            train.replace(micro_batch_size=rows),
-            mesh,
-        )
+        cost = "same gradient; smaller matmuls are slower"
+        yield change(f"train.micro_batch_size={rows}", cost, micro_batch_size=rows)
     if not train.activation_checkpointing:
-        yield (
-            "train.activation_checkpointing=true",
-            recomputation,
-            train.replace(activation_checkpointing=True),
-            mesh,
-        )
+        setting = "train.activation_checkpointing=true"
+        yield change(setting, recomputation, activation_checkpointing=True)
     if train.dtype == "float32":
-        yield (
-            "train.dtype=bfloat16",
-            "activations and gradients are rounded",
-            train.replace(dtype="bfloat16"),
-            mesh,
-        )
+        cost = "activations and gradients are rounded"
+        yield change("train.dtype=bfloat16", cost, dtype="bfloat16")
     with suppress(ConfigError):  # other parallel settings may conflict with twice the shards
         wider, batch = mesh.replace(shard=2 * mesh.shard), train.batch_size
-        more = "" if own.rows > 1 else f" train.batch_size={2 * batch}"
-        yield (
-            f"parallel.shard={wider.shard}{more}",
-            "twice the devices",
-            train.replace(batch_size=2 * batch if more else batch),
-            wider,
-        )
+        batch *= 1 if own.rows > 1 else 2
+        more = f" train.batch_size={batch}" * (batch > train.batch_size)
+        setting = f"parallel.shard={wider.shard}{more}"
+        yield change(setting, "twice the devices", wider, batch_size=batch)
     if not isinstance(train.optimizer, MuonConfig):
-        yield (
-            "train.optimizer.kind=muon",
-            "another optimizer: tune its learning rate",
-            train.replace(optimizer=MuonConfig()),
-            mesh,
-        )
+        cost = "another optimizer: tune its learning rate"
+        yield change("train.optimizer.kind=muon", cost, optimizer=MuonConfig())
     if train.seq_len > 1:
-        yield (
-            f"train.seq_len={train.seq_len // 2}",
-            "half the context",
-            train.replace(seq_len=train.seq_len // 2),
-            mesh,
-        )
+        half = train.seq_len // 2
+        yield change(f"train.seq_len={half}", "half the context", seq_len=half)

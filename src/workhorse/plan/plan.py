@@ -22,6 +22,7 @@ from workhorse.models.describe import (
     forward_flops,
     recomputed_flops,
 )
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits, remedies, serving
 from workhorse.plan.step_time import simulated_step
@@ -100,10 +101,7 @@ def plan(
     _check_options(device, measure, price=price, utilization=utilization)
     subject = find_subject(source, list(settings), notify, devices=devices)
     if budget is not None and subject.adapter is not None:
-        raise WorkhorseError(
-            f"--budget {budget:g} has no effect on an adapter, whose size no scaling law chooses; "
-            "remove it"
-        )
+        raise WorkhorseError(f"--budget {budget:g} has no effect on an adapter; remove it")
     spec = None if device is None else find_device(device)
     target = torch.device("cuda") if spec else resolve_device(subject.train.device)
     train = _for_device(subject.train, target, spec)
@@ -126,17 +124,20 @@ def plan(
     train = _with_steps(subject, train, reach, notify=notify)
     fullest = _memory_of(subject, train, target)
     show("searching for the largest step that fits")
-    most = None if room is None else _limits(subject, train, target, room)
+    step, options = (config, train, target, mesh), subject.options
+    most = None if room is None else limits(*step, room, **options)
     show("comparing remedies")
-    found = _remedies(subject, train, target, room, fullest)
+    found = []
+    if room is not None and fullest.total > room:
+        found = remedies(*step, room, **options)
     show("computing the memory of serving")
     flops = _flops(subject, train)
-    total = flops["training"]
-    adapter = subject.adapter
+    work = budget or flops["training"]
+    optimal = {"flops": work, "laws": [law._asdict() for law in optima(work)]}
     trained = {}
-    if adapter is not None:
+    if (adapter := subject.adapter) is not None:
         decoder = adapter.adapt(config.build(device="meta"), seed=0)
-        trained = {"trained": trained_parameters(decoder)}
+        trained["trained"] = trained_parameters(decoder)
     return {
         "source": subject.name,
         "kind": subject.kind,
@@ -145,19 +146,19 @@ def plan(
         "train": {**train.to_dict(), "steps": train.steps if subject.ends else None},
         "parameters": {**count_parameters(config), "active": active_parameters(config), **trained},
         "flops": flops,
-        "device": _described(spec, target),
-        "parallel": {**mesh.ways, "devices": mesh.processes},
-        "memory": _memory(fullest, room),
-        "moments": _moments(fullest),
-        "remedies": found,
-        "limits": most,
-        "time": reach(train, flops, price=price),
-        "compute_optimal": None
-        if adapter is not None
-        else {
-            "flops": budget or total,
-            "laws": [law._asdict() for law in optima(budget or total)],
+        "device": {"name": f"{HERE} ({target})"} if spec is None else spec.to_dict(),
+        "parallel": _ways(mesh),
+        "memory": {
+            "stage": fullest.stage,
+            "in_flight": fullest.in_flight,
+            "gathered": fullest.gathered,
+            **account(fullest.held, fullest.activations, fullest.peak, room),
         },
+        "moments": _moments(fullest),
+        "remedies": [remedy._asdict() for remedy in found],
+        "limits": most and {**most._asdict(), "mesh": most.mesh and _ways(most.mesh)},
+        "time": reach(train, flops, price=price),
+        "compute_optimal": optimal if adapter is None else None,
         "serving": serving(
             config,
             target,
@@ -179,8 +180,7 @@ def plan_devices(
 ) -> dict[str | None, dict[str, Any]]:
     """Return the result of `plan` for each of several devices, by name.
 
-    `prices` has a price for each device, or is empty. Warnings are sent to `notify` once. The other
-    arguments are those of `plan`.
+    `prices` has a price for each device, or is empty. The other arguments are those of `plan`.
 
     Raises:
         WorkhorseError: see `plan`; or the number of prices is wrong.
@@ -241,7 +241,7 @@ def _room(memory: float | None, device: torch.device, spec: DeviceConfig | None)
 
 
 def _memory_of(subject: Subject, train: TrainConfig, device: torch.device) -> DeviceMemory:
-    return device_memory(subject.config, train, device, subject.mesh, **subject.like)
+    return device_memory(subject.config, train, device, subject.mesh, **subject.options)
 
 
 def _with_micro_batch(
@@ -273,10 +273,7 @@ def _with_steps(
     *,
     notify: Callable[[str], object],
 ) -> TrainConfig:
-    """Replace `train.minutes` by the estimated number of steps that fit into this time.
-
-    `reach` is `_time` for the device.
-    """
+    """Replace `train.minutes` by the estimated number of steps that fit into this time."""
     if train.minutes is None:
         return train
     one = with_steps(train, 1)
@@ -324,17 +321,8 @@ def _peak(
     return measured_peak(train, device), f"fastest matmul in {train.dtype}, measured here"
 
 
-def _described(spec: DeviceConfig | None, device: torch.device) -> dict[str, Any]:
-    return {"name": f"{HERE} ({device})"} if spec is None else spec.to_dict()
-
-
-def _memory(fullest: DeviceMemory, room: int | None) -> dict[str, Any]:
-    return {
-        "stage": fullest.stage,
-        "in_flight": fullest.in_flight,
-        "gathered": fullest.gathered,
-        **account(fullest.held, fullest.activations, fullest.peak, room),
-    }
+def _ways(mesh: ParallelismConfig) -> dict[str, int]:
+    return {**mesh.ways, "devices": mesh.processes}
 
 
 def _moments(memory: DeviceMemory) -> list[dict[str, Any]]:
@@ -349,27 +337,6 @@ def _moments(memory: DeviceMemory) -> list[dict[str, Any]]:
         elif sum(moment.kinds.values()) > sum(fullest[-1].kinds.values()):
             fullest[-1] = moment
     return [{"phase": one.phase, "part": one.part, **one.kinds} for one in fullest]
-
-
-def _remedies(
-    subject: Subject,
-    train: TrainConfig,
-    device: torch.device,
-    room: int | None,
-    now: DeviceMemory,
-) -> list[dict[str, Any]]:
-    if room is None or now.total <= room:
-        return []
-    found = remedies(subject.config, train, device, subject.mesh, room, **subject.like)
-    return [remedy._asdict() for remedy in found]
-
-
-def _limits(
-    subject: Subject, train: TrainConfig, device: torch.device, room: int
-) -> dict[str, Any]:
-    found = limits(subject.config, train, device, subject.mesh, room, **subject.like)
-    smallest = found.mesh and {**found.mesh.ways, "devices": found.mesh.processes}
-    return {**found._asdict(), "mesh": smallest}
 
 
 def _time(
@@ -388,7 +355,7 @@ def _time(
     (rate, of), devices = peak, subject.mesh.processes
     step, each = None, flops["per_token"] + flops["repeated_per_token"]
     if utilization is None and spec is not None and spec.links is not None:
-        step = simulated_step(subject.config, train, subject.mesh, spec, **subject.like)
+        step = simulated_step(subject.config, train, subject.mesh, spec, **subject.options)
         utilization = each * train.tokens_per_step / (step.seconds * rate * devices)
     utilization = utilization or UTILIZATION
     seconds = each * flops["tokens"] / (rate * utilization * devices)

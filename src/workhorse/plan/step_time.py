@@ -6,16 +6,18 @@ of a collective comes from `Cluster`. Pipeline stages run their passes in the or
 computation waits for all other communication.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
+from typing import Unpack
 
 import torch
 
 from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.memory.account import is_of_layer
 from workhorse.memory.device_memory import DeviceMemory, device_memory
+from workhorse.memory.step_memory import StepOptions
 from workhorse.models.describe import SCORES, components_of, forward_flops
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig, share_of
@@ -52,14 +54,10 @@ class Pass:
     """Seconds of FSDP communication of weights and gradients."""
 
     def __add__(self, other: "Pass") -> "Pass":
-        return Pass(
-            self.computes + other.computes,
-            self.waits + other.waits,
-            self.fetches + other.fetches,
-        )
+        return Pass(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, number: float) -> "Pass":
-        return Pass(number * self.computes, number * self.waits, number * self.fetches)
+        return Pass(*(number * seconds for seconds in astuple(self)))
 
     def seconds(self, *, aside: bool) -> float:
         """Total seconds; if `aside` is True, FSDP communication overlaps with everything else."""
@@ -98,9 +96,7 @@ def simulated_step(
     train: TrainConfig,
     parallel: ParallelismConfig,
     device: DeviceConfig,
-    *,
-    packed: bool = False,
-    adapter: AdapterConfig | None = None,
+    **options: Unpack[StepOptions],
 ) -> StepTime:
     """Simulate the time of a training step on devices with known links.
 
@@ -108,29 +104,24 @@ def simulated_step(
 
     Args:
         config: the config of the whole decoder.
-        train: the training settings.
+        train: the training settings; `micro_batch_size` must not be `auto`.
         parallel: the parallelism settings.
         device: the type of all devices; its `links` must be known.
-        packed: True if rows hold several documents, separated by a mask.
-        adapter: the adapter to train; None to train all weights.
+        options: see `StepOptions`.
     """
     period = len(config.pattern or config.blocks)
     rows = train.micro_batches(parallel).size
     recorded = ParallelismConfig(context=parallel.context, tensor=parallel.tensor)
     memory = device_memory(
         config.replace(n_layers=period, pattern=config.pattern[:period]),
-        train.replace(
-            batch_size=rows,
-            micro_batch_size=None,
-            activation_checkpointing=False,
-        ),
+        train.replace(batch_size=rows, micro_batch_size=None, activation_checkpointing=False),
         torch.device("cuda"),
         recorded,
-        packed=packed,
         updates=False,
-        adapter=adapter,
+        **options,
     )
-    return step_time(config, train, parallel, cluster_of(device, train), memory, adapter=adapter)
+    cluster, adapter = cluster_of(device, train), options.get("adapter")
+    return step_time(config, train, parallel, cluster, memory, adapter=adapter)
 
 
 def step_time(
@@ -142,16 +133,9 @@ def step_time(
     *,
     adapter: AdapterConfig | None = None,
 ) -> StepTime:
-    """Simulate the time of a training step.
+    """Simulate the time of a training step on a cluster, as in `simulated_step`.
 
-    Args:
-        config: the config of the whole decoder.
-        train: the training settings; `micro_batch_size` must not be `auto`.
-        parallel: the parallelism settings.
-        cluster: the devices and their links.
-        memory: the memory of a step without activation checkpointing; only the sizes of its
-            activations are used.
-        adapter: the adapter to train; None to train all weights.
+    Only the sizes of the activations in `memory` are used, which are without checkpointing.
     """
     work = _Work(config, train, parallel, cluster, memory, adapter=adapter)
     stages = [work.of_stage(stage) for stage in range(parallel.pipeline)]
@@ -193,32 +177,24 @@ def pipeline_seconds(
 
 def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: float) -> float:
     """Seconds of all passes in a pipeline, like `pipeline_seconds`, with every pass simulated."""
-    last = len(stages) - 1
-    if last == 0:
+    count = len(stages)
+    if count == 1:
         return micro_batches * sum(stages[0])
-    turns = [
-        list(one_forward_one_backward(micro_batches, len(stages), stage))
-        for stage in range(len(stages))
+    pending = [
+        deque(one_forward_one_backward(micro_batches, count, stage)) for stage in range(count)
     ]
     done: dict[tuple[int, Turn], float] = {}
-    clocks, nexts = [0.0] * len(stages), [0] * len(stages)
-    waiting = list(range(len(stages)))
-    while waiting:
-        stage = waiting.pop()
-        while nexts[stage] < len(turns[stage]):
-            turn = turns[stage][nexts[stage]]
-            other = stage - 1 if turn.forward else stage + 1
-            arrives = 0.0
-            if 0 <= other <= last:
-                if (other, turn) not in done:
-                    break  # the other stage will queue this one again
-                arrives = done[other, turn] + transfer
-            seconds = stages[stage][0 if turn.forward else 1]
-            clocks[stage] = done[stage, turn] = max(clocks[stage], arrives) + seconds
-            nexts[stage] += 1
-            after = stage + 1 if turn.forward else stage - 1
-            if 0 <= after <= last and after not in waiting:
-                waiting.append(after)
+    clocks = [0.0] * count
+    while any(pending):
+        for stage, turns in enumerate(pending):
+            while turns:
+                before = stage - 1 if turns[0].forward else stage + 1
+                if 0 <= before < count and (before, turns[0]) not in done:
+                    break
+                turn = turns.popleft()
+                arrives = done.get((before, turn), -transfer) + transfer
+                seconds = stages[stage][0 if turn.forward else 1]
+                clocks[stage] = done[stage, turn] = max(clocks[stage], arrives) + seconds
     return max(clocks)
 
 
@@ -371,12 +347,9 @@ class _Work:
         widths: list[float] = []
         for name in self.config.layer_names():
             block = self.config.blocks[name]
-            attention, grouped = block.attention, block.grouped
-            all_heads = attention.n_heads
-            if grouped is not None and grouped.n_kv_heads:
-                all_heads = grouped.n_kv_heads
-            heads = max(1, all_heads // self.parallel.tensor)
-            widths.append(2 * heads * attention.key_dim(self.config.d_model))
+            n_kv_heads = block.grouped.n_kv_heads if block.grouped is not None else None
+            heads = max(1, (n_kv_heads or block.attention.n_heads) // self.parallel.tensor)
+            widths.append(2 * heads * block.attention.key_dim(self.config.d_model))
         return sum(widths) / len(widths)
 
     @property

@@ -16,6 +16,7 @@ from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
 from workhorse.config.base import ConfigError
 from workhorse.config.dial import is_on_dial, read_recipe
 from workhorse.config.overrides import apply_overrides
+from workhorse.memory.step_memory import StepOptions
 from workhorse.models import find_preset, preset_names
 from workhorse.models.describe import FLOPS_PER_PARAMETER, count_parameters
 from workhorse.nn import DecoderConfig
@@ -54,11 +55,12 @@ class Parametric(NamedTuple):
     def loss(self, parameters: float, tokens: float) -> float:
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
-    def optimum(self, flops: float) -> tuple[float, float]:
-        """The N and D with the lowest loss for which `6 · N · D = flops` (2203.15556 eq. 4)."""
+    def optimum(self, flops: float) -> tuple[float, float, float]:
+        """The lowest loss with `6 · N · D = flops`, as N, D and L (2203.15556 eq. 4)."""
         product, total = flops / FLOPS_PER_PARAMETER, self.alpha + self.beta
         g = (self.alpha * self.a / (self.beta * self.b)) ** (1 / total)
-        return g * product ** (self.beta / total), product ** (self.alpha / total) / g
+        n, d = g * product ** (self.beta / total), product ** (self.alpha / total) / g
+        return n, d, self.loss(n, d)
 
 
 HOFFMANN = Parametric(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -92,19 +94,11 @@ def _twenty(flops: float) -> tuple[float, float, float | None]:
     return parameters, CHINCHILLA_TOKENS_PER_PARAMETER * parameters, None
 
 
-def _fitted(law: Parametric) -> Callable[[float], tuple[float, float, float | None]]:
-    def optimum(flops: float) -> tuple[float, float, float | None]:
-        parameters, tokens = law.optimum(flops)
-        return parameters, tokens, law.loss(parameters, tokens)
-
-    return optimum
-
-
 LAWS: dict[str, Callable[[float], tuple[float, float, float | None]]] = {
     "Kaplan et al., 2001.08361": _kaplan,
     "Hoffmann et al., 2203.15556, 20 tokens a parameter": _twenty,
-    "Hoffmann et al., 2203.15556, parametric fit": _fitted(HOFFMANN),
-    "Besiroglu et al., 2404.10102, fitted again": _fitted(BESIROGLU),
+    "Hoffmann et al., 2203.15556, parametric fit": HOFFMANN.optimum,
+    "Besiroglu et al., 2404.10102, fitted again": BESIROGLU.optimum,
 }
 
 
@@ -126,10 +120,8 @@ class Subject:
         config: the decoder's config.
         train: the training settings.
         mesh: the parallelism settings.
-        packed: True if rows hold several documents, separated by a mask.
+        options: the options of `device_memory`, `limits` and `remedies`.
         assumed: settings that the user did not give and that got a default, as `section.key=value`.
-        adapter: the adapter to train; None to train all weights.
-        ends: False if nothing determines the number of steps; `train.steps` then has no meaning.
     """
 
     name: str
@@ -137,15 +129,18 @@ class Subject:
     config: DecoderConfig
     train: TrainConfig
     mesh: ParallelismConfig
-    packed: bool = False
+    options: StepOptions
     assumed: tuple[str, ...] = ()
-    adapter: AdapterConfig | None = None
-    ends: bool = True
 
     @property
-    def like(self) -> dict[str, Any]:
-        """The keyword arguments of `device_memory`, `limits` and `remedies`."""
-        return {"packed": self.packed, "adapter": self.adapter}
+    def adapter(self) -> AdapterConfig | None:
+        """The adapter to train; None to train all weights."""
+        return self.options.get("adapter")
+
+    @property
+    def ends(self) -> bool:
+        """False if nothing determines the number of steps; `train.steps` then has no meaning."""
+        return self.adapter is None or self.train.steps != MOST_STEPS
 
 
 def find_subject(
@@ -172,26 +167,29 @@ def find_subject(
     others = [one for one in settings if not one.startswith(PARALLEL)]
     path = Path(source)
     in_file = path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
+    vocab_size = 1  # a complete model's own vocab_size takes precedence
+    assumed: list[str] = []
     if in_file or is_on_dial(source):
+        kind = "recipe"
         recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(source), others, notify)))
-        config = recipe.decoder_config(vocab_size_of(recipe))
-        mesh = _mesh(of_mesh, recipe.parallel, devices)
-        like = {"packed": recipe.data.packed, "adapter": recipe.adapter}
-        return Subject(str(source), "recipe", config, recipe.train, mesh, **like)
-    if (run := RunDirectory.at(path)).exists:
-        fields = run.recipe()
-        config = DecoderConfig.from_dict(run.config.to_dict())
-        fields["model"] = config.to_dict()
+        vocab_size = vocab_size_of(recipe)
+    elif (run := RunDirectory.at(path)).exists:
+        kind, fields = "run", run.recipe()
+        fields["model"] = DecoderConfig.from_dict(run.config.to_dict()).to_dict()
         recipe = Recipe.from_dict(override_recipe(fields, others, notify))
-        config, mesh = _config_of(recipe), _mesh(of_mesh, recipe.parallel, devices)
-        like = {"packed": recipe.data.packed, "adapter": recipe.adapter}
-        return Subject(str(source), "run", config, recipe.train, mesh, **like)
-    kind, config = _model(source, notify)
-    mesh = _mesh(of_mesh, UNDIVIDED, devices)
-    recipe, assumed, ends = _assumed(config, others, notify, rows=mesh.parts)
-    config = _config_of(recipe)
-    like = {"packed": recipe.data.packed, "adapter": recipe.adapter, "ends": ends}
-    return Subject(str(source), kind, config, recipe.train, mesh, assumed=tuple(assumed), **like)
+    else:
+        kind, config = _model(source, notify)
+        rows = _mesh(of_mesh, UNDIVIDED, devices).parts
+        recipe, assumed = _assumed(config, others, notify, rows=rows)
+    return Subject(
+        str(source),
+        kind,
+        recipe.decoder_config(vocab_size),
+        recipe.train,
+        _mesh(of_mesh, recipe.parallel, devices),
+        {"packed": recipe.data.packed, "adapter": recipe.adapter},
+        tuple(assumed),
+    )
 
 
 def _mesh(
@@ -213,18 +211,18 @@ def _mesh(
 
 def _model(source: str | Path, notify: Callable[[str], object]) -> tuple[str, DecoderConfig]:
     name = str(source)
-    if not is_stored(name):
-        if name in preset_names():
-            return "preset", find_preset(name).config
-        raise no_such_model(name)
-    stored = open_stored(source, notify, weights=False)
-    return stored.kind, stored.config
+    if is_stored(name):
+        stored = open_stored(source, notify, weights=False)
+        return stored.kind, stored.config
+    if name in preset_names():
+        return "preset", find_preset(name).config
+    raise no_such_model(name)
 
 
 def _assumed(
     config: DecoderConfig, settings: list[str], notify: Callable[[str], object], *, rows: int
-) -> tuple[Recipe, list[str], bool]:
-    """A recipe with default settings for a model without a recipe, the assumed ones, and `ends`.
+) -> tuple[Recipe, list[str]]:
+    """A recipe with default settings for a model without a recipe, and the assumed defaults.
 
     A batch has `rows` rows. Defaults that `settings` override are not among the assumed ones, which
     are returned as `section.key=value`. No number of steps is assumed for an adapter.
@@ -249,22 +247,18 @@ def _assumed(
     if "train.minutes" in said:
         del train["steps"]
     endless = Recipe.from_dict(override_recipe(fields, settings, lambda line: None))
-    ends = endless.adapter is None or endless.train.steps != MOST_STEPS
-    tokens = CHINCHILLA_TOKENS_PER_PARAMETER * count_parameters(_config_of(endless))["total"]
-    if "steps" in train and ends:
+    if "steps" in train and endless.adapter is None:
+        parameters = count_parameters(endless.decoder_config(1))["total"]
+        tokens = CHINCHILLA_TOKENS_PER_PARAMETER * parameters
         train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))
     recipe = Recipe.from_dict(override_recipe(fields, settings, notify))
     shown = {**train, "optimizer.kind": "adamw"}
     del shown["optimizer"]
-    if not ends:
+    if train.get("steps") == MOST_STEPS:
         del shown["steps"]
     assumed = [
         f"train.{key}={value}"
         for key, value in shown.items()
         if not any(f"train.{key}.".startswith(f"{name}.") for name in said)
     ]
-    return recipe, assumed, ends
-
-
-def _config_of(recipe: Recipe) -> DecoderConfig:
-    return recipe.decoder_config(1)  # the model's own vocab_size takes precedence
+    return recipe, assumed

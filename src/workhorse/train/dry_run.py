@@ -16,6 +16,7 @@ from workhorse.devices.names import training_dtype, use_threads
 from workhorse.memory.account import account
 from workhorse.memory.capacity import fit_micro_batch, recordable
 from workhorse.memory.device_memory import device_memory
+from workhorse.memory.step_memory import StepOptions
 from workhorse.models.describe import (
     active_parameters,
     exports_as,
@@ -89,13 +90,11 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     trained = {}
     if adapter is not None:
         trained["trained"] = trained_parameters(adapter.adapt(decoder, seed=0))
-    packed = recipe.data.packed
+    options: StepOptions = {"packed": recipe.data.packed, "adapter": adapter}
     parallel = recipe.parallel
-    config = fit_micro_batch(
-        decoder_config, config, device, packed=packed, parallel=parallel, adapter=adapter
-    )
+    config = fit_micro_batch(decoder_config, config, device, parallel=parallel, **options)
     recorded = recordable(config, device)
-    own = device_memory(decoder_config, recorded, device, parallel, packed=packed, adapter=adapter)
+    own = device_memory(decoder_config, recorded, device, parallel, **options)
     free = available(device)
     if free is not None and device.type == "cpu":
         free //= environment.count_here(parallel.processes)
@@ -113,12 +112,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe.expanded().to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
-        "parameters": {
-            "total": sum(roles.values()),
-            "active": active,
-            **trained,
-            **roles,
-        },
+        "parameters": {"total": sum(roles.values()), "active": active, **trained, **roles},
         "memory": memory,
         "micro_batch_size": config.micro_batches(parallel).size,
         "steps": steps,

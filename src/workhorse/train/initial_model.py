@@ -21,6 +21,7 @@ from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, ope
 from workhorse.checkpoints.stored import open_stored
 from workhorse.devices.names import training_dtype
 from workhorse.memory.capacity import check_training, fit_micro_batch
+from workhorse.memory.step_memory import StepOptions
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
@@ -166,16 +167,12 @@ def fitted_to_memory(
     train = recipe.train
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
         train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
-    of_recipe: dict[str, Any] = {
-        "packed": recipe.data.packed,
-        "parallel": recipe.parallel,
-        "adapter": recipe.adapter,
-    }
-    train = fit_micro_batch(config, train, device, **of_recipe)
+    options: StepOptions = {"packed": recipe.data.packed, "adapter": recipe.adapter}
+    train = fit_micro_batch(config, train, device, parallel=recipe.parallel, **options)
     if isinstance(size := train.micro_batch_size, int):
         train = train.replace(micro_batch_size=-world.most(-size))
     if environment.rank_here() == 0:  # for all ranks of this machine, before any allocates memory
-        check_training(config, train, device, **of_recipe)
+        check_training(config, train, device, parallel=recipe.parallel, **options)
     world.wait()
     return train
 

@@ -13,18 +13,20 @@ from workhorse.plan.subject import LEAST_FITTED
 from workhorse.train.report.chart import shown, ticks
 from workhorse.train.report.page import duration, rendered
 
-LABELS = {
-    "weights": "weights",
-    "teacher": "weights of the teacher",
-    "low_bits": "low bits of float32 masters",
-    "optimizer": "optimizer",
-    "gradients": "gradients",
-    "sums": "float32 sums of micro-batches",
-    "activations": "activations",
-    "loss": "logits and loss",
-    "temporary": "temporary",
+STYLES = {
+    "weights": ("weights", "#2563eb"),
+    "teacher": ("weights of the teacher", "#1e3a8a"),
+    "low_bits": ("low bits of float32 masters", "#93c5fd"),
+    "optimizer": ("optimizer", "#9333ea"),
+    "gradients": ("gradients", "#d97706"),
+    "sums": ("float32 sums of micro-batches", "#fcd34d"),
+    "activations": ("activations", "#059669"),
+    "loss": ("logits and loss", "#db2777"),
+    "temporary": ("temporary", "#9ca3af"),
 }
-"""The label of each kind of memory, in the order of the chart."""
+"""The label and the color of each kind of memory, in the order of the chart."""
+LABELS = {kind: label for kind, (label, _) in STYLES.items()}
+COLORS = {kind: color for kind, (_, color) in STYLES.items()}
 
 
 def lines(plan: dict[str, Any]) -> Iterator[str]:
@@ -38,38 +40,51 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
         ("compute-optimal", _optima(plan["compute_optimal"])),
         ("serving", _serving(plan["serving"])),
     ):
-        if title == "compute-optimal" and plan["compute_optimal"] is None:
-            continue
-        yield ""
-        yield title
-        yield from (f"  {line}" for line in section)
+        if body := [f"  {line}" for line in section]:
+            yield from ("", title, *body)
 
 
 def table(plans: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
     """Yield the results of `plan_devices` as lines of text, with a row for each device."""
     first = next(iter(plans.values()))
     yield from _subject(first)
-    yield f"parameters: {next(_parameters(first['parameters']))}"
-    steps, tokens = first["time"]["steps"], first["flops"]["tokens"]
-    of = f"{tokens:,} tokens" if steps is None else f"{steps:,} steps"
-    head = ["device", "memory", "peak", "fits", "rows at once", "longest row", f"time for {of}"]
-    rows = [[*head, "of the peak", *(["cost"] if first["time"]["cost"] is not None else [])]]
-    for name, plan in plans.items():
-        memory, time, limits = plan["memory"], plan["time"], plan["limits"]
-        row = [str(name), size(memory["room"]), size(memory["peak"]["total"])]
-        row.append("yes" if memory["fits"] else "no")
-        for most, tokens in (("micro_batch_size", plan["train"]["seq_len"]), ("seq_len", 1)):
-            at_least = "≥ " * (limits[most] * tokens > MOST_TOKENS - tokens)
-            row.append(f"{at_least}{limits[most]:,}")
-        row += [duration(time["seconds"]), f"{time['utilization']:.0%}"]
-        rows.append([*row, *([] if time["cost"] is None else [_figure(time["cost"], 2)])])
-    yield ""
+    yield from (f"parameters: {next(_parameters(first['parameters']))}", "")
+    cells = [_cells(str(name), plan) for name, plan in plans.items()]
+    rows = [[*cells[0]], *([*row.values()] for row in cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        yield "  ".join([name.ljust(widths[0]), *padded])
+    for name, *others in rows:
+        yield name.ljust(widths[0]) + "".join(
+            f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)
+        )
     for name, plan in plans.items():
         yield from (f"{name}: {line.strip()}" for line in _remedies(plan["remedies"]))
+
+
+def _cells(name: str, plan: dict[str, Any]) -> dict[str, str]:
+    """The row of a device in `table`, by the titles of the columns."""
+    memory, time, limits = plan["memory"], plan["time"], plan["limits"]
+    rows, length = limits["micro_batch_size"], limits["seq_len"]
+    cost = {} if time["cost"] is None else {"cost": _figure(time["cost"], 2)}
+    return {
+        "device": name,
+        "memory": size(memory["room"]),
+        "peak": size(memory["peak"]["total"]),
+        "fits": "yes" if memory["fits"] else "no",
+        "rows at once": f"{'≥ ' * (rows >= _tried_rows(plan['train']))}{rows:,}",
+        "longest row": f"{'≥ ' * (length >= MOST_TOKENS)}{length:,}",
+        f"time for {_work(plan)}": duration(time["seconds"]),
+        "of the peak": f"{time['utilization']:.0%}",
+        **cost,
+    }
+
+
+def _tried_rows(train: dict[str, Any]) -> int:
+    return max(1, MOST_TOKENS // train["seq_len"])
+
+
+def _work(plan: dict[str, Any]) -> str:
+    steps, tokens = plan["time"]["steps"], plan["flops"]["tokens"]
+    return f"{tokens:,} tokens" if steps is None else f"{steps:,} steps"
 
 
 def _subject(plan: dict[str, Any]) -> Iterator[str]:
@@ -102,30 +117,25 @@ def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
     )
     if repeated := flops["repeated_per_token"]:
         yield f"plus {shown(repeated)} FLOP recomputed by activation checkpointing"
-    once = flops["forward_per_token"]
     for name, number in flops["forward"].items():
-        yield _row(name.replace("_", " "), f"{shown(number)} FLOP", f"{number / once:.1%}")
+        yield _row(name.replace("_", " "), f"{shown(number)} FLOP", f"{number / forward:.1%}")
     yield f"{flops['training']:.4g} FLOP for {flops['tokens']:,} tokens"
 
 
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
-    memory, peak = plan["memory"], plan["memory"]["peak"]
-    mesh = plan["parallel"]
-    yield from step_lines(
-        memory, f", on the fullest of {mesh['devices']:,} devices" * (mesh["devices"] > 1)
-    )
+    memory, devices = plan["memory"], plan["parallel"]["devices"]
+    yield from step_lines(memory, f", on the fullest of {devices:,} devices" * (devices > 1))
     if memory["room"] is None:
         yield "the memory of the device is unknown; give --memory"
         return
-    name = plan["device"]["name"]
+    room = f"{plan['device']['name']} has {size(memory['room'])}"
     if memory["fits"]:
-        yield f"fits: {name} has {size(memory['room'])}"
+        yield f"fits: {room}"
     else:
-        largest = max(LABELS, key=lambda kind: peak[kind])
-        room = size(memory["room"])
-        yield f"does not fit: {name} has {room}; the largest part is {LABELS[largest]}"
+        largest = max(LABELS, key=lambda kind: memory["peak"][kind])
+        yield f"does not fit: {room}; the largest part is {LABELS[largest]}"
         yield from _remedies(plan["remedies"])
-    yield from _limits(plan["limits"], plan["train"], mesh["devices"])
+    yield from _limits(plan["limits"], plan["train"], devices)
 
 
 def _remedies(remedies: list[dict[str, Any]]) -> Iterator[str]:
@@ -155,8 +165,7 @@ def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iter
     rows, length, mesh = limits["micro_batch_size"], limits["seq_len"], limits["mesh"]
     of = " on each device" * (devices > 1)
     if rows:
-        tried = MOST_TOKENS // train["seq_len"]
-        limit = "at least" if rows >= tried else "at most"
+        limit = "at least" if rows >= _tried_rows(train) else "at most"
         yield f"{limit} {_counted(rows, 'row')} of {train['seq_len']:,} tokens at once{of}"
     else:
         yield f"not even one row of {train['seq_len']:,} tokens fits{of}"
@@ -176,15 +185,13 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
     if time is None:
         yield "unknown for this machine; give --measure or --device NAME"
         return
-    steps, tokens = time["steps"], f"{plan['flops']['tokens']:,} tokens"
     repeated = ", recomputation included" if plan["flops"]["repeated_per_token"] else ""
     yield (
-        f"{duration(time['seconds'])} for {tokens if steps is None else f'{steps:,} steps'} on "
+        f"{duration(time['seconds'])} for {_work(plan)} on "
         f"{_counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
         f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']}){repeated}"
     )
-    if time["step"] is not None:
-        step = time["step"]
+    if (step := time["step"]) is not None:
         whole = sum(step.values())
         parts = [
             f"{name.replace('_', ' ')} {part / whole:.0%}"
@@ -192,8 +199,7 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
             if part > whole / 200
         ]
         yield f"one step takes {_seconds(whole)} (simulated): {', '.join(parts)}"
-    if time["failures"]["expected"] >= 1:
-        failures = time["failures"]
+    if (failures := time["failures"])["expected"] >= 1:
         yield (
             f"{_counted(round(failures['expected']), 'device failure')} expected, leaving "
             f"{failures['goodput']:.1%} of the time for training"
@@ -201,7 +207,9 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
     hours = f"{_figure(time['device_hours'], 1)} device hours"
     if time["cost"] is not None:
         hours += f", {_figure(time['cost'], 2)} at the price given"
-    yield hours if steps is not None else f"{hours}, for each {tokens}; set train.steps for a total"
+    if time["steps"] is None:
+        hours += f", for each {_work(plan)}; set train.steps for a total"
+    yield hours
 
 
 def _seconds(seconds: float) -> str:
@@ -213,7 +221,9 @@ def _figure(value: float, places: int) -> str:
     return f"{value:,.{places}f}" if value >= 0.1 else f"{value:.2g}"  # noqa: PLR2004
 
 
-def _optima(optimal: dict[str, Any]) -> Iterator[str]:
+def _optima(optimal: dict[str, Any] | None) -> Iterator[str]:
+    if optimal is None:
+        return
     flops = optimal["flops"]
     small = f", far below {LEAST_FITTED:g}, the smallest budget that the laws were fitted to"
     yield f"{flops:.4g} FLOP{small if flops < LEAST_FITTED / 10 else ''}"
@@ -259,17 +269,6 @@ def _row(name: str, figure: str, share: str) -> str:
     return f"  {name:30} {figure:>18} {share:>7}"
 
 
-COLORS = {
-    "weights": "#2563eb",
-    "teacher": "#1e3a8a",
-    "low_bits": "#93c5fd",
-    "optimizer": "#9333ea",
-    "gradients": "#d97706",
-    "sums": "#fcd34d",
-    "activations": "#059669",
-    "loss": "#db2777",
-    "temporary": "#9ca3af",
-}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 300, 64, 8, 14, 34
 LETTER = 7
 """Assumed width in SVG units of a letter of a chart label, including space between labels."""
@@ -302,7 +301,7 @@ def write_page(path: Path, plan: dict[str, Any]) -> None:
         "workhorse.plan",
         "page.html",
         title=f"Plan of {plan['source']}",
-        legend=[(LABELS[kind], color) for kind, color in COLORS.items() if kind in there],
+        legend=[style for kind, style in STYLES.items() if kind in there],
         moments=stacked(moments, plan["memory"]["room"]),
         parts=stacked(parts),
         text="\n".join(lines(plan)),
@@ -313,14 +312,9 @@ def write_page(path: Path, plan: dict[str, Any]) -> None:
 def _parts(memory: dict[str, Any]) -> list[Bar]:
     """A chart bar for each part of the model, in order, with its memory by kind."""
     names = dict.fromkeys([*memory["parts"], *memory["activations"]])
+    kept = memory["activations"]
     return [
-        Bar(
-            name,
-            {
-                **memory["parts"].get(name, {}),
-                "activations": memory["activations"].get(name, 0),
-            },
-        )
+        Bar(name, {**memory["parts"].get(name, {}), "activations": kept.get(name, 0)})
         for name in names
     ]
 

@@ -87,18 +87,13 @@ def command(
     names = [None] if device is None else device.split(",")
     if page is not None:
         if len(names) > 1:
-            raise click.UsageError(
-                f"--page shows one device, not {device}; remove it or the others"
-            )
+            raise click.UsageError(f"--page shows one device, not {device}; give one")
         check_place(page)  # fails before the plan is computed, which can take minutes
     with status() as show:
         plans = plan_devices(source, overrides, names, prices, notify=warn, show=show, **options)
-    if len(names) > 1:
-        found = {"source": source, "devices": plans}
-        print_result(found, as_json, text="\n".join(table(plans)))
-        return
-    (found,) = plans.values()
-    print_result(found, as_json, text="\n".join(lines(found)))
+    several = len(plans) > 1
+    found = {"source": source, "devices": plans} if several else plans[names[0]]
+    print_result(found, as_json, text="\n".join(table(plans) if several else lines(found)))
     if page is not None:
         from workhorse.plan.page import write_page
 

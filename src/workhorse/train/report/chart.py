@@ -59,14 +59,13 @@ def line_chart(
         include: values that the vertical axis includes, such as 0 and 1 for a fraction.
         log: True for a logarithmic axis if all values are positive and differ by `LOG_FROM`.
     """
-    whole = [replace(one, points=_finite(one.points), band=_finite(one.band)) for one in series]
-    whole = [line for line in whole if line.points]
+    whole: list[Series] = []
+    for one in series:
+        if points := _finite(one.points):
+            color = (len(whole) if one.color is None else one.color) % N_COLORS
+            whole.append(replace(one, points=points, band=_finite(one.band), color=color))
     if not whole:
         return ""
-    whole = [
-        replace(line, color=(place if line.color is None else line.color) % N_COLORS)
-        for place, line in enumerate(whole)
-    ]
     lines = [replace(line, points=thinned(line.points), band=thinned(line.band)) for line in whole]
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]

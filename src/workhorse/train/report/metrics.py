@@ -41,10 +41,11 @@ import importlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, InstanceOf, TypeAdapter, ValidationError
 
 from workhorse.errors import WorkhorseError
 from workhorse.files.text_formats import open_plain, parse_json
@@ -132,10 +133,16 @@ def _events(path: Path) -> list[tuple[str, Event]]:
         return []
     found = []
     with open_plain(path) as file:
-        for number, raw in enumerate(file, start=1):
-            if raw.endswith(b"\n"):
-                event = _event(raw, f"{path}:{number}", _remedy(path))
-                found.append((raw.decode("utf-8", "replace"), event))
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                event = parse_json(line, f"{path}:{number}")
+            except WorkhorseError as error:
+                raise WorkhorseError(f"{error}; {_remedy(path)}") from None
+            if not isinstance(event.get("step"), int) or not isinstance(event.get("kind"), str):
+                raise WorkhorseError(f"{path}:{number} has no kind and step; {_remedy(path)}")
+            found.append((line.decode("utf-8", "replace"), event))
     return found
 
 
@@ -143,55 +150,48 @@ def _remedy(path: Path) -> str:
     return f"it is damaged; remove the line, or restore the file ({path})"
 
 
-def _event(line: bytes, where: str, remedy: str) -> Event:
-    try:
-        event = parse_json(line, where)
-    except WorkhorseError as error:
-        raise WorkhorseError(f"{error}; {remedy}") from None
-    if not isinstance(event.get("step"), int) or not isinstance(event.get("kind"), str):
-        raise WorkhorseError(f"{where} has no kind and step; {remedy}")
-    return event
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_String = InstanceOf[str]  # may have lone surrogates, unlike pydantic's `str`
 
 
-NEEDED = {
-    "start": ("parameters", "steps"),
-    "step": ("tokens", "seconds", "tokens_per_second"),
-    **{kind: (kind,) for kind in ("samples", "rollouts")},
-    "sample": ("prompt", "text"),
-    **{"change": ("setting",), "back": ("message",), "end": ("reason",)},
+class _Sample(BaseModel):
+    prompt: _String
+    text: _String
+    reward: _Number | None = None
+
+
+NUMBER, STRING, SAMPLES = TypeAdapter(_Number), TypeAdapter(_String), TypeAdapter(list[_Sample])
+OPTIONAL, PEAKS = TypeAdapter(_Number), TypeAdapter(list[_Number])
+"""Types of keys that may be missing."""
+FIGURE = TypeAdapter(_Number | bool | None | list[_Number | None])
+TYPES: dict[str, dict[str, TypeAdapter[Any]]] = {
+    "start": {
+        **dict.fromkeys(("parameters", "steps"), NUMBER),
+        **dict.fromkeys(("active_parameters", "trained_parameters", "minutes", "time"), OPTIONAL),
+        "peak_flops": FIGURE,
+    },
+    "step": dict.fromkeys(("tokens", "seconds", "tokens_per_second"), NUMBER),
+    **{kind: {kind: SAMPLES} for kind in ("samples", "rollouts")},
+    **{"change": {"setting": STRING}, "back": {"message": STRING}},
+    "end": {
+        **{"reason": STRING, "peak_memory": PEAKS},
+        **dict.fromkeys(("time", "seconds", "tokens"), OPTIONAL),
+    },
 }
-"""The keys without which an event of a kind cannot be shown; `sample` is an element of a list."""
-STRINGS = ("kind", "reason", "message", "setting", "prompt", "text")
-NUMBERS = (
-    *("parameters", "active_parameters", "trained_parameters", "steps", "minutes", "reward"),
-    *("time", "seconds", "tokens", "peak_flops"),
-)
+"""Types of the keys that a report shows, by kind of event. All other keys of `step` and
+`validation` events are figures."""
 
 
 def _wrong_key(event: Event) -> str | None:
     """Return a key of an event that is missing or has the wrong type; None if there is none."""
-    needed, of_figures = NEEDED.get(event["kind"], ()), event["kind"] in ("step", "validation")
-
-    def is_right(key: str, value: Any) -> bool:
-        some = value if isinstance(value, list) else [value]
-        if value is None:
-            return key not in needed
-        if key in STRINGS:
-            return isinstance(value, str)
-        if key in ("samples", "rollouts"):
-            dicts = [{**one, "kind": "sample"} for one in some if isinstance(one, dict)]
-            return len(dicts) == len(some) and some is value and not any(map(_wrong_key, dicts))
-        if key == "peak_memory":
-            return some is value and all(map(_is_number, some))
-        if of_figures:
-            return all(one is None or _is_number(one) for one in some)
-        return key not in NUMBERS or _is_number(value)
-
-    return next((key for key in (*needed, *event) if not is_right(key, event.get(key))), None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    figures = event.keys() - {"kind"} if event["kind"] in ("step", "validation") else ()
+    for key, type in (dict.fromkeys(figures, FIGURE) | TYPES.get(event["kind"], {})).items():
+        try:
+            if key in event or type not in (OPTIONAL, PEAKS):
+                type.validate_python(event.get(key))
+        except ValidationError:
+            return key
+    return None
 
 
 def _finite(value: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -174,9 +174,9 @@ def figures(
     """
     steps, validations = of_kind.get("step", []), of_kind.get("validation", [])
     rows = validated(validations[-1], objective) if validations else []
+    found = {*chain(*validations), "loss"}
     for name in objective.headline if steps else ():
-        value = steps[-1].get(name)
-        if value is not None and name != "loss" and not any(name in one for one in validations):
+        if name not in found and (value := steps[-1].get(name)) is not None:
             label = name.replace("_", " ")
             rows.append((f"{label} at step {steps[-1]['step']:,}", f"{value:.4f}"))
     of_steps = ""
@@ -193,9 +193,8 @@ def figures(
             named = ", ".join(f"{name} {ways}" for name, ways in parallel.items())
             rows.append(("processes, last session", named))
     if steps:
-        last = steps[-1]
-        if (end := of_kind.get("end", [{}])[-1]).get("step", 0) >= last["step"]:
-            last = {**last, **end}  # steps that were not logged may follow the last logged one
+        # Steps that were not logged may follow the last logged one.
+        last = max(steps[-1] | of_kind.get("end", [{}])[-1], steps[-1], key=lambda one: one["step"])
         warm = [event for event in steps if not event.get("warming_up")] or steps
         speed = median(event["tokens_per_second"] for event in warm)
         rows += [
@@ -229,13 +228,11 @@ def validated(last: Event, objective: type[ObjectiveConfig]) -> list[tuple[str, 
 
 def asked(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     """Compare the time of the run with `train.minutes`, if it was started with that setting."""
-    minutes = next(
-        (event["minutes"] for event in of_kind.get("start", []) if "minutes" in event), 0
-    )
+    minutes = [event["minutes"] for event in of_kind.get("start", []) if "minutes" in event]
     ends = [event["seconds"] for event in of_kind.get("end", []) if "seconds" in event]
     if not minutes or not ends:
         return []
-    took = f"{duration(ends[-1])} of {duration(minutes * MINUTE)}"
+    took = f"{duration(ends[-1])} of {duration(minutes[0] * MINUTE)}"
     return [("total time of train.minutes", took)]
 
 

@@ -32,11 +32,6 @@ class _Worker:
     errors: IO[str]
     reader: threading.Thread | None = None
 
-    def stop(self, received: signal.Signals) -> None:
-        """Send the process a signal, if it is still running."""
-        if self.process.poll() is None:
-            self.process.send_signal(received)
-
     def leave(self) -> None:
         """Close the process's stdin, which makes it save and stop."""
         assert self.process.stdin is not None
@@ -145,7 +140,7 @@ class _Pool:
         if self.stopped is None:
             self.stopped = received.name
             for worker in self.running:
-                worker.stop(received)
+                worker.process.send_signal(received)  # does nothing if the process has ended
 
     def listen(self) -> None:
         """Handle the next event of any process, if one arrives within `WAKE` seconds."""

@@ -161,12 +161,9 @@ def _spent(results: dict[str, Any]) -> Rows:
 
 
 def _search(results: dict[str, Any]) -> Rows:
-    rows = [["variant", *(f"× {factor:g}" for factor in results["learning_rates"])]]
-    rows += [
-        [name, *(_figure(loss) for loss in one["search"].values())]
-        for name, one in results["variants"].items()
-    ]
-    return rows
+    head = ["variant", *(f"× {factor:g}" for factor in results["learning_rates"])]
+    rows = results["variants"].items()
+    return [head, *([name, *map(_figure, one["search"].values())] for name, one in rows)]
 
 
 def _figure(loss: float | None) -> str:
@@ -206,33 +203,26 @@ def charts(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> list[str
     return [
         line_chart(
             f"Held-out loss on a subset, {unit}",
-            [_curve(name, runs, plan.measure, _is_part) for name, runs in events.items()],
+            [_curve(name, runs, plan.measure, "validation") for name, runs in events.items()],
         ),
         line_chart(
             "Training loss, nats",
-            [_curve(name, runs, "loss", _is_step) for name, runs in events.items()],
+            [_curve(name, runs, "loss", "step") for name, runs in events.items()],
         ),
     ]
 
 
-def _is_step(event: Event) -> bool:
-    return event["kind"] == "step"
-
-
-def _is_part(event: Event) -> bool:
-    return event["kind"] == "validation" and not event["whole"]
-
-
-def _curve(name: str, runs: list[list[Event]], key: str, wanted: Callable[[Event], bool]) -> Series:
+def _curve(name: str, runs: list[list[Event]], key: str, kind: str) -> Series:
     """A variant's loss by step: the mean over its runs, with a band from lowest to highest.
 
-    Steps for which a run has no value are omitted. `wanted` selects the events to use, and `key` is
-    the key of the loss in an event.
+    Steps for which a run has no value are omitted, and so are validations on the whole split. `key`
+    is the key of the loss in events of this kind.
     """
     values: dict[int, list[float]] = {}
     for run in runs:
         for event in run:
-            if wanted(event) and event[key] is not None:
+            wanted = event["kind"] == kind and not event.get("whole")
+            if wanted and event[key] is not None:
                 values.setdefault(event["step"], []).append(event[key])
     whole = {step: found for step, found in sorted(values.items()) if len(found) == len(runs)}
     points = [(step, sum(found) / len(found)) for step, found in whole.items()]

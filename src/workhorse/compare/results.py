@@ -103,9 +103,7 @@ def _variant(
         "by_context": _by_context(plan, outcomes) if whole else {},
         "losses": dict(zip(map(str, plan.study.seeds), losses, strict=True)),
         "diverged": [
-            seed
-            for seed, outcome in zip(plan.study.seeds, outcomes, strict=True)
-            if outcome.diverged
+            seed for seed, one in zip(plan.study.seeds, outcomes, strict=True) if one.diverged
         ],
         "unknown_rate": max(outcome.unknown_rate or 0.0 for outcome in outcomes),
         "learned_nothing": _learned_nothing(variant, outcomes),
@@ -119,7 +117,7 @@ def _variant(
 
 
 def _learned_nothing(variant: Variant, outcomes: list[Outcome]) -> str:
-    """A sentence that says so if no run of a variant has a lower loss than a uniform guess."""
+    """A sentence if all runs of a variant have at least the loss of a uniform guess, else empty."""
     losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
     guess = math.log(variant.vocab_size)
     if not losses or min(losses) < UNLEARNED * guess:
@@ -181,14 +179,9 @@ def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
             unit=UNITS[plan.measure],
             smallest_effect=study.smallest_effect,
         )
-        variants[name]["difference"] = {
-            "mean": one.mean,
-            "low": one.low,
-            "high": one.high,
-            "p": one.p,
-            "p_holm": corrected[name],
-            "detectable": said.detectable,
-        }
+        figures = {key: getattr(one, key) for key in ("mean", "low", "high", "p")}
+        more = {"p_holm": corrected[name], "detectable": said.detectable}
+        variants[name]["difference"] = figures | more
         variants[name]["verdict"] = {"outcome": said.outcome, "words": said.words}
 
 

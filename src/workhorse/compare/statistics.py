@@ -4,6 +4,7 @@ The functions need SciPy, which the optional extra `compare` installs.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -156,14 +157,8 @@ def seeds_for(effect: float, deviation: float, level: float = LEVEL) -> int | No
         return FEWEST
     if power(effect, deviation, MOST_SEEDS, level) < POWER:
         return None
-    few, many = FEWEST - 1, MOST_SEEDS
-    while many - few > 1:
-        middle = (few + many) // 2
-        if power(effect, deviation, middle, level) >= POWER:
-            many = middle
-        else:
-            few = middle
-    return many
+    numbers = range(FEWEST, MOST_SEEDS)
+    return FEWEST + bisect_left(numbers, POWER, key=lambda n: power(effect, deviation, n, level))
 
 
 def _quantile(probability: float, freedom: int) -> float:

@@ -98,18 +98,14 @@ def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
     last = {event["kind"]: event for event in events}
     steps = [event for event in events if event["kind"] == "step"]
     warm = [event for event in steps if not event["warming_up"]] or steps
-    start, validation = last["start"], {} if diverged else last["validation"]
+    validation, step = {} if diverged else last["validation"], last.get("step", {})
+    of_start = ("parameters", "flops_per_token", "device", "threads", "versions")
     return {
         **{name: validation.get(name) for name in ("loss", "bits_per_byte", "unknown_rate")},
         "diverged": diverged,
-        "steps": last["step"]["step"] if steps else 0,
-        "tokens": last["step"]["tokens"] if steps else 0,
-        "skipped_steps": last["step"]["skipped_steps"] if steps else 0,
-        **{name: start[name] for name in ("parameters", "flops_per_token")},
-        "device": start["device"],
-        "threads": start["threads"],
-        "versions": start["versions"],
-        "seconds": last["step"]["seconds"] if steps else 0.0,
+        "steps": step.get("step", 0),
+        **{name: step.get(name, 0) for name in ("tokens", "skipped_steps", "seconds")},
+        **{name: last["start"][name] for name in of_start},
         "tokens_per_second": median(event["tokens_per_second"] for event in warm) if warm else None,
     }
 

@@ -48,11 +48,7 @@ def _live(view: "_View") -> Iterator[Show]:
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        TextColumn("{task.fields[figures]}"),
-    )
+    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[figures]}")
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("preparing", total=view.steps, figures="")
 
@@ -137,10 +133,13 @@ class _View:
                     f"{shown(event['peak_flops'])} FLOP/s in matmuls{after}"
                 )
             case "validation":
-                first = self.headline[0]
-                figure = headlines(event, (first,)).removeprefix("loss ")
+                figure = headlines(event, self.headline[:1]).removeprefix("loss ")
                 self.validation = f", validation {figure}"
-                return f"step {event['step']:,}: {_held_out(event, self.headline)}"
+                part = "" if event["whole"] else " on a subset"
+                bits = event["bits_per_byte"]
+                other = "" if bits is None else f", {bits_per_byte(bits, event['unknown_rate'])}"
+                figures = headlines(event, self.headline)
+                return f"step {event['step']:,}: validation {figures}{part}{other}"
             case "samples":
                 texts = (f"  {sample['prompt']}|{sample['text']}" for sample in event["samples"])
                 return "\n".join([f"step {event['step']:,}, samples:", *texts])
@@ -166,14 +165,6 @@ def _figure(name: str, value: float) -> str:
     if name == "loss":
         return f"{value:.4f}"
     return f"{value:.2f}" if value == 0 or 0.1 <= abs(value) < 1e6 else f"{value:.2g}"  # noqa: PLR2004
-
-
-def _held_out(event: Event, headline: Sequence[str]) -> str:
-    part = "" if event["whole"] else " on a subset"
-    line = f"validation {headlines(event, headline)}{part}"
-    if event["bits_per_byte"] is not None:
-        line += f", {bits_per_byte(event['bits_per_byte'], event['unknown_rate'])}"
-    return line
 
 
 def bits_per_byte(bits: float, unknown_rate: float | None) -> str:

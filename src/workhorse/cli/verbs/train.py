@@ -128,20 +128,15 @@ def command(
 
         if not resume:
             # Checked before the launch: a restarted worker would resume a run it did not start.
-            _check_free(out or _default(settings.name))
+            from workhorse.checkpoints import RunDirectory
+
+            RunDirectory(out or _default(settings.name)).check_free()
         context = click.get_current_context()
         context.exit(launch(["train", *context.meta[GIVEN]], workers or 1, max_restarts))
     else:
         place = out or _default(settings.name)
         resume = resume or (goes_on and _has_begun(place))
         _train(settings, place, resume, as_json, notices=notices, changes=changes)
-
-
-def _check_free(run: Path) -> None:
-    """Raise an error if the run directory already contains a run."""
-    from workhorse.checkpoints import RunDirectory
-
-    RunDirectory(run).check_free()
 
 
 def _has_begun(run: Path) -> bool:
@@ -209,13 +204,7 @@ def _default(name: object) -> Path:
 
 
 def _train(
-    settings: Any,
-    out: Path,
-    resume: bool,
-    as_json: bool,
-    *,
-    notices: list[str],
-    changes: list[str],
+    settings: Any, out: Path, resume: bool, as_json: bool, *, notices: list[str], changes: list[str]
 ) -> None:
     from workhorse.cli.train_progress import show_training
     from workhorse.devices.names import resolve_device
@@ -262,8 +251,8 @@ def _summary(result: Any) -> str:
         words = ["train", run, "--resume", *environment.workers()]
         following = f"resume with workhorse {shlex.join(words)}"
     if found := headlines(result.figures, [*result.figures]):
-        at, of = result.step, "training" if result.validated_at is None else "validation"
-        at = result.validated_at or at
+        at = result.step if result.validated_at is None else result.validated_at
+        of = "training" if result.validated_at is None else "validation"
         line = f"{of} {found}" + (f" at step {at:,}" if at != result.step else "")
         if result.bits_per_byte is not None:
             line += f", {bits_per_byte(result.bits_per_byte, result.unknown_rate)}"

@@ -55,12 +55,11 @@ class Parametric(NamedTuple):
     def loss(self, parameters: float, tokens: float) -> float:
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
-    def optimum(self, flops: float) -> tuple[float, float, float]:
-        """The lowest loss with `6 · N · D = flops`, as N, D and L (2203.15556 eq. 4)."""
+    def optimum(self, flops: float) -> tuple[float, float]:
+        """The N and D with the lowest loss for which `6 · N · D = flops` (2203.15556 eq. 4)."""
         product, total = flops / FLOPS_PER_PARAMETER, self.alpha + self.beta
         g = (self.alpha * self.a / (self.beta * self.b)) ** (1 / total)
-        n, d = g * product ** (self.beta / total), product ** (self.alpha / total) / g
-        return n, d, self.loss(n, d)
+        return g * product ** (self.beta / total), product ** (self.alpha / total) / g
 
 
 HOFFMANN = Parametric(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -77,28 +76,33 @@ of 2203.15556 at every budget (table 3)."""
 
 def optima(flops: float) -> list[Optimum]:
     """The compute-optimal sizes by each law in `LAWS`, for a budget of `flops` operations."""
-    return [Optimum(name, *law(flops)) for name, law in LAWS.items()]
+    found: list[Optimum] = []
+    for name, law in LAWS.items():
+        fitted = isinstance(law, Parametric)
+        sizes = law.optimum(flops) if fitted else law(flops)
+        found.append(Optimum(name, *sizes, law.loss(*sizes) if fitted else None))
+    return found
 
 
-def _kaplan(flops: float) -> tuple[float, float, float | None]:
+def _kaplan(flops: float) -> tuple[float, float]:
     """The compute-optimal sizes by Kaplan et al. (2001.08361 table 6), without a predicted loss.
 
     Their parameters do not include embeddings.
     """
     days = flops / PF_DAY
-    return 1.3e9 * days**0.73, 2e10 * days**0.27, None
+    return 1.3e9 * days**0.73, 2e10 * days**0.27
 
 
-def _twenty(flops: float) -> tuple[float, float, float | None]:
+def _twenty(flops: float) -> tuple[float, float]:
     parameters = (flops / (FLOPS_PER_PARAMETER * CHINCHILLA_TOKENS_PER_PARAMETER)) ** 0.5
-    return parameters, CHINCHILLA_TOKENS_PER_PARAMETER * parameters, None
+    return parameters, CHINCHILLA_TOKENS_PER_PARAMETER * parameters
 
 
-LAWS: dict[str, Callable[[float], tuple[float, float, float | None]]] = {
+LAWS: dict[str, Parametric | Callable[[float], tuple[float, float]]] = {
     "Kaplan et al., 2001.08361": _kaplan,
     "Hoffmann et al., 2203.15556, 20 tokens a parameter": _twenty,
-    "Hoffmann et al., 2203.15556, parametric fit": HOFFMANN.optimum,
-    "Besiroglu et al., 2404.10102, fitted again": BESIROGLU.optimum,
+    "Hoffmann et al., 2203.15556, parametric fit": HOFFMANN,
+    "Besiroglu et al., 2404.10102, fitted again": BESIROGLU,
 }
 
 

@@ -23,7 +23,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, Tokenizer, train_tokenizer
 from workhorse.tokenizers.chat.template import with_template
 
-CONTEXT = 256
+CONTEXT = 512
 END = 262
 """Id of the token that ends a turn."""
 PADDING = 2

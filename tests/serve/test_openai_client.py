@@ -253,14 +253,14 @@ def test_errors(client):
     with fails(openai.BadRequestError, "temperature") as caught:
         reply(client, temperature=-1)
     assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
-    with fails(openai.BadRequestError, "maximum context length is 256", "300 tokens") as caught:
-        complete(client, prompt="a" * 300)
+    with fails(openai.BadRequestError, "maximum context length is 512", "600 tokens") as caught:
+        complete(client, prompt="a" * 600)
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
-    with fails(openai.BadRequestError, "maximum context length is 256", "303 tokens") as caught:
-        reply(client, messages=[{"role": "user", "content": "a" * 300}])
+    with fails(openai.BadRequestError, "maximum context length is 512", "603 tokens") as caught:
+        reply(client, messages=[{"role": "user", "content": "a" * 600}])
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
     with fails(openai.BadRequestError, "maximum context length"):
-        complete(client, prompt="a" * 300, stream=True)
+        complete(client, prompt="a" * 600, stream=True)
     with fails(openai.NotFoundError, "'gpt-5'.*'chatty'") as caught:
         client.chat.completions.create(model="gpt-5", messages=HELLO)
     assert caught.value.code == "model_not_found"

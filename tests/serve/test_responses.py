@@ -369,7 +369,7 @@ CALL_ITEM = {"type": "function_call", "call_id": "a", "name": "f", "arguments": 
             "no earlier message calls",
         ),
         ({"input": [CALL_ITEM] * 129}, "input", "129 calls in a row"),
-        ({"input": "a" * 300}, "input", "maximum context length is 256"),
+        ({"input": "a" * 600}, "input", "maximum context length is 512"),
         ({"include": ["reasoning.encrypted_content"]}, "include", "only message.output_text"),
         ({"top_logprobs": 2}, "top_logprobs", "no effect without message.output_text.logprobs"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not served"),

@@ -12,7 +12,8 @@
 #                            index of CPU builds (pytorch.org/get-started) saves gigabytes where
 #                            there is no GPU.
 #   STEPS=50                 steps of each training of make demo and make chat; by default all of
-#                            the recipe's, or as many as fit into five minutes
+#                            the recipe's, or as many as fit into five minutes. make chat then
+#                            asks fewer questions, too
 #   WORKERS=3                test processes; one more than two cores, since some tests wait for
 #                            processes that they start
 

@@ -25,6 +25,8 @@ LOG = RUNS / "chat.log"
 REWARDS = ("form", "name", "kind", "module")
 MINUTES = 5
 """Longest training of a stage, unless the settings have a length."""
+QUESTIONS_PER_STEP = 2
+"""Number of questions that are asked for pairs, for each step of shortened trainings."""
 QUESTIONS = 20
 """Number of held-out questions to compare the models on."""
 EXAMPLE = "What is threading.Thread?"
@@ -40,7 +42,7 @@ def main(settings: list[str]) -> None:
     print(f"progress and messages: {LOG}", file=sys.stderr)
     train("pretrain", BASE, settings)
     train("fine-tune", CHAT, settings)
-    make_pairs()
+    make_pairs(settings)
     train("preferences", PREFERENCES, settings)
     compare()
     chat = (*WORKHORSE, "chat", str(PREFERENCES), "--temperature", "0")
@@ -68,7 +70,7 @@ def train(stage: str, run: Path, settings: list[str]) -> None:
     note = f"held-out loss {result['validation_loss']:.4f}, {run}/report.html"
     if steps < whole:
         about = result["seconds"] * whole / steps / 60
-        note += f"; {steps:,} of {whole:,} steps, all take about {about:.0f} minutes"
+        note += f"; {steps:,} of {whole:,} steps, all take about {about:.1f} minutes"
     end(result["seconds"], note)
 
 
@@ -78,13 +80,15 @@ def length_of(recipe: str | Path) -> dict[str, float]:
     return {key: train[key] for key in ("steps", "minutes") if train.get(key) is not None}
 
 
-def make_pairs() -> None:
+def make_pairs(settings: list[str]) -> None:
     """Make preference pairs of the mistakes of the fine-tuned model, unless they are made."""
     begin("pairs")
     started, last = time.monotonic(), PAIRS / "validation.jsonl"
     note = f"in {PAIRS}"
     if not last.exists() or last.stat().st_mtime < (CHAT / "checkpoints").stat().st_mtime:
-        made = output([sys.executable, "recipes/stdlib_pairs.py", str(CHAT), str(PAIRS)])
+        lengths = [one.partition("=")[2] for one in settings if one.startswith("train.steps=")]
+        most = [str(QUESTIONS_PER_STEP * int(length)) for length in lengths[-1:]]
+        made = output([sys.executable, "recipes/stdlib_pairs.py", str(CHAT), str(PAIRS), *most])
         note = f"{made.replace(chr(10), '; ')}, {note}"
     end(time.monotonic() - started, note)
 

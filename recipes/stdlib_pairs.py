@@ -1,10 +1,11 @@
 """Make preference pairs of a model's own mistakes, without a judge.
 
-    python recipes/stdlib_pairs.py runs/stdlib-chat runs/stdlib-pairs
+    python recipes/stdlib_pairs.py runs/stdlib-chat runs/stdlib-pairs [QUESTIONS]
 
 The model answers the questions of recipes/stdlib-chat.yaml greedily. If stdlib_answers.py finds an
 answer wrong, or the model does not end it, it is rejected and the known answer is chosen. Half of
-the training questions give train.jsonl, the held-out ones validation.jsonl.
+the training questions give train.jsonl, the held-out ones validation.jsonl; or up to QUESTIONS of
+each.
 """
 
 import json
@@ -27,12 +28,13 @@ LIMITS: dict[SplitName, float | None] = {"train": 0.5, "validation": None}
 """The fraction of each split's questions that are asked; None: all."""
 
 
-def main(run: str, folder: Path) -> None:
-    """Write the pairs of both splits, and print how many there are."""
+def main(run: str, folder: Path, most: int | None = None) -> None:
+    """Write the pairs of both splits, of up to `most` questions each, and print their number."""
     model = workhorse.load(run)
     folder.mkdir(parents=True, exist_ok=True)
     for split, limit in LIMITS.items():
-        questions = questions_of(read_documents(SOURCE, split), limit)
+        questions = questions_of(read_documents(SOURCE, split), limit)[:most]
+        print(f"{split}: asking {len(questions):,} questions", file=sys.stderr, flush=True)
         answers = answer_questions(model, questions, REWARDS)
         wrong = [json.dumps(pair(one)) for one in answers if one.text.strip() and not one.right]
         with replacing(folder / f"{split}.jsonl") as path:
@@ -48,4 +50,4 @@ def pair(answer: Answer) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

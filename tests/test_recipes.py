@@ -115,11 +115,6 @@ def test_from_nothing_to_a_chat(tmp_path):
     text.write_text((Path(argparse.__file__)).read_text())
     fields["data"]["corpus"] = {"kind": "text", "path": str(text)}
     base.write_text(json.dumps(fields))
-    pairs = folder / "stdlib_pairs.py"
-    few = pairs.read_text().replace(
-        '"train": 0.5, "validation": None', '"train": 9, "validation": 5'
-    )
-    pairs.write_text(few)
     settings = [
         "train.steps=4",
         "train.schedule.warmup_steps=1",
@@ -146,7 +141,7 @@ def test_from_nothing_to_a_chat(tmp_path):
     stages = ["pretrain", "fine-tune", "pairs", "preferences", "compare"]
     assert [line.split()[0] for line in lines[:5]] == stages
     assert all(re.fullmatch(r"[a-z-]+ +\d+:\d\d  .+", line) for line in lines[:5])
-    assert re.search(r"train: \d of 9 answers are wrong; validation: \d of 5", lines[2])
+    assert re.search(r"train: \d of 8 answers are wrong; validation: \d of 8", lines[2])
     runs = [f"runs/stdlib-{name}" for name in ("small", "chat", "preferences")]
     assert [line.split()[0] for line in lines[6:9]] == runs
     assert "> What is threading.Thread?" in lines

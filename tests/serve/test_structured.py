@@ -147,7 +147,7 @@ def trained(kind: str) -> Tokenizer:
 
 def needed(grammars: Grammars, source: GrammarSource) -> int:
     """Return the number of tokens that the error of a request without tokens names."""
-    with pytest.raises(GrammarError, match="shortest completion that the grammar allows") as error:
+    with pytest.raises(GrammarError, match="shortest completion found for the grammar") as error:
         grammars.make(source, 0, 0)
     found = re.findall(r"max_tokens=(\d+) or more, and a prompt that leaves room", str(error.value))
     return int(found[0])

@@ -287,7 +287,7 @@ class Closing:
         shortest = 0 if end is None else end.needs[0]
         if shortest > most_new:
             raise GrammarError(
-                f"the shortest completion that the grammar allows has {shortest} tokens, and "
+                f"the shortest completion found for the grammar has {shortest} tokens, and "
                 f"this one may have {most_new}; choose max_tokens={shortest} or more, and "
                 "a prompt that leaves room for them"
             )

@@ -11,15 +11,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.nn.grid import error, make, random_tokens
 from workhorse.nn import DecoderConfig
+from workhorse.nn.attention.kernels import CompiledFlex
 
 pytestmark = [
     pytest.mark.campaign,
     pytest.mark.filterwarnings("ignore"),  # warnings of the compiler
 ]
-SEQ = 40
+SEQ = 136
 Inputs = dict[str, torch.Tensor]
 
 CASES: dict[str, dict] = {
@@ -39,7 +41,7 @@ CASES: dict[str, dict] = {
 
 
 def packed() -> Inputs:
-    return {"documents": torch.tensor([[0] * 15 + [1] * 25, [0] * SEQ])}
+    return {"documents": torch.tensor([[0] * 15 + [1] * (SEQ - 15), [0] * SEQ])}
 
 
 def padded() -> Inputs:
@@ -53,7 +55,7 @@ def config(attention: dict) -> DecoderConfig:
             "vocab_size": 29,
             "d_model": 64,
             "n_layers": 1,
-            "max_seq_len": 64,
+            "max_seq_len": 160,
             "blocks": {
                 "main": {
                     "kind": "pre_norm",
@@ -76,3 +78,11 @@ def test_compiled_flex_gives_the_eager_numbers(case: str, given_by: Callable[[],
     torch.compiler.reset()
     logits = make(decoder_config, "flex")(tokens, **given_by())
     assert error(logits, expected) <= 1e-5
+
+
+def test_short_sequences_are_not_compiled() -> None:
+    """PyTorch 2.13 gives other numbers, or NaN, for 8, 24, 40, ... keys."""
+    decoder = make(config(CASES["grouped"]), "flex")
+    (kernel,) = (module for module in decoder.modules() if isinstance(module, CompiledFlex))
+    q, v = torch.zeros(1, 4, 127, 16), torch.zeros(1, 2, 127, 16)
+    assert kernel.attend(q, v) is flex_attention

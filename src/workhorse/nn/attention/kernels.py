@@ -35,6 +35,8 @@ from workhorse.nn.shapes import AttentionOutput, Keys, Mask, Queries, ScoreBias,
 
 MIN_HEAD_DIM = 16
 """The smallest head_dim that compiled FlexAttention supports on a GPU."""
+CPU_BLOCK = 128
+"""Fewer keys are not compiled on a CPU: PyTorch 2.13 then reads memory that it has not written."""
 
 KernelName = Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"]
 
@@ -305,6 +307,8 @@ class CompiledFlex(Flex):
                 f"kernel=flex on a GPU needs head_dim >= {MIN_HEAD_DIM}, not {head_dim}; "
                 "use kernel=sdpa or eager"
             )
+        if q.is_cpu and v.shape[-2] < CPU_BLOCK:
+            return flex_attention
         return _compiled_flex_attention()
 
 

@@ -11,7 +11,7 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
 from workhorse.model.convert import convert
 from workhorse.model.model import describe
-from workhorse.models import FAMILIES, find_preset, preset, preset_names
+from workhorse.models import find_preset, preset, preset_names, search
 from workhorse.nn import DecoderConfig
 
 
@@ -32,12 +32,19 @@ def test_list_is_a_line_for_each_preset(capsys: pytest.CaptureFixture[str]) -> N
     assert len({len(line) for line in lines}) == 1  # columns are aligned
 
 
-def test_list_of_some_family_by_family(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_some_names_by_group(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = printed(capsys, "list", "Qwen3").split("\n\n")
     names = [[line.split()[0] for line in block.splitlines()] for block in blocks]
-    assert names == [["name"], [name for name in FAMILIES["released.qwen"] if "qwen3" in name]]
+    assert names == [["name"], *search("qwen3")]
+    assert [name for group in search("qwen3") for name in group] == [
+        name for name in preset_names() if "qwen3" in name
+    ]
     blocks = printed(capsys, "list", "mi").split("\n\n")[1:]
-    assert [block.split()[0] for block in blocks] == ["mistral-7b-v0.1", "phi-3-mini-4k"]
+    assert [block.split()[0] for block in blocks] == [
+        "mistral-7b-v0.1",
+        "mixtral-8x7b",
+        "phi-3-mini-4k",
+    ]
     assert main(["models", "list", "gpt-5"]) == 2
     assert "no preset has 'gpt-5' in its name" in capsys.readouterr().err
 

@@ -1,1 +1,0 @@
-"""Presets read from the `config.json` of published models, one file per family."""

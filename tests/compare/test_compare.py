@@ -107,7 +107,7 @@ def test_the_reports_say_what_was_found(finished: Finished):
     words = results["variants"]["gated"]["verdict"]["words"]
     assert words in text
     assert words in page
-    assert page.count("<svg") == 1  # too few steps for validation on a subset
+    assert page.count("<svg") == 2
     assert "<polygon" in page
     assert "http://" not in page
     assert "https://" not in page

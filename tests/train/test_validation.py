@@ -37,7 +37,7 @@ def test_a_rank_without_batches_gets_the_same_loss(make_recipe: MakeRecipe, tmp_
     cpu = torch.device("cpu")
     tables: list[Tensor] = []
 
-    def validated(shares: bool) -> Validation:
+    def validated(shares: bool, max_rows: int = 9) -> Validation:
         def add(table: Tensor) -> None:
             tables.append(table.clone())
             table += 0 if shares else tables[0]
@@ -57,7 +57,7 @@ def test_a_rank_without_batches_gets_the_same_loss(make_recipe: MakeRecipe, tmp_
             ),
             world=world,
         )
-        return validator(9)
+        return validator(max_rows)
 
     first, second = validated(True), validated(False)
     batches = ValidationBatches(split, seq_len=16, batch_size=2, packing="documents", max_rows=9)
@@ -65,5 +65,6 @@ def test_a_rank_without_batches_gets_the_same_loss(make_recipe: MakeRecipe, tmp_
     count = sum(float(one.count) for one in outcomes)
     loss = sum(one.loss.item() for one in outcomes) / count
     assert first.loss == pytest.approx(loss)
+    assert (first.whole, validated(True, 10**6).whole) == (False, True)
     assert first.figures == {"double": pytest.approx(2 * loss)}
     assert (second.loss, second.tokens) == (first.loss, first.tokens) == (first.loss, count)

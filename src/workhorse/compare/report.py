@@ -202,7 +202,7 @@ def charts(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> list[str
     unit = results["unit"]
     return [
         line_chart(
-            f"Held-out loss on a subset, {unit}",
+            f"Held-out loss during training, {unit}",
             [_curve(name, runs, plan.measure, "validation") for name, runs in events.items()],
         ),
         line_chart(
@@ -215,16 +215,17 @@ def charts(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> list[str
 def _curve(name: str, runs: list[list[Event]], key: str, kind: str) -> Series:
     """A variant's loss by step: the mean over its runs, with a band from lowest to highest.
 
-    Steps for which a run has no value are omitted, and so are validations on the whole split. `key`
-    is the key of the loss in events of this kind.
+    Steps for which a run has no value are omitted, and so is a validation on the whole split after
+    others on a subset. `key` is the key of the loss in events of this kind.
     """
     values: dict[int, list[float]] = {}
     for run in runs:
-        for event in run:
-            wanted = event["kind"] == kind and not event.get("whole")
-            if wanted and event[key] is not None:
+        measured = [event for event in run if event["kind"] == kind]
+        for event in [event for event in measured if not event.get("whole")] or measured:
+            if event[key] is not None:
                 values.setdefault(event["step"], []).append(event[key])
     whole = {step: found for step, found in sorted(values.items()) if len(found) == len(runs)}
     points = [(step, sum(found) / len(found)) for step, found in whole.items()]
     band = [(step, min(found), max(found)) for step, found in whole.items()]
-    return Series(name, points, band=band if len(runs) > 1 else ())
+    marked = kind == "validation"
+    return Series(name, points, marked=marked, band=band if len(runs) > 1 else ())

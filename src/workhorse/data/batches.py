@@ -219,6 +219,7 @@ class ValidationBatches:
         size = split.group
         groups = total // size
         taken = groups if max_rows is None else min(max(max_rows // size, 1), groups)
+        self.whole = taken == groups
         # Indices of `taken` groups of rows, spread evenly over all groups.
         chosen = np.arange(taken) * groups // taken
         self._rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)

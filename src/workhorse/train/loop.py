@@ -416,9 +416,8 @@ class Loop:
         config, step = self.config, self.counters.step
         every = config.steps_between_validations
         if self.validate is not None and (ended or (every and step % every == 0)):
-            rows = None if ended else config.rows_in_validation
-            measured = asdict(self.validate(rows))
-            self.notify("validation", **measured.pop("figures"), **measured, whole=rows is None)
+            measured = asdict(self.validate(None if ended else config.rows_in_validation))
+            self.notify("validation", **measured.pop("figures"), **measured)
         samples = config.samples
         if self.sample and samples and (ended or step % samples.every == 0):
             self.notify("samples", samples=self.sample())

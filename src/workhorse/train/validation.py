@@ -104,6 +104,8 @@ class Validation:
     the other figures are too low: the model does not have to predict which characters they are."""
     tokens: int
     """The denominator of the objective: the number of predictions, or the sum of their weights."""
+    whole: bool
+    """True if the whole split was measured."""
     figures: dict[str, float] = field(default_factory=dict)
     """Means of the other values that the objective reports, such as the accuracy of preferences."""
 
@@ -166,7 +168,8 @@ class Validator:
         counted = totals.pop("count")
         figures = {name: total / counted for name, total in totals.items()}
         mean, rate = figures.pop("loss"), self.split.unknown_rate
-        return Validation(mean, self._bits_per_byte(mean), rate, round(counted), figures)
+        bits = self._bits_per_byte(mean)
+        return Validation(mean, bits, rate, round(counted), batches.whole, figures)
 
     def _bits_per_byte(self, loss: float) -> float | None:
         """Convert a mean loss to bits per byte; bos and eos count as tokens."""
@@ -191,7 +194,8 @@ class RolloutValidator:
         """Validate on the first `max_rows` prompts; None: on all. The loss is minus the reward."""
         own, rolled, rewards = self.rollouts, list[Rolled](), list[float]()
         read = [batch.rows(0, int((batch.sources >= 0).sum())) for batch in self.prompts]
-        asked = [one for batch in read for one in prompts_of(batch, own.tokenizer)][:max_rows]
+        every = [one for batch in read for one in prompts_of(batch, own.tokenizer)]
+        asked = every[:max_rows]
         size = self.prompts.batch_size
         for start in range(0, len(asked), size):
             part = asked[start : start + size]
@@ -202,4 +206,6 @@ class RolloutValidator:
             "exact_match": exact_match(asked, rolled),
             "completion_tokens": fmean(len(one.tokens) for one in rolled),
         }
-        return Validation(-figures["reward"], None, 0.0, len(asked), figures)
+        return Validation(
+            -figures["reward"], None, 0.0, len(asked), len(asked) == len(every), figures
+        )

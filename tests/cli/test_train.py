@@ -67,7 +67,7 @@ def test_a_quantity_is_the_same_wherever_it_is_shown(
         assert text in page
     assert f"validation loss {held_out}, {bits} bits per byte\n" in said.out
     assert f"step 5: validation loss {held_out}, {bits} bits per byte\n" in said.err
-    assert f"step 5/5: loss {step['loss']:.4f}, validation " in said.err
+    assert f"step 5/5: loss {step['loss']:.4f}, " in said.err
     assert re.search(rf"\n{result['tokens']} tokens in [0-9.]+ s\n", said.out)
     assert re.search(r"with a peak of [0-9.]+[GT] FLOP/s in matmuls", said.err)
 
@@ -100,8 +100,7 @@ def test_the_progress_line_has_the_figures_that_matter(
     before, held_out, after = capsys.readouterr().err.splitlines()
     assert before.startswith(f"step 5/10: {PROGRESS[kind]}, 2 tokens/s")
     assert held_out == f"step 5: validation {PROGRESS[kind]}"
-    first = "0.9877" if headline[0] == "loss" else "reward 0.71"
-    assert f"{PROGRESS[kind]}, validation {first}, 0 tokens/s" in after
+    assert f"{PROGRESS[kind]}, 0 tokens/s" in after
     assert after.endswith("? left")
 
 

@@ -84,7 +84,6 @@ class _View:
     def __init__(self, steps: int | None, headline: Sequence[str]) -> None:
         self.steps = steps
         self.headline = headline
-        self.validation = ""
 
     def step_line(self, event: Event) -> str:
         """The line for a `step` event: step, headline figures, speed and remaining time."""
@@ -105,7 +104,7 @@ class _View:
         )
         return (
             f"step {event['step']:,}/{self.steps:,}: "
-            f"{headlines(event, self.headline)}{terms}{self.validation}, "
+            f"{headlines(event, self.headline)}{terms}, "
             f"{speed:,.0f} tokens/s ({of_peak}), {duration(left)} left{skipped}"
         )
 
@@ -133,8 +132,6 @@ class _View:
                     f"{shown(event['peak_flops'])} FLOP/s in matmuls{after}"
                 )
             case "validation":
-                figure = headlines(event, self.headline[:1]).removeprefix("loss ")
-                self.validation = f", validation {figure}"
                 part = "" if event["whole"] else " on a subset"
                 bits = event["bits_per_byte"]
                 other = "" if bits is None else f", {bits_per_byte(bits, event['unknown_rate'])}"

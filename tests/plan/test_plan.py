@@ -121,7 +121,7 @@ def test_recomputation_takes_time_on_every_device(adapter: list[str]) -> None:
     assert cost == f"{more - 1:.0%} more arithmetic"
 
 
-def test_an_adapter_has_a_price_per_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning_has_a_price_per_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     adapter = [*SMALL, "adapter.rank=4", "--device", "l4", "--price", "0.8"]
     found = json.loads(printed(capsys, *adapter, "--json"))
     shapes = [*[(96, 96)] * 4, (96, 3072), (3072, 96)]  # of each of two layers
@@ -142,6 +142,8 @@ def test_an_adapter_has_a_price_per_million_tokens(capsys: pytest.CaptureFixture
     assert given["time"]["seconds"] == pytest.approx(time["seconds"] * 7 * 64 / 10**6)
     assert given["time"]["steps"] == given["train"]["steps"] == 7
     assert " for 7 steps on 1 device" in printed(capsys, *adapter, "train.steps=7")
+    whole = plan("gpt2", [*SMALL[1:], "init=runs/first"], device="l4")
+    assert (whole["flops"]["tokens"], whole["compute_optimal"]) == (10**6, None)
 
 
 def test_several_devices_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,6 +269,10 @@ def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> N
     for rows, fits in ((8, True), (16, False)):
         settings = [*SMALL[1:], batch, f"train.micro_batch_size={rows}"]
         assert plan(SMALL[0], settings, device="h100", memory=0.05)["memory"]["fits"] is fits
+    *single, together = plan(SMALL[0], [*SMALL[1:], batch], device="h100", memory=0.02)["remedies"]
+    assert [remedy["fits"] for remedy in (*single, together)] == [False] * 3 + [True]
+    settings = [*SMALL[1:], batch, *together["setting"].split()]
+    assert plan(SMALL[0], settings, device="h100", memory=0.02)["memory"]["fits"]
     out = "\n".join(lines(found))
     assert "does not fit: NVIDIA H100 SXM has 51.2 MiB" in out
     assert "train.micro_batch_size=8: saves" in out

@@ -322,8 +322,8 @@ def remedies(
 ) -> list[Remedy]:
     """Up to three changes of settings that save memory, those with the least side effects first.
 
-    If none of them makes the step fit, the next change with which it fits is added. The
-    arguments are the same as in `limits`.
+    If none of them makes the step fit, the next change with which it fits is added. If there is
+    none, several changes together are added. The arguments are the same as in `limits`.
     """
     now = device_memory(config, train, device, mesh, **options)
     before = now.total
@@ -331,12 +331,14 @@ def remedies(
     decoder = config.build(device="meta")
     once = flops_per_token(decoder, train.seq_len, frozen=options.get("adapter") is not None)
     share = recomputed_flops(decoder, train.seq_len) / once
-    for setting, cost, changed, wider in _changes(train, mesh, f"{share:.0%} more arithmetic"):
+    together: dict[str, Change] = {}
+    for setting, cost, fields, wider in _changes(train, mesh, f"{share:.0%} more arithmetic"):
         key = setting.partition("=")[0]
         if key in found and found[key].fits:
             continue
         try:
             # The memory of the optimizer's update depends only on mesh, dtype and optimizer.
+            changed = train.replace(**fields)
             step = (config, changed, device, wider)
             if (wider, changed.dtype, changed.optimizer) == (mesh, train.dtype, train.optimizer):
                 after = max(now.update, peak_of_passes(*step, **options))
@@ -346,15 +348,25 @@ def remedies(
             continue
         if before - after >= WORTHWHILE * before:
             found[key] = Remedy(setting, cost, before - after, after <= room)
+            together[key] = setting, cost, fields, wider
     cheapest = list(found.values())
     named, dearer = cheapest[:NAMED], cheapest[NAMED:]
     if not any(remedy.fits for remedy in named):
         named += [remedy for remedy in dearer if remedy.fits][:1]
+    if found and not any(remedy.fits for remedy in cheapest):
+        settings, costs, fields = list[str](), list[str](), dict[str, Any]()
+        for setting, cost, more, wider in together.values():
+            settings, costs, fields = [*settings, setting], [*costs, cost], fields | more
+            mesh = mesh if wider == mesh else wider
+            after = device_memory(config, train.replace(**fields), device, mesh, **options).total
+            if after <= room:
+                saves = before - after
+                return [*named, Remedy(" ".join(settings), "; ".join(costs), saves, True)]
     return named
 
 
-Change = tuple[str, str, TrainConfig, ParallelismConfig]
-"""A setting and its cost as in `Remedy`, the changed training settings, and the changed mesh."""
+Change = tuple[str, str, dict[str, Any], ParallelismConfig]
+"""A setting and its cost as in `Remedy`, the changed fields of `train`, and the changed mesh."""
 
 
 def _changes(train: TrainConfig, mesh: ParallelismConfig, recomputation: str) -> Iterator[Change]:
@@ -367,7 +379,7 @@ def _changes(train: TrainConfig, mesh: ParallelismConfig, recomputation: str) ->
     rows = own.size
 
     def change(setting: str, cost: str, wider: ParallelismConfig = mesh, **fields: Any) -> Change:
-        return setting, cost, train.replace(**fields), wider
+        return setting, cost, fields, wider
 
     while rows > 1:
         rows //= 2

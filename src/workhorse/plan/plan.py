@@ -90,8 +90,9 @@ def plan(
         The same data as `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`,
         `flops`, `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` (None
         if the memory is unknown), `time` (seconds; None if the peak FLOP/s are unknown),
-        `compute_optimal` (None with an adapter) and `serving`. With an adapter and without a
-        number of steps, `train.steps` is None, and `flops` and `time` are for `MILLION` tokens.
+        `compute_optimal` (None with an adapter or without steps) and `serving`. For fine-tuning
+        without a number of steps, `train.steps` is None, and `flops` and `time` are for `MILLION`
+        tokens.
 
     Raises:
         WorkhorseError: the source or device does not exist, the mesh does not divide the model or
@@ -158,7 +159,7 @@ def plan(
         "remedies": [remedy._asdict() for remedy in found],
         "limits": most and {**most._asdict(), "mesh": most.mesh and _ways(most.mesh)},
         "time": reach(train, flops, price=price),
-        "compute_optimal": optimal if adapter is None else None,
+        "compute_optimal": optimal if budget or (adapter is None and subject.ends) else None,
         "serving": serving(
             config,
             target,

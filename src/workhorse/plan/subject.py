@@ -144,7 +144,7 @@ class Subject:
     @property
     def ends(self) -> bool:
         """False if nothing determines the number of steps; `train.steps` then has no meaning."""
-        return self.adapter is None or self.train.steps != MOST_STEPS
+        return self.train.steps != MOST_STEPS
 
 
 def find_subject(
@@ -229,7 +229,7 @@ def _assumed(
     """A recipe with default settings for a model without a recipe, and the assumed defaults.
 
     A batch has `rows` rows. Defaults that `settings` override are not among the assumed ones, which
-    are returned as `section.key=value`. No number of steps is assumed for an adapter.
+    are returned as `section.key=value`. No number of steps is assumed for fine-tuning.
     """
     train: dict[str, Any] = {
         "batch_size": rows,  # one row per data-parallel part of the mesh
@@ -251,7 +251,7 @@ def _assumed(
     if "train.minutes" in said:
         del train["steps"]
     endless = Recipe.from_dict(override_recipe(fields, settings, lambda line: None))
-    if "steps" in train and endless.adapter is None:
+    if "steps" in train and endless.init is None:
         parameters = count_parameters(endless.decoder_config(1))["total"]
         tokens = CHINCHILLA_TOKENS_PER_PARAMETER * parameters
         train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.nn.attention.grouped import Attention
@@ -349,6 +348,8 @@ class ExpertParallelGroup:
         replace_modules(root, choose)
 
     def _part(self, weight: nn.Parameter) -> nn.Parameter:
+        from torch.distributed.tensor import DTensor, Shard  # an import takes seconds
+
         own = weight.detach().chunk(self.group.size)[self.group.rank].clone()
         part = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
         return nn.Parameter(part, requires_grad=weight.requires_grad)

@@ -342,6 +342,7 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["gpt2", "train.seq_len=99999"], "set model.max_seq_len=99999, or shorten"),
         (["gpt2", "--device", "l4,h100", "--measure"], "--measure measures this machine"),
         (["gpt2", "--device", "l4,h100", "--page", "a.html"], "--page shows one device, not l4,h1"),
+        (["gpt2", "--device", "l4,l4"], "--device l4 is given 2 times; keep one"),
         (["gpt2", "--device", "l4,h10"], "unknown device 'h10'; did you mean 'h100'?"),
         (["gpt2", "--device", "l4,h100", "--price", "1"], "--price is given 1 times for 2 devices"),
         (

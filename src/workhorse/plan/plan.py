@@ -184,8 +184,10 @@ def plan_devices(
     `prices` has a price for each device, or is empty. The other arguments are those of `plan`.
 
     Raises:
-        WorkhorseError: see `plan`; or the number of prices is wrong.
+        WorkhorseError: see `plan`; or a device is given twice, or the number of prices is wrong.
     """
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise WorkhorseError(f"--device {twice} is given {names.count(twice)} times; keep one")
     if prices and len(prices) != len(names):
         raise WorkhorseError(
             f"--price is given {len(prices)} times for {len(names)} devices; give it once for each"

@@ -97,7 +97,10 @@ def test_without_operators_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("execution", ["auto", "reference", "compiled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_announces_what_it_computes_by(execution: str, dtype: str) -> None:
+def test_training_announces_what_it_computes_by(
+    execution: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workhorse.execute.choose.cpu_has", lambda known: known != "amx_bf16")
     config = TrainConfig(steps=1, batch_size=2, seq_len=8, execution=execution, dtype=dtype)
     step = build_step(make(CAUSAL[0]), config, CPU)
     operators = training_operators(CPU, getattr(torch, dtype), config.execution)
@@ -107,6 +110,7 @@ def test_training_announces_what_it_computes_by(execution: str, dtype: str) -> N
     assert line.startswith("train: native (") is native
     assert native is (execution != "reference" and OPERATORS.training is not None)
     assert line.endswith("layers compiled by PyTorch") is (execution == "compiled")
+    assert ("BF16" in line) is (native and dtype == "bfloat16")
 
 
 def test_a_reference_step_uses_no_operator() -> None:

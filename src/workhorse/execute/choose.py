@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from workhorse.devices.instructions import cpu_has
@@ -52,7 +53,7 @@ class DecodingBody(NamedTuple):
             return "decode: reference" + (f"; {why}" if why else "")
         why_not = "" if not isinstance(decoder, SteppingDecoder) else decoder.why_not_whole()
         if isinstance(decoder, SteppingDecoder) and not why_not:
-            return f"decode: native ({instructions()}), whole steps"
+            return f"decode: native ({instructions(decoder)}), whole steps"
         if isinstance(decoder, CompiledDecoder):
             return "decode: compiled, whole steps"
         return f"decode: {_in_part(decoder)}" + (f"; no whole steps: {why_not}" if why_not else "")
@@ -137,9 +138,13 @@ def training_announcement(objective: nn.Module, operators: Operators, compiled: 
     return f"train: {how}" + ("; layers compiled by PyTorch" if compiled else "")
 
 
-def instructions() -> str:
-    """Name of the widest CPU instruction set that the native operators use."""
-    return next((name for known, name in INSTRUCTIONS.items() if cpu_has(known)), "plain")
+def instructions(module: nn.Module) -> str:
+    """Name of the widest CPU instruction set that native operators use for a module's dtype."""
+    unused = (
+        () if next(module.parameters()).dtype == torch.bfloat16 else ("amx_bf16", "avx512_bf16")
+    )
+    has = [name for known, name in INSTRUCTIONS.items() if known not in unused and cpu_has(known)]
+    return has[0] if has else "plain"
 
 
 def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
@@ -169,7 +174,7 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
     look(root, inside=False)
     total = len(native) + len(counted)
     rest = f"; by PyTorch: {', '.join(plain)}"
-    line = f"native ({instructions()}), {len(native)} of {total} modules"
+    line = f"native ({instructions(root)}), {len(native)} of {total} modules"
     return line + (rest if plain else "")
 
 

@@ -36,6 +36,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a count with its noun: `1 document`, `1,234 documents`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def is_usable(value: object) -> TypeGuard[float]:
     """Return True for a number of magnitude up to `LARGEST`, also for True and False."""
     return isinstance(value, int | float) and abs(value) <= LARGEST

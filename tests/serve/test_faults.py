@@ -302,7 +302,7 @@ def test_keys_and_the_end():
         assert not any(os.path.exists(f"/proc/{child}/exe") for child in children)
         said = process.stderr.read()
         assert "shutting down after 2 requests" in said
-        assert "dropped 1 requests" in said
+        assert "dropped 1 request\n" in said
 
 
 @pytest.mark.parametrize(

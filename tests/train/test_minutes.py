@@ -149,8 +149,12 @@ def test_minutes_that_are_none_are_refused_in_one_line(make_recipe, minutes: Any
 @pytest.mark.parametrize(
     ("steps", "found", "said"),
     [
-        (6, 6, "gives train.steps=6 at 1.5 s per step; 6 steps would take 0.1 minutes"),
-        (900, 12, "gives train.steps=12 at 1.5 s per step; 900 steps would take 22.5 minutes"),
+        (6, 6, "gives train.steps=6 at 1.5 s per step; train.steps=6 would take 0.1 minutes"),
+        (
+            900,
+            12,
+            "gives train.steps=12 at 1.5 s per step; train.steps=900 would take 22.5 minutes",
+        ),
     ],
 )
 def test_with_steps_minutes_are_a_maximum(

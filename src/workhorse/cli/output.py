@@ -120,11 +120,6 @@ def next_command(*words: str) -> str:
     return f"next: {shlex.join([str(program), *words])}"
 
 
-def counted(number: int, noun: str) -> str:
-    """Format a count with its noun: `1 document`, `1,234 documents`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as lines of a table: the first column flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -7,6 +7,7 @@ from typing import Any
 from workhorse.compare.folder import COSTS, Outcome, StudyFolder
 from workhorse.compare.plan import Plan, Trial, Variant
 from workhorse.compare.statistics import FEWEST, UNITS, holm, interval, paired, verdict
+from workhorse.errors import counted
 
 UNLEARNED = 0.99
 """A model whose loss is at least this fraction of ln(vocabulary size) has learned nothing."""
@@ -245,7 +246,9 @@ def _notes(
             if outcome.diverged:
                 notes.append(f"{name}, seed {seed}: {outcome.diverged}")
             elif outcome.skipped_steps:
-                notes.append(f"{name}, seed {seed}: {outcome.skipped_steps} steps were skipped")
+                notes.append(
+                    f"{name}, seed {seed}: {counted(outcome.skipped_steps, 'step')} skipped"
+                )
         if variant["learned_nothing"]:
             notes.append(variant["learned_nothing"])
         if unknown := variant["unknown_rate"]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workhorse.devices.memory import GIB, size
+from workhorse.errors import counted
 from workhorse.files.writing import write_atomically
 from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS, WAYS
 from workhorse.plan.subject import LEAST_FITTED
@@ -84,13 +85,13 @@ def _tried_rows(train: dict[str, Any]) -> int:
 
 def _work(plan: dict[str, Any]) -> str:
     steps, tokens = plan["time"]["steps"], plan["flops"]["tokens"]
-    return f"{tokens:,} tokens" if steps is None else f"{steps:,} steps"
+    return f"{tokens:,} tokens" if steps is None else counted(steps, "step")
 
 
 def _subject(plan: dict[str, Any]) -> Iterator[str]:
     train = plan["train"]
     yield (
-        f"{plan['source']} ({plan['kind']}): {_counted(train['batch_size'], 'row')} of "
+        f"{plan['source']} ({plan['kind']}): {counted(train['batch_size'], 'row')} of "
         f"{train['seq_len']:,} tokens a step, {train['dtype']}, {train['optimizer']['kind']}"
     )
     if plan["assumed"]:
@@ -166,7 +167,7 @@ def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iter
     of = " on each device" * (devices > 1)
     if rows:
         limit = "at least" if rows >= _tried_rows(train) else "at most"
-        yield f"{limit} {_counted(rows, 'row')} of {train['seq_len']:,} tokens at once{of}"
+        yield f"{limit} {counted(rows, 'row')} of {train['seq_len']:,} tokens at once{of}"
     else:
         yield f"not even one row of {train['seq_len']:,} tokens fits{of}"
     if length:
@@ -188,7 +189,7 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
     repeated = ", recomputation included" if plan["flops"]["repeated_per_token"] else ""
     yield (
         f"{duration(time['seconds'])} for {_work(plan)} on "
-        f"{_counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
+        f"{counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
         f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']}){repeated}"
     )
     if (step := time["step"]) is not None:
@@ -201,7 +202,7 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
         yield f"one step takes {_seconds(whole)} (simulated): {', '.join(parts)}"
     if (failures := time["failures"])["expected"] >= 1:
         yield (
-            f"{_counted(round(failures['expected']), 'device failure')} expected, leaving "
+            f"{counted(round(failures['expected']), 'device failure')} expected, leaving "
             f"{failures['goodput']:.1%} of the time for training"
         )
     hours = f"{_figure(time['device_hours'], 1)} device hours"
@@ -254,10 +255,6 @@ def _serving(serving: dict[str, Any]) -> Iterator[str]:
         if way["tokens_per_second"] is not None:
             line += f", up to {way['tokens_per_second']:,.0f} tokens per second for one sequence"
         yield line
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _where(peak: dict[str, Any]) -> str:

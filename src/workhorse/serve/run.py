@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, counted
 from workhorse.serve.app import create_app
 from workhorse.serve.engine_client import COMMAND, EngineClient
 from workhorse.serve.gate import Gate, Limits, is_loopback
@@ -178,6 +178,7 @@ async def serve(
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
+            say("stopped before the model was loaded")
             return stopping.result()
         facts = starting.result()
         gate = create_app(
@@ -213,8 +214,8 @@ async def _drain(
     Then the remaining ones are ended with an error.
     """
     gate.is_draining = True
-    if gate.running.total():
-        say(f"shutting down after {gate.running.total()} requests; a second signal drops them")
+    if left := gate.running.total():
+        say(f"shutting down after {counted(left, 'request')}; a second signal drops them")
 
     async def ended() -> None:
         while gate.running.total():
@@ -222,8 +223,8 @@ async def _drain(
 
     waiting = [asyncio.create_task(ended()), asyncio.create_task(received.get())]
     await asyncio.wait(waiting, timeout=GRACE, return_when=asyncio.FIRST_COMPLETED)
-    if gate.running.total():
-        say(f"dropped {gate.running.total()} requests")
+    if left := gate.running.total():
+        say(f"dropped {counted(left, 'request')}")
         await engine.close()
         await asyncio.wait(waiting[:1], timeout=TO_TELL)
     for task in waiting:

@@ -109,9 +109,9 @@ def with_steps(train: TrainConfig, steps: int) -> TrainConfig:
 def remark(train: TrainConfig, found: TrainConfig, step_seconds: float) -> str:
     """Return a log line with the number of steps that `train.minutes` gives."""
     warmup, shorter = train.schedule.warmup_steps, found.schedule.warmup_steps
-    shortened = f"; warm-up shortened from {warmup} to {shorter} steps" if warmup != shorter else ""
+    shortened = f"; warmup_steps={shorter} instead of {warmup}" if warmup != shorter else ""
     whole = (train.steps or 0) * step_seconds / 60
-    of_all = f"; {train.steps} steps would take {whole:.1f} minutes" if train.steps else ""
+    of_all = f"; train.steps={train.steps} would take {whole:.1f} minutes" if train.steps else ""
     return (
         f"train.minutes={train.minutes:g} gives train.steps={found.steps} at {step_seconds:.3g} s "
         f"per step{of_all}{shortened}"

@@ -95,7 +95,7 @@ def test_a_report_says_what_makes_its_curves_suspect(make_recipe, tmp_path):
     run.metrics_file.write_text("\n".join([*lines[:-1], skipped, ""]), "utf-8")
     write_report([run])
     page = run.report_file.read_text("utf-8")
-    assert "1 steps were skipped, as loss or gradient was not finite: 7" in page
+    assert "1 step skipped, as loss or gradient was not finite: 7" in page
     assert "the run has not finished" in page
     assert "this run differs from the recipe file and its description: train.seed=3" in page
 

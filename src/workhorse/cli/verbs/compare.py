@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from workhorse.cli.loading import PATH, json_option, runtime_options, train_settings
-from workhorse.cli.output import ExitCode, counted, print_result, warn
+from workhorse.cli.output import ExitCode, print_result, warn
+from workhorse.errors import counted
 
 
 @click.command("compare")

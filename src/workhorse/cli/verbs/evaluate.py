@@ -20,7 +20,8 @@ from workhorse.cli.loading import (
     model_options,
     open_model,
 )
-from workhorse.cli.output import counted, for_terminal, print_result, progress, warn
+from workhorse.cli.output import for_terminal, print_result, progress, warn
+from workhorse.errors import counted
 
 if TYPE_CHECKING:
     from workhorse.data import Document, SourceConfig

@@ -14,9 +14,9 @@ from workhorse.cli.loading import (
     open_model,
     runtime_options,
 )
-from workhorse.cli.output import counted, print_result, progress
+from workhorse.cli.output import print_result, progress
 from workhorse.cli.sampling import read_prompts
-from workhorse.errors import shown
+from workhorse.errors import counted, shown
 from workhorse.files.writing import check_place
 
 

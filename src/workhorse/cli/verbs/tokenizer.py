@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.loading import PATH, json_option
-from workhorse.cli.output import counted, for_terminal, print_result, progress, warn
+from workhorse.cli.output import for_terminal, print_result, progress, warn
+from workhorse.errors import counted
 
 if TYPE_CHECKING:
     from workhorse.data.documents import SplitName

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from workhorse.cli.loading import PATH, json_option, recipe_of_run, runtime_options, train_settings
-from workhorse.cli.output import ExitCode, counted, next_command, print_result
+from workhorse.cli.output import ExitCode, next_command, print_result
+from workhorse.errors import counted
 from workhorse.parallel.processes import environment
 
 MOST_WORKERS = 4096

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.devices.memory import size
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, counted
 from workhorse.files.writing import write_atomically
 from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.objectives.objective import ObjectiveConfig
@@ -277,7 +277,7 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
     if skipped := of_kind.get("skipped_step"):
         where = ", ".join(str(event["step"]) for event in skipped[:10])
         lines.append(
-            f"{len(skipped)} steps were skipped, as loss or gradient was not finite: {where}"
+            f"{counted(len(skipped), 'step')} skipped, as loss or gradient was not finite: {where}"
         )
     if not starts:
         lines.append("metrics.jsonl has no start event; removed lines are missing here too")

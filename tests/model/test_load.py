@@ -1,6 +1,7 @@
 """`workhorse.load` and the model it returns."""
 
 import dataclasses
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -346,9 +347,11 @@ def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:
 def test_a_run_that_began_with_a_chat_model_knows_how_to_chat(run_folder: Path) -> None:
     (run_folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert not workhorse.load(run_folder).trained_to_chat  # the tokenizer is from elsewhere
+    base = shutil.copytree(run_folder, run_folder.with_name("base"))
     recipe = run_folder / "recipe.yaml"
-    recipe.write_text(recipe.read_text() + "init: some/chat-model\n")
-    assert workhorse.load(run_folder).trained_to_chat
+    for init, chats in (("some/chat-model", True), (base, False)):
+        recipe.write_text(f"{(base / 'recipe.yaml').read_text()}init: {init}\n")
+        assert workhorse.load(run_folder).trained_to_chat is chats
 
 
 def test_a_chat_stops_where_the_model_does(run_folder: Path) -> None:

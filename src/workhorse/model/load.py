@@ -176,9 +176,11 @@ def is_trained_to_chat(stored: StoredModel, tokenizer: Tokenizer | None) -> bool
         return False
     if not isinstance(stored, RunDirectory):
         return True
-    recipe = stored.recipe()
-    inherits = recipe.get("init") is not None and not recipe.get("tokenizer", {}).get("chat")
-    return inherits or _data_of(stored).has_conversations
+    recipe, chats = stored.recipe(), _data_of(stored).has_conversations
+    if chats or recipe.get("init") is None or recipe.get("tokenizer", {}).get("chat"):
+        return chats
+    base = RunDirectory(recipe["init"])
+    return not base.exists or is_trained_to_chat(base, tokenizer)
 
 
 def _sampling_of(stored: StoredModel, notify: Callable[[str], object]) -> dict[str, Any]:

@@ -145,5 +145,6 @@ def make(settings: EngineSettings):
 
 
 if __name__ == "__main__":
+    time.sleep(float(os.environ.get("START_SECONDS", "0")))
     serve(socket.socket(fileno=int(sys.argv[1])), make)
     os._exit(0)

@@ -6,12 +6,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
 from tests.serve.conftest import EVENT
 from tests.serve.raw import (
+    SERVER,
     ask,
     completion,
     connect,
@@ -286,6 +288,17 @@ async def check_end(address, process):
     process.send_signal(signal.SIGTERM)
     told = await long
     assert (told.status, told.json["error"]["code"]) == (503, "shutting_down")
+
+
+def test_a_signal_before_the_model_is_loaded():
+    command = [sys.executable, str(SERVER)]
+    slow = {**os.environ, "START_SECONDS": "600"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=slow) as process:
+        while subprocess.run(["pgrep", "-P", str(process.pid)], check=False).returncode:
+            time.sleep(0.05)  # the signal is handled before the engine's process starts
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (143, "stopped before the model was loaded\n")
 
 
 def test_keys_and_the_end():

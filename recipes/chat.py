@@ -69,7 +69,10 @@ def train(stage: str, run: Path, settings: list[str]) -> None:
     steps = result["steps"]
     note = f"held-out loss {result['validation_loss']:.4f}, {run}/report.html"
     if steps < whole:
-        about = result["seconds"] * whole / steps / 60
+        lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+        *_, last = (one for one in map(json.loads, lines) if one["kind"] == "step")
+        # The speed does not include the first step, which waits for compilation.
+        about = last["tokens"] / last["step"] * whole / last["tokens_per_second"] / 60
         note += f"; {steps:,} of {whole:,} steps, all take about {about:.1f} minutes"
     end(result["seconds"], note)
 

@@ -31,12 +31,12 @@ def test_the_local_task(run_folder, tmp_path, monkeypatch, capsys):
         for line in text.splitlines()
         if not kind and line.startswith("workhorse") and "--include-path" in line
     )
-    arguments = command.replace("runs/first", str(run_folder)).split()[1:]
+    arguments = command.replace("runs/stdlib-small", str(run_folder)).split()[1:]
     assert main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["results"]["capitals"]) >= {"acc,none", "acc_norm,none"}
     assert result["n-samples"]["capitals"]["effective"] == 2
     (program,) = (text for kind, text in blocks if kind == "python")
     names: dict[str, Any] = {}
-    exec(program.replace("runs/first", str(run_folder)), names)
+    exec(program.replace("runs/stdlib-small", str(run_folder)), names)
     assert names["results"]["results"] == result["results"]

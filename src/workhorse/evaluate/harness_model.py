@@ -145,7 +145,8 @@ def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
 class HarnessModel(TemplateLM):
     """Model for lm-evaluation-harness.
 
-        lm_eval.simple_evaluate(HarnessModel(workhorse.load("runs/first")), tasks=["arc_easy"])
+        model = HarnessModel(workhorse.load("runs/stdlib-small"))
+        lm_eval.simple_evaluate(model, tasks=["arc_easy"])
 
     The names of special tokens in a task's strings, such as rendered chats, are encoded as special
     tokens, as in the harness's `hf` model.

@@ -21,7 +21,7 @@ from workhorse.cli.loading import (
     open_model,
 )
 from workhorse.cli.output import for_terminal, print_result, progress, warn
-from workhorse.errors import counted
+from workhorse.errors import WorkhorseError, counted
 
 if TYPE_CHECKING:
     from workhorse.data import Document, SourceConfig
@@ -281,7 +281,6 @@ def _documents(
     Each call starts with the first document. `of_name` makes the source of `--data`; None: as text.
     """
     from workhorse.data import read_documents, source_of
-    from workhorse.errors import WorkhorseError
 
     if data is not None:
         # A file or folder in full, or the held-out part of the standard library.

@@ -9,7 +9,7 @@ import click
 
 from workhorse.cli.loading import PATH, json_option
 from workhorse.cli.output import for_terminal, print_result, progress, warn
-from workhorse.errors import counted
+from workhorse.errors import WorkhorseError, counted
 
 if TYPE_CHECKING:
     from workhorse.data.documents import SplitName
@@ -72,7 +72,6 @@ def train_command(
     as_json: bool,
 ) -> None:
     """Train a tokenizer on FILES."""
-    from workhorse.errors import WorkhorseError
     from workhorse.tokenizers import check_output_folder, missing_tokens, train_tokenizer
 
     config = _config(algorithm, vocab_size, settings)
@@ -108,7 +107,6 @@ def train_command(
 @json_option
 def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> None:
     """Measure the tokenizer in DIR on FILES, preferably files that it was not trained on."""
-    from workhorse.errors import WorkhorseError
     from workhorse.tokenizers import load_tokenizer, tokenizer_report
 
     loaded = load_tokenizer(tokenizer)
@@ -214,8 +212,6 @@ def _stdin() -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    from workhorse.errors import WorkhorseError
-
     words = text.replace(",", " ").strip(" \n[]").split()
     if wrong := [word for word in words if not (word.isascii() and word.isdigit())]:
         raise WorkhorseError(f"{wrong[0][:40]!r} is not a token id; give integers of 0 or more")
@@ -226,7 +222,6 @@ def _numbers(text: str) -> list[int]:
 
 def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -> "TokenizerConfig":
     from workhorse.config.overrides import apply_overrides
-    from workhorse.errors import WorkhorseError
     from workhorse.tokenizers import tokenizer_config
 
     for setting in settings:

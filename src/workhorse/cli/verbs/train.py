@@ -11,7 +11,7 @@ import click
 
 from workhorse.cli.loading import PATH, json_option, recipe_of_run, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, next_command, print_result
-from workhorse.errors import counted
+from workhorse.errors import WorkhorseError, counted
 from workhorse.parallel.processes import environment
 
 MOST_WORKERS = 4096
@@ -153,8 +153,6 @@ def _has_begun(run: Path) -> bool:
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
     """For a run directory given as RECIPE: the path of its recipe, and the folder to train in."""
-    from workhorse.errors import WorkhorseError
-
     recipe = recipe_of_run(folder)
     if not resume and out is None:
         raise WorkhorseError(
@@ -179,7 +177,6 @@ def _read(
     adapted to `workers`, the number of processes, unless it is None.
     """
     from workhorse.config.dial import read_recipe
-    from workhorse.errors import WorkhorseError
     from workhorse.models import preset_names
 
     if str(file) in preset_names() and not file.exists():

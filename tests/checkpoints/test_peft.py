@@ -252,6 +252,10 @@ def test_experts_in_the_names_of_transformers_4(tmp_path: Path) -> None:
     again = stored.load_decoder()
     add_peft(again, tmp_path, stored.family)
     assert torch.equal(again(TOKENS), decoder(TOKENS))
+    part = {name: value for name, value in tensors.items() if "experts.3.up_proj" not in name}
+    save_file(part, tmp_path / WEIGHTS)
+    with pytest.raises(WorkhorseError, match=r"experts\.3\.up_proj\.weight is missing beside"):
+        add_peft(stored.load_decoder(), tmp_path, stored.family)
 
 
 NAME = "model.layers.10.self_attn.q_proj"

@@ -242,11 +242,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     "unknown": (lambda f: change(f, use_wlora=4), "use_wlora=4 is not supported"),
     "another rank": (lambda f: change(f, r=3), r"has shape \(2, 32\), but this base needs \(3, 32"),
     "not dora": (
-        lambda f: rename(f, "0.self_attn.q_proj.lora_A", "x"),
-        "does not belong to a LoRA",
+        lambda f: rename(f, "lora_B.weight", "lora_magnitude_vector"),
+        r"lora_magnitude_vector' does not belong to an adapter with use_dora=false",
     ),
     "embedding": (lambda f: rename(f, "lora_A.weight", "lora_embedding_A"), "LoRA of an embedding"),
-    "missing": (lambda f: rename(f, "lora_B.weight", "lora_Z"), "is missing"),
+    **{
+        f"{old}, not {new}": (
+            lambda f, old=old, new=new: rename(f, f"0.self_attn.q_proj.{old}", new),
+            rf"tensor '.*0\.self_attn\.q_proj\.{old}' is missing; save the adapter again",
+        )
+        for old in ("lora_A.weight", "lora_B.weight")
+        for new in ("x", "0.self_attn.q_proj.lora_Z.weight")
+    },
     **{
         f"{value} in {dtype}": (
             lambda f, value=value, dtype=dtype: poison(f, value, dtype),

@@ -242,9 +242,13 @@ def _add(
                 _add_once(trained, weights, keys[0])
             else:
                 _check_unchanged(decoder, weights)
-    if left := [*update_keys, *weight_keys]:
+    if left := [*update_keys] or [*weight_keys]:
+        wholes = [move.theirs for move in modules.moves if left[0] in move.theirs]
+        absent = [one for whole in wholes for one in whole if one not in left]
         raise WorkhorseError(
-            f"{left[0]} is not a weight of this {family.model_type} model; {OTHER_BASE}"
+            f"{absent[0]} is missing beside {left[0]}; save the adapter again"
+            if absent
+            else f"{left[0]} is not a weight of this {family.model_type} model; {OTHER_BASE}"
         )
     untied = config.replace(ensure_weight_tying=False)  # it adds the head only to the embedding
     saved = (move for move in modules.moves if _is_trained(move, untied))
@@ -326,8 +330,6 @@ def _by_weight(
     stacks = [name for name in theirs if not name.endswith(".weight")]
     update_keys: dict[str, str] = {}
     weight_keys: dict[str, str] = {}
-    used: set[str] = set()
-    ends = (A, B, MAGNITUDE) if config.use_dora else (A, B)
     for key in stored.shapes:
         inner = key.removeprefix(PREFIX)
         if ".lora_embedding_" in inner:
@@ -335,19 +337,17 @@ def _by_weight(
                 f"tensor {key!r}: LoRA of an embedding is not supported; train it with "
                 "modules_to_save"
             )
-        if inner.endswith(A):
-            keys, weight = update_keys, _weight_of(inner.removesuffix(A), config, stacks)
-            used |= {key.removesuffix(A) + end for end in ends}
-        elif not inner.endswith((B, MAGNITUDE)):
-            keys, weight = weight_keys, inner.replace(f"{BASE_LAYER}.", ".")
-            used.add(key)
+        if inner.endswith(MAGNITUDE) and not config.use_dora:
+            raise WorkhorseError(
+                f"tensor {key!r} does not belong to an adapter with use_dora=false; save the "
+                "adapter again"
+            )
+        if end := next((end for end in (A, B, MAGNITUDE) if inner.endswith(end)), None):
+            weight = _weight_of(inner.removesuffix(end), config, stacks)
+            if update_keys.get(weight) != key.removesuffix(end):  # else from another end of it
+                _add_once(update_keys, {weight: key.removesuffix(end)}, key)
         else:
-            continue
-        _add_once(keys, {weight: key.removesuffix(A)}, key)
-    for key in sorted(stored.shapes.keys() - used):
-        raise WorkhorseError(
-            f"tensor {key!r} does not belong to a LoRA with these options; save the adapter again"
-        )
+            _add_once(weight_keys, {inner.replace(f"{BASE_LAYER}.", "."): key}, key)
     return update_keys, weight_keys
 
 

@@ -257,7 +257,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     **{
         f"{value} in {dtype}": (
             lambda f, value=value, dtype=dtype: poison(f, value, dtype),
-            "has infinite values or NaN",
+            "has infinite values or NaN; use an earlier checkpoint of the adapter",
         )
         for value, dtype in (
             (torch.nan, torch.float32),
@@ -284,7 +284,7 @@ def test_adapters_that_are_not_written(to: Any, base: Path, tmp_path: Path) -> N
     model = load(base, execution="reference")
     adapted(model.reference, LoraConfig(rank=2))
     model.reference.layers[0].attention.q_proj.adapters["default"].lora_a.weight.data[0] = torch.inf
-    with pytest.raises(WorkhorseError, match="has infinite values or NaN"):
+    with pytest.raises(WorkhorseError, match="NaN; use an earlier checkpoint of the adapter"):
         convert(model, tmp_path / "out", to, notify=print)
     model = load(base, execution="reference")
     adapted(model.reference, LoraConfig(rank=2, dora=True, also_train=("final_norm",)))

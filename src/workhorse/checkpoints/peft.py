@@ -112,7 +112,7 @@ def write_peft(
         if key == THEIR_HEAD:
             tensors[f"{key}{BASE_LAYER}.weight"] = decoder.head.proj.weight.detach()
     for key, value in tensors.items():
-        check_numbers(key, value)
+        check_numbers(key, value, "adapter")
     weights = [weight for move in modules.moves for weight in move.theirs]
     data = written_config(config, targets, saved, weights) | {
         "base_model_name_or_path": base,
@@ -436,7 +436,7 @@ def _read(stored: TensorFolder, key: str, shape: Shape) -> Tensor:
             f"{OTHER_BASE}"
         )
     value = stored.read(key)
-    check_numbers(key, value)
+    check_numbers(key, value, "adapter")
     return value
 
 

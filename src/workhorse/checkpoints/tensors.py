@@ -43,8 +43,8 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
 
 
-def check_numbers(name: str, tensor: Tensor) -> None:
-    """Check that a tensor has no infinite values or NaN.
+def check_numbers(name: str, tensor: Tensor, of: str = "model") -> None:
+    """Check that a tensor of a model or adapter has no infinite values or NaN.
 
     A vector may contain -inf unless its name ends in `weight`: a bias of -inf excludes a token.
 
@@ -60,7 +60,7 @@ def check_numbers(name: str, tensor: Tensor) -> None:
         wrong &= tensor != -torch.inf
     if wrong.any():
         raise WorkhorseError(
-            f"{name} has infinite values or NaN; use an earlier checkpoint of the model"
+            f"{name} has infinite values or NaN; use an earlier checkpoint of the {of}"
         )
 
 

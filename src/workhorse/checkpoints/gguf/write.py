@@ -247,7 +247,8 @@ def write_file(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for plan, kind in zip(plans, kinds, strict=True):
-                writer.write_tensor_data(_encoded(plan, kind).view(_Whole))
+                values = _encoded(plan, kind, keys.get("general.type", "model"))
+                writer.write_tensor_data(values.view(_Whole))
             writer.close()
         finally:
             with suppress(OSError):
@@ -287,15 +288,15 @@ def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[
     ]
 
 
-def _encoded(plan: TensorPlan, kind: Any) -> np.ndarray:
-    """Compute a tensor and encode it in a GGUF type.
+def _encoded(plan: TensorPlan, kind: Any, of: str) -> np.ndarray:
+    """Compute a tensor of a model or adapter and encode it in a GGUF type.
 
     Raises:
         WorkhorseError: a value is infinite or NaN, or does not fit into the type.
     """
     tensor = plan.make().contiguous()
     assert tensor.shape == plan.shape, plan.name
-    check_numbers(plan.name, tensor)
+    check_numbers(plan.name, tensor, of)
     values = tensor.numpy()
     finite = values[np.isfinite(values)] if values.ndim == 1 else values
     largest = np.maximum(finite.max(initial=0), -finite.min(initial=0))

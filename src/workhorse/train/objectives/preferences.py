@@ -6,7 +6,7 @@ of the rejected one. `Preference` combines the two functions. All losses are sum
 answers) and divided by their number in the whole batch, so they do not depend on micro-batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -50,6 +50,20 @@ MarginLoss = Callable[[Tensor], Tensor]
 """Computes the loss of each margin."""
 
 
+SMOOTHED: Mapping[str, Callable[[float], MarginLoss]] = {
+    "sigmoid": lambda epsilon: partial(sigmoid_loss, right=1 - epsilon, wrong=epsilon),
+    "robust": lambda epsilon: partial(
+        sigmoid_loss, right=(1 - epsilon) / (1 - 2 * epsilon), wrong=-epsilon / (1 - 2 * epsilon)
+    ),
+}
+"""Losses of DPO with label smoothing, for a given ε. See `DpoConfig`."""
+UNSMOOTHED: Mapping[str, Callable[..., Tensor]] = {
+    "hinge": lambda margins, beta: F.relu(1 - margins),
+    "ipo": lambda margins, beta: ((margins - 0.5) / beta).square(),
+}
+"""Losses of DPO without label smoothing, as functions of margins and beta."""
+
+
 class PairsConfig(ObjectiveConfig):
     """Base class of the options of objectives on pairs: adjacent rows, the chosen answer first."""
 
@@ -91,24 +105,19 @@ class DpoConfig(PairsConfig):
     the loss of its pair (2404.19733 §2)."""
 
     def model_post_init(self, _context: object) -> None:
-        if self.label_smoothing and self.loss in ("hinge", "ipo"):
+        if self.label_smoothing and self.loss not in SMOOTHED:
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing} has no effect on loss={self.loss}; "
                 "remove it"
             )
 
     def build(self, decoder: Decoder, team: Team = None) -> "Preference":
-        epsilon, unbiased = self.label_smoothing, 1 - 2 * self.label_smoothing
-        losses: dict[str, MarginLoss] = {
-            "sigmoid": partial(sigmoid_loss, right=1 - epsilon, wrong=epsilon),
-            "hinge": lambda margins: F.relu(1 - margins),
-            "ipo": lambda margins: ((margins - 0.5) / self.beta).square(),
-            "robust": partial(
-                sigmoid_loss, right=(1 - epsilon) / unbiased, wrong=-epsilon / unbiased
-            ),
-        }
+        if self.loss in SMOOTHED:
+            loss = SMOOTHED[self.loss](self.label_smoothing)
+        else:
+            loss = partial(UNSMOOTHED[self.loss], beta=self.beta)
         rewards = partial(relative_reward, beta=self.beta, per_token=self.per_token)
-        return Preference(decoder, rewards, losses[self.loss], self.sft_weight, team=team)
+        return Preference(decoder, rewards, loss, self.sft_weight, team=team)
 
 
 class OrpoConfig(PairsConfig):

@@ -36,6 +36,13 @@ SHAREGPT_ROLES = {
 }
 """The role of a message by the field `from` of ShareGPT's records."""
 
+KIND_OF: Mapping[str, RowKind] = {
+    "chosen": "pairs",
+    "label": "labels",
+    **dict.fromkeys(("messages", "conversations"), "conversations"),
+}
+"""The kind of a record with one of these fields; the first one decides."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -157,13 +164,8 @@ def _conversation(fields: Mapping[str, Any]) -> Example:
     if "prompt" in fields and "completion" in fields:
         return _completion(fields, None)
     known = [name for name in ("messages", "conversations") if name in fields]
-    if not known and "chosen" in fields:
-        raise WorkhorseError("this is a pair, with a field 'chosen'; set rows: pairs")
     if not known:
-        raise WorkhorseError(
-            "there is no field 'messages', 'conversations', or 'prompt' and 'completion'; "
-            f"rename the field of the conversation ({nearest('messages', fields)})"
-        )
+        raise _no_field(fields, "messages", "conversations")
     messages = (*_system(fields), *_messages(fields[known[0]], known[0]))
     return Example(messages, tools=_tools(fields))
 
@@ -337,8 +339,17 @@ def _parsed(text: str, name: str) -> Any:
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:
     if name not in fields:
-        raise WorkhorseError(f"there is no field {name!r}; rename one ({nearest(name, fields)})")
+        raise _no_field(fields, name, "pairs" if name in ("chosen", "rejected") else "labels")
     return fields[name]
+
+
+def _no_field(fields: Mapping[str, Any], name: str, rows: RowKind) -> WorkhorseError:
+    """Return the error for a record without a field, which may be a record of other `rows`."""
+    sign, kind = next((one for one in KIND_OF.items() if one[0] in fields), ("", rows))
+    remedy = f"rename a field, or add it ({nearest(name, fields)})"
+    if kind != rows:
+        remedy = f"set rows: {kind} for records with {sign!r}"
+    return WorkhorseError(f"there is no field {name!r}; {remedy}")
 
 
 def _identity(example: Example) -> str:

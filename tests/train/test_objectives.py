@@ -188,7 +188,7 @@ def test_an_objective_without_what_it_needs_is_refused() -> None:
         return SimpleNamespace(rows=lambda _step, start, stop: batch.rows(start, stop))
 
     plain = Batch(*pairs().tensors[:2], None, torch.zeros(10))
-    with pytest.raises(ConfigError, match="objective preference needs group, which this data"):
+    with pytest.raises(ConfigError, match="objective preference needs pairs, which this data"):
         check_needs(config_of(), batches(plain), Resumption())
     check_needs(config_of(), batches(pairs()), Resumption())
 

@@ -77,22 +77,21 @@ def batches_of(
 
 
 def check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
-    """Raise ConfigError if the batches lack a field that the objective needs."""
-    needs = [
-        name for name in config.objective.needs if name != "reference"
-    ]  # see `prepare_reference`
-    row = batches.rows(at.step, 0, 1)
-    missing = [name for name in needs if getattr(row, name, None) is None]
-    if missing:
+    """Raise ConfigError if the rows of the batches are not of the kind that the objective needs."""
+    needs, row = config.objective.needs, batches.rows(at.step, 0, 1)
+    wanted = "pairs" if "group" in needs else "labels" if "values" in needs else ""
+    given = "pairs" if row.group is not None else "labels" if row.values is not None else ""
+    if wanted and wanted != given:
+        fields = {"pairs": "chosen and rejected", "labels": "prompt, completion and label"}[wanted]
         raise ConfigError(
-            f"the objective {config.objective.kind} needs {' and '.join(missing)}, which this data "
-            "does not have; use other data, or another objective",
+            f"the objective {config.objective.kind} needs {wanted}, which this data does not have; "
+            f"set data.corpus to conversations with rows={wanted} (records with {fields})",
             "train.objective",
         )
-    if config.objective.kind == "next_token" and row.values is not None:
+    if given and not wanted:
         raise ConfigError(
-            "next_token would learn the rejected answers of pairs and labels too; choose another "
-            "kind, such as dpo or kto",
+            f"{config.objective.kind} would learn the rejected answers of {given} too; choose "
+            "another kind, such as dpo or kto",
             "train.objective",
         )
 

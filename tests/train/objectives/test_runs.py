@@ -99,7 +99,8 @@ def test_a_run_without_a_reference(tmp_path: Path, objective: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("rows", "objective", "message"),
     [
-        ("labels", {"kind": "dpo"}, "objective dpo needs group, which this data"),
+        ("labels", {"kind": "dpo"}, "dpo needs pairs, which this data does not have; set data.co"),
+        ("pairs", {"kind": "kto"}, "kto needs labels, which .* rows=labels .records with prompt, "),
         ("pairs", {"kind": "next_token"}, "would learn the rejected answers"),
         ("pairs", {"kind": "policy"}, "rollouts and the objective policy need each other"),
     ],

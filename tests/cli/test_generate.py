@@ -85,7 +85,7 @@ def test_a_file_from_an_editor_of_windows_is_its_text(tmp_path, name):
         ("a.txt", b"x" * 11, "a.txt is larger than 10 bytes"),
         ("a.txt", None, "a.txt: No such file"),
         ("a.jsonl", b"\n", "a.jsonl is empty; write a line"),
-        ("a.jsonl", b"\n{x}", "a.jsonl:2 is not valid JSON"),
+        ("a.jsonl", b'\n{"p": x}', "jsonl:2 is not valid JSON: Expecting value at column 7\n"),
         ("a.jsonl", b"[1]", "a.jsonl:1"),
         (
             "a.jsonl",

@@ -279,7 +279,10 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b'{"text": "a"}\n{"text": ', r"a\.jsonl:2 is not JSON: .*; correct or remove the line"),
+        (
+            b'{"text": "a"}\n{"text": \n',
+            r"a\.jsonl:2 is not JSON: Expecting value at column 9; correct or remove the line",
+        ),
         (
             b'{"text": ' + b"[" * 5000,
             r"a\.jsonl:1 is nested too deeply; correct or remove the line",

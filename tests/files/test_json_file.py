@@ -44,7 +44,7 @@ def test_depth_and_number_of_values_up_to_the_limit():
         (b'{"a": {"b": 1, "c": 2, "b": 1}}', "it is not valid JSON: the key 'b' occurs twice"),
         (b'{"a": -Infinity}', "it is not valid JSON: -Infinity is not a JSON number"),
         (b'{"a": -1e400}', "it is not valid JSON: '-1e400' is too large for a float"),
-        (b'{"a": 1} x', "it is not valid JSON: Extra data: line 1 column 10"),
+        (b'{"a": 1} x', "it is not valid JSON: Extra data at column 10"),
         (b'"a"', "it is 'a', not a JSON object"),
         (b"\xff\xfe{}", "it is not UTF-8: bad byte at offset 0"),
         (b'{"a": ' + b"9" * 5000 + b"}", "it is not valid JSON: Exceeds the limit"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from workhorse.data.config import JsonlConfig, ParquetConfig
 from workhorse.data.files import HEAD_BYTES, Advice, bad_byte, check_head, open_bytes
 from workhorse.errors import WorkhorseError, nearest, to_install
+from workhorse.files.text_formats import json_fault
 
 if TYPE_CHECKING:
     import pyarrow
@@ -60,12 +61,12 @@ def object_of(line: str, where: str) -> dict[str, Any]:
         WorkhorseError: it is not a JSON object.
     """
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except RecursionError:
         raise WorkhorseError(f"{where} is nested too deeply; correct or remove the line") from None
     except ValueError as error:
-        reason = str(error).partition(";")[0]  # without Python's hint, which is for programmers
-        raise WorkhorseError(f"{where} is not JSON: {reason}; correct or remove the line") from None
+        fault = json_fault(error)
+        raise WorkhorseError(f"{where} is not JSON: {fault}; correct or remove the line") from None
     if not isinstance(record, dict):
         raise WorkhorseError(f"{where} is not a JSON object; write one object per line")
     return record

@@ -218,13 +218,18 @@ def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[s
     except RecursionError:
         raise WorkhorseError(f"{what} is nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:
-        reason = str(error).partition(";")[0]  # Python's advice is for programmers, not for users
-        raise WorkhorseError(f"{what} is not valid JSON: {reason}") from None
+        raise WorkhorseError(f"{what} is not valid JSON: {json_fault(error)}") from None
     if not isinstance(data, dict):
         raise WorkhorseError(f"{what} is {shown(data)}, not a JSON object")
     if _depth(data) > MAX_DEPTH:
         raise WorkhorseError(f"{what} is nested deeper than {MAX_DEPTH}")
     return data
+
+
+def json_fault(error: ValueError) -> str:
+    """Describe what makes a string invalid as JSON, with a line only if it is not the first."""
+    reason = str(error).partition(";")[0]  # Python's advice is for programmers, not for users
+    return reason.partition(" (char")[0].replace(": line 1 column", " at column")
 
 
 @contextmanager

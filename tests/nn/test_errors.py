@@ -152,7 +152,10 @@ BAD = [
         attention(kind="latent_attention", kv_rank=0, nope_dim=4, rope_dim=2, value_dim=4),
         "blocks.main.attention.kv_rank: 0 is too small; give a whole number of 1",
     ),
-    ({"blocks": {"main": {**BLOCK, "attention": 3}}}, "blocks.main.attention: 3 has no 'kind'"),
+    (
+        {"blocks": {"main": {**BLOCK, "attention": 3}}},
+        "blocks.main.attention: expected settings, got 3",
+    ),
     (
         attention(qk_norm={"norm": {"kind": "none"}}),
         "blocks.main.attention.qk_norm",

@@ -38,7 +38,7 @@ _FACTS = {
 }
 """Part of the message about a wrong value, by the first word of pydantic's error type."""
 _NO_LIST = {"tuple_type", "list_type"}
-_NO_SETTINGS = {"dict_type", "model_type", "model_attributes_type"}
+_NO_SETTINGS = {"dict_type", "model_type", "model_attributes_type", "union_tag_not_found"}
 
 
 class ConfigError(WorkhorseError):
@@ -96,9 +96,9 @@ def first_problem(
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", context["expected_tags"])
             reason = _unknown_kind(config, path, context["tag"], tags)
-        case "union_tag_not_found":
+        case "union_tag_not_found" if isinstance(value, Mapping):
             remedy = meant(path[-1], _beside(fields, path)) or _kinds_known(config, path)
-            reason = f"{shown(value)} has no 'kind'; {remedy}"
+            reason = f"'kind' is missing; {remedy}"
         case "value_error":
             reason = str(cause)
         case kind if kind in _NO_LIST:

@@ -162,7 +162,7 @@ def test_a_misspelt_block_names_the_near_one() -> None:
         overridden(WRITTEN, "model.blocks.locla.attention.window=5")
     with pytest.raises(ConfigError, match=r"model\.blocks\.mian: .* did you mean 'main'\?"):
         overridden(OF_PRESET, "model.blocks.mian.attention.window=5")
-    with pytest.raises(ConfigError, match="has no 'kind'; known: parallel, post_norm"):
+    with pytest.raises(ConfigError, match="'kind' is missing; known: parallel, post_norm"):
         overridden(WRITTEN, "model.blocks.zzz.attention.window=5")
 
 

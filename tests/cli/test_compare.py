@@ -18,9 +18,9 @@ def fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {**study_fields(tmp_path), "quick": quick}
 
 
-def write(fields: dict[str, Any]) -> str:
-    Path("study.yaml").write_text(yaml.safe_dump(fields))
-    return "study.yaml"
+def write(fields: dict[str, Any], name: str = "study.yaml") -> str:
+    Path(name).write_text(yaml.safe_dump(fields))
+    return name
 
 
 def test_a_quick_study(fields, capsys):
@@ -70,6 +70,34 @@ def test_a_mistake_is_one_line(fields, capsys, change, said):
     assert not Path("runs").exists()
 
 
-def test_a_file_that_is_not_there(capsys):
-    assert main(["compare", "nothing.yaml"]) == 2
-    assert "nothing.yaml" in capsys.readouterr().err
+MERGE = {"models": [{"model": "runs/a"}]}
+
+
+@pytest.mark.parametrize(
+    ("verb", "content", "said"),
+    [
+        (["compare"], None, "file.yaml: No such file or directory; check the path"),
+        (["compare"], {"name": "a", "train": {}}, "is a recipe, not a study; run workhorse train"),
+        (["compare"], MERGE, "is a merge recipe, not a study; run workhorse merge file.yaml"),
+        (["compare"], {}, "is a folder, not a study; give the YAML file of a study"),
+        (["merge", "--out", "out"], {}, "is a folder, not a merge recipe; give the YAML file"),
+        (
+            ["merge", "--out", "out"],
+            {"budget": {}},
+            "is a study, not a merge recipe; run workhorse",
+        ),
+        (["train"], {"budget": {}}, "file.yaml is a study, not a recipe; run workhorse compare f"),
+        (["plan"], MERGE, "is a merge recipe, not a recipe; run workhorse merge file.yaml"),
+    ],
+)
+def test_a_file_of_another_verb(tmp_path, monkeypatch, capsys, *, verb, content, said):
+    """{} stands for a folder."""
+    monkeypatch.chdir(tmp_path)
+    if content == {}:
+        Path("file.yaml").mkdir()
+    elif content is not None:
+        write(content, "file.yaml")
+    assert main([*verb, "file.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1

@@ -196,7 +196,7 @@ def read_study(file: str | Path) -> Study:
         ConfigError: the study's or the recipe's file is missing or invalid.
     """
     file = Path(file)
-    study = Study.from_dict(read_yaml(file))
+    study = Study.from_dict(read_yaml(file, "study"))
     if isinstance(study.base, dict):
         return study
     if is_on_dial(study.base):
@@ -211,7 +211,7 @@ def read_study(file: str | Path) -> Study:
             f"{shown(study.base)} is not a file; give a recipe's path relative to {file}",
             "base",
         )
-    return study.replace(base=read_yaml(path))
+    return study.replace(base=read_yaml(path, "recipe"))
 
 
 def check_settings(settings: Settings, place: str) -> None:

@@ -165,12 +165,23 @@ def _check_text(text: object, language: str) -> None:
         )
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that contains a mapping.
+FILES = {
+    "train": ("recipe", "train"),
+    "budget": ("study", "compare"),
+    "models": ("merge recipe", "merge"),
+}
+"""By a key that only this kind of file has: the kind, and the verb that reads it."""
+
+
+def read_yaml(path: str | Path, kind: str = "") -> dict[str, Any]:
+    """Read a YAML file that contains a mapping, and that is of the given kind, if any.
 
     Raises:
-        ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
+        ConfigError: the file is missing, unreadable, not YAML, not a mapping, or of another kind of
+            `FILES`.
     """
+    if kind and Path(path).is_dir():
+        raise ConfigError(f"{path} is a folder, not a {kind}; give the YAML file of a {kind}")
     try:
         data = parse_yaml(read_text(to_path(path, "a YAML file is a path"), limit=MAX_BYTES))
         check_colons(data)
@@ -182,6 +193,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is empty; write settings, each as `key: value`")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected settings, each as `key: value`, got {shown(data)}")
+    for key in FILES.keys() & data if kind else ():
+        found, verb = FILES[key]
+        if found != kind:
+            raise ConfigError(f"{path} is a {found}, not a {kind}; run workhorse {verb} {path}")
     return cast(dict[str, Any], data)
 
 

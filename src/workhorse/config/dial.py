@@ -53,7 +53,7 @@ def read_recipe(source: str | Path) -> dict[str, Any]:
             raise WorkhorseError(
                 f"{source} is not a file; did you mean the recipe {NAMED_AFTER}{meant[1]}?"
             )
-        return read_yaml(source)
+        return read_yaml(source, "recipe")
     return recipe_of_depth(int(str(source).removeprefix(NAMED_AFTER)))
 
 

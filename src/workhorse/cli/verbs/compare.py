@@ -47,7 +47,7 @@ def command(
     """
     from workhorse.config.base import read_yaml
 
-    read_yaml(study)  # first: an invalid file fails before torch is imported
+    read_yaml(study, "study")  # first: an invalid file fails before torch is imported
     from workhorse import compare as library
     from workhorse.native.allocator import keep_freed_memory
 

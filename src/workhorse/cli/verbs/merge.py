@@ -28,7 +28,7 @@ def command(*, recipe: Path, out: Path, to: str, as_json: bool) -> None:
     from workhorse.config.base import read_yaml
     from workhorse.model.merge import MergeRecipe, merge
 
-    settings = MergeRecipe.from_dict(read_yaml(recipe))
+    settings = MergeRecipe.from_dict(read_yaml(recipe, "merge recipe"))
     result = merge(settings, out, to, notify=warn)  # pyright: ignore[reportArgumentType]
     text = (
         f"{result.path}: {len(result.models)} models merged by {result.method}, "

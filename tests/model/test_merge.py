@@ -129,12 +129,25 @@ def test_a_merged_model_is_loaded_with_its_tokenizer(
         close(weight, (first[name].double() + second[name]) / 2)
 
 
-def test_a_base_without_a_template_keeps_that_of_the_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("can_chat", "of_a", "of_b", "differ"),
+    [
+        (False, ["<|eos|>"], ["<|end|>"], True),
+        (False, [], ["<|end|>", "<|eos|>"], False),
+        (True, [], ["<|end|>", "<|eos|>"], True),
+        (True, [], ["<|eos|>"], False),
+    ],
+)
+def test_a_base_without_a_template_keeps_that_of_the_models(
+    can_chat: bool, of_a: list[str], of_b: list[str], differ: bool, tmp_path: Path
+) -> None:
+    """By default, the end of a document also ends a reply."""
     roles = train_tokenizer(BytesConfig(chat=True), ())
     plain = Tokenizer(roles.definition, roles.roles)
-    for name, tokenizer in {"base": plain, "a": plain, "b": roles}.items():
+    for name, tokenizer in {"base": plain, "a": roles if can_chat else plain, "b": roles}.items():
         torch.manual_seed(ord(name[0]))
-        stop = (tokenizer.token_id("<|end|>"),) if name == "b" else (tokenizer.eos_id,)
+        ends = {"base": [], "a": of_a, "b": of_b}[name]
+        stop = tuple(map(tokenizer.token_id, ends))
         save(SMALL.build(), tmp_path / name, tokenizer=tokenizer, stop_tokens=stop)
     recipe = MergeRecipe.from_dict(
         {
@@ -145,13 +158,13 @@ def test_a_base_without_a_template_keeps_that_of_the_models(tmp_path: Path) -> N
     )
     lines: list[str] = []
     merge(recipe, tmp_path / "out", "workhorse", notify=lines.append)
-    assert [one.replace(f"{tmp_path}/", "") for one in lines] == [
-        "a has another set of stop tokens; the merged model has b's"
-    ]
+    speaker, other = ("a", "b") if can_chat else ("b", "a")
+    line = f"{other} has another set of stop tokens; the merged model has {speaker}'s"
+    assert [one.replace(f"{tmp_path}/", "") for one in lines] == [line] * differ
     found = load(tmp_path / "out", execution="reference")
     assert found.tokenizer is not None
     assert found.tokenizer.chat_template == roles.chat_template
-    assert found.stop_tokens == (roles.token_id("<|end|>"),)
+    assert found.stop_tokens == tuple(map(roles.token_id, of_a if can_chat else of_b))
 
 
 def test_a_model_with_an_adapter_is_refused(

@@ -395,5 +395,6 @@ def _differences(first: Model, speaker: Model, other: Model) -> Iterator[tuple[s
         yield "chat template", speaker
     if other.prefix != speaker.prefix:
         yield "token before a document", speaker
-    if other.stop_tokens != speaker.stop_tokens:
+    ends, kept = ({*(one.stop_tokens or [one.text.eos_id])} for one in (other, speaker))
+    if ends - kept or (_has_template(other) and ends != kept):
         yield "set of stop tokens", speaker

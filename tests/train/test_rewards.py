@@ -62,6 +62,21 @@ def test_a_python_function_scores_a_batch_and_may_print(tmp_path: Path) -> None:
     made.close()
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        "[numpy.float32(0.5), numpy.bool_(True)]",
+        "numpy.array([0.5, 1], numpy.float16)",
+        "[torch.tensor(0.5), torch.tensor(1)]",
+        "torch.tensor([0.5, 1.0])",
+    ],
+)
+def test_rewards_may_be_numbers_of_numpy_and_torch(tmp_path: Path, rewards: str) -> None:
+    made = reward(tmp_path, f"import numpy, torch\ndef reward(p, c, a):\n    return {rewards}")
+    assert made(*ANSWERS) == [0.5, 1.0]
+    made.close()
+
+
 def test_the_file_of_a_function_is_a_module(tmp_path: Path) -> None:
     made = reward(
         tmp_path,
@@ -97,6 +112,10 @@ def test_the_file_of_a_function_is_a_module(tmp_path: Path) -> None:
         ("def reward(p, c, a):\n    return [1, 10**400]", "0…; return finite numbers, up to 1e+15"),
         ("def reward(p, c, a):\n    return [1, -1e39]", "returned -1e+39; return finite numbers"),
         ("def reward(p, c, a):\n    return None", "raised TypeError"),
+        (
+            "import numpy\ndef reward(p, c, a):\n    return numpy.ones((2, 3))",
+            "raised ValueError: can only convert an array of size 1 to a Python scalar; correct",
+        ),
         (
             "def reward(p, c, a):\n    return {1: 0.5, 2: 0.5}",
             "returned a dict; return a list with",

@@ -20,7 +20,8 @@ def start(path: str, name: str) -> Callable[[list[list[str]]], dict[str, Any]]:
             rewards = score(*columns) if columns else []
             if isinstance(rewards, str | bytes | dict | set | frozenset):  # not in order
                 return {"type": type(rewards).__name__}
-            reply = {"rewards": list(rewards)}
+            plain = [one.item() if hasattr(one, "item") else one for one in rewards]
+            reply = {"rewards": plain}
             json.dumps(reply)
         except BaseException as error:
             return {"error": " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:300]}

@@ -84,6 +84,26 @@ def test_inspect_for_a_person(capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "answers"),
+    [
+        ("pairs", [{"chosen": "good", "rejected": "bad"}]),
+        ("labels", [{"completion": "good", "label": True}, {"completion": "bad", "label": False}]),
+    ],
+)
+def test_inspect_names_the_answers_of_pairs_and_labels(capsys, rows, answers) -> None:
+    records = [{"prompt": f"{number} is ", **answer} for number in range(4) for answer in answers]
+    Path("records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    corpus = f"data.corpus={{kind: conversations, path: records.jsonl, rows: {rows}}}"
+    arguments = ["recipe.yaml", corpus, "train.batch_size=4", "--rows", "4"]
+    names = ("chosen", "rejected") if rows == "pairs" else ("desirable", "undesirable")
+    for row in result_of(capsys, "inspect", *arguments)["rows"]:
+        (segment,) = row["segments"]
+        assert row["answer"] == names["bad" in segment["text"]]
+    assert main(["data", "inspect", *arguments]) == 0
+    assert f": corpus, {names[0]}, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["prepare", "missing.yaml"], "cannot read missing.yaml: No such file"),

@@ -346,6 +346,9 @@ class RowView:
     """Number of positions without a token."""
     ignored: int
     """Number of positions that do not count in the loss, including padding."""
+    answer: str = ""
+    """Kind of the answer, if the row is one of a pair or has a label: chosen, rejected, desirable
+    or undesirable."""
 
 
 def view_rows(
@@ -385,9 +388,16 @@ def view_rows(
                 segments=tuple(segments),
                 padding=len(tokens) - read,
                 ignored=targets.count(IGNORE),
+                answer="" if source == PADDING else _answer(batch, row),
             )
         )
     return tuple(views)
+
+
+def _answer(batch: Batch, row: int) -> str:
+    if batch.group is not None:
+        return ("chosen", "rejected")[row % 2]
+    return "" if batch.values is None else ("undesirable", "desirable")[batch.values[row] > 0]
 
 
 def _weights(batch: Batch, row: int) -> list[float]:

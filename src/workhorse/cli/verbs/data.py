@@ -87,6 +87,8 @@ def inspect_command(
 ) -> None:
     """Show the training data of RECIPE: counts, then decoded rows.
 
+    The bytes of conversations are those of the messages, without the chat template.
+
     RECIPE is a YAML file, or a run directory to use its recipe and data. If the data is not
     prepared yet, `data prepare` runs first: the tokenizer is trained, and the tokenizer and the
     tokens are written into the run directory.
@@ -174,7 +176,8 @@ def _page(result: dict[str, Any], views: tuple["RowView", ...]) -> str:
     for row, view in enumerate(views):
         notes = f"{view.padding} padding, {view.ignored} without a target"
         where = f"{result['split']} step {result['step']} row {row}"
-        lines += ["", f"── {where}: {view.source}, {notes}"]
+        kind = f"{view.source}, {view.answer}" if view.answer else view.source
+        lines += ["", f"── {where}: {kind}, {notes}"]
         for segment in view.segments:
             document = "" if segment.document is None else f"document {segment.document}, "
             lines.append(f"   [{document}{segment.tokens} tokens]")

@@ -138,7 +138,7 @@ def test_the_whole_group_ends(tmp_path: Path, end: Callable[[ChildProcess], None
     assert all(map(ends, pids))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="see _end_with_parent")
+@pytest.mark.skipif(sys.platform != "linux", reason="see end_with_parent")
 @pytest.mark.parametrize(
     "body",
     [

@@ -101,7 +101,7 @@ class ChildProcess:
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable or "", *self._command],
-                    stdin=subprocess.PIPE,  # see `_end_with_parent`
+                    stdin=subprocess.PIPE,  # see `end_with_parent`
                     stdout=theirs.fileno(),
                     start_new_session=True,  # Ctrl-C in the terminal must not reach it
                     **self._options,
@@ -181,7 +181,7 @@ def _line(number: int, content: Any) -> bytes:
 
 def _answer_requests(program: str, path: str, *arguments: str) -> None:
     """Answer requests until the other end is closed: the main function of the child."""
-    _end_with_parent()
+    end_with_parent(0, os.getpgrp())
     connection = socket.socket(fileno=os.dup(1))
     os.dup2(2, 1)  # the output of the program goes to stderr
     sys.path += filter(None, path.split(os.pathsep))
@@ -195,18 +195,18 @@ def _answer_requests(program: str, path: str, *arguments: str) -> None:
         connection.sendall(reply)
 
 
-def _end_with_parent() -> None:
-    """Let the kernel kill this process group when the parent ends (only on Linux).
+def end_with_parent(stdin: int, group: int) -> None:
+    """Let the kernel kill a process group when its parent ends (only on Linux).
 
-    The parent holds the other end of standard input and writes nothing. A thread could not replace
-    this, because a function can hold the interpreter's lock.
+    The parent holds the other end of `stdin`, a pipe or socket of the group, and writes nothing. A
+    thread could not replace this, because a function can hold the interpreter's lock.
     """
     import fcntl  # not on Windows
 
     if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)
+        fcntl.fcntl(stdin, fcntl.F_SETOWN, -group)
+        fcntl.fcntl(stdin, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(stdin, fcntl.F_SETFL, os.O_ASYNC)
 
 
 if __name__ == "__main__":

@@ -408,8 +408,9 @@ def test_a_compiler_that_takes_too_long_is_tried_again(
     assert_ends(pid_of(runs.with_suffix(".part")))
 
 
-def test_an_interrupt_ends_all_parts_of_a_compiler(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_all_parts_of_a_compiler(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """A line says what is waited for."""
     runs = compiler(tmp_path, monkeypatch, SLOW)
@@ -421,6 +422,6 @@ def test_an_interrupt_ends_all_parts_of_a_compiler(
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as other:
         assert other.stderr.readline().startswith("compiling native operators for this CPU, once")
         pid = pid_of(runs.with_suffix(".part"))
-        other.send_signal(signal.SIGINT)
+        other.send_signal(number)
         other.communicate(timeout=60)
     assert_ends(pid)

@@ -13,6 +13,7 @@ import importlib.resources
 import os
 import platform
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-from workhorse.child_process import end_group
+from workhorse.child_process import end_group, end_with_parent
 from workhorse.devices.instructions import SWITCH, compiler_flags, cpuinfo_field, switched_off
 from workhorse.devices.names import cache_folder
 from workhorse.errors import WorkhorseError
@@ -283,9 +284,11 @@ def _run(command: list[str]) -> str | None:
         Unavailable: a signal such as Ctrl-C ended the command, or it took too long, for example on
             a busy machine. Neither is a fault of the sources.
     """
+    ours, theirs = socket.socketpair()
     with _STARTING:
         compiler = subprocess.Popen(
             command,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -293,8 +296,9 @@ def _run(command: list[str]) -> str | None:
             env={**os.environ, "LC_ALL": "C"},
             start_new_session=True,
         )
+        end_with_parent(theirs.fileno(), compiler.pid)
         _COMPILERS.add(compiler)
-    with compiler:
+    with ours, theirs, compiler:
         try:
             _, errors = compiler.communicate(timeout=_SECONDS)
         except subprocess.TimeoutExpired:

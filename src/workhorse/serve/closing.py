@@ -195,15 +195,16 @@ class Search:
                 stack.append(self._followers(state))
         return None
 
-    def shortest(self, most: int) -> End | None:
+    def shortest(self, most: int, known: End | None = None) -> End | None:
         """Search for the shortest end, or one with up to `most` tokens; None if none was found.
 
         After any end is known, the first states are those from which a part of the known end leads
         to the shortest end. States are taken for equal if they allow the same symbols, the same
         part of the known end ended the value equally many symbols before, and the symbols since
-        then are the same, except those that did not change what is allowed.
+        then are the same, except those that did not change what is allowed. A shorter end becomes
+        the known one of another search.
         """
-        best = known = self.any()
+        best = known = known or self.any()
         if known is None or best is None:
             return None
         total, counter = len(known.symbols), itertools.count()
@@ -229,7 +230,7 @@ class Search:
                 heapq.heappush(queue, (length + total - at, next(counter), one, at, since, beside))
                 if fitting is not None and length + total - at < len(best.symbols):
                     best = self._closings.divided(one.path + known.symbols[at:]) or best
-        return best
+        return best if best is known or best.needs[0] <= most else self.shortest(most, best)
 
     def _continues(self) -> bool:
         return self._states > 0 and time.thread_time() < self._until

@@ -60,10 +60,8 @@ class ChildProcess:
     ) -> None:
         files = (os.path.abspath(__file__), os.path.abspath(program))
         self._command = [*flags, *files, os.pathsep.join(path), *map(str, arguments)]
-        self._seconds = seconds
-        self._options = options
-        self._lock = threading.Lock()
-        self._number = 0
+        self._seconds, self._options = seconds, options
+        self._lock, self._number = threading.Lock(), 0
         self._running: tuple[socket.socket, int] | None = None
         self._end: Callable[[], object] = lambda: None
         self.pid = 0  # of the last process that was started
@@ -92,9 +90,15 @@ class ChildProcess:
 
     def _connection(self) -> socket.socket:
         if self._running is not None:
-            connection, owner = self._running
-            if owner == os.getpid() and _is_idle(connection):  # a fork starts its own process
-                return connection
+            ours, owner = self._running
+            try:
+                ours.settimeout(0)
+                ours.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:  # the other end is open and has sent nothing
+                if owner == os.getpid():  # a fork starts its own process
+                    return ours
+            except OSError:
+                pass
         self.close()
         ours, theirs = socket.socketpair()
         try:
@@ -134,22 +138,9 @@ def _end(process: subprocess.Popen[Any], connection: socket.socket, owner: int) 
         process.stdin.close()
 
 
-def _is_idle(connection: socket.socket) -> bool:
-    """Return True if the other end is open and has sent nothing."""
-    connection.settimeout(0)
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
 def _exchange(connection: socket.socket, number: int, request: bytes, seconds: float) -> Any:
     """Send a request and return the answer with its number; other answers are ignored."""
-    end = time.monotonic() + seconds
-    received = bytearray()
+    end, received = time.monotonic() + seconds, bytearray()
     try:
         connection.settimeout(seconds)
         connection.sendall(request)
@@ -198,8 +189,8 @@ def _answer_requests(program: str, path: str, *arguments: str) -> None:
 def end_with_parent(stdin: int, group: int) -> None:
     """Let the kernel kill a process group when its parent ends (only on Linux).
 
-    The parent holds the other end of `stdin`, a pipe or socket of the group, and writes nothing. A
-    thread could not replace this, because a function can hold the interpreter's lock.
+    The parent holds the other end of `stdin`, a pipe or socket, and writes nothing. A thread could
+    not do this, because a function can hold the interpreter's lock.
     """
     import fcntl  # not on Windows
 

@@ -20,20 +20,17 @@ from torch import Tensor
 from workhorse.serve.grammar_process import limits
 from workhorse.serve.messages import GrammarError, GrammarSource
 
-MOST_SECONDS = 2.0
-"""Maximum CPU time of a search. Only a slow grammar reaches it before the number of states."""
-FIRST_STATES, MORE_STATES, FEW_STATES = 8000, 2000, 100
-"""Maximum numbers of states of a search: before the first token, for a new end when the known one
-was left, and for the end after a token that may be chosen."""
+MOST_SECONDS, FIRST_STATES, MORE_STATES, FEW_STATES = 2.0, 8000, 2000, 100
+"""Maximum CPU time of a search, and numbers of its states: before the first token, when the known
+end was left, and for a token that may be chosen. Only slow grammars take that long."""
 LONGEST_PART = 256
 """Number of tokens by which a single token may make the end of a value longer."""
 SEARCHED, CANDIDATES = 2, 32
-"""When the end is near, one of the likeliest `CANDIDATES` tokens is chosen. If one of the likeliest
+"""Near the end, only the likeliest `CANDIDATES` tokens are allowed. If one of the likeliest
 `SEARCHED` leaves the known end, another end is searched."""
-MANY = 32
-"""Maximum number of symbols that the search for the shortest end tries in a state."""
-DETOUR = 32
-"""Maximum number of symbols that this search adds to an end to make a later part shorter."""
+MANY = DETOUR = 32
+"""Maximum numbers of symbols to try in a state, and to add to an end to make a later part shorter.
+Only the search for the shortest end has these limits."""
 COMMON, SPACE = b"}])>\"',:;./|-_=*<01aA", b" \n\t"
 """The bytes that are tried first, and last."""
 SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)*")\]')
@@ -50,29 +47,23 @@ def tokenizer_of(
     encode: Callable[[str], list[int]],
 ) -> LLTokenizer:
     """Return a tokenizer of llguidance; `ends` are the special tokens that end completions."""
-    names = [
-        f"<|{token}|>".encode() if token in special else data for token, data in enumerate(tokens)
-    ]
+    names = [f"<|{one}|>".encode() if one in special else tokens[one] for one in range(len(tokens))]
 
     class Vocabulary:
         eos_token_id, bos_token_id = ends[0], None
         special_token_ids = sorted(special)
         tokens = names
-
-        def __call__(self, text: str) -> list[int]:
-            return encode(text)
+        __call__ = staticmethod(encode)
 
     return LLTokenizer(TokenizerWrapper(Vocabulary()), eos_token=list(ends))
 
 
 class End(NamedTuple):
-    """Symbols that end a value."""
+    """Symbols that end a value; for each place, the fewest tokens from it on, and their first."""
 
     symbols: Symbols
     needs: tuple[int, ...]
-    """The fewest tokens that have the symbols from each place on."""
     first: tuple[int, ...]
-    """The first of these tokens, for each place."""
 
     def after(self, place: int) -> "End":
         """Return the end without its first symbols."""
@@ -80,7 +71,7 @@ class End(NamedTuple):
 
 
 class Closings:
-    """Finds ends of values for one tokenizer.
+    """The vocabulary of ends of values, for one tokenizer.
 
     Args:
         tokens: the bytes of each token.
@@ -94,34 +85,27 @@ class Closings:
         self.ends = ends
         self._tokens = tokens
         self._special = {token: symbol for symbol, token in enumerate(special, 256)}
-        self._of_symbols: dict[Symbols, int] = {
-            self.symbols(token): token for token in range(len(tokens)) if self.symbols(token)
-        }
+        self._of_symbols = {self.symbols(token): token for token in range(len(tokens))}
         self._longest = max(map(len, self._of_symbols))
-        eos = [self._special[end] for end in ends]
+        symbols, eos = self._special.values(), [self._special[end] for end in ends]
         self._eos = eos[0]
-        first, last = (*COMMON, *self._special.values()), (*SPACE, *eos)
-        order = [*first, *({*range(256)}.difference(first, last)), *SPACE]
-        self.order = np.array([symbol for symbol in order if symbol not in eos])
+        first = [*COMMON, *({*symbols}.difference(eos))]
+        self.order = np.array([*first, *({*range(256)}.difference(first, SPACE)), *SPACE])
         """The symbols in the order in which they are tried."""
         own = [*(bytes([byte]) for byte in range(256)), *[b""] * len(special)]
-        symbols = self._special.values()
         self._tokenizer = tokenizer_of(own, symbols, eos, lambda text: [*text.encode()])
 
-    def matcher(self, source: GrammarSource) -> LLMatcher:
-        """Compile a grammar for the search."""
+    def read(self, source: GrammarSource) -> tuple[LLMatcher, list[Symbols]]:
+        """Compile a grammar. Also return symbols that end free text: a search cannot find them."""
 
         def symbol(match: re.Match[str]) -> str:
             return f"<[{self._special.get(int(match[1]), match[1])}]>"
 
         text = re.sub(r"<\[(\d+)\]>", symbol, source.text)
-        return LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
-
-    def hints(self, source: GrammarSource) -> list[Symbols]:
-        """Return symbols that end free text, which a search would not find."""
-        texts = [json.loads(one).encode() for one in SUFFIX.findall(source.text)]
-        reasoning = [symbol for token in source.end_of_reasoning for symbol in self.symbols(token)]
-        return [tuple(one) for one in (reasoning, *texts) if one]
+        hints = [sum(map(self.symbols, source.end_of_reasoning), ())]
+        hints += [tuple(json.loads(one).encode()) for one in SUFFIX.findall(source.text)]
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
+        return matcher, [one for one in hints if one]
 
     def symbols(self, token: int) -> Symbols:
         """Return the symbols of a token."""
@@ -164,29 +148,20 @@ class _State(NamedTuple):
     """A bit for each symbol that may follow."""
 
 
-class Search:
-    """A search for an end, over copies of a matcher.
-
-    Args:
-        closings: finds the tokens.
-        matcher: the matcher of the first state; it is not changed.
-        hints: see `Closings.hints`.
-        states: maximum number of states.
-    """
+class _Search:
+    """A search for an end, over up to `states` copies of a matcher."""
 
     def __init__(
         self, closings: Closings, matcher: LLMatcher, hints: Sequence[Symbols], states: int
     ) -> None:
-        self._closings = closings
+        self._closings, self._hints, self._states = closings, hints, states
         self._start = _State(matcher, (), matcher.compute_bitmask())
-        self._hints = hints
-        self._states = states
         self._until = time.thread_time() + MOST_SECONDS
 
     def any(self) -> End | None:
         """Search depth-first for any end; None if none was found."""
         stack = [iter((self._start,))]
-        while stack and self._continues():
+        while stack:
             if (state := next(stack[-1], None)) is None:
                 stack.pop()
             elif state.matcher.is_accepting() and (end := self._closings.divided(state.path)):
@@ -198,59 +173,54 @@ class Search:
     def shortest(self, most: int, known: End | None = None) -> End | None:
         """Search for the shortest end, or one with up to `most` tokens; None if none was found.
 
-        After any end is known, the first states are those from which a part of the known end leads
-        to the shortest end. States are taken for equal if they allow the same symbols, the same
-        part of the known end ended the value equally many symbols before, and the symbols since
-        then are the same, except those that did not change what is allowed. A shorter end becomes
-        the known one of another search.
+        The first states are those from which a part of the known end leads to the shortest end.
+        States are taken for equal if they allow the same symbols, the same part of the known end
+        ended the value equally many symbols before, and the symbols since then are the same, except
+        those that did not change what is allowed. A shorter end is the known one of another search.
         """
         best = known = known or self.any()
         if known is None or best is None:
             return None
-        total, counter = len(known.symbols), itertools.count()
+        total, counter = len(known.symbols), itertools.count(1)
         lengths: dict[tuple[bytes, int, Symbols, int], int] = {}
         queue: list[tuple[int, int, _State, int, Symbols, int]]
-        queue = [(total, next(counter), self._start, 0, (), 0)]
-        while queue and self._continues() and best.needs[0] > most:
-            least, _, state, place, changes, distance = heapq.heappop(queue)
+        queue = [(total, 0, self._start, 0, (), 0)]
+        while queue and best.needs[0] > most:
+            least, _, state, place, changes, beside = heapq.heappop(queue)
             if least > len(best.symbols) + DETOUR:
                 break
             for one in self._followers(state, MANY):
-                fitting = self._fitting(one, known)
-                if fitting is None:
-                    at, beside = place, distance + 1
-                    changed = one.allowed != state.allowed
-                    since = (*changes, one.path[-1]) if changed else changes
-                else:
-                    at, since, beside = fitting, (), 0
-                key, length = (one.allowed, at, since, beside), len(one.path)
+                at, since, distance = self._fitting(one, known), (), 0
+                if at is None:
+                    at, since, distance = place, changes, beside + 1
+                    if one.allowed != state.allowed:
+                        since = (*changes, one.path[-1])
+                key, length = (one.allowed, at, since, distance), len(one.path)
                 if length >= min(lengths.get(key, length + 1), len(best.symbols)):
                     continue
-                lengths[key] = length
-                heapq.heappush(queue, (length + total - at, next(counter), one, at, since, beside))
-                if fitting is not None and length + total - at < len(best.symbols):
+                lengths[key], least = length, length + total - at
+                heapq.heappush(queue, (least, next(counter), one, at, since, distance))
+                if not distance and least < len(best.symbols):
                     best = self._closings.divided(one.path + known.symbols[at:]) or best
         return best if best is known or best.needs[0] <= most else self.shortest(most, best)
-
-    def _continues(self) -> bool:
-        return self._states > 0 and time.thread_time() < self._until
 
     def _followers(self, state: _State, most: int | None = None) -> Iterator[_State]:
         """Yield the states that follow; those that allow the same symbols come last."""
         bits = np.unpackbits(np.frombuffer(state.allowed, dtype=np.uint8), bitorder="little")
         order, same = self._closings.order, list[_State]()
-        symbols: list[int] = order[bits[order] > 0].tolist()
-        for step in [*self._hints, *((symbol,) for symbol in symbols)][:most]:
+        for step in [*self._hints, *zip(order[bits[order] > 0].tolist())][:most]:
+            if self._states <= 0 or time.thread_time() > self._until:
+                return
             self._states -= 1
-            if state.matcher.validate_tokens(list(step)) < len(step):  # far faster than an error
-                continue
+            if len(step) > 1 and state.matcher.validate_tokens(list(step)) < len(step):
+                continue  # far faster than an error
             matcher = state.matcher.deep_copy()
             if matcher.consume_tokens(list(step)):
                 one = _State(matcher, state.path + step, matcher.compute_bitmask())
-                if one.allowed == state.allowed:
-                    same.append(one)
-                else:
+                if one.allowed != state.allowed:
                     yield one
+                else:
+                    same.append(one)
         yield from same
 
     def _fitting(self, state: _State, end: End) -> int | None:
@@ -280,10 +250,8 @@ class Closing:
     """
 
     def __init__(self, closings: Closings, source: GrammarSource, most_new: int) -> None:
-        self._closings = closings
-        self._matcher = closings.matcher(source)
-        self._hints = closings.hints(source)
-        self._left = most_new
+        self._closings, self._left = closings, most_new
+        self._matcher, self._hints = closings.read(source)
         self._end = end = self._search(self._matcher, FIRST_STATES).shortest(most_new)
         shortest = 0 if end is None else end.needs[0]
         if shortest > most_new:
@@ -317,8 +285,8 @@ class Closing:
             self._end = self._search(self._matcher, MORE_STATES).shortest(self._left)
             if self._end is None:
                 self._search_at = self._left // 2
-        end, left = self._end, self._left
-        if end is None or not end.needs[0] <= left <= end.needs[0] + LONGEST_PART:
+        end = self._end
+        if end is None or not end.needs[0] <= self._left <= end.needs[0] + LONGEST_PART:
             return masked
         self._fitting = self._fits(masked, end)
         allowed = [*self._fitting, *(one for one in self._closings.ends if one < len(masked))]
@@ -335,9 +303,7 @@ class Closing:
         if end.symbols:
             fitting[end.first[0]] = end.after(len(self._closings.symbols(end.first[0])))
         values, tokens = masked.topk(min(CANDIDATES, len(masked)))
-        for rank, (value, token) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True)):
-            if value == -torch.inf:
-                break
+        for rank, token in enumerate(tokens[values > -torch.inf].tolist()):
             found = self._closings.follow(self._matcher, token, end, self._left - 1)
             if found is None and rank < SEARCHED:
                 after = self._matcher.deep_copy()
@@ -347,5 +313,5 @@ class Closing:
                 fitting[token] = found
         return fitting
 
-    def _search(self, matcher: LLMatcher, states: int) -> Search:
-        return Search(self._closings, matcher, self._hints, states)
+    def _search(self, matcher: LLMatcher, states: int) -> _Search:
+        return _Search(self._closings, matcher, self._hints, states)

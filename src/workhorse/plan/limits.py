@@ -322,19 +322,19 @@ def remedies(
 ) -> list[Remedy]:
     """Up to three changes of settings that save memory, those with the least side effects first.
 
-    If none of them makes the step fit, the next change with which it fits is added. If there is
-    none, several changes together are added. The arguments are the same as in `limits`.
+    If none of them makes the step fit, the next change that does is added. If no change does, a
+    combination of changes that does is added. The arguments are the same as in `limits`.
     """
     now = device_memory(config, train, device, mesh, **options)
     before = now.total
-    found: dict[str, Remedy] = {}
+    found: dict[str, tuple[Remedy, Change]] = {}
     decoder = config.build(device="meta")
     once = flops_per_token(decoder, train.seq_len, frozen=options.get("adapter") is not None)
     share = recomputed_flops(decoder, train.seq_len) / once
-    together: dict[str, Change] = {}
-    for setting, cost, fields, wider in _changes(train, mesh, f"{share:.0%} more arithmetic"):
+    for change in _changes(train, mesh, f"{share:.0%} more arithmetic"):
+        setting, cost, fields, wider = change
         key = setting.partition("=")[0]
-        if key in found and found[key].fits:
+        if key in found and found[key][0].fits:
             continue
         try:
             # The memory of the optimizer's update depends only on mesh, dtype and optimizer.
@@ -347,21 +347,18 @@ def remedies(
         except ConfigError:
             continue
         if before - after >= WORTHWHILE * before:
-            found[key] = Remedy(setting, cost, before - after, after <= room)
-            together[key] = setting, cost, fields, wider
-    cheapest = list(found.values())
-    named, dearer = cheapest[:NAMED], cheapest[NAMED:]
-    if not any(remedy.fits for remedy in named):
-        named += [remedy for remedy in dearer if remedy.fits][:1]
-    if found and not any(remedy.fits for remedy in cheapest):
-        settings, costs, fields = list[str](), list[str](), dict[str, Any]()
-        for setting, cost, more, wider in together.values():
-            settings, costs, fields = [*settings, setting], [*costs, cost], fields | more
-            mesh = mesh if wider == mesh else wider
-            after = device_memory(config, train.replace(**fields), device, mesh, **options).total
-            if after <= room:
-                saves = before - after
-                return [*named, Remedy(" ".join(settings), "; ".join(costs), saves, True)]
+            found[key] = Remedy(setting, cost, before - after, after <= room), change
+    cheapest = [remedy for remedy, _ in found.values()]
+    named, fitting = cheapest[:NAMED], [remedy for remedy in cheapest if remedy.fits]
+    if fitting:
+        return named if fitting[0] in named else [*named, fitting[0]]
+    settings, costs, combined, widest = list[str](), list[str](), dict[str, Any](), mesh
+    for _, (setting, cost, fields, wider) in found.values():
+        settings, costs, combined = [*settings, setting], [*costs, cost], combined | fields
+        widest = widest if wider == mesh else wider
+        after = device_memory(config, train.replace(**combined), device, widest, **options).total
+        if after <= room:
+            return [*named, Remedy(" ".join(settings), "; ".join(costs), before - after, True)]
     return named
 
 

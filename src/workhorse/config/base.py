@@ -165,20 +165,20 @@ def _check_text(text: object, language: str) -> None:
         )
 
 
-FILES = {
+KINDS = {
     "train": ("recipe", "train"),
     "budget": ("study", "compare"),
     "models": ("merge recipe", "merge"),
 }
-"""By a key that only this kind of file has: the kind, and the verb that reads it."""
+"""Kinds of YAML files and the verbs that read them, by a key that only files of the kind have."""
 
 
 def read_yaml(path: str | Path, kind: str = "") -> dict[str, Any]:
-    """Read a YAML file that contains a mapping, and that is of the given kind, if any.
+    """Read a YAML file that contains a mapping.
 
     Raises:
-        ConfigError: the file is missing, unreadable, not YAML, not a mapping, or of another kind of
-            `FILES`.
+        ConfigError: the file is missing, unreadable, not YAML, not a mapping, or is not of the
+            given kind (see `KINDS`).
     """
     if kind and Path(path).is_dir():
         raise ConfigError(f"{path} is a folder, not a {kind}; give the YAML file of a {kind}")
@@ -193,9 +193,8 @@ def read_yaml(path: str | Path, kind: str = "") -> dict[str, Any]:
         raise ConfigError(f"{path} is empty; write settings, each as `key: value`")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected settings, each as `key: value`, got {shown(data)}")
-    for key in FILES.keys() & data if kind else ():
-        found, verb = FILES[key]
-        if found != kind:
+    for key, (found, verb) in KINDS.items():
+        if kind and key in data and found != kind:
             raise ConfigError(f"{path} is a {found}, not a {kind}; run workhorse {verb} {path}")
     return cast(dict[str, Any], data)
 

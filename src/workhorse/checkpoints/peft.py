@@ -243,10 +243,10 @@ def _add(
             else:
                 _check_unchanged(decoder, weights)
     if left := [*update_keys] or [*weight_keys]:
-        wholes = [move.theirs for move in modules.moves if left[0] in move.theirs]
-        absent = [one for whole in wholes for one in whole if one not in left]
+        group = next((move.theirs for move in modules.moves if left[0] in move.theirs), ())
+        absent = [weight for weight in group if weight not in left]
         raise WorkhorseError(
-            f"{absent[0]} is missing beside {left[0]}; save the adapter again"
+            f"the file has {left[0]}, but not {absent[0]}; save the adapter again"
             if absent
             else f"{left[0]} is not a weight of this {family.model_type} model; {OTHER_BASE}"
         )
@@ -268,7 +268,7 @@ def _add(
 
 
 def _add_once(found: dict[str, Any], more: Mapping[str, Any], key: str) -> None:
-    """Add the content of a tensor to what was found, in place."""
+    """Add weights from the tensor `key`, in place; raise an error if one is already there."""
     if not found.keys().isdisjoint(more):
         raise WorkhorseError(
             f"tensor {key!r}: the file has another tensor for the same weight; save the adapter "
@@ -344,7 +344,7 @@ def _by_weight(
             )
         if end := next((end for end in (A, B, MAGNITUDE) if inner.endswith(end)), None):
             weight = _weight_of(inner.removesuffix(end), config, stacks)
-            if update_keys.get(weight) != key.removesuffix(end):  # else from another end of it
+            if update_keys.get(weight) != key.removesuffix(end):  # else another end added it
                 _add_once(update_keys, {weight: key.removesuffix(end)}, key)
         else:
             _add_once(weight_keys, {inner.replace(f"{BASE_LAYER}.", "."): key}, key)

@@ -21,8 +21,8 @@ from workhorse.serve.grammar_process import limits
 from workhorse.serve.messages import GrammarError, GrammarSource
 
 MOST_SECONDS, FIRST_STATES, MORE_STATES, FEW_STATES = 2.0, 8000, 2000, 100
-"""Maximum CPU time of a search, and numbers of its states: before the first token, when the known
-end was left, and for a token that may be chosen. Only slow grammars take that long."""
+"""Maximum CPU time of a search, which only slow grammars reach, and maximum numbers of its states:
+before the first token, after the known end was left, and for a token that may be chosen."""
 LONGEST_PART = 256
 """Number of tokens by which a single token may make the end of a value longer."""
 SEARCHED, CANDIDATES = 2, 32
@@ -174,14 +174,14 @@ class _Search:
         """Search for the shortest end, or one with up to `most` tokens; None if none was found.
 
         The first states are those from which a part of the known end leads to the shortest end.
-        States are taken for equal if they allow the same symbols, the same part of the known end
-        ended the value equally many symbols before, and the symbols since then are the same, except
-        those that did not change what is allowed. A shorter end is the known one of another search.
+        States are equal if they allow the same symbols, and have in common: the part of the known
+        end that last ended the value, the number of symbols since then, and those of the symbols
+        that changed what is allowed. A shorter end becomes the known end of another search.
         """
-        best = known = known or self.any()
-        if known is None or best is None:
+        known = known or self.any()
+        if known is None:
             return None
-        total, counter = len(known.symbols), itertools.count(1)
+        total, counter, best = len(known.symbols), itertools.count(1), known
         lengths: dict[tuple[bytes, int, Symbols, int], int] = {}
         queue: list[tuple[int, int, _State, int, Symbols, int]]
         queue = [(total, 0, self._start, 0, (), 0)]
@@ -294,7 +294,7 @@ class Closing:
         only[allowed] = values = masked[allowed]
         if (values > -torch.inf).any():
             return only
-        only[[*self._fitting][:1]] = 0.0  # of a forced text, the mask has only the usual tokens
+        only[[*self._fitting][:1]] = 0.0  # the mask of forced text has only its usual tokens
         return only if self._fitting else masked
 
     def _fits(self, masked: Tensor, end: End) -> dict[int, End]:

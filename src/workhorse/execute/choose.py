@@ -140,11 +140,9 @@ def training_announcement(objective: nn.Module, operators: Operators, compiled: 
 
 def instructions(module: nn.Module) -> str:
     """Name of the widest CPU instruction set that native operators use for a module's dtype."""
-    unused = (
-        () if next(module.parameters()).dtype == torch.bfloat16 else ("amx_bf16", "avx512_bf16")
-    )
-    has = [name for known, name in INSTRUCTIONS.items() if known not in unused and cpu_has(known)]
-    return has[0] if has else "plain"
+    bfloat16 = next(module.parameters()).dtype == torch.bfloat16
+    usable = [one for one in INSTRUCTIONS if cpu_has(one) and (bfloat16 or "bf16" not in one)]
+    return INSTRUCTIONS[usable[0]] if usable else "plain"
 
 
 def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:

@@ -49,19 +49,18 @@ RewardFunction = Callable[[Answers], Tensor]
 MarginLoss = Callable[[Tensor], Tensor]
 """Computes the loss of each margin."""
 
-
 SMOOTHED: Mapping[str, Callable[[float], MarginLoss]] = {
     "sigmoid": lambda epsilon: partial(sigmoid_loss, right=1 - epsilon, wrong=epsilon),
     "robust": lambda epsilon: partial(
         sigmoid_loss, right=(1 - epsilon) / (1 - 2 * epsilon), wrong=-epsilon / (1 - 2 * epsilon)
     ),
 }
-"""Losses of DPO with label smoothing, for a given ε. See `DpoConfig`."""
+"""Losses of DPO that depend on the label smoothing ε. `DpoConfig` has the formulas."""
 UNSMOOTHED: Mapping[str, Callable[..., Tensor]] = {
     "hinge": lambda margins, beta: F.relu(1 - margins),
     "ipo": lambda margins, beta: ((margins - 0.5) / beta).square(),
 }
-"""Losses of DPO without label smoothing, as functions of margins and beta."""
+"""Other losses of DPO."""
 
 
 class PairsConfig(ObjectiveConfig):

@@ -46,19 +46,19 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "palm": ("palm-8b", "palm-62b", "palm-540b"),
     "mpt": ("mpt-7b", "mpt-30b"),
 }
-"""Names of the presets that `PRESETS` of `workhorse.models.families.<family>` has."""
+"""Names of the presets in `PRESETS` of each module `workhorse.models.families.<family>`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Nine times as fast where PyYAML was built with libyaml."""
+"""PyYAML's loader in C, which is much faster. It needs a PyYAML that was built with libyaml."""
 
 
 @cache
 def released() -> list[dict[str, Preset]]:
     """The presets of models whose `config.json` is published, grouped by source."""
     text = (Path(__file__).parent / "released.yaml").read_text(encoding="utf-8")
-    return [_sizes(**release) for release in yaml.load(text, LOADER)]
+    return [_group(**release) for release in yaml.load(text, LOADER)]
 
 
-def _sizes(
+def _group(
     model_type: str,
     source: str,
     sizes: dict[str, dict[str, Any]],

@@ -35,8 +35,9 @@ from workhorse.nn.shapes import AttentionOutput, Keys, Mask, Queries, ScoreBias,
 
 MIN_HEAD_DIM = 16
 """The smallest head_dim that compiled FlexAttention supports on a GPU."""
-CPU_BLOCK = 128
-"""Fewer keys are not compiled on a CPU: PyTorch 2.13 then reads memory that it has not written."""
+MIN_CPU_KEYS = 128
+"""The smallest number of keys for which flex is compiled on a CPU. With fewer, the compiled code of
+PyTorch 2.13 reads memory that it has not written."""
 
 KernelName = Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"]
 
@@ -307,7 +308,7 @@ class CompiledFlex(Flex):
                 f"kernel=flex on a GPU needs head_dim >= {MIN_HEAD_DIM}, not {head_dim}; "
                 "use kernel=sdpa or eager"
             )
-        if q.is_cpu and v.shape[-2] < CPU_BLOCK:
+        if q.is_cpu and v.shape[-2] < MIN_CPU_KEYS:
             return flex_attention
         return _compiled_flex_attention()
 

@@ -227,5 +227,4 @@ def _curve(name: str, runs: list[list[Event]], key: str, kind: str) -> Series:
     whole = {step: found for step, found in sorted(values.items()) if len(found) == len(runs)}
     points = [(step, sum(found) / len(found)) for step, found in whole.items()]
     band = [(step, min(found), max(found)) for step, found in whole.items()]
-    marked = kind == "validation"
-    return Series(name, points, marked=marked, band=band if len(runs) > 1 else ())
+    return Series(name, points, marked=kind == "validation", band=band if len(runs) > 1 else ())

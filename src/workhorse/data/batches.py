@@ -347,8 +347,7 @@ class RowView:
     ignored: int
     """Number of positions that do not count in the loss, including padding."""
     answer: str = ""
-    """Kind of the answer, if the row is one of a pair or has a label: chosen, rejected, desirable
-    or undesirable."""
+    """`chosen` or `rejected` in a pair, `desirable` or `undesirable` with a label, or empty."""
 
 
 def view_rows(

@@ -345,10 +345,10 @@ def _field(fields: Mapping[str, Any], name: str) -> Any:
 
 def _no_field(fields: Mapping[str, Any], name: str, rows: RowKind) -> WorkhorseError:
     """Return the error for a record without a field, which may be a record of other `rows`."""
-    sign, kind = next((one for one in KIND_OF.items() if one[0] in fields), ("", rows))
+    known, kind = next((one for one in KIND_OF.items() if one[0] in fields), ("", rows))
     remedy = f"rename a field, or add it ({nearest(name, fields)})"
     if kind != rows:
-        remedy = f"set rows: {kind} for records with {sign!r}"
+        remedy = f"set rows: {kind} for records with {known!r}"
     return WorkhorseError(f"there is no field {name!r}; {remedy}")
 
 

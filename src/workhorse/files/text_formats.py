@@ -227,7 +227,7 @@ def parse_json(raw: bytes, what: str, *, max_values: int = MAX_VALUES) -> dict[s
 
 
 def json_fault(error: ValueError) -> str:
-    """Describe what makes a string invalid as JSON, with a line only if it is not the first."""
+    """Return the reason and the position of a JSON error; the first line is not named."""
     reason = str(error).partition(";")[0]  # Python's advice is for programmers, not for users
     return reason.partition(" (char")[0].replace(": line 1 column", " at column")
 

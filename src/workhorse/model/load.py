@@ -170,7 +170,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
 def is_trained_to_chat(stored: StoredModel, tokenizer: Tokenizer | None) -> bool:
     """True if a model has a chat template that it was trained with.
 
-    A run was if it or the model that it began with learned conversations.
+    For a run, this is true if the run, or the model in its `init`, learned conversations.
     """
     if tokenizer is None or not tokenizer.chat_templates:
         return False

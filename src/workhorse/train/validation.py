@@ -206,6 +206,5 @@ class RolloutValidator:
             "exact_match": exact_match(asked, rolled),
             "completion_tokens": fmean(len(one.tokens) for one in rolled),
         }
-        return Validation(
-            -figures["reward"], None, 0.0, len(asked), len(asked) == len(every), figures
-        )
+        whole = len(asked) == len(every)
+        return Validation(-figures["reward"], None, 0.0, len(asked), whole, figures)

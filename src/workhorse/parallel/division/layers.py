@@ -348,7 +348,7 @@ class ExpertParallelGroup:
         replace_modules(root, choose)
 
     def _part(self, weight: nn.Parameter) -> nn.Parameter:
-        from torch.distributed.tensor import DTensor, Shard  # an import takes seconds
+        from torch.distributed.tensor import DTensor, Shard  # importing it takes seconds
 
         own = weight.detach().chunk(self.group.size)[self.group.rank].clone()
         part = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)

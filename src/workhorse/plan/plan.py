@@ -90,9 +90,9 @@ def plan(
         The same data as `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`,
         `flops`, `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` (None
         if the memory is unknown), `time` (seconds; None if the peak FLOP/s are unknown),
-        `compute_optimal` (None with an adapter or without steps) and `serving`. For fine-tuning
-        without a number of steps, `train.steps` is None, and `flops` and `time` are for `MILLION`
-        tokens.
+        `compute_optimal` (None with an adapter, or without steps and `budget`) and `serving`. For
+        fine-tuning without a number of steps, `train.steps` is None, and `flops` and `time` are for
+        `MILLION` tokens.
 
     Raises:
         WorkhorseError: the source or device does not exist, the mesh does not divide the model or
@@ -181,7 +181,7 @@ def plan_devices(
 ) -> dict[str | None, dict[str, Any]]:
     """Return the result of `plan` for each of several devices, by name.
 
-    `prices` has a price for each device, or is empty. The other arguments are those of `plan`.
+    `prices` has a price for each device, or is empty. `plan` describes the other arguments.
 
     Raises:
         WorkhorseError: see `plan`; or a device is given twice, or the number of prices is wrong.

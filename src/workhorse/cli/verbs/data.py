@@ -87,7 +87,7 @@ def inspect_command(
 ) -> None:
     """Show the training data of RECIPE: counts, then decoded rows.
 
-    The bytes of conversations are those of the messages, without the chat template.
+    For conversations, the bytes do not include the chat template.
 
     RECIPE is a YAML file, or a run directory to use its recipe and data. If the data is not
     prepared yet, `data prepare` runs first: the tokenizer is trained, and the tokenizer and the

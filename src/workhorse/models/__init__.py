@@ -48,7 +48,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 }
 """Names of the presets in `PRESETS` of each module `workhorse.models.families.<family>`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""PyYAML's loader in C, which is much faster. It needs a PyYAML that was built with libyaml."""
+"""PyYAML's loader in C, which is much faster, if PyYAML was built with libyaml."""
 
 
 @cache

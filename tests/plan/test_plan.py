@@ -431,3 +431,5 @@ def test_an_adapter_of_a_preset_is_counted() -> None:
     assert found.adapter.rank == 4
     assert found.train.optimizer.kind == "adamw"
     assert find_subject("gpt2").adapter is None
+    assert find_subject("gpt2", ["adapter.rank=4"], devices=3).mesh.data == 3
+    assert find_subject("gpt2", devices=3).mesh.shard == 3

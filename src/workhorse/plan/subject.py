@@ -190,25 +190,28 @@ def find_subject(
         kind,
         recipe.decoder_config(vocab_size),
         recipe.train,
-        _mesh(of_mesh, recipe.parallel, devices),
+        _mesh(of_mesh, recipe.parallel, devices, whole=recipe.adapter is not None),
         {"packed": recipe.data.packed, "adapter": recipe.adapter},
         tuple(assumed),
     )
 
 
 def _mesh(
-    settings: list[str], parallel: ParallelismConfig, devices: int | None
+    settings: list[str], parallel: ParallelismConfig, devices: int | None, *, whole: bool = False
 ) -> ParallelismConfig:
     """A recipe's parallelism settings, with overrides and a number of devices applied.
 
-    If `devices` is None, the number of devices is the product of the settings.
+    If `devices` is None, the number of devices is the product of the settings. `whole` is True if
+    the weights cannot be sharded.
     """
     fields = apply_overrides({"parallel": parallel.to_dict()}, settings)["parallel"]
     try:
         mesh = ParallelismConfig.from_dict(fields)
         if devices is None or devices == mesh.processes:
             return mesh
-        return mesh.replace(shard=devices) if mesh.processes == 1 else mesh.on(devices)
+        if mesh.processes > 1:
+            return mesh.on(devices)
+        return mesh.replace(data=devices) if whole else mesh.replace(shard=devices)
     except ConfigError as error:
         raise error.below("parallel") from None
 

@@ -68,7 +68,7 @@ def test_a_quantity_is_the_same_wherever_it_is_shown(
     assert f"validation loss {held_out}, {bits} bits per byte\n" in said.out
     assert f"step 5: validation loss {held_out}, {bits} bits per byte\n" in said.err
     assert f"step 5/5: loss {step['loss']:.4f}, " in said.err
-    assert re.search(rf"\n{result['tokens']} tokens in [0-9.]+ s\n", said.out)
+    assert re.search(rf"\n{result['tokens']} tokens in [0-9.]+ s, validation included\n", said.out)
     assert re.search(r"with a peak of [0-9.]+[GT] FLOP/s in matmuls", said.err)
 
 
@@ -235,7 +235,7 @@ def test_fewer_steps_shorten_the_warmup_of_the_file(
     said = capsys.readouterr().err
     assert (
         "train.schedule.warmup_steps is shortened to 2, in proportion to train.steps=3: the recipe "
-        "has 4"
+        "warms up for 4 of its "
     ) in said
     assert "warmup_steps: 2" in Path("run/recipe.yaml").read_text()
     assert main(["train", recipe, "train.steps=3", "train.schedule.warmup_steps=3"]) == 2

@@ -6,6 +6,7 @@ import click
 
 from workhorse.cli.loading import PATH, json_option
 from workhorse.cli.output import print_result, warn
+from workhorse.errors import counted
 
 
 @click.command("merge")
@@ -31,7 +32,7 @@ def command(*, recipe: Path, out: Path, to: str, as_json: bool) -> None:
     settings = MergeRecipe.from_dict(read_yaml(recipe, "merge recipe"))
     result = merge(settings, out, to, notify=warn)  # pyright: ignore[reportArgumentType]
     text = (
-        f"{result.path}: {len(result.models)} models merged by {result.method}, "
+        f"{result.path}: {counted(len(result.models), 'model')} merged by {result.method}, "
         f"{result.parameters:,} parameters, {result.dtype}"
     )
     print_result(result.to_dict(), as_json, text=text)

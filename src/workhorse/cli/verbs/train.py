@@ -255,7 +255,7 @@ def _summary(result: Any) -> str:
         if result.bits_per_byte is not None:
             line += f", {bits_per_byte(result.bits_per_byte, result.unknown_rate)}"
         lines.append(line)
-    lines.append(f"{result.tokens:,} tokens in {duration(result.seconds)}")
+    lines.append(f"{result.tokens:,} tokens in {duration(result.seconds)}, validation included")
     if result.skipped_steps:
         skipped = counted(result.skipped_steps, "step")
         lines.append(f"{skipped} skipped: loss or gradient was not finite")

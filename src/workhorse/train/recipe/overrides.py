@@ -290,7 +290,7 @@ def _fit_warmup(
         return fields
     notify(
         f"train.schedule.warmup_steps is shortened to {short}, in proportion to "
-        f"train.steps={steps}: the recipe has {warmup} of {before['steps']} steps"
+        f"train.steps={steps}: the recipe warms up for {warmup} of its {before['steps']} steps"
     )
     schedule = {**now["schedule"], "warmup_steps": short}
     return {**fields, "train": {**now, "schedule": schedule}}

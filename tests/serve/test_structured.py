@@ -187,6 +187,21 @@ def test_no_value_of_a_generated_schema_is_cut(kind: str, count: int) -> None:
             jsonschema.validate(json.loads(text), schema)
 
 
+LINKED = {
+    "type": "object",
+    "properties": {"r": {"$ref": "#/$defs/n"}},
+    "required": ["r"],
+    "$defs": {
+        "n": {
+            "type": "object",
+            "properties": {
+                "v": {"type": "integer"},
+                "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]},
+            },
+            "required": ["v", "next"],
+        }
+    },
+}
 NESTED = 'start: "(" start ")" | "[" start "]" | "ends"'
 TAGGED = 'start: one "x"\none[suffix="</end>"]: /(?s:.*)/'
 
@@ -201,6 +216,9 @@ TAGGED = 'start: one "x"\none[suffix="</end>"]: /(?s:.*)/'
         ({"grammar": NESTED}, 4, r"[(\[]*ends[)\]]*"),
         ({"grammar": TAGGED}, 7, "(?s:.*)</end>x"),
         ({"json": {"type": "string", "pattern": "^a+b$"}}, 4, '"a+b"'),
+        ({"json": {"type": "string", "pattern": "b$"}}, 3, '".*b"'),
+        ({"json": {"type": "string", "format": "email"}}, 5, '".+@.+"'),
+        ({"json": LINKED}, 25, r"(?s:\{.*\})"),
         (
             {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3}},
             7,
@@ -218,6 +236,8 @@ def test_no_completion_of_another_form_is_cut(asked: dict, least: int, pattern: 
         for most in [*range(found, found + 6), found + 40] * 2:
             text = drawn(tokenizer, grammars.make(source, 0, most), most)
             assert re.fullmatch(pattern, text), (most, text)
+            if "json" in asked:
+                json.loads(text)
 
 
 def test_too_few_tokens_are_an_error_before_the_first(client: OpenAI) -> None:

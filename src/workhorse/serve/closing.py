@@ -23,15 +23,17 @@ from workhorse.serve.messages import GrammarError, GrammarSource
 MOST_SECONDS, FIRST_STATES, MORE_STATES, FEW_STATES = 2.0, 8000, 2000, 100
 """Maximum CPU time of a search, which only slow grammars reach, and maximum numbers of its states:
 before the first token, after the known end was left, and for a token that may be chosen."""
+DIRECT_STATES = 500
+"""Maximum number of states of a search that does not avoid the loops of a grammar."""
 LONGEST_PART = 256
 """Number of tokens by which a single token may make the end of a value longer."""
 SEARCHED, CANDIDATES = 2, 32
 """Near the end, only the likeliest `CANDIDATES` tokens are allowed. If one of the likeliest
 `SEARCHED` leaves the known end, another end is searched."""
 MANY = DETOUR = 32
-"""Maximum numbers of symbols to try in a state, and to add to an end to make a later part shorter.
-Only the search for the shortest end has these limits."""
-COMMON, SPACE = b"}])>\"',:;./|-_=*<01aA", b" \n\t"
+"""Maximum numbers of symbols to try in a state beside those of the known end, and to add to an end
+to make a later part shorter. Only the search for the shortest end has these limits."""
+COMMON, SPACE = b"}])>\"',:;./|-_=*<01aA", b"\\ \n\t"
 """The bytes that are tried first, and last."""
 SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)*")\]')
 """The strings that end free text in a Lark grammar."""
@@ -157,17 +159,26 @@ class _Search:
         self._closings, self._hints, self._states = closings, hints, states
         self._start = _State(matcher, (), matcher.compute_bitmask())
         self._until = time.thread_time() + MOST_SECONDS
+        self._seen: set[bytes] | None = None
+        """The combinations of symbols that states have allowed; None: not recorded."""
 
     def any(self) -> End | None:
-        """Search depth-first for any end; None if none was found."""
-        stack = [iter((self._start,))]
-        while stack:
-            if (state := next(stack[-1], None)) is None:
-                stack.pop()
-            elif state.matcher.is_accepting() and (end := self._closings.divided(state.path)):
-                return end
-            else:
-                stack.append(self._followers(state))
+        """Search depth-first for any end; None if none was found.
+
+        If an order that gives short ends finds none, one that leaves the loops of a grammar is
+        used: repeated characters, escapes in a string, and nested values.
+        """
+        states = self._states
+        tries = (min(states // 2, DIRECT_STATES), None), (states, {self._start.allowed})
+        for self._states, self._seen in tries:
+            stack = [iter((self._start,))]
+            while stack:
+                if (state := next(stack[-1], None)) is None:
+                    stack.pop()
+                elif state.matcher.is_accepting() and (end := self._closings.divided(state.path)):
+                    return end
+                else:
+                    stack.append(self._followers(state))
         return None
 
     def shortest(self, most: int, known: End | None = None) -> End | None:
@@ -181,6 +192,7 @@ class _Search:
         known = known or self.any()
         if known is None:
             return None
+        self._seen, tried = None, {*known.symbols}
         total, counter, best = len(known.symbols), itertools.count(1), known
         lengths: dict[tuple[bytes, int, Symbols, int], int] = {}
         queue: list[tuple[int, int, _State, int, Symbols, int]]
@@ -189,7 +201,7 @@ class _Search:
             least, _, state, place, changes, beside = heapq.heappop(queue)
             if least > len(best.symbols) + DETOUR:
                 break
-            for one in self._followers(state, MANY):
+            for one in self._followers(state, tried):
                 at, since, distance = self._fitting(one, known), (), 0
                 if at is None:
                     at, since, distance = place, changes, beside + 1
@@ -204,11 +216,17 @@ class _Search:
                     best = self._closings.divided(one.path + known.symbols[at:]) or best
         return best if best is known or best.needs[0] <= most else self.shortest(most, best)
 
-    def _followers(self, state: _State, most: int | None = None) -> Iterator[_State]:
-        """Yield the states that follow; those that allow the same symbols come last."""
+    def _followers(self, state: _State, tried: Collection[int] | None = None) -> Iterator[_State]:
+        """Yield the states that follow; those that allow the same symbols come last.
+
+        If `tried` is given, only its symbols and `MANY` others are tried.
+        """
         bits = np.unpackbits(np.frombuffer(state.allowed, dtype=np.uint8), bitorder="little")
-        order, same = self._closings.order, list[_State]()
-        for step in [*self._hints, *zip(order[bits[order] > 0].tolist())][:most]:
+        order, known, same = self._closings.order, list[_State](), list[_State]()
+        steps = [*self._hints, *zip(order[bits[order] > 0].tolist())]
+        if tried is not None:
+            steps = [one for at, one in enumerate(steps) if at < MANY or one[0] in tried]
+        for step in steps:
             if self._states <= 0 or time.thread_time() > self._until:
                 return
             self._states -= 1
@@ -217,11 +235,15 @@ class _Search:
             matcher = state.matcher.deep_copy()
             if matcher.consume_tokens(list(step)):
                 one = _State(matcher, state.path + step, matcher.compute_bitmask())
-                if one.allowed != state.allowed:
+                if one.allowed == state.allowed:
+                    same.append(one)
+                elif self._seen is None or one.allowed not in self._seen:
+                    if self._seen is not None:
+                        self._seen.add(one.allowed)
                     yield one
                 else:
-                    same.append(one)
-        yield from same
+                    known.append(one)
+        yield from (*known, *same)
 
     def _fitting(self, state: _State, end: End) -> int | None:
         """Return the last place of an end from which on it ends the value of a state."""

@@ -245,6 +245,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda f: rename(f, "lora_B.weight", "lora_magnitude_vector"),
         r"lora_magnitude_vector' does not belong to an adapter with use_dora=false",
     ),
+    "integers": (lambda f: poison(f, 1, torch.int32), r"has torch\.int32 values; save the adapter"),
     "embedding": (lambda f: rename(f, "lora_A.weight", "lora_embedding_A"), "LoRA of an embedding"),
     **{
         f"{old}, not {new}": (

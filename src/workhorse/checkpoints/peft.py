@@ -436,6 +436,8 @@ def _read(stored: TensorFolder, key: str, shape: Shape) -> Tensor:
             f"{OTHER_BASE}"
         )
     value = stored.read(key)
+    if not value.is_floating_point():
+        raise WorkhorseError(f"tensor {key!r} has {value.dtype} values; save the adapter again")
     check_numbers(key, value, "adapter")
     return value
 

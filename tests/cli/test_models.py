@@ -111,8 +111,8 @@ def test_show_of_a_mixture_says_what_works_on_a_token(capsys: pytest.CaptureFixt
     out = printed(capsys, "show", "deepseek-v3")
     assert "# Active per token: 37,552,297,472 parameters.\n" in out
     text = " ".join(out.replace("#", " ").split())
-    assert "- 3 layers `dense`: 128 heads of 192, full attention, position rope, feed-f" in text
-    assert "- 58 layers `sparse`: 128 heads of 192, full attention, position rope, 8 of 256" in text
+    assert "- 3 layers `dense`: 128 heads of 192, all keys, feed-forward 18432" in text
+    assert "- 58 layers `sparse`: 128 heads of 192, all keys, 8 of 256" in text
 
 
 def test_show_of_a_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,8 +176,9 @@ def test_show_tells_of_each_kind_of_layer(capsys: pytest.CaptureFixture[str]) ->
     heads = "32 heads of 128, 16 key-value heads"
     lines = " ".join(page.replace("#", " ").split())
     assert "Shape: 62 layers of width 5376, vocabulary" in lines
-    assert f"- 52 layers `local`: {heads}, window 1024, position rope, feed-forward 21504." in lines
-    assert f"- 10 layers `global`: {heads}, full attention, position rope, feed-forward" in lines
+    assert f"- 52 layers `local`: {heads}, window 1,024, feed-forward 21504." in lines
+    assert "positions: RoPE (theta 10,000) in 52 of 62 layers, RoPE (theta 1,000" in lines
+    assert f"- 10 layers `global`: {heads}, all keys, feed-forward 21504." in lines
 
 
 def test_a_recipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

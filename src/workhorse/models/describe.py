@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from workhorse.models.design import in_one_line, reach
 from workhorse.models.huggingface import native_class
 from workhorse.models.preset import UNITS, Preset
 from workhorse.nn import Decoder, DecoderConfig
@@ -253,6 +254,7 @@ def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]
         verdict = "agrees" if found["agrees"] else "does not agree; see the notes"
         yield f"Printed count: {found['printed']} ({verdict})."
     yield from _shape(config)
+    yield f"Design: {in_one_line(config)}."
     yield from found.get("stored", ())
     yield f"Exports as: {found['exports_as']}."
     if "source" in found:
@@ -273,7 +275,7 @@ def _shape(config: DecoderConfig) -> Iterator[str]:
     names = config.layer_names()
     for name, block in config.blocks.items():
         count = names.count(name)
-        parts = [_heads(block, config.d_model), *_sees(block), _feed_forward(block)]
+        parts = _heads(block, config.d_model), reach(block) or "all keys", _feed_forward(block)
         yield f"- {_layers(count)} `{name}`: {', '.join(parts)}."
 
 
@@ -286,16 +288,6 @@ def _heads(block: WiringConfig, d_model: int) -> str:
     shared = attention.n_kv_heads or attention.n_heads
     grouped = f", {shared} key-value heads" if shared != attention.n_heads else ""
     return f"{attention.n_heads} heads of {attention.key_dim(d_model)}{grouped}"
-
-
-def _sees(block: WiringConfig) -> Iterator[str]:
-    """Yield the range of a layer's attention and its kind of position encoding."""
-    attention = block.attention
-    if attention.window or attention.chunk:
-        yield f"window {attention.window}" if attention.window else f"chunk {attention.chunk}"
-    else:
-        yield "full attention"
-    yield f"position {attention.position.kind}"
 
 
 def _feed_forward(block: WiringConfig) -> str:

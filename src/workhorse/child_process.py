@@ -186,18 +186,18 @@ def _answer_requests(program: str, path: str, *arguments: str) -> None:
         connection.sendall(reply)
 
 
-def end_with_parent(stdin: int, group: int) -> None:
+def end_with_parent(stream: int, group: int) -> None:
     """Let the kernel kill a process group when its parent ends (only on Linux).
 
-    The parent holds the other end of `stdin`, a pipe or socket, and writes nothing. A thread could
+    The parent holds the other end of `stream`, a pipe or socket, and writes nothing. A thread could
     not do this, because a function can hold the interpreter's lock.
     """
     import fcntl  # not on Windows
 
     if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(stdin, fcntl.F_SETOWN, -group)
-        fcntl.fcntl(stdin, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(stdin, fcntl.F_SETFL, os.O_ASYNC)
+        fcntl.fcntl(stream, fcntl.F_SETOWN, -group)
+        fcntl.fcntl(stream, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(stream, fcntl.F_SETFL, os.O_ASYNC)
 
 
 if __name__ == "__main__":

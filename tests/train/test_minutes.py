@@ -45,7 +45,7 @@ def test_it_is_bit_for_bit_the_run_with_these_steps(half_minute, tmp_path: Path)
     assert own.train.schedule.warmup_steps == result.steps // 10
     assert any(
         event["message"].startswith(
-            f"train.minutes=0.5 gives train.steps={result.steps} at 1.5 s per step; warm-up"
+            f"train.minutes=0.5 gives train.steps={result.steps} at 1.5 s per step; warmup_steps="
         )
         for event in told
         if event["kind"] == "notice"

@@ -287,9 +287,9 @@ def _run(command: list[str]) -> str | None:
     ours, theirs = socket.socketpair()
     with _STARTING:
         compiler = subprocess.Popen(
-            command,
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
+            ["/bin/sh", "-c", 'read -r _ && exec "$@"', "sh", *command],  # when it may start
+            stdin=subprocess.PIPE,
+            stdout=theirs.fileno(),
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
@@ -300,7 +300,7 @@ def _run(command: list[str]) -> str | None:
         _COMPILERS.add(compiler)
     with ours, theirs, compiler:
         try:
-            _, errors = compiler.communicate(timeout=_SECONDS)
+            _, errors = compiler.communicate("\n", timeout=_SECONDS)
         except subprocess.TimeoutExpired:
             raise Unavailable(
                 f"still compiling after {_SECONDS} seconds; the next start tries again"

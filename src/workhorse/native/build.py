@@ -287,7 +287,8 @@ def _run(command: list[str]) -> str | None:
     ours, theirs = socket.socketpair()
     with _STARTING:
         compiler = subprocess.Popen(
-            ["/bin/sh", "-c", 'read -r _ && exec "$@"', "sh", *command],  # when it may start
+            # It starts after a line on stdin, and so not if its parent ended before.
+            ["/bin/sh", "-c", 'read -r _ && exec "$@"', "sh", *command],
             stdin=subprocess.PIPE,
             stdout=theirs.fileno(),
             stderr=subprocess.PIPE,

@@ -59,9 +59,10 @@ def design(config: DecoderConfig) -> dict[str, str]:
         )
 
     after_embedding = "" if config.embedding.norm.kind == "none" else ", also after the embedding"
-    embedded = POSITIONS[config.embedding.position.kind]
+    kind = config.embedding.position.kind
+    embedded = POSITIONS.get(kind, kind)
     return {
-        "wiring": of(lambda block: WIRINGS[type(block)]),
+        "wiring": of(lambda block: WIRINGS.get(type(block), type(block).__name__)),
         "norm": of(lambda block: _norm(block.norm)) + after_embedding,
         "positions": ", ".join(filter(None, (embedded, of(_position)))),
         "attention": of(_attention),
@@ -85,14 +86,18 @@ def in_one_line(config: DecoderConfig) -> str:
 def _norm(norm: NormConfig) -> str:
     lacks = [part for part in ("weight", "bias") if getattr(norm, part, True) is False]
     times = " (1 + weight)" if getattr(norm, "offset", False) else ""
-    return NORMS[norm.kind] + times + (f" without {' or '.join(lacks)}" if lacks else "")
+    return (
+        NORMS.get(norm.kind, norm.kind)
+        + times
+        + (f" without {' or '.join(lacks)}" if lacks else "")
+    )
 
 
 def _position(block: WiringConfig) -> str:
     kind = block.attention.position.kind
     rope = block.rope
     if rope is None:
-        return POSITIONS[kind]
+        return POSITIONS.get(kind, kind)
     part = "" if rope.fraction == 1 else f" on {rope.fraction:.0%} of a head"
     scaling = "" if rope.scaling is None else f", {rope.scaling.kind} scaling"
     return f"{POSITIONS[kind]}{part} (theta {rope.theta:,.0f}{scaling})"

@@ -206,6 +206,11 @@ def rename(folder: Path, old: str, new: str) -> None:
     save_file({name.replace(old, new): one for name, one in tensors.items()}, folder / WEIGHTS)
 
 
+def omit(folder: Path, layer: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name: one for name, one in tensors.items() if layer not in name}, folder / WEIGHTS)
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "adapter_model.safetensors does not exist"),
     "pickle": (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "can run code"),
@@ -238,6 +243,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "not saved": (
         lambda f: change(f, modules_to_save=["lm_head"]),
         "modules_to_save names lm_head.weight, which is not in the file",
+    ),
+    "a layer without tensors": (
+        lambda f: omit(f, "0.self_attn.q_proj"),
+        r"target_modules names model\.layers\.0\.self_attn\.q_proj, which is not in the file",
     ),
     "unknown": (lambda f: change(f, use_wlora=4), "use_wlora=4 is not supported"),
     "another rank": (lambda f: change(f, r=3), r"has shape \(2, 32\), but this base needs \(3, 32"),

@@ -250,6 +250,7 @@ def _add(
             if absent
             else f"{left[0]} is not a weight of this {family.model_type} model; {OTHER_BASE}"
         )
+    _check_targets(config, modules.moves, updates)
     untied = config.replace(ensure_weight_tying=False)  # it adds the head only to the embedding
     saved = (move for move in modules.moves if _is_trained(move, untied))
     if missing := [move.theirs[0] for move in saved if not trained.keys() >= set(move.ours)]:
@@ -275,6 +276,18 @@ def _add_once(found: dict[str, Any], more: Mapping[str, Any], key: str) -> None:
             "again"
         )
     found.update(more)
+
+
+def _check_targets(config: PeftConfig, moves: Iterable[Move], updates: Mapping[str, Any]) -> None:
+    """Check that each module that `target_modules` names has an update."""
+    targets = config.targets()
+    for move in moves:
+        module = move.theirs[0].removesuffix(".weight")
+        named = module != move.theirs[0] and any(ends_with(module, target) for target in targets)
+        if named and updates.keys().isdisjoint(path.removesuffix(".weight") for path in move.ours):
+            raise WorkhorseError(
+                f"target_modules names {module}, which is not in the file; save the adapter again"
+            )
 
 
 def _is_trained(move: Move, config: PeftConfig) -> bool:

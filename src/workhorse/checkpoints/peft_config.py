@@ -20,19 +20,16 @@ Value = TypeVar("Value")
 Alpha = Annotated[int | float, Field(gt=0, le=MAX_ALPHA)]
 
 NO_EFFECT: Mapping[str, Any] = {
-    **dict.fromkeys(("auto_mapping", "corda_config", "eva_config", "exclude_modules")),
-    **dict.fromkeys(("layers_pattern", "layers_to_transform", "lora_ga_config")),
-    **dict.fromkeys(("megatron_config", "revision")),
+    **dict.fromkeys(("auto_mapping", "corda_config", "eva_config", "lora_ga_config")),
+    **dict.fromkeys(("layers_pattern", "megatron_config", "revision")),
     "fan_in_fan_out": False,
     "inference_mode": True,
     "loftq_config": {},
     "megatron_core": "megatron.core",
     "peft_version": "0.21.2",
     "qalora_group_size": 16,
-    "target_modules": [],
 }
-"""Keys without effect on the result of a saved adapter, with PEFT's defaults. The tensors show
-which layers have an adapter."""
+"""Keys without effect on the result of a saved adapter, with PEFT's defaults."""
 UNSUPPORTED: Mapping[str, Any] = {
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config")),
     **dict.fromkeys(("layer_replication", "monteclora_config", "use_bdlora")),
@@ -74,6 +71,19 @@ class PeftConfig(Config):
     modules_to_save: list[str] | None = None
     ensure_weight_tying: bool = False
     target_parameters: list[str] | None = None
+    target_modules: str | list[str] | None = None
+    """Only checked, since the tensors show which layers have an adapter."""
+    exclude_modules: str | list[str] | None = None
+    layers_to_transform: int | list[int] | None = None
+
+    def targets(self) -> tuple[str, ...]:
+        """Names of modules that all have an update. A regular expression is not matched."""
+        chosen = self.exclude_modules or self.layers_to_transform not in (None, [])
+        return (
+            ()
+            if chosen or isinstance(self.target_modules, str)
+            else tuple(self.target_modules or ())
+        )
 
 
 def read_config(path: Path) -> PeftConfig:
